@@ -1,4 +1,4 @@
-"""Averaging gradients over the processes, where no wrapper does it during backward."""
+"""All-reduce gradients explicitly, where no DDP wrapper does it during backward."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def average_gradients(optimizer: Optimizer, sparse: Set[int] = frozenset()) -> N
 def average_gradients_of(
     parameters: Iterable[nn.Parameter], sparse: Set[int] = frozenset()
 ) -> None:
-    """Average the gradients of parameters over the processes.
+    """Average the gradients of parameters over the processes; a collective call.
 
-    A missing gradient counts as zero; a parameter without a gradient on any process keeps none. The
-    number of processes that have one is reduced together with the gradients, and read back only
-    where one is missing.
+    A missing gradient counts as zero. A parameter that has no gradient on any process keeps none.
+    To know this, the number of processes that have each gradient is all-reduced together with the
+    gradients, and read by the host only if this process lacks a gradient.
 
     Args:
-        parameters: In the same order on all processes.
-        sparse: The ids of those that may have sparse gradients, see `sparse_weights`; their layout
-            on the other processes must be asked for.
+        parameters: The parameters, in the same order on all processes.
+        sparse: The ``id`` of each parameter that may have a sparse gradient, see `sparse_weights`.
+            For these, one more all-reduce finds out whether the gradient is dense on any process.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     tables = [parameter for parameter in trained if id(parameter) in sparse]
@@ -46,7 +46,7 @@ def average_gradients_of(
         _average_alike(alike)
 
 
-_NO_GRADIENT, _ROWS, _DENSE = range(3)  # layouts of a gradient; over processes the maximum counts
+_NO_GRADIENT, _ROWS, _DENSE = range(3)  # layouts of a gradient, reduced over processes with MAX
 
 
 def _layout(parameter: nn.Parameter) -> int:
@@ -55,7 +55,7 @@ def _layout(parameter: nn.Parameter) -> int:
 
 
 def _layouts(tables: list[nn.Parameter]) -> list[int]:
-    """Return each gradient's layout over all processes: dense where it is dense on any."""
+    """Return each gradient's layout over all processes: dense if it is dense on any of them."""
     if not tables:
         return []
     layouts = torch.tensor(list(map(_layout, tables)), device=tables[0].device)
@@ -64,14 +64,14 @@ def _layouts(tables: list[nn.Parameter]) -> list[int]:
 
 
 def _average_rows(parameter: nn.Parameter) -> None:
-    """Average a gradient that is sparse or missing on every process."""
+    """All-reduce a gradient that is sparse or missing on every process."""
     total = no_rows(parameter) if parameter.grad is None else parameter.grad.coalesce()
     dist.all_reduce(total)
     parameter.grad = total / dist.get_world_size()
 
 
 def _average_alike(parameters: list[nn.Parameter]) -> None:
-    """Average gradients of one dtype in a single all-reduce; they are dense afterwards."""
+    """Average gradients of one dtype in a single all-reduce; the results are dense."""
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:  # dense on another process
             parameter.grad = parameter.grad.to_dense()
@@ -80,7 +80,7 @@ def _average_alike(parameters: list[nn.Parameter]) -> None:
         torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for parameter in parameters
     ]
-    # Creating it on the accelerator directly would synchronise.
+    # Created on the host, because creating it on the accelerator would synchronize.
     counts = torch.tensor(present, dtype=parts[0].dtype).to(parts[0].device, non_blocking=True)
     flat = torch.cat([part.reshape(-1) for part in (*parts, counts)])
     dist.all_reduce(flat)

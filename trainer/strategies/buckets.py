@@ -1,4 +1,4 @@
-"""The order in which DDP reduces gradients: the layout of its buckets."""
+"""Fix the layout of DDP's gradient buckets, so that a resumed run sums in the same order."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ def fix_layout(
     order: Sequence[nn.Parameter] | None = None,
     times: Sequence[int] | None = None,
 ) -> None:
-    """Make DDP rebuild its buckets now, with zero gradients; collective.
+    """Make DDP rebuild its buckets now, with zero gradients; a collective call.
 
-    DDP does so once, in the order in which gradients first arrive. With three or more processes a
-    new layout means a new order of summation: rebuilt during training, a resumed run would sum in
-    another order than the run it resumes. A bucket is reduced once its last gradient is ready, so
-    the order must be that of backward; otherwise nothing overlaps with it.
+    By itself, DDP rebuilds its buckets once, after the first backward, in the order in which the
+    gradients arrived. With three or more processes, another layout means another order of
+    summation. A resumed run would then sum in a different order than the original run, and
+    differ in the last bits. The order must still be that of backward: a bucket is all-reduced when
+    its last gradient is ready, and with another order the all-reduce would not overlap with
+    backward.
 
-    Where DDP must see the graph first, to find unused parameters or because a static graph is not
-    known yet, the rebuild is left to its first update; so it is where parameters are updated in
-    backward. Existing gradients are kept, and parameter hooks are not called: they may update the
-    parameter, as LOMO's do.
+    DDP rebuilds its buckets by itself in three cases: to find unused parameters, with a static
+    graph that is not known yet, and if parameters are updated in backward. Existing gradients are
+    kept. Parameter hooks are not called, because they may update the parameter, as those of LOMO
+    do.
 
     Args:
-        wrapped: Without a communication hook, which would count an iteration.
-        order: All parameters that it reduces; by default the module's, reversed.
-        times: How often backward accumulates into each of them, where a static graph is known; DDP
-            learns the graph from this.
+        wrapped: The model in DDP, without a communication hook (a hook would count an iteration).
+        order: All parameters that DDP reduces, in the order of backward; by default the module's
+            trained parameters, reversed.
+        times: How often backward accumulates into each of these parameters, if a static graph is
+            known; DDP learns the graph from this.
     """
     if wrapped.find_unused_parameters or (wrapped.static_graph and times is None):
         return
@@ -41,13 +44,13 @@ def fix_layout(
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in trained):
         return
     held = [(p.grad, p._backward_hooks, p._post_accumulate_grad_hooks) for p in trained]
-    values = [None if p.grad is None else p.grad.clone() for p in trained]  # it may be in a bucket
+    values = [None if p.grad is None else p.grad.clone() for p in trained]  # may be in a bucket
     try:
         for parameter in trained:
             parameter._backward_hooks = parameter._post_accumulate_grad_hooks = {}
         if times is not None:
             _backward_of_zeros(wrapped, trained, times)
-            # DDP's own forward pass would do this after the first backward pass.
+            # DDP's forward would do this itself, after the first backward.
             wrapped.reducer._delay_all_reduce()  # type: ignore[attr-defined]  # in no stub
             wrapped._static_graph_delay_allreduce_enqueued = True
         _backward_of_zeros(wrapped, trained, times or [1] * len(trained))

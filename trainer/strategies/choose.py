@@ -23,10 +23,12 @@ def choose_engine(
     """Return the engine for a module that is on its device.
 
     Args:
-        module: The user's.
-        agreement: Receives the counts of each window.
+        module: The user's module.
+        agreement: The step sync, which receives the step stats of each gradient accumulation
+            window.
         world_size: The number of processes.
-        automatic: The loop does backward and steps; otherwise `training_step` does.
+        automatic: Automatic optimisation: the loop runs backward and the optimizer step. If False,
+            `training_step` does.
         ddp_kwargs: Arguments of DDP.
 
     Raises:

@@ -1,7 +1,8 @@
-"""Compressed gradients: torch's communication hooks for DDP.
+"""Gradient compression: torch's communication hooks for DDP.
 
-The 16-bit hooks halve what is sent. PowerSGD sends low-rank factors and adds the residual to the
-next gradients (Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019).
+The fp16 and bf16 hooks halve the bytes that are sent. PowerSGD sends low-rank factors of each
+gradient and adds the residual (the compression error) to the next gradient (Vogels, Karimireddy and
+Jaggi, "PowerSGD", NeurIPS 2019).
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ _WRAPPERS: dict[str, Any] = {
     Kind.BF16: default_hooks.bf16_compress_wrapper,
 }
 POWER_SGD = (Kind.POWER_SGD, Kind.BATCHED_POWER_SGD)
-_FIRST_BUCKET = 2**20  # bytes, DDP's own limit for its first bucket
+_FIRST_BUCKET = 2**20  # bytes: DDP's limit for its first bucket
 _BY_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 class Hook:
-    """A registered hook, and the state it carries from one update to the next.
+    """A registered communication hook, with the state that it keeps between updates.
 
     Args:
-        made_by: The settings that its state depends on.
-        state: PowerSGD's; the other hooks have none.
-        device: Where the gradients are.
+        made_by: The settings on which the state depends.
+        state: The state of PowerSGD; None for the other hooks.
+        device: The device of the gradients.
     """
 
     def __init__(
@@ -59,7 +60,10 @@ class Hook:
         self._device = device
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this process resumes from: tensors by bucket, iteration, RNG state."""
+        """Return this process's state: tensors by bucket, iteration and RNG state.
+
+        It is empty for hooks without a state.
+        """
         if self._state is None:
             return {}
         kept: dict[str, Any] = {name: dict(getattr(self._state, name)) for name in _BY_BUCKET}
@@ -67,10 +71,10 @@ class Hook:
         return kept | {"made_by": self._made_by}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore it; the state of other options or other buckets is ignored with a warning."""
+        """Restore a saved state; a state of other settings is ignored with a warning."""
         if self._state is None or not saved:
             return
-        # An earlier release did not name the parameters.
+        # States of an earlier release have no "parameters".
         if {**self._made_by, **saved["made_by"]} != self._made_by:
             logger.warning(
                 "PowerSGD starts afresh: the checkpoint has its state for %s, this run uses %s.",
@@ -88,15 +92,15 @@ class Hook:
 def check(
     model: nn.Module, kwargs: DistributedDataParallelKwargs, *, searches: bool = False
 ) -> None:
-    """Check that torch can run the requested hook, as far as can be known in advance.
+    """Check that torch can run the requested hook on this model, as far as is known in advance.
 
     Args:
         model: The model whose gradients are reduced.
         kwargs: Arguments of DDP.
-        searches: DDP searches for unused parameters.
+        searches: Whether DDP searches for unused parameters.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: torch cannot run the hook.
     """
     if kwargs.comm_hook == Kind.NO:
         return
@@ -115,7 +119,7 @@ def register(
     """Register the requested hook and return it; None if none is requested.
 
     Raises:
-        ValueError: torch cannot run it here.
+        ValueError: torch cannot run the hook here.
     """
     if kwargs is None or kwargs.comm_hook == Kind.NO:
         return None
@@ -157,16 +161,18 @@ def _digest(model: nn.Module) -> str:
 
 
 def _mending(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a hook of PowerSGD that goes on after an update with NaN or infinity."""
-    # A lambda, which has no annotations: torch checks them, but not as text.
+    """Wrap a PowerSGD hook so that it recovers from an update with NaN or infinity."""
+    # A lambda has no annotations. torch checks a hook's annotations and does not accept strings,
+    # which `from __future__ import annotations` makes of them.
     return lambda state, bucket: hook(_mended(state, bucket.index()), bucket)
 
 
 def _mended(state: powerSGD_hook.PowerSGDState, index: int) -> powerSGD_hook.PowerSGDState:
-    """Forget what PowerSGD keeps of a bucket if it is not finite.
+    """Reset PowerSGD's residual and factors of a bucket if they are not finite.
 
-    An update with NaN or infinity is skipped, but what it left would make all others NaN. The
-    factors of all processes are the same, so all decide alike, and the device is not waited for.
+    The optimizer skips an update with NaN or infinity, but a NaN in this state would make all later
+    gradients NaN. The factors are the same on all processes, so all processes decide alike. The
+    check runs on the device without synchronizing.
     """
     error, factor = state.error_dict.get(index), state.q_memory_dict.get(index)
     kept = [each for each in (error, factor) if each is not None]
@@ -182,10 +188,10 @@ def _mended(state: powerSGD_hook.PowerSGDState, index: int) -> powerSGD_hook.Pow
 
 
 def _check_dense(model: nn.Module, trained: Sequence[Tensor], kind: str) -> None:
-    """Refuse a hook where gradients are sparse.
+    """Check that no gradient is sparse.
 
-    The 16-bit hooks fail in backward on a sparse gradient; PowerSGD does not reduce it, so that the
-    weights of the processes diverge.
+    The fp16 and bf16 hooks fail in backward on a sparse gradient. PowerSGD does not reduce it, and
+    the weights of the processes diverge.
 
     Raises:
         ValueError: A sparse embedding is trained.
@@ -198,15 +204,16 @@ def _check_dense(model: nn.Module, trained: Sequence[Tensor], kind: str) -> None
 
 
 def _check_dimensions(model: nn.Module) -> None:
-    """Refuse parameters without a dimension, at which torch fails once it compresses.
+    """Check that no trained parameter is a 0-d tensor: torch's PowerSGD fails at these.
 
     Raises:
-        ValueError: One is trained.
+        ValueError: A 0-d parameter is trained.
     """
     named = bare_names(model, model.named_parameters())
     numbers = [name for name, p in named if p.requires_grad and p.dim() == 0]
     if numbers:
-        names = ", ".join(name.removeprefix("module.") for name in numbers)  # the engine's
+        # "module." comes from the engine's wrapper.
+        names = ", ".join(name.removeprefix("module.") for name in numbers)
         raise ValueError(
             f"PowerSGD fails inside torch at parameters without a dimension: {names}. Give each "
             "the shape (1,), or use comm_hook='fp16'."
@@ -214,11 +221,12 @@ def _check_dimensions(model: nn.Module) -> None:
 
 
 def _check_over_gloo(trained: Sequence[Tensor], *, searches: bool) -> None:
-    """Refuse PowerSGD over gloo where it would hang or crash the process.
+    """Check that PowerSGD over gloo would not hang or crash.
 
-    While the hook waits for its own all-reduce it occupies one of gloo's two threads, so that two
-    buckets deadlock. DDP's first bucket holds a megabyte of one dtype. The hook's all-reduce can
-    also be matched, on another process, with DDP's own exchange of unused parameters.
+    The hook waits for its own all-reduce and occupies one of gloo's two threads meanwhile, so two
+    buckets deadlock. DDP's first bucket holds 1 MiB of one dtype. With a search for unused
+    parameters, the hook's all-reduce on one process can also be matched with DDP's own collective
+    on another.
 
     Raises:
         ValueError: The gradients may need several buckets, or DDP searches for unused parameters.
@@ -241,12 +249,13 @@ def _check_over_gloo(trained: Sequence[Tensor], *, searches: bool) -> None:
 
 
 def _check_batched() -> None:
-    """Refuse torch's batched PowerSGD where its first compressed update would fail.
+    """Check that this torch's batched PowerSGD works.
 
-    torch up to 2.13 passes a single matrix to a function that takes a batch of them.
+    Up to torch 2.13 it fails at the first compressed update: it passes a single matrix to a
+    function that takes a batch of matrices.
 
     Raises:
-        ValueError: It does.
+        ValueError: This torch has the bug.
     """
     try:
         powerSGD_hook._orthogonalize(torch.ones(1, 1))
@@ -260,10 +269,16 @@ def _check_batched() -> None:
 
 
 def for_processes(ranks: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """Return the state that a process resumes from, given the states of those that saved.
+    """Return the state with which a rank resumes, also on a different number of processes.
 
-    Only the residuals differ between processes. They enter the gradients through the mean over the
-    processes, so giving every new process the mean of the saved ones preserves their effect.
+    Only the residuals differ between ranks. They enter the gradients through the mean over the
+    ranks. So, on a different number of processes, every rank gets the mean of the saved residuals,
+    which preserves their effect.
+
+    Args:
+        ranks: The saved state of each rank of the earlier run.
+        rank: The rank of this process.
+        world_size: The number of processes of this run.
     """
     if len(ranks) == world_size or not all(ranks):
         return ranks[rank] if rank < len(ranks) else {}

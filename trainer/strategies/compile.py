@@ -1,4 +1,4 @@
-"""``torch.compile`` for prepared models."""
+"""``torch.compile`` for models that `Accelerator.prepare` returns."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from trainer.plugins import TorchDynamoPlugin
 
 
 def compile_model(model: nn.Module, plugin: TorchDynamoPlugin | None) -> None:
-    """Compile the model's call in place, once.
+    """Compile a model's ``__call__`` in place.
 
-    The model keeps its class and parameter names; the wrapper that ``torch.compile(model)`` returns
-    has others, which would end up in checkpoints. Copies and pickles are not compiled.
+    The model keeps its class and parameter names. ``torch.compile(model)`` would return a wrapper
+    with other parameter names, which would get into checkpoints. Copies and pickles of the model
+    are not compiled.
 
     Args:
-        model: Left alone if already compiled, either way.
-        plugin: Without one, or without a backend in it, nothing is compiled.
+        model: The model; nothing happens if it is compiled already.
+        plugin: Arguments of ``torch.compile``. Nothing is compiled if it is None or has no backend.
 
     Raises:
         ValueError: This torch does not have the backend.
@@ -37,19 +38,22 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin | None) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    # Like `model.compile()`, except that dynamo skips torch's own code there and would compile
-    # nothing of an nn.Sequential; it does not skip what a function of ours calls.
+    # Like `model.compile()`, but that compiles nothing of an nn.Sequential: dynamo skips frames of
+    # torch's own code. It does not skip code that is called by a function outside torch.
     model._compiled_call_impl = torch.compile(run, **arguments)
 
 
 def torch_arguments(plugin: TorchDynamoPlugin) -> dict[str, Any]:
     """Return the arguments for ``torch.compile``.
 
+    Args:
+        plugin: The user's settings.
+
     Raises:
         ValueError: This torch does not have the backend, or inductor does not have an option.
     """
     arguments = plugin.to_kwargs()
-    dynamo = importlib.import_module("torch._dynamo")  # takes seconds: only if needed
+    dynamo = importlib.import_module("torch._dynamo")  # takes seconds, so only if needed
     known = dynamo.list_backends(exclude_tags=())
     if arguments["backend"] not in known:
         raise ValueError(choose("The dynamo backend", arguments["backend"], known))
@@ -61,7 +65,7 @@ def torch_arguments(plugin: TorchDynamoPlugin) -> dict[str, Any]:
 def _check_options(options: dict[str, Any], arguments: dict[str, Any]) -> None:
     known = importlib.import_module("torch._inductor").list_options()
     for name in options:
-        if str(name).replace("-", "_") not in known:  # hundreds: too many to list
+        if str(name).replace("-", "_") not in known:  # too many to list
             near = get_close_matches(str(name), known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
@@ -75,10 +79,10 @@ def _check_options(options: dict[str, Any], arguments: dict[str, Any]) -> None:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether calling the model runs code compiled by either API of torch."""
+    """Return whether a model is compiled: by ``model.compile()`` or ``torch.compile(model)``."""
     return model._compiled_call_impl is not None or uncompiled(model) is not model
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the module inside a ``torch.compile(model)`` wrapper, or else the model itself."""
+    """Return the module inside a ``torch.compile(model)`` wrapper, or the model without one."""
     return model.get_submodule(COMPILED) if is_compile_wrapper(model) else model

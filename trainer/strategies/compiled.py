@@ -1,8 +1,8 @@
-"""``torch.compile`` for the steps of a module that the Trainer runs.
+"""``torch.compile`` for a module's steps (``training_step``, …) in the Trainer.
 
-The bound step is compiled, not the module, whose ``forward`` the Trainer does not call: parameter
-names stay as they are. Batch sizes are dynamic from the start, so that the code does not depend on
-the batches seen before, and a resumed run has the same code as the run it resumes.
+The bound method is compiled, not the module, because the Trainer does not call ``forward``. So the
+names of the parameters do not change. Batch sizes are dynamic from the start. So the compiled code
+does not depend on the batches seen before, and a resumed run has the same code as the original run.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from trainer.tree import leaves
 
 logger = logging.getLogger(__name__)
 
-# Methods through which a step reaches the run around it: torch would trace into the Trainer.
+# Methods of the module that call the Trainer. They are excluded from compilation; otherwise torch
+# would trace into the Trainer.
 _OUTSIDE = ("all_gather", "log", "log_dict", "lr_schedulers", "optimizers", "print")
 _GRAPH_MODES = ("max-autotune", "reduce-overhead")
 
-# The steps of each class that have run compiled; a later run may find their code in torch's cache.
+# For each module class, the steps of which torch has compiled a part. A later run in this process
+# may reuse that code from torch's cache, and then compiles nothing.
 _proven: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()
 
 
@@ -45,21 +47,21 @@ def compiled_steps(
     plugin: TorchDynamoPlugin,
     device: torch.device,
 ) -> Iterator[None]:
-    """Run these steps of the module compiled inside the block; collective.
+    """Compile the named steps of a module for the duration of the block; a collective call.
 
-    Steps that the user has compiled are left alone. Every call of ``training_step`` logs how often
-    torch has recompiled a step, as ``recompilations``.
+    Steps that the user has compiled are not compiled again. Every call of ``training_step`` logs
+    ``recompilations``, the number of recompilations of all steps so far.
 
     Args:
-        module: The user's.
+        module: The user's module.
         names: The names of the steps, such as ``"training_step"``.
         plugin: Arguments of ``torch.compile``; without a backend nothing is compiled.
-        device: Where the steps compute.
+        device: The device on which the steps run.
 
     Raises:
         ValueError: The module uses manual optimisation in a step to be compiled, this torch does
             not have the backend, or the mode cannot be used here.
-        RuntimeError: A process lacks the compiler that the backend needs; or, raised by the first
+        RuntimeError: A process lacks the compiler that the backend needs. Or, raised by the first
             ``training_step``, no part of the step could be compiled.
     """
     if plugin.backend == DynamoBackend.NO or plugin.disable:
@@ -84,7 +86,8 @@ def compiled_steps(
     with ExitStack() as settings:
         for patch in _settings(steps.values()):
             settings.enter_context(patch)
-        # Under this name the module finds what copies and pickles of it must not hold.
+        # `_compiled_for_run` tells the module which attributes its copies and pickles must leave
+        # out.
         module.__dict__.update(ours, _compiled_for_run=(tuple(ours), before))
         try:
             yield
@@ -97,7 +100,7 @@ def compiled_steps(
 def _refuse(
     module: nn.Module, names: Iterable[str], plugin: TorchDynamoPlugin, device: torch.device
 ) -> None:
-    """Refuse what would fail later, or silently."""
+    """Raise for settings that would fail later, or give wrong results silently."""
     backend = str(plugin.backend).lower()
     if "training_step" in names and not module.automatic_optimization:
         raise ValueError(
@@ -137,10 +140,10 @@ def _has_own(step: Callable[..., Any]) -> bool:
 
 
 def _settings(steps: Iterable[Callable[..., Any]]) -> list[Any]:
-    """Return torch settings that make frequently changing integers dynamic.
+    """Return patches of torch's settings that make frequently changing integers dynamic.
 
-    These are the batch index, the run's counters, and integers stored on modules. By default torch
-    treats each as a constant and recompiles for every new value.
+    These are the batch index, the run's counters, and integers that are attributes of modules. By
+    default, torch treats each one as a constant and recompiles for every new value.
     """
     config = importlib.import_module("torch.compiler.config")
     dynamo = importlib.import_module("torch._dynamo.config")
@@ -156,24 +159,24 @@ def _settings(steps: Iterable[Callable[..., Any]]) -> list[Any]:
 
 @dataclass
 class _Tally:
-    """What the steps of a run share.
+    """Counters that all compiled steps of a run share.
 
     Attributes:
-        recompilations: Their number since each step's first call.
+        recompilations: The number of recompilations after the first call of each step.
     """
 
     recompilations: int = 0
 
 
 class _CompiledStep:
-    """A compiled step, which reports when and why torch recompiles it.
+    """A compiled step that logs when and why torch recompiles it.
 
     Args:
-        module: The step's module, which has `log`.
+        module: The user's module, which has a `log` method.
         name: The step's name.
         step: The user's bound method.
         arguments: Arguments of ``torch.compile``.
-        tally: Shared by all steps of the run.
+        tally: The counters that all steps of the run share.
     """
 
     __wrapped__: Callable[..., Any]  # set by `update_wrapper`
@@ -188,7 +191,7 @@ class _CompiledStep:
     ) -> None:
         functools.update_wrapper(self, step)
         self._module, self._name, self._tally = module, name, tally
-        self._log = module.log  # later it is made to leave compiled code, which takes time
+        self._log = module.log  # taken now: it is wrapped in torch.compiler.disable later
         self._run = torch.compile(step, **arguments)
         self._marks = "dynamic" not in arguments
         self._called = False
@@ -196,7 +199,7 @@ class _CompiledStep:
         self._records = importlib.import_module("torch._dynamo.utils")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles of what refers to the step hold the user's, which is not compiled.
+        # In copies and pickles, the user's uncompiled step takes this object's place.
         return _itself, (self.__wrapped__,)
 
     def __call__(self, batch: Any, *where: int) -> Any:
@@ -221,8 +224,8 @@ class _CompiledStep:
     def _mark(self, batch: Any) -> None:
         """Mark the batch size as dynamic from the start.
 
-        Otherwise torch recompiles at the shorter last batch of an epoch, and full batches run
-        different code before and after it.
+        Otherwise torch recompiles at the shorter last batch of an epoch, and then runs different
+        code for full batches than before.
         """
         for leaf in leaves(batch):
             if isinstance(leaf, Tensor) and leaf.dim():
@@ -232,10 +235,12 @@ class _CompiledStep:
         return Counter(self._records.counters["graph_break"])
 
     def _judge(self, made: list[Any], breaks_before: Counter[str]) -> None:
-        """Check that the first call, or an earlier run, has compiled anything.
+        """Check that torch has compiled a part of the step, in the first call or an earlier run.
+
+        If not, ``training_step`` raises an error and other steps log a warning.
 
         Raises:
-            RuntimeError: Nothing was compiled, and this is ``training_step``.
+            RuntimeError: No part of ``training_step`` was compiled.
         """
         proven = _proven.setdefault(type(self._module), set())
         if any(each.graph_op_count for each in made):
@@ -256,9 +261,9 @@ class _CompiledStep:
         logger.warning(text)
 
     def _tell(self, record: Any) -> None:
-        """Count and log what torch compiled after the first call."""
+        """Count and log a recompilation after the first call."""
         if record.recompile_reason is None:
-            return  # a branch taken for the first time
+            return  # new code for a branch that was not taken before
         cause = " ".join(record.recompile_reason.partition("\n")[0].split())
         cause = cause.partition(" (user code shown")[0]
         if record.has_guarded_code:

@@ -1,8 +1,8 @@
-"""Data parallelism: a replica of the module in every process.
+"""Data-parallel engines: every process has a replica of the module.
 
-`DataParallel` lets torch's ``DistributedDataParallel`` (Li et al., "PyTorch Distributed", VLDB
-2020) average the gradients during backward. `Replicas` is for manual optimisation, where each
-optimizer averages its own gradients when it steps.
+`DataParallel` uses torch's ``DistributedDataParallel`` (DDP; Li et al., "PyTorch Distributed", VLDB
+2020), which all-reduces the gradients during backward. `Replicas` is for manual optimisation, where
+each optimizer all-reduces its own gradients when it steps.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from trainer.strategies.zeros import (
     zeros_for,
 )
 
-_SENT_AT_ONCE = 250 * 2**20  # bytes, as in DDP
-# The dtypes that DDP can send with every backend.
+_SENT_AT_ONCE = 250 * 2**20  # bytes in one broadcast, as in DDP
+# The dtypes that DDP can broadcast and reduce with every backend.
 _SENDABLE = {
     torch.float64,
     torch.float32,
@@ -63,32 +63,36 @@ def wrap(
     *,
     moves_inputs: bool = True,
 ) -> DistributedDataParallel:
-    """Wrap a module, already on its device, in DDP.
+    """Wrap a module in DDP.
 
-    Tensors of dtypes that the backend cannot send, such as int16, are broadcast once, here. A
-    communication hook is for the caller to register, see `trainer.strategies.communication`.
+    Tensors whose dtype DDP cannot send with every backend, such as int16, are broadcast once, here.
+    The caller registers the communication hook; see `trainer.strategies.communication`.
 
     Args:
-        module: On its device.
+        module: The module, on its device.
         kwargs: Arguments of DDP.
-        moves_inputs: DDP moves the inputs of the forward pass to the accelerator.
+        moves_inputs: Whether DDP moves the inputs of the forward pass to the accelerator.
 
     Raises:
         ValueError: The module is not on the kind of device that this process uses.
     """
     arguments = (kwargs or DistributedDataParallelKwargs()).to_kwargs()
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
-        # The name since torch 2.13, which broadcasts buffers once at the start in any case.
+        # torch 2.13 has renamed this argument; it broadcasts buffers once at the start anyway.
         arguments["forward_sync_buffers"] = arguments.pop("broadcast_buffers", True)
     _take_unsendable(module)
-    device_ids = _device_ids(module)  # which also checks where the module is
+    device_ids = _device_ids(module)  # also checks the module's device
     return DistributedDataParallel(
         module, device_ids=device_ids if moves_inputs else None, **arguments
     )
 
 
 def _device_ids(module: nn.Module) -> list[int] | None:
-    """Return the device DDP moves inputs to; None on the CPU, or with several devices."""
+    """Return the device to which DDP moves inputs; None on the CPU or with several devices.
+
+    Raises:
+        ValueError: A parameter is not on the kind of device that this process uses.
+    """
     expected = PartialState().device
     devices = {parameter.device for parameter in module.parameters()}
     if strangers := {device for device in devices if device.type != expected.type}:
@@ -102,7 +106,7 @@ def _device_ids(module: nn.Module) -> list[int] | None:
 
 
 def _take_unsendable(module: nn.Module) -> None:
-    """Broadcast the tensors that DDP cannot send, and make it ignore them."""
+    """Broadcast the tensors whose dtype DDP cannot send, and make DDP ignore them."""
     named = chain(module.named_parameters(), module.named_buffers())
     found = {name: tensor for name, tensor in named if tensor.dtype not in _SENDABLE}
     if not found:
@@ -115,19 +119,20 @@ def _take_unsendable(module: nn.Module) -> None:
 
 
 class _Stage(nn.Module):
-    """What DDP wraps: calls any method of the user's module, and carries the ballot.
+    """The module that DDP wraps: calls any method of the user's module, and holds the sync vector.
 
-    The ballot is a parameter that no optimizer has. Its "gradient" holds this process's counts, so
-    that they are summed by the same all-reduce as the gradients.
+    The sync vector `ballot` is a parameter that belongs to no optimizer. Its "gradient" holds this
+    process's step stats, so the all-reduce of the gradients sums the step stats too.
 
     Attributes:
-        searched: DDP searches the graph of the outputs for the parameters that it reaches.
-        tables: Weights of sparse embeddings that the graph must reach in any case.
+        searched: Whether DDP searches the graph of the outputs for unused parameters.
+        tables: Weights of sparse embeddings, which are always added to the graph.
     """
 
     def __init__(self, module: nn.Module, ballot: Tensor) -> None:
         super().__init__()
-        # Before the module: DDP expects gradients of the kind of the first part that has a weight.
+        # Registered before the module: DDP expects sparse or dense gradients of a weight by the
+        # first submodule that has it.
         self.tied = nn.ParameterList(tied_sparse_weights(module))
         self.module = module
         self.ballot = nn.Parameter(torch.zeros_like(ballot))
@@ -141,16 +146,17 @@ class _Stage(nn.Module):
 
 
 class DataParallel:
-    """DDP whose gradients are averaged during the last backward of a window.
+    """Engine on DDP: gradients are averaged in the last backward of an accumulation window.
 
-    The counts of an `Agreement` travel with them, inside a gradient bucket if that is float32. With
-    a communication hook, which would compress them, they have an all-reduce of their own.
+    The sync vector of the step sync (`Agreement`) is reduced together with the gradients, in the
+    same bucket if that is float32. A communication hook would compress the sync vector, so with a
+    hook it has its own all-reduce.
 
     Args:
         module: The user's module, on its device.
-        agreement: Receives the sums over the processes.
-        kwargs: Arguments of DDP. By default gradients lie in the buckets: not a copy is made of
-            what was reduced.
+        agreement: The step sync, which receives the sums over the processes.
+        kwargs: Arguments of DDP. The default is ``gradient_as_bucket_view=True``, which saves a
+            copy of the reduced gradients.
 
     Raises:
         ValueError: torch cannot run the communication hook here.
@@ -173,22 +179,27 @@ class DataParallel:
         trained = self._trained()
         hooked = self._kwargs.comm_hook != "no"
         dtype = self._agreement.dtype_beside(trained, self._world_size)
-        if hooked and trained:  # the ride-along ballot is unused: no bucket of its own
+        # With a hook, the sync vector in DDP is unused. Give it the gradients' dtype, so that it
+        # does not need a bucket of its own.
+        if hooked and trained:
             dtype = trained[0].dtype
         stage = _Stage(self.module, self._agreement.ballot(NOTHING, dtype))
         self._wrapped = {id(parameter) for parameter in trained}
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._ballot: Tensor = stage.ballot
-        self._ddp = wrap(stage, self._kwargs, moves_inputs=False)  # the transfer hooks do
+        # The loop's transfer hooks move the inputs.
+        self._ddp = wrap(stage, self._kwargs, moves_inputs=False)
         self._searches = stage.searched = self._ddp.find_unused_parameters
         self._tables: list[nn.Parameter] = []
-        if self._searches:  # DDP fills in dense zeros alone for what the graph misses
+        # For parameters that the graph does not reach, DDP reduces zeros, which are always dense.
+        # So the weights of sparse embeddings are added to every graph.
+        if self._searches:
             sparse = sparse_weights(self.module)
             self._tables = [parameter for parameter in trained if id(parameter) in sparse]
             stage.tables = [*self._tables]
         else:
             self._fix_layout([stage.ballot, *reversed(trained)])
-        # Only now: PowerSGD counts iterations, and fixing the layout takes one.
+        # After fixing the layout, which takes an iteration that PowerSGD would count.
         self._hook = communication.register(self._ddp, self._kwargs)
         self._apart = None if self._hook is None else torch.zeros_like(self._ballot)
         if self._hook is None:
@@ -198,11 +209,11 @@ class DataParallel:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def _fix_layout(self, order: list[nn.Parameter]) -> None:
-        """Lay out the buckets in the order in which backward reaches the parameters."""
+        """Lay out DDP's buckets in the order in which backward reaches the parameters."""
         fix_layout(self._ddp, order)
 
     def _backward_nothing(self, ride: Tensor, ballot: Tensor) -> None:
-        """Run backward through the ballot and zeros for every parameter, to fill all buckets."""
+        """Run backward with zero gradients and this sync vector, so that all buckets are filled."""
         parameters = self._trained()
         zeros = zeros_for(self.module, parameters)
         torch.autograd.backward([*parameters, ride], [*zeros, ballot])
@@ -213,16 +224,16 @@ class DataParallel:
         return output
 
     def begin_micro_batch(self, *, sync: bool) -> None:
-        """Announce, before the forward pass, whether the next backward ends its window."""
-        if self._ddp.require_backward_grad_sync is not sync:  # a module is slow to set
+        """Set, before the forward pass, whether the next backward ends the accumulation window."""
+        if self._ddp.require_backward_grad_sync is not sync:  # setting attributes of it is slow
             self._ddp.require_backward_grad_sync = sync
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Accumulate the gradients of a micro-batch that does not end its window."""
+        """Run backward for a micro-batch that is not the last of its accumulation window."""
         loss.backward(*args, **kwargs)
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
-        """See `SingleDevice.finish_window`; a process without a loss still takes part."""
+        """See `SingleDevice.finish_window`; a process without a loss contributes zero gradients."""
         if self._apart is None:
             # DDP divides by the number of processes.
             ballot = self._agreement.ballot(own, self._ballot.dtype, times=self._world_size)
@@ -250,16 +261,17 @@ class DataParallel:
         items = self._agreement.count(total)
         for table in self._tables:
             if table.grad is not None and table.grad.is_sparse and not table.grad._nnz():
-                table.grad = None  # unused everywhere: no gradient, as on one process
-        if not own.items and not items:  # DDP gives unused parameters none
+                table.grad = None  # unused on all processes: no gradient, as with one process
+        if not own.items and not items:  # DDP gives unused parameters no gradient
             give_nothing(self.module)
         return items
 
     def _check_reduced(self) -> None:
-        """Check that DDP is not still waiting for gradients that this loss does not produce.
+        """Check that DDP has reduced all buckets, and does not wait for missing gradients.
 
         Raises:
-            RuntimeError: It is, so nothing was averaged.
+            RuntimeError: The loss does not depend on some parameters, so DDP waits for their
+                gradients and has averaged nothing.
         """
         try:
             self._ddp.reducer._check_reducer_finalized()
@@ -279,10 +291,11 @@ class DataParallel:
             ) from error
 
     def refuse_unknown(self) -> None:
-        """Check that no gradients were left out of the averaging.
+        """Check that DDP has averaged all gradients (no unregistered parameters).
 
         Raises:
-            RuntimeError: Some were: each process would train those parameters alone.
+            RuntimeError: Parameters were added or unfrozen after the module was wrapped. Their
+                gradients are not averaged, so the processes would diverge.
         """
         unknown = [
             (name, p)
@@ -307,17 +320,20 @@ class DataParallel:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this process's communication hook, if it has one.
 
-        A state that was loaded but not restored yet is returned as it is.
+        A loaded state that waits for the next epoch is returned unchanged.
         """
         state = self._saved or ({} if self._hook is None else self._hook.state_dict())
         return {"communication": state}
 
     def close(self) -> None:
-        """Take DDP's hooks off the parameters: after a failed backward pass they await the rest."""
+        """Remove DDP's hooks from the parameters.
+
+        After a failed backward, the hooks would still wait for the missing gradients.
+        """
         self._ddp._remove_autograd_hooks()
 
     def load_state_dicts(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Restore it when the next epoch begins, once the trained parameters are known."""
+        """Keep a saved state until the next epoch begins, when the trained parameters are known."""
         hooks = [rank.get("communication", {}) for rank in saved]
         self._saved = communication.for_processes(hooks, dist.get_rank(), self._world_size)
 
@@ -327,12 +343,13 @@ class DataParallel:
 
 
 class Replicas(SingleDevice):
-    """Replicas whose gradients are not averaged automatically: for manual optimisation.
+    """Engine for manual optimisation on several processes: gradients are not averaged in backward.
 
     Args:
-        module: The user's module, on its device; it takes rank 0's weights.
-        agreement: Receives the sums over the processes.
-        sends_buffers: Each `training_step` begins with rank 0's buffers, as under DDP.
+        module: The user's module, on its device; rank 0's weights are broadcast to all.
+        agreement: The step sync, which receives the sums over the processes.
+        sends_buffers: Whether to broadcast rank 0's buffers before each `training_step`, as DDP
+            does before each forward.
     """
 
     def __init__(
@@ -345,12 +362,12 @@ class Replicas(SingleDevice):
     def step(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by name; ``training_step`` on all processes."""
         if name == "training_step" and self._sends_buffers:
-            # Otherwise a save, which gives all rank 0's, would change how the training goes on.
+            # Otherwise saving, which broadcasts rank 0's buffers, would change the training.
             self._send_buffers()
         return super().step(name, *args)
 
     def _send_buffers(self) -> None:
-        """Broadcast rank 0's buffers together, as DDP does: each by itself would take longer."""
+        """Broadcast rank 0's buffers coalesced, as DDP does: this is faster than one by one."""
         from torch._C._distributed_c10d import _broadcast_coalesced  # not in all builds of torch
 
         joined = [each for each in self.module.buffers() if each.dtype in _SENDABLE]
@@ -361,7 +378,7 @@ class Replicas(SingleDevice):
             broadcast(others)
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
-        """Sum the counts of the window over the processes; gradients are left alone."""
+        """All-reduce the step stats of the window; gradients are not changed."""
         assert loss is None
         total = self._agreement.ballot(own)
         sum_numbers(total)

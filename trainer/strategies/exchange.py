@@ -1,12 +1,14 @@
-"""Few gradients, which processes on the CPU send to each other at once instead of reducing them.
+"""A faster all-reduce for small gradients on the CPU: one all-to-all exchange and a local sum.
 
-For *N* processes an all-reduce of gloo is 2 (N - 1) messages one after another, around a ring. Each
-carries an N-th of the numbers, which is best for many. For few, what counts is how often a process
-waits for another: once if each sends everything to every other (Thakur, Rabenseifner and Gropp,
-"Optimization of Collective Communication Operations in MPICH", IJHPCA 2005).
+An all-reduce of gloo over N processes takes 2 (N - 1) consecutive messages around a ring, each with
+1/N of the data. This is best for large data, where bandwidth counts. For small data, latency
+counts: how often a process waits for another. If each process sends all its data to every other
+process, it waits only once (Thakur, Rabenseifner and Gropp, "Optimization of Collective
+Communication Operations in MPICH", IJHPCA 2005).
 """
 
-# Without `from __future__ import annotations`: torch checks a hook's annotations, but not as text.
+# No `from __future__ import annotations` here: torch checks a hook's annotations, and does not
+# accept strings.
 
 import torch
 import torch.distributed as dist
@@ -18,25 +20,30 @@ from trainer.distributed.transport import sum_numbers
 from trainer.state import PartialState
 from trainer.strategies.zeros import sparse_weights
 
-_FEW = 2**19  # bytes, of all processes together; a step was still faster with four times as many
+# Bytes of the gradients, summed over all processes. A step was still faster with four times this.
+_FEW = 2**19
 
 
 def exchange_if_few(model: DistributedDataParallel, module: nn.Module) -> None:
-    """Let DDP exchange its gradients if that is faster; collective.
+    """Make DDP exchange its gradients all-to-all if that is faster; a collective call.
 
-    It is if they are few, on one machine's CPU, and of one dtype: their bucket is not complete
-    before backward is. A ballot of another dtype is exchanged apart. The average is that of DDP to
-    the last bit on two processes; on more it is summed in the order of the ranks, however the
-    gradients are laid out in the bucket.
+    It is faster if the gradients are small, have one dtype, and all processes run on the CPU of one
+    machine. The gradients then fill one bucket, which is complete only at the end of backward, so
+    an all-reduce would not overlap with backward. A sync vector of another dtype gets its own
+    exchange.
+
+    With two processes, the average equals DDP's in every bit. With more, it is summed in the order
+    of the ranks, so it does not depend on the layout of the bucket.
 
     Args:
-        model: Without a communication hook.
-        module: The user's module in it.
+        model: The model in DDP, without a communication hook.
+        module: The user's module inside `model`.
     """
-    if PartialState().device.type != "cpu":  # whose group may have no backend for the host
+    if PartialState().device.type != "cpu":  # the group may have no CPU backend
         return
     faster = torch.tensor(_is_faster([p for p in module.parameters() if p.requires_grad], module))
-    dist.all_reduce(faster, dist.ReduceOp.MIN)  # launchers may describe the machines differently
+    # Reduced, because launchers may describe the machines differently to different processes.
+    dist.all_reduce(faster, dist.ReduceOp.MIN)
     if faster:
         model.register_comm_hook(None, _average)
 
@@ -48,14 +55,14 @@ def _is_faster(trained: list[nn.Parameter], module: nn.Module) -> bool:
         and sum(parameter.nbytes for parameter in trained) * state.num_processes <= _FEW
         and len({parameter.dtype for parameter in trained}) == 1
         and sparse_weights(module).isdisjoint(map(id, trained))
-        # Optimizers that step in backward have a hook of DDP's.
+        # Optimizers that step in backward use a DDP hook of their own.
         and not any(hasattr(parameter, "_in_backward_optimizers") for parameter in trained)
     )
 
 
 def _average(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     gradients = bucket.buffer()
-    gradients /= dist.get_world_size()  # before they are summed, as DDP does
+    gradients /= dist.get_world_size()  # divided before the sum, as in DDP
     sum_numbers(gradients)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(gradients)

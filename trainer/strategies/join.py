@@ -1,4 +1,4 @@
-"""Processes with different numbers of batches."""
+"""Uneven inputs in the user's own loop: processes with different numbers of batches."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from trainer.strategies.compile import uncompiled
 
 
 class Window(Protocol):
-    """The position in a window of micro-batches, as the `Accelerator` has it."""
+    """The position in a gradient accumulation window, as kept by the `Accelerator`.
+
+    Attributes:
+        step: The number of micro-batches so far in the window.
+    """
 
     step: int
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the latest micro-batch ended its window."""
+        """Whether the latest micro-batch was the last of its window."""
 
     @sync_gradients.setter
     def sync_gradients(self, sync: bool) -> None: ...
@@ -37,31 +41,33 @@ def join_uneven_inputs(
     even_batches: bool | None = None,
     window: Window | None = None,
 ) -> Iterator[None]:
-    """Let a process that runs out of batches take part in the others' reductions.
+    """Let a process that runs out of batches take part in the collectives of the others.
 
-    See torch's ``Join``: a process without a batch contributes zero gradients, the sum is divided
-    by the number of all processes, and at the end all take the weights of the last active one. With
-    one process it does nothing.
+    It uses torch's ``Join``: a process without a batch contributes zero gradients, the sum is
+    divided by the number of all processes, and at the end all processes take the weights of the
+    last active one. With one process, this function does nothing.
 
-    With `Accelerator.accumulate`, a process that runs out inside a window contributes what it has
-    accumulated when the others reach the window's end. That is `num_steps` micro-batches of the
-    process with the most, or the last batch over all processes. If that batch is unknown, since
-    each process reads a loader of its own or leaves its loop early, or with
-    ``sync_with_dataloader=False``, the window stays open on all processes and continues with their
-    next batches.
+    With `Accelerator.accumulate`, a process that runs out of batches inside an accumulation window
+    contributes its accumulated gradients when the others reach the end of the window. The window
+    ends after `num_steps` micro-batches of the process with the most batches, or at the last batch
+    over all processes. The last batch is unknown if each process reads a loader of its own or
+    leaves its loop early. In that case, and with ``sync_with_dataloader=False``, the window stays
+    open on all processes and continues with their next batches.
 
     Args:
         joinables: Models in DDP and optimizers that are ``Joinable``, such as
             ``ZeroRedundancyOptimizer``, as `prepare` returned them.
         loaders: The prepared loaders.
-        even_batches: Overrides the loaders' setting inside the block; None keeps it. With True
-            every process has the same number of batches, and joining is not needed.
-        window: The position in the window of micro-batches, put in step when the block ends.
+        even_batches: Overrides the loaders' setting inside the block; None keeps it. With True,
+            every process has the same number of batches, and nothing is joined.
+        window: The position in the accumulation window; it is made equal on all processes when the
+            block ends.
 
     Raises:
         TypeError: One of `joinables` cannot take part.
-        ValueError: It is an optimizer and gradients are accumulated: a process that has run out
-            steps it in every round, the others at the end of a window.
+        ValueError: One of `joinables` is an optimizer, and gradients are accumulated. A process
+            without batches would step the optimizer at every micro-batch, the others only at the
+            end of a window.
     """
     if PartialState().num_processes == 1:
         yield
@@ -82,7 +88,8 @@ def join_uneven_inputs(
         stack.callback(setattr, state, "_joins", state._joins)
         state._joins = True
         yield
-        # Not after an error, when the others may not answer. It changes the warning filters.
+        # Not in a finally block: after an error, the other processes may not take part. The call
+        # changes the warning filters, so these are saved and restored.
         with warnings.catch_warnings(), ExitStack() as sending:
             if window is not None and not window.sync_gradients:
                 for each in taking_part:
@@ -92,7 +99,7 @@ def join_uneven_inputs(
 
 
 class _InStep(Joinable, JoinHook):
-    """Gives all processes the position in the window of the last that had a batch."""
+    """Gives all processes the window position of the last process that had a batch."""
 
     def __init__(self, window: Window, beside: Joinable) -> None:
         super().__init__()
@@ -121,9 +128,10 @@ class _InStep(Joinable, JoinHook):
 
 @contextmanager
 def _sends_what_it_has(model: DistributedDataParallel) -> Iterator[None]:
-    """Let a process that has run out contribute its gradients to the next reduction, then none.
+    """Let a process without batches contribute its accumulated gradients to the next all-reduce.
 
-    Torch's shadow contributes zeros: what was accumulated before the window's end would be lost.
+    Afterwards it contributes zeros. torch's ``Join`` contributes zeros from the start, so gradients
+    that were accumulated before the window's end would be lost.
     """
     contributed = False
 
@@ -136,7 +144,7 @@ def _sends_what_it_has(model: DistributedDataParallel) -> Iterator[None]:
             works.append(model.reducer._run_comm_hook(bucket))
         for work in works:
             work.wait()
-        if not contributed:  # as after the update, which the others make
+        if not contributed:  # like zero_grad after the update, on the others
             for parameter in model.parameters():
                 parameter.grad = None
         contributed = True
@@ -149,8 +157,8 @@ def _sends_what_it_has(model: DistributedDataParallel) -> Iterator[None]:
 
 
 def _fill(model: DistributedDataParallel, bucket: Any) -> None:
-    """Add the accumulated gradients to a ``GradBucket`` of zeros, divided as DDP divides."""
-    # A communication hook divides by itself.
+    """Add the accumulated gradients to a ``GradBucket`` of zeros, divided by the world size."""
+    # With a communication hook, the hook divides.
     divisor = 1 if model._comm_hooks else dist.get_world_size(model.process_group)
     for sent, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
         if parameter.grad is not None:
@@ -170,7 +178,11 @@ def _refuse_optimizers(joinables: Sequence[Joinable]) -> None:
 
 
 def _joinable(candidate: Any) -> Joinable | None:
-    """Return what takes part in collectives; None for a model that does not."""
+    """Return the ``Joinable`` of a prepared object; None for a model without DDP.
+
+    Raises:
+        TypeError: The object is neither a model nor ``Joinable``.
+    """
     inner = getattr(candidate, "optimizer", candidate)
     if isinstance(inner, nn.Module):
         inner = uncompiled(inner)
@@ -199,6 +211,6 @@ def _override(loaders: Sequence[Any], even_batches: bool, stack: ExitStack) -> N
 
 
 def _disable(joinables: list[Joinable]) -> None:
-    """Undo what torch leaves enabled: every later forward would wait for all processes."""
+    """Disable joining again, which torch does not do: later forwards would wait for all ranks."""
     for joinable in joinables:
         joinable._join_config = _JoinConfig.construct_disabled_join_config()

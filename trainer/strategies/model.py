@@ -1,4 +1,4 @@
-"""Preparing a model for the user's own loop, and unwrapping it."""
+"""Prepare a model for the user's own loop (autocast, DDP, compile), and unwrap it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.strategies.compile import compile_model, uncompiled
 from trainer.strategies.zeros import sparse_weights
 from trainer.tree import own_memory
 
-_HOOK = "_communication"  # an attribute of the DDP that `prepare_model` makes
+_HOOK = "_communication"  # an attribute that `prepare_model` sets on the DDP wrapper
 
 
 def prepare_model(
@@ -35,25 +35,26 @@ def prepare_model(
     dynamo_plugin: TorchDynamoPlugin | None = None,
     evaluation_mode: bool = False,
 ) -> nn.Module:
-    """Apply autocast to a model, move it, wrap it in DDP on several processes, and compile it.
+    """Apply autocast to a model, move it to the device, wrap it in DDP, and compile it.
 
-    A model without trainable parameters needs no DDP. A model that a device map spreads over
-    devices, or that was loaded quantised, is not moved.
+    DDP is used with several processes, unless the model has no trainable parameters. A model is not
+    moved if a device map spreads it over several devices, or if it was loaded quantised.
 
     Args:
-        model: The user's; changed in place.
-        precision: The precision of its forward pass.
-        device: None leaves it where it is.
+        model: The user's model; changed in place.
+        precision: The precision of the model's forward pass.
+        device: The device to move the model to; None does not move it.
         ddp_kwargs: Arguments of DDP.
         dynamo_plugin: Arguments of ``torch.compile``.
-        evaluation_mode: The model is only evaluated and needs no DDP.
+        evaluation_mode: Whether the model is only evaluated, so that it needs no DDP.
 
     Returns:
-        The model, or the DDP around it.
+        The model, or its DDP wrapper.
 
     Raises:
-        ValueError: A device map spreads it and there are several processes, it is not on the kind
-            of device that they use, or torch cannot run the communication hook there.
+        ValueError: There are several processes and a device map spreads the model over devices; or
+            the model is not on the kind of device that the processes use; or torch cannot run the
+            communication hook there.
     """
     state = PartialState()
     spread = verify_device_map(model)
@@ -81,22 +82,23 @@ def prepare_model(
 def _register(
     wrapped: DistributedDataParallel, ddp_kwargs: DistributedDataParallelKwargs | None
 ) -> communication.Hook | None:
-    """Register the communication hook; return it if its state can be resumed.
+    """Register the communication hook; return it if its state can be saved and resumed.
 
-    PowerSGD keeps residuals by bucket, so the bucket layout is fixed beforehand and is that of a
-    resumed run too. With a static graph the layout is unknown before the first update. Other models
-    keep the layout that DDP finds from their backward passes.
+    PowerSGD keeps residuals by bucket. So the bucket layout is fixed before the hook is registered,
+    and a resumed run has the same layout. With a static graph, the layout is unknown before the
+    first update, so the state cannot be resumed. Models without PowerSGD keep the layout that DDP
+    finds in their first backward.
     """
     kind = "no" if ddp_kwargs is None else ddp_kwargs.comm_hook
     keeps = kind in communication.POWER_SGD and not wrapped.static_graph
     if keeps:
-        fix_layout(wrapped)  # before the hook exists, which counts iterations
+        fix_layout(wrapped)  # before the hook is registered: it counts iterations
     hook = communication.register(wrapped, ddp_kwargs)
     return hook if keeps else None
 
 
 def communication_of(model: nn.Module) -> communication.Hook | None:
-    """Return the communication hook of a prepared model if its state must be saved, or None."""
+    """Return the communication hook of a prepared model if its state must be saved; else None."""
     hook: communication.Hook | None = vars(find_ddp(model) or model).get(_HOOK)
     return hook
 
@@ -107,7 +109,7 @@ def verify_device_map(model: nn.Module) -> bool:
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the model as DDP, without a compile wrapper; None if it is not DDP."""
+    """Return the DDP wrapper of a model, without a compile wrapper; None if there is no DDP."""
     model = uncompiled(model)
     return model if isinstance(model, DistributedDataParallel) else None
 
@@ -115,12 +117,12 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
 def unwrap_model(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
 ) -> nn.Module:
-    """Return the user's module, with its own class and parameter names, from inside all wrappers.
+    """Return the user's module from inside all wrappers (DDP, ``torch.compile``).
 
     Args:
-        model: Prepared, compiled or neither.
-        keep_fp32_wrapper: False permanently restores its own ``forward``, without autocast.
-        keep_torch_compile: False permanently removes compiled code from it.
+        model: The model, prepared or not.
+        keep_fp32_wrapper: False restores the module's own ``forward``, without autocast, for good.
+        keep_torch_compile: False removes the compiled code from the module, for good.
     """
     while child := wrapped_child(model):
         model = getattr(model, child)
@@ -132,9 +134,12 @@ def unwrap_model(
 
 
 def get_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-    """Return the weights: under the user's own names with `unwrap`, wherever a wrapper sits.
+    """Return a model's state dict, by default with the parameter names of the user's own module.
 
-    Without it they are those of ``model.state_dict()``.
+    Args:
+        model: The model, prepared or not.
+        unwrap: Whether to remove the prefixes that wrappers add to parameter names. False returns
+            ``model.state_dict()``.
 
     Raises:
         TypeError: `model` is not an ``nn.Module``.
@@ -145,12 +150,12 @@ def get_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
 
 
 def accumulating(model: nn.Module) -> AbstractContextManager[None]:
-    """Enter `no_sync`, unless DDP with ``static_graph`` must learn the graph first."""
+    """Return `no_sync` for a model, or a no-op while DDP must learn its ``static_graph`` first."""
     return no_sync(model) if _knows_its_graph(model) else nullcontext()
 
 
 def _knows_its_graph(model: nn.Module) -> bool:
-    """Return False for ``static_graph`` before the first forward pass that synchronises."""
+    """Return False if the model has ``static_graph`` and no backward has reduced gradients yet."""
     wrapped = find_ddp(model)
     if wrapped is None or not wrapped.static_graph:
         return True
@@ -159,14 +164,17 @@ def _knows_its_graph(model: nn.Module) -> bool:
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Keep backward from averaging the model's gradients over the processes.
+    """Return a context in which backward does not all-reduce the model's gradients.
 
-    The forward pass must be inside the block too. It does nothing for a model without DDP or the
-    like.
+    The forward pass must be inside the context too. For a model without DDP, or another wrapper
+    with a ``no_sync`` method, the context does nothing.
+
+    Args:
+        model: The model as prepared.
 
     Raises:
         TypeError: `model` is not an ``nn.Module``.
-        ValueError: It has ``static_graph``, and no backward has averaged its gradients yet.
+        ValueError: The model has ``static_graph``, and no backward has reduced gradients yet.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"accumulate and no_sync take models, one by one; they got {model!r}.")
@@ -183,14 +191,14 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-    """Make backward average gradients although the forward passes were under `no_sync`.
+    """Make backward all-reduce gradients even though the forward passes were under `no_sync`.
 
-    Everything accumulated is averaged: when the block ends with ``find_unused_parameters`` or
-    ``static_graph``, for which DDP must have seen the forward pass, else in backward. It does
-    nothing for a model without DDP.
+    All accumulated gradients are averaged, normally during the backward in the block. With
+    ``find_unused_parameters`` or ``static_graph``, DDP would have to know the forward pass, so the
+    gradients are averaged when the block ends. For a model without DDP, this does nothing.
 
     Args:
-        model: As prepared. The block may hold one backward.
+        model: The model as prepared. The block may contain one backward.
     """
     wrapped = find_ddp(model)
     if wrapped is None:
@@ -201,7 +209,7 @@ def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
     else:
         before = wrapped.require_backward_grad_sync
         wrapped.require_backward_grad_sync = True
-        # As after any update, the next forward pass must broadcast rank 0's buffers.
+        # The next forward must broadcast rank 0's buffers, as after any update.
         wrapped.require_forward_param_sync = True
         wrapped.reducer.prepare_for_backward([])
         try:

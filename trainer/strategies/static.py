@@ -1,4 +1,4 @@
-"""Data parallelism for a module whose autograd graph is the same in every update."""
+"""Data-parallel engine for ``static_graph``: the autograd graph is the same in every update."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ from trainer.strategies.zeros import add_zeros, give_nothing, sparse_weights
 class StaticDataParallel(DataParallel):
     """`DataParallel` with ``static_graph=True``.
 
-    DDP considers a gradient complete once it has been accumulated as often as in the first update:
-    never if the loss does not use the parameter, several times if parts checkpointed with
-    ``use_reentrant=True`` share it. But DDP would count all micro-batches of the first window as
-    one graph, and a process without a batch has no graph to show.
+    With a static graph, DDP considers a gradient complete when it has been accumulated as often as
+    in the first update. That is zero times if the loss does not use the parameter, and several
+    times if modules that are checkpointed with ``use_reentrant=True`` share it. Two cases do not
+    fit: DDP would count all micro-batches of the first accumulation window as one graph, and a
+    process without a batch has no graph.
 
-    So the first update in which every process has a batch is counted here, and its gradients are
-    averaged after backward. DDP then learns the graph from an equivalent backward pass of zeros,
-    which also stands in on processes that have no batch later. DDP's own forward pass covers the
-    ballot only, at the end of a window.
+    So this class counts the accumulations itself, in the first update in which every process has a
+    batch, and averages the gradients of the updates until then after backward. DDP then learns the
+    graph from an equivalent backward of zeros. Processes that have no batch later use the same
+    backward of zeros as their dummy batch. DDP's own forward covers only the sync vector, at the
+    end of a window.
 
     Args:
         module: The user's module, on its device.
-        agreement: Receives the sums over the processes.
+        agreement: The step sync, which receives the sums over the processes.
         kwargs: Arguments of DDP.
 
     Attributes:
@@ -60,12 +62,12 @@ class StaticDataParallel(DataParallel):
                 "fails where the loss leaves one out. Make it without sparse=True, or leave out "
                 "static_graph."
             )
-        # A static graph implies which parameters are unused.
+        # A static graph already says which parameters are unused.
         kwargs = replace(kwargs, find_unused_parameters=False)
         communication.check(module, kwargs)  # the hook is registered later
         self.graph: dict[str, int] = {}
         self._sends_buffers = kwargs.broadcast_buffers
-        self._is_first = False  # the next micro-batch begins a window: buffers are broadcast
+        self._is_first = False  # whether the next micro-batch begins a window: broadcast buffers
         super().__init__(module, agreement, kwargs)
 
     def _names(self) -> list[str]:
@@ -74,11 +76,12 @@ class StaticDataParallel(DataParallel):
 
     def _wrap(self) -> None:
         self._told = set(self.graph) == set(self._names())
-        self._seen: list[int] = []  # like `graph`, as counted by this process
-        self._held_to = False  # whether an update has been checked against the graph
+        self._seen: list[int] = []  # the counts of `graph`, as found by this process
+        self._held_to = False  # whether an update has been compared with the graph
         if self._told:
             super()._wrap()
-            self._ddp.broadcast_buffers = False  # after the user's forward pass it is too late
+            # DDP's forward runs after the user's, so it would broadcast the buffers too late.
+            self._ddp.broadcast_buffers = False
             return
         self.graph = {}
         self._hook = None
@@ -91,7 +94,7 @@ class StaticDataParallel(DataParallel):
         fix_layout(self._ddp, order, ballot_and_parameters)
 
     def _backward_nothing(self, ride: Tensor, ballot: Tensor) -> None:
-        """Run backward through the ballot, and add zeros as often as a loss would add gradients."""
+        """Accumulate zeros as often as the graph says, then run backward of the sync vector."""
         add_zeros(self.module, self._trained(), [self.graph[name] for name in self._names()])
         torch.autograd.backward(ride, ballot)
 
@@ -104,7 +107,7 @@ class StaticDataParallel(DataParallel):
             super().begin_epoch()
 
     def begin_micro_batch(self, *, sync: bool) -> None:
-        """Announce, before the forward pass, whether the next backward ends its window."""
+        """Set, before the forward pass, whether the next backward ends the accumulation window."""
         if self._is_first and self._sends_buffers:
             self.broadcast_buffers()
         self._is_first = sync
@@ -116,7 +119,7 @@ class StaticDataParallel(DataParallel):
         return getattr(self.module, name)(*args)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Accumulate the gradients of a micro-batch that does not end its window."""
+        """Run backward for a micro-batch that is not the last of its accumulation window."""
         if self._told:
             super().backward(loss, *args, **kwargs)
         else:
@@ -127,7 +130,7 @@ class StaticDataParallel(DataParallel):
         """See `DataParallel.finish_window`.
 
         Raises:
-            RuntimeError: The loss does not use the parameters as the graph says.
+            RuntimeError: The loss does not use each parameter as often as the static graph says.
         """
         if not self._told:
             return self._learn(loss, own)
@@ -142,7 +145,7 @@ class StaticDataParallel(DataParallel):
         return items
 
     def _learn(self, loss: Tensor | None, own: Tally) -> float | Tensor:
-        """Average without DDP, and fix the graph as soon as every process has seen one."""
+        """Average gradients without DDP; set the graph once every process has run a backward."""
         if loss is not None:
             self.backward(loss)
         average_gradients_of(self._trained())
@@ -155,7 +158,7 @@ class StaticDataParallel(DataParallel):
             self.graph = dict(zip(self._names(), self._seen, strict=True))
             kept = [] if self._sends_buffers else [(b, b.clone()) for b in self.module.buffers()]
             self.begin_epoch()
-            for buffer, value in kept:  # DDP broadcasts rank 0's as it is constructed
+            for buffer, value in kept:  # DDP's constructor has broadcast rank 0's buffers
                 buffer.data.copy_(value)
         return items
 
@@ -178,7 +181,11 @@ class StaticDataParallel(DataParallel):
             super().close()
 
     def _check(self, times: list[int]) -> None:
-        """Check the first update against the graph: DDP does not notice extra accumulations."""
+        """Compare the first update with the graph, because DDP does not notice extra accumulations.
+
+        Raises:
+            RuntimeError: A parameter was used more or less often than in the graph.
+        """
         for name, found in zip(self._names(), times, strict=True):
             known = self.graph[name]
             if found != known:
@@ -191,10 +198,11 @@ class StaticDataParallel(DataParallel):
         self._held_to = True
 
     def _check_reduced(self) -> None:
-        """Check that DDP is not still waiting for gradients that this loss does not produce.
+        """Check that DDP has reduced all buckets, and does not wait for missing gradients.
 
         Raises:
-            RuntimeError: It is, so nothing was averaged.
+            RuntimeError: The loss uses fewer parameters than the static graph, so DDP waits for
+                gradients and has averaged nothing.
         """
         try:
             super()._check_reduced()

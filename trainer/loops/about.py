@@ -1,4 +1,4 @@
-"""What a run is and how it ended, in `run.json` beside its record.
+"""Run metadata: what a run is and how it ended, in ``run.json`` in the project folder.
 
 ::
 
@@ -10,9 +10,9 @@
      "starts": [{"begin": …, "step": 0, "end": …, "status": "finished", "error": null}],
      "warnings": [{"time": …, "logger": "trainer.loops.fit", "text": …}], "more_warnings": 0}
 
-Times are seconds since 1970. Each start that resumes the run is added to ``starts``; one that was
-killed has no end and stays ``"running"``. Nothing else is read from the file to resume a run.
-Secrets are masked, see `trackers.masking`.
+Times are seconds since 1970. Each start that resumes the run is added to ``starts``. A start that
+was killed has no end and stays ``"running"``. Resuming a run needs nothing from this file. Secrets
+are masked, see `trackers.masking`.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from trainer.checkpoint.atomic import write_whole
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-_OURS = ("trainer", "callbacks", "trackers")  # the loggers that are listened to
-_MOST = 100  # warnings; a flood of them must not keep the disk busy
+_OURS = ("trainer", "callbacks", "trackers")  # the loggers whose warnings are recorded
+_MOST = 100  # warnings in the file; more are only counted, to limit the writes
 _LONGEST = 4000  # characters of a warning or an error
 
 
 class AboutRun:
-    """Keeps `run.json`; every change rewrites the whole file, on the thread of the caller.
+    """Writes ``run.json``; every change rewrites the whole file, on the caller's thread.
 
-    A failure to write is logged once and affects nothing else.
+    A failed write is logged once; the run continues.
 
     Args:
         path: The file.
@@ -57,11 +57,12 @@ class AboutRun:
         self._failed = False
 
     def begin(self, description: dict[str, Any], step: int) -> None:
-        """Add a start, after the earlier ones of the same run.
+        """Append a start to the earlier starts of the same run.
 
         Args:
-            description: What the file says of the run; what has no form in JSON becomes its `str`.
-            step: The number of updates before it.
+            description: The run metadata, with its ``run_id``. Values that JSON cannot hold are
+                converted by `str`.
+            step: The number of updates before this start.
         """
         earlier = self._earlier(description["run_id"])
         start = {"begin": time.time(), "step": step, "end": None, "status": "running"}
@@ -76,7 +77,7 @@ class AboutRun:
         self._write(sweeps=True)
 
     def warn(self, record: logging.LogRecord) -> None:
-        """Add a warning of the log."""
+        """Record a logged warning."""
         if len(self._document["warnings"]) >= _MOST:
             self._document["more_warnings"] += 1  # written with the next start or end
             return
@@ -86,7 +87,7 @@ class AboutRun:
         self._write()
 
     def end(self, status: Status, error: str | None) -> None:
-        """Note how the start ended."""
+        """Record how the current start ended."""
         self._document["starts"][-1] |= {"end": time.time(), "status": status, "error": error}
         self._write()
 
@@ -113,16 +114,17 @@ class AboutRun:
 
 
 class Listener(logging.Handler):
-    """Passes on the warnings and errors of our loggers, from `listen` until `close`.
+    """A logging handler that passes on warnings and errors of Cadence's loggers.
 
-    If logging is not set up, Python writes them to stderr as long as a logger has no handler at
-    all. This handler then does so itself, as if it were not there.
+    It is attached from `listen` until `close`. If the user has not configured logging, Python
+    writes warnings to stderr (`logging.lastResort`), but only while a logger has no handler. As
+    this handler would suppress that, it calls `logging.lastResort` itself.
 
     Args:
-        tell: Called with each record, on the thread that logged it.
+        tell: Called with each log record, on the thread that logged it.
 
     Attributes:
-        began: Whether it was ever attached.
+        began: Whether `listen` was ever called.
     """
 
     def __init__(self, tell: Callable[[logging.LogRecord], object]) -> None:
@@ -132,13 +134,13 @@ class Listener(logging.Handler):
         self.began = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass a record on, but not in a forked process such as a worker of a DataLoader.
+        """Pass a log record on, except in a forked process such as a DataLoader worker.
 
-        There no thread would take it, and a lock that was held at the fork is never released.
+        A forked process has no thread to write it, and a lock held at the fork is never released.
         """
         handlers = _handlers_of(record.name)
         listeners = [each for each in handlers if isinstance(each, Listener)]
-        # There are none if another process's record was passed on, or after a concurrent `close`.
+        # `listeners` is empty after a concurrent `close`, or for a record of another process.
         speaks = handlers == listeners and (not listeners or self is listeners[0])
         if speaks and (last := logging.lastResort) and record.levelno >= last.level:
             last.handle(record)
@@ -146,13 +148,13 @@ class Listener(logging.Handler):
             self._tell(record)
 
     def listen(self) -> None:
-        """Start listening."""
+        """Attach the handler to the loggers."""
         self.began = True
         for name in _OURS:
             logging.getLogger(name).addHandler(self)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Detach the handler from the loggers."""
         for name in _OURS:
             logging.getLogger(name).removeHandler(self)
         super().close()
@@ -169,12 +171,12 @@ def _handlers_of(name: str) -> list[logging.Handler]:
 
 
 def text_of(error: BaseException | None) -> str | None:
-    """Return an error's type and message, cut at a limit; None without an error."""
+    """Return an error's type and message, at most 4000 characters; None without an error."""
     return None if error is None else f"{type(error).__name__}: {error}"[:_LONGEST]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that results may depend on."""
+    """Return the versions of torch and Python, which results may depend on."""
     return {"torch": torch.__version__, "python": platform.python_version()}
 
 

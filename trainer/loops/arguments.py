@@ -1,4 +1,4 @@
-"""Checking and completing the arguments of a Trainer: its accelerator, folder and callbacks."""
+"""Check a Trainer's arguments and fill in defaults: accelerator, project folder and callbacks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainer.hooks import is_overridden
 from trainer.state import AcceleratorState, is_initialized
 
 LEFT_OUT: dict[str, tuple[Any, ...]] = {
-    # For each argument, the part that it concerns and that `barebones=True` leaves out, and the
-    # values that do not ask for that part. A default does not ask for it either.
+    # For each argument: the feature that it configures and that `barebones=True` switches off, then
+    # the values by which the argument does not request the feature. Neither does its default.
     "fast_dev_run": ("the trial run", False, 0),
     "profile": ("the profile", None),
     "callbacks": ("callbacks", None, [], ()),
@@ -36,7 +36,10 @@ LEFT_OUT: dict[str, tuple[Any, ...]] = {
 
 
 def chosen_window(steps: int | None, ready: Accelerator | None) -> int:
-    """Return the micro-batches per update: as given, or of an accelerator, or the environment's."""
+    """Return the micro-batches per update: the argument, else the accelerator's, else the default.
+
+    The default may come from the environment.
+    """
     if steps is not None:
         return steps
     if ready is not None:
@@ -49,7 +52,17 @@ def chosen_window(steps: int | None, ready: Accelerator | None) -> int:
 def chosen_accelerator(
     ready: Accelerator | None, gradient_accumulation_steps: int, **options: Any
 ) -> Accelerator:
-    """Return the given accelerator, or one with these options, if the loop can work with it."""
+    """Return the given accelerator, or a new one with these options, checked for the Trainer.
+
+    Args:
+        ready: The user's accelerator, or None.
+        gradient_accumulation_steps: Micro-batches per update, for a new accelerator.
+        **options: Other arguments of the `Accelerator`.
+
+    Raises:
+        ValueError: Both an accelerator and options were given, or it has an option that the Trainer
+            does not support.
+    """
     if ready is None:
         ready = _accelerator_of_ours(
             gradient_accumulation_steps=gradient_accumulation_steps,
@@ -74,7 +87,7 @@ def chosen_accelerator(
 
 
 def _accelerator_of_ours(**options: Any) -> Accelerator:
-    """Create one with its own state and precision, unless the script has an `Accelerator`."""
+    """Create an accelerator; its state is its own unless the script has an `Accelerator`, too."""
     before = AcceleratorState._leave_to_trainer(shares=False)
     ours = not is_initialized()
     try:
@@ -90,10 +103,10 @@ def _accelerator_of_ours(**options: Any) -> Accelerator:
 
 
 def _refuse_of_own_loops(ready: Accelerator) -> None:
-    """Refuse options of a ready accelerator that the Trainer would silently ignore.
+    """Raise for options of a user's accelerator that the Trainer would silently ignore.
 
     Raises:
-        ValueError: It has one.
+        ValueError: It has such an option.
     """
     if ready.log_with:
         raise ValueError(
@@ -119,7 +132,12 @@ def _refuse_of_own_loops(ready: Accelerator) -> None:
 def project_dir_of(
     config: ProjectConfiguration, project_dir: str | os.PathLike[str] | None
 ) -> str | os.PathLike[str] | None:
-    """Return the Trainer's `project_dir`, or that of its `ProjectConfiguration`."""
+    """Return `project_dir`, or the one of the `ProjectConfiguration` if it is None.
+
+    Raises:
+        ValueError: The configuration has an option that the Trainer does not use.
+        TypeError: `config` is not a `ProjectConfiguration`.
+    """
     expect("project_config", config, ProjectConfiguration)
     if config.total_limit:
         raise ValueError(
@@ -138,7 +156,7 @@ def project_dir_of(
 def complete(
     callbacks: Sequence[Callback] | Callback | None, *, progress_bar: bool, checkpointing: bool
 ) -> list[Callback]:
-    """Return the user's callbacks and the default ones, those that save last."""
+    """Return the user's callbacks and the default ones, sorted so that those that save run last."""
     given = listed(callbacks)
     check_callbacks(given)
     every = [
@@ -158,7 +176,7 @@ def listed(callbacks: Sequence[Callback] | Callback | None) -> list[Callback]:
     """
     if isinstance(callbacks, Callback):
         callbacks = [callbacks]
-    # Hydra's are neither list nor tuple
+    # Hydra's lists are neither list nor tuple.
     if isinstance(callbacks, str) or not isinstance(callbacks, (Sequence, type(None))):
         raise TypeError(f"callbacks is {callbacks!r}; it must be a callback or a list of them.")
     return list(callbacks or [])
@@ -170,18 +188,18 @@ def _default(callback: Callback) -> Callback:
 
 
 def make_way(callbacks: list[Callback]) -> None:
-    """Remove the default callbacks of whose kind the user has added one."""
+    """Remove a default callback if the user has added one of the same class or a subclass."""
     for default in [one for one in callbacks if getattr(one, "_is_default", False)]:
         if sum(isinstance(one, type(default)) for one in callbacks) > 1:
             callbacks.remove(default)
 
 
 def check_callbacks(given: Sequence[Any]) -> None:
-    """Refuse callbacks that cannot be called, or not together.
+    """Raise for objects that are not callbacks, and for callbacks that conflict.
 
     Raises:
         TypeError: One is not a callback.
-        ValueError: Two have the same key in checkpoints, or would draw over each other.
+        ValueError: Two have the same key in checkpoints, or two are progress bars.
     """
     for callback in given:
         if not isinstance(callback, Callback):
@@ -203,14 +221,14 @@ def check_callbacks(given: Sequence[Any]) -> None:
 
 
 def refuse_beside_barebones(arguments: Mapping[str, Parameter], given: Mapping[str, Any]) -> None:
-    """Refuse arguments that ask for what ``barebones=True`` leaves out.
+    """Raise for arguments that request a feature that ``barebones=True`` switches off.
 
     Args:
-        arguments: The Trainer's, with their defaults, which are always accepted.
-        given: The values of those in `LEFT_OUT`, with intervals parsed.
+        arguments: The Trainer's parameters, whose defaults are always accepted.
+        given: The values of the arguments in `LEFT_OUT`, with intervals parsed.
 
     Raises:
-        ValueError: An argument is neither its default nor a value that asks for nothing.
+        ValueError: An argument requests such a feature.
     """
     for name, (part, *off) in LEFT_OUT.items():
         value = given[name]
@@ -225,7 +243,7 @@ def refuse_beside_barebones(arguments: Mapping[str, Parameter], given: Mapping[s
 
 
 def _shown(value: Any) -> str:
-    """Return a value as the user may have written it."""
+    """Format a value as the user may have written it."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_shown, value))}]"
     if isinstance(value, Callback):
@@ -234,5 +252,5 @@ def _shown(value: Any) -> str:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Return whether two values are equal; an interval has several spellings."""
+    """Return whether two values are equal; intervals are parsed before they are compared."""
     return bool(value == (Interval.parse(other) if isinstance(value, Interval) else other))

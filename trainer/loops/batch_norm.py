@@ -1,7 +1,7 @@
-"""Recomputing the statistics of batch normalisation, for weights other than the trained ones.
+"""Recompute the running statistics of batch normalisation, such as for averaged weights.
 
-They become the plain mean of the statistics of all batches of an epoch, as in
-``torch.optim.swa_utils.update_bn``, the same on any number of processes.
+They become the mean of the batch statistics over one epoch, as in
+``torch.optim.swa_utils.update_bn``. The result is the same on any number of processes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from trainer.rng import isolated_rng, mix
 
 
 def require_readable(run: FitRun) -> None:
-    """Check that the training data can be read again, by steps that do not update weights.
+    """Check that `update_batch_norm` can run.
 
     Raises:
-        ValueError: There is batch normalisation, and the training data is a stream or optimisation
-            is manual.
+        ValueError: The module has batch normalisation, and the training data is a stream, which
+            cannot be read twice, or optimisation is manual, where `training_step` makes updates.
     """
     if not _trained_norms(run.module):
         return
@@ -47,12 +47,16 @@ def require_readable(run: FitRun) -> None:
 
 
 def update_batch_norm(run: FitRun) -> None:
-    """Recompute the statistics over an epoch of the training data; collective.
+    """Recompute the running statistics over one epoch of the training data; collective.
 
-    `training_step` runs under autocast on every batch, with each submodule in its mode. It may take
-    gradients, as a penalty on them does; there is no backward pass. Layers in evaluation mode, and
-    those that it does not use, keep their statistics. Nothing is logged; generators, which are
-    seeded for it, other buffers and the states of metric objects are restored.
+    `training_step` runs under autocast on every batch, without a backward pass, and the modes of
+    submodules are not changed. Autograd is on, so that it may compute gradients, such as for a
+    gradient penalty. Layers in eval mode, and layers that `training_step` does not use, keep their
+    statistics. `log` does nothing. RNG states, other buffers and the states of metric objects are
+    restored.
+
+    Args:
+        run: The fit.
 
     Raises:
         ValueError: See `require_readable`.
@@ -61,11 +65,11 @@ def update_batch_norm(run: FitRun) -> None:
     norms = _trained_norms(run.module)
     if not norms:
         return
-    # A layer that synchronises over processes needs all of them in each forward pass.
+    # The forward pass of SyncBatchNorm is collective: it needs a batch on every rank.
     together = any(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
     before = [[buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in norms]
     feed = run.feed.another()
-    # The same wherever it is called, as a run that is started again calls it elsewhere.
+    # Independent of the RNG state, since a resumed run may call this at another point.
     seed = mix(run.feed.seed, run.counters.epoch, run.rank)
     generators = of_module(run)
     with (
@@ -88,7 +92,7 @@ def update_batch_norm(run: FitRun) -> None:
 
 
 def _trained_norms(module: nn.Module) -> list[_BatchNorm]:
-    """Return the layers whose statistics are updated in training."""
+    """Return the batch normalisation layers whose running statistics training updates."""
     return [
         part
         for part in module.modules()
@@ -100,7 +104,12 @@ def _trained_norms(module: nn.Module) -> list[_BatchNorm]:
 
 
 def _average(norm: _BatchNorm, earlier: list[Tensor]) -> None:
-    """Make the statistics the mean over the batches of all processes, if there were any."""
+    """Average a layer's statistics over the batches of all ranks; collective.
+
+    Args:
+        norm: The layer, with the mean over this rank's batches.
+        earlier: Its buffers before, which are restored if no rank had a batch.
+    """
     assert norm.running_mean is not None
     assert norm.running_var is not None
     assert norm.num_batches_tracked is not None
@@ -117,7 +126,7 @@ def _average(norm: _BatchNorm, earlier: list[Tensor]) -> None:
 
 @contextmanager
 def _cumulative(norms: list[_BatchNorm]) -> Iterator[None]:
-    """Inside, statistics are reset and become the mean of all batches so far."""
+    """Reset the statistics and use cumulative averages inside (``momentum=None``)."""
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
@@ -131,7 +140,7 @@ def _cumulative(norms: list[_BatchNorm]) -> Iterator[None]:
 
 @contextmanager
 def kept_metrics(module: nn.Module) -> Iterator[None]:
-    """Inside, metric objects may change; their states, which are not buffers, are restored."""
+    """Restore the states of a module's metric objects on exit; they are not buffers."""
     before = metric_states(module)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Choosing the checkpoint that a run resumes from, or that an evaluation loads."""
+"""Resolve ``ckpt_path``: which checkpoint a run resumes from, or an evaluation loads."""
 
 from __future__ import annotations
 
@@ -28,18 +28,22 @@ def choose_checkpoint(
     on_each_node: bool,
     instead: str,
 ) -> Path | None:
-    """Return the checkpoint that ``ckpt_path`` means, alike on all processes; collective.
+    """Resolve ``ckpt_path`` to a checkpoint, the same on all ranks; collective.
 
     Args:
         ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
-        roots: The folders to look in; the same on all processes unless `on_each_node`.
+        roots: The folders to search; the same on all ranks unless `on_each_node`.
         monitors: Metric and mode of each callback that ranks checkpoints.
         on_each_node: Whether each machine has its own checkpoints, since they share no disk.
-        instead: For the error: what to do if there are only checkpoints of weights.
+        instead: The advice of the error if there are only weights-only checkpoints.
+
+    Returns:
+        The checkpoint's folder; None if `ckpt_path` is None, or "auto" finds none.
 
     Raises:
         CheckpointError: The path is no checkpoint, ``"last"`` or ``"best"`` finds none, a word
-            finds only checkpoints of weights, or the machines have it from different runs.
+            finds only weights-only checkpoints, or the machines' checkpoints at the path are from
+            different runs.
         ValueError: ``"best"`` without a metric to rank by.
     """
     if ckpt_path is None:
@@ -58,10 +62,15 @@ def choose_checkpoint(
 
 
 def _of_one_run(choose_here: Callable[[], Path], on_each_node: bool) -> Path:
-    """Return the chosen checkpoint if all machines have it from the same run.
+    """Return the chosen checkpoint, checked to be of the same run on all machines.
+
+    Args:
+        choose_here: Returns this rank's choice.
+        on_each_node: Whether each machine has its own checkpoints.
 
     Raises:
-        CheckpointError: They do not, or a process does not find it; on all processes alike.
+        CheckpointError: The machines have it from different runs, or a rank does not find it;
+            raised on all ranks.
     """
     state = PartialState()
     if state.num_processes == 1:
@@ -92,9 +101,9 @@ def _newest(roots: Sequence[Path], on_each_node: bool) -> Path | None:
                 on_each_node=on_each_node,
                 check=partial(read_saved, copy=False),
             )
-        except LaterReleaseError:  # it may be newer than the checkpoints in other folders
+        except LaterReleaseError:  # do not fall back to a checkpoint that may be older
             raise
-        except CheckpointError as error:  # on all processes alike
+        except CheckpointError as error:  # raised on all ranks
             refused.append(error)
         else:
             newest += [] if found is None else [found]
@@ -163,9 +172,16 @@ def _all(roots: Sequence[Path]) -> str:
 
 
 def scores_of(root: Path, monitor: str) -> dict[str, float]:
-    """Return the value of a metric in each checkpoint, by name, whose manifest has a finite one.
+    """Return a metric's value for each checkpoint in a folder whose manifest has a finite one.
 
-    A damaged manifest is skipped with a warning.
+    Checkpoints with a damaged manifest are skipped with a warning.
+
+    Args:
+        root: The folder of the checkpoints.
+        monitor: The metric.
+
+    Returns:
+        The values by the checkpoint's folder name.
     """
     scores = {}
     for path in disk.committed(root):
@@ -180,7 +196,7 @@ def scores_of(root: Path, monitor: str) -> dict[str, float]:
 
 
 def best_of(scores: Mapping[Path, float], mode: str) -> Path | None:
-    """Return the checkpoint with the best value, the oldest of equals; None if there is none."""
+    """Return the checkpoint with the best value, of equal ones the oldest; None without any."""
     by_age = sorted(scores, key=lambda path: disk.step_of(path) or 0)
     sign = 1 if mode == "min" else -1
     return min(by_age, key=lambda path: sign * scores[path], default=None)

@@ -1,4 +1,4 @@
-"""Checks that the arguments of fit, optimizers and saves are the same on all processes."""
+"""Rank consistency: check that arguments, optimizers and checkpoint names agree on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from callbacks.monitor import Monitor
 from trainer.distributed.objects import all_gather_object
 from trainer.loops.settings import Settings
 
-# may differ between processes: affects neither the decisions nor the numbers of a fit
+# Arguments that may differ between ranks: they affect neither decisions nor numbers of a fit.
 _OF_A_PROCESS = {
     "deterministic",
     "detect_anomaly",
@@ -29,12 +29,17 @@ _Decider = EarlyStopping | ModelCheckpoint | SpikeDetection | Timer
 def refuse_differing(
     settings: Settings, callbacks: Iterable[Callback], ckpt_path: str | os.PathLike[str] | None
 ) -> None:
-    """Refuse a fit whose arguments differ between processes, before these deadlock; collective.
+    """Raise if the arguments of a fit differ between ranks, before they deadlock; collective.
 
-    Only the arguments that decide how the loop proceeds are compared.
+    Only arguments that decide how the loop proceeds are compared.
+
+    Args:
+        settings: The Trainer's arguments.
+        callbacks: The callbacks, whose settings are compared if they save or stop.
+        ckpt_path: The argument of `Trainer.fit`.
 
     Raises:
-        ValueError: On all processes alike; it names the argument and the value on each process.
+        ValueError: An argument differs; raised on all ranks, with the value on each rank.
     """
     own = {name: repr(value) for name, value in settings.describe().items()}
     for name in _OF_A_PROCESS if settings.budget is None else {*_OF_A_PROCESS, "max_time"}:
@@ -57,13 +62,13 @@ def refuse_differing(
 
 
 def refuse_differing_options(options: Mapping[str, str]) -> None:
-    """Refuse optimizers that differ between processes, whose weights would part; collective.
+    """Raise if optimizer options differ between ranks, so that weights would diverge; collective.
 
     Args:
         options: What `trainer.loops.options.options_of` returned.
 
     Raises:
-        ValueError: On all processes alike; it names the option and the value on each process.
+        ValueError: An option differs; raised on all ranks, with the value on each rank.
     """
     for name, shown in _differing(all_gather_object(options)):
         raise ValueError(
@@ -74,12 +79,15 @@ def refuse_differing_options(options: Mapping[str, str]) -> None:
 
 
 def refuse_differing_names(target: str) -> None:
-    """Refuse a save whose checkpoint is named differently between processes; collective.
+    """Raise if ranks give a checkpoint different names; collective.
 
-    Only rank 0's would exist.
+    Otherwise only the checkpoint of rank 0's name would exist.
+
+    Args:
+        target: The name of the checkpoint.
 
     Raises:
-        ValueError: On all processes alike; it gives the name on each process.
+        ValueError: The names differ; raised on all ranks, with the name on each rank.
     """
     for _, shown in _differing(all_gather_object({"target": target})):
         raise ValueError(
@@ -90,7 +98,7 @@ def refuse_differing_names(target: str) -> None:
 
 
 def _differing(told: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield the names whose values differ between processes, with the value of each."""
+    """Yield the names whose values differ between ranks, each with the values of all ranks."""
     for name in dict.fromkeys(name for values in told for name in values):
         values = [each.get(name, "None") for each in told]
         if any(value != values[0] for value in values):

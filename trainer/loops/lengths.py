@@ -1,4 +1,4 @@
-"""How long a run is, and how much of each loader it sees."""
+"""The length of a run, schedules of repeated events, and limits on the batches of a loader."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainer.data.feed import Feed
 
 
 def seconds_of(time: str | timedelta | Mapping[str, float] | None) -> float | None:
-    """Return `max_time` in seconds; None stays None.
+    """Return the argument `max_time` in seconds; None stays None.
 
     Raises:
-        ValueError: It is not a duration above zero.
+        ValueError: It is not a positive duration.
         TypeError: It is of the wrong type.
     """
     return None if time is None else duration.seconds_of("max_time", time)
@@ -29,7 +29,7 @@ class Length:
         min_epochs: Not before this many epochs, even if a stop is requested.
         max_steps: After this many updates.
         min_steps: Not before this many updates, even if a stop is requested.
-        max_seconds: At the first boundary after this time.
+        max_seconds: At the first update boundary after this time in seconds.
 
     Raises:
         ValueError: A number is negative, or a minimum is above its maximum.
@@ -43,7 +43,7 @@ class Length:
     max_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse invalid lengths, and lengths that contradict each other."""
+        """Check each number, and that no minimum exceeds its maximum."""
         for unit in ("epochs", "steps"):
             low, high = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             for name, number in ((f"min_{unit}", low), (f"max_{unit}", high)):
@@ -78,24 +78,24 @@ class Length:
 
 @dataclass
 class Schedule:
-    """Something that is due repeatedly.
+    """Decides when a repeated event is due, such as validation or logging.
 
     Attributes:
-        interval: How often.
-        before: The run's progress at the latest call of `due`; for intervals in steps or by the
-            clock, when it was last due.
+        interval: How often the event is due.
+        before: The run's progress at the latest call of `due`. For intervals in seconds or steps:
+            the progress when the event was last due.
     """
 
     interval: Interval
     before: Progress = field(default_factory=Progress)
 
     def may_be_due(self, step: int) -> bool:
-        """Return False if neither `due` nor the run's progress is needed at this update."""
+        """Return False if `due` need not be called at this update; cheaper than `due`."""
         every = self.interval.every
         return self.interval.unit != "steps" or self.before.steps // every < step // every
 
     def due(self, now: Progress) -> bool:
-        """Return whether it is due now; called once per update, unless `may_be_due` is False."""
+        """Return whether the event is due; call once per update, unless `may_be_due` is False."""
         due = self.interval.due(self.before, now)
         if due or self.interval.unit != "seconds":
             self.before = now
@@ -103,7 +103,7 @@ class Schedule:
 
 
 def check_limit(name: str, limit: int | float | None) -> None:
-    """Refuse a limit that is neither a number of batches nor a fraction.
+    """Check a limit: an int is a number of batches, a float a fraction of the batches.
 
     Raises:
         ValueError: It is negative, or a fraction above 1.
@@ -122,12 +122,17 @@ def check_limit(name: str, limit: int | float | None) -> None:
 
 
 def apply_limit(feed: Feed, name: str, limit: int | float | None) -> None:
-    """Limit every epoch of the feed to a number of batches, counted over all processes.
+    """Limit every epoch of an epoch iterator to a number of batches, counted over all ranks.
 
-    A fraction is that of the batches that an epoch has when it begins.
+    A fraction is taken of the batches that the epoch has when it begins.
+
+    Args:
+        feed: The epoch iterator.
+        name: The user's argument, for messages.
+        limit: A number of batches, a fraction, or None for no limit.
 
     Raises:
-        ValueError: A fraction of a stream without length, or one that rounds down to no batch.
+        ValueError: It is a fraction of a stream without length, or rounds down to no batch.
     """
     feed.limited_by = name
     if limit is None or (isinstance(limit, float) and limit == 1.0):
@@ -146,10 +151,14 @@ def apply_limit(feed: Feed, name: str, limit: int | float | None) -> None:
 
 
 def require_length(feed: Feed, **intervals: Interval | str | int) -> None:
-    """Refuse intervals that are a fraction of an epoch of unknown length.
+    """Raise for intervals that are a fraction of an epoch of unknown length.
+
+    Args:
+        feed: The epoch iterator.
+        **intervals: The intervals by argument name.
 
     Raises:
-        ValueError: There is one; the message names its argument.
+        ValueError: There is such an interval.
     """
     for name, given in intervals.items():
         interval = Interval.parse(given)

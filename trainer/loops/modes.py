@@ -1,4 +1,4 @@
-"""The modes of torch during a run: deterministic algorithms and anomaly detection."""
+"""Process-wide settings of torch during a run: deterministic algorithms, anomaly detection."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 logger = logging.getLogger(__name__)
 
-_threads: list[threading.Thread] = []  # those that are running a Trainer
+_threads: list[threading.Thread] = []  # the threads that run a Trainer at present
 
 
 @contextmanager
 def sharing_the_process() -> Iterator[None]:
-    """Warn if another thread runs a Trainer too: both change the process's settings of torch."""
-    own = threading.current_thread()  # whose hooks may run another Trainer
+    """Warn if another thread runs a Trainer, since both change process-wide settings of torch."""
+    own = threading.current_thread()  # its hooks may run another Trainer: no warning for that
     _threads.append(own)
-    if any(each is not own and each.is_alive() for each in _threads):  # a forked process has none
+    if any(each is not own and each.is_alive() for each in _threads):  # dead in a forked process
         logger.warning(
             "Another thread of this process runs a Trainer too. Both draw from the same random "
             "generators and change the same modes of torch, so that neither run can be repeated "
@@ -40,9 +40,12 @@ def sharing_the_process() -> Iterator[None]:
 
 @contextmanager
 def deterministic(mode: bool | Literal["warn"]) -> Iterator[None]:
-    """Inside, operations without a deterministic form raise, or only warn with ``"warn"``.
+    """Use deterministic algorithms inside; restore the previous settings on exit.
 
-    The previous settings are restored afterwards; False changes nothing.
+    Operations without a deterministic implementation raise, or with ``"warn"`` only warn.
+
+    Args:
+        mode: True, ``"warn"``, or False to change nothing.
     """
     if not mode:
         yield
@@ -62,6 +65,10 @@ def deterministic(mode: bool | Literal["warn"]) -> Iterator[None]:
 
 @contextmanager
 def detecting_anomalies(enabled: bool) -> Iterator[None]:
-    """Inside, autograd names the forward operation whose gradient is NaN; False changes nothing."""
+    """Enable autograd's anomaly detection inside: it names the operation whose gradient is NaN.
+
+    Args:
+        enabled: False changes nothing.
+    """
     with torch.autograd.set_detect_anomaly(True) if enabled else nullcontext():
         yield

@@ -1,4 +1,4 @@
-"""What a Trainer is made of."""
+"""The components of a Trainer that the loops are built from."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trainer.loops.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a Trainer is made of, for assembling its runs.
+    """The components of a Trainer, from which `trainer.loops.assemble` creates a run.
 
     Attributes:
-        settings: Its arguments.
-        accelerator: Its devices and processes.
-        project: Its folder.
-        callbacks: In the order in which they are called.
-        trainer: The Trainer itself, for the hooks.
-        trial_steps: Updates of a `Tuner`'s trial; None if the Trainer is not for a trial.
+        settings: The Trainer's arguments.
+        accelerator: Its accelerator.
+        project: Its project folder.
+        callbacks: Its callbacks, in the order of calls.
+        trainer: The Trainer itself, passed to hooks.
+        trial_steps: The number of updates in a trial of the `Tuner`; None if this is no trial.
     """
 
     settings: Settings
@@ -35,23 +35,27 @@ class Parts:
 
     @property
     def tells(self) -> bool:
-        """Whether to warn the user of what is missing, which trials do not."""
+        """Whether to print warnings about the set-up; trials of the `Tuner` do not."""
         return self.trial_steps is None
 
     @property
     def length(self) -> Length:
-        """When a fit ends; a trial's settings keep the user's length, which schedules depend on."""
+        """When a fit ends.
+
+        A trial ends earlier than its settings say: those keep the user's length, since schedulers
+        depend on it.
+        """
         if self.trial_steps is not None:
             return Length(max_steps=self.trial_steps)
         return self.settings.length
 
     def roots(self) -> list[Path]:
-        """Return the folders of callbacks that save outside the project's folder."""
+        """Return the folders of `ModelCheckpoint` callbacks that have their own `dirpath`."""
         savers = [one for one in self.callbacks if isinstance(one, ModelCheckpoint)]
         return [one.dirpath for one in savers if one.dirpath is not None]
 
     def choose(self, ckpt_path: Any, *, sweeps: bool = False) -> Path | None:
-        """Return the checkpoint that ``ckpt_path`` means; see `Project.choose`; collective."""
+        """Resolve ``ckpt_path`` to a checkpoint; see `Project.choose`; collective."""
         monitors = [
             (callback.monitor.name, callback.monitor.mode)
             for callback in self.callbacks

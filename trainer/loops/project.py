@@ -1,4 +1,4 @@
-"""The folder of a run: its checkpoints, its record, its trackers."""
+"""The project folder of a run: checkpoints, local record, tracker files, and its lock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer.loops.record import Recorder
 from trainer.state import PartialState
 from trainer.tracking import check_name
 
-_CAPACITY = 1_000_000  # queued records: the local record should lose none
+_CAPACITY = 1_000_000  # records in the queue; large, so that the local record drops none
 _TO_EVALUATE = "To evaluate them, pass the path of one."
 _TO_TRAIN = (
     "Start a new run in another project_dir, with these weights if you wish "
@@ -41,9 +41,9 @@ _TO_TRAIN = (
 
 
 def _refuse_in_import() -> None:
-    """Refuse a run in a spawned process that is still importing the main script.
+    """Raise in a spawned process that is importing the main script, as without a main guard.
 
-    `multiprocessing` itself refuses only to start further processes there, which comes later.
+    `multiprocessing` itself raises there only later, when a further process is started.
 
     Raises:
         RuntimeError: This is such a process.
@@ -57,18 +57,18 @@ def _refuse_in_import() -> None:
 
 
 class Project:
-    """Where a Trainer's files go.
+    """The project folder of a Trainer, and the files in it.
 
     Args:
-        folder: Given by the user; None stands for a new one under ``runs/``.
+        folder: The user's ``project_dir``; None for a new folder under ``runs/``.
         name: The project's name for trackers; the folder's name by default.
         run_name: The run's name for trackers.
         log_with: See `trackers.resolve_trackers`.
-        writes: False for a trial, which writes no files.
+        writes: False for a trial run, which writes no files.
         on_each_node: Whether each machine keeps checkpoints, since they share no disk.
 
     Attributes:
-        folder: As an absolute path, from the working directory of the start. Machines may have
+        folder: The absolute path, resolved in the working directory at the start. Machines may have
             different working directories.
 
     Raises:
@@ -89,7 +89,7 @@ class Project:
     ) -> None:
         if not isinstance(folder, (str, os.PathLike, type(None))):
             raise TypeError(f"project_dir is {folder!r}; it must be a path.")
-        if folder is None:  # named here, where all processes are; created when it is needed
+        if folder is None:  # all ranks are here, to agree on a name; it is created when needed
             start = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
             given = Path("runs") / broadcast_object(f"{start}-{uuid.uuid4().hex[:4]}")
         else:
@@ -106,7 +106,7 @@ class Project:
         self.on_each_node = on_each_node
 
     def unwritten(self) -> Project:
-        """Return a copy for a trial, which writes no files."""
+        """Return a copy for a trial run, which writes no files."""
         trial = copy.copy(self)
         trial._writes = False
         return trial
@@ -118,34 +118,37 @@ class Project:
 
     @property
     def record(self) -> Path:
-        """The local record of metrics."""
+        """The local record of metrics: ``metrics.jsonl``."""
         return self.folder / "metrics.jsonl"
 
     @property
     def evaluations(self) -> Path:
-        """The local record of evaluations outside a training."""
+        """The local record of evaluations outside a fit."""
         return self.folder / "evaluations.jsonl"
 
     @property
     def about(self) -> Path:
-        """The file that says what the run is and how it ended."""
+        """The file with the run metadata: ``run.json``."""
         return self.folder / "run.json"
 
     @property
     def logs(self) -> Path:
-        """The folder of trackers that write files."""
+        """The folder for trackers that write files."""
         return self.folder / "logs"
 
     def given_checkpoint(self, ckpt_path: Any) -> Any:
-        """Return what was given as ``ckpt_path``, a path as an absolute one; collective.
+        """Return the user's ``ckpt_path``, with a relative path made absolute; collective.
 
-        Hooks may leave the working directory before it is read. A path is that of the process which
-        keeps the checkpoints on this one's disk, if it exists here: others may have another working
-        directory.
+        It is resolved now, since hooks may change the working directory later. Ranks may have
+        different working directories, so the path of the writer rank is taken if it exists here.
+
+        Args:
+            ckpt_path: The argument of `Trainer.fit`, `validate`, `test` or `predict`.
 
         Raises:
             TypeError: It is not None, a string or a path.
-            ValueError: It is empty, or a word where every start has a new folder.
+            ValueError: It is empty; or it is a word such as "auto", but without ``project_dir``
+                every start has a new folder.
         """
         choices = "it is None, the folder of a checkpoint, 'last', 'best' or 'auto'"
         if not isinstance(ckpt_path, (str, os.PathLike, type(None))):
@@ -153,7 +156,7 @@ class Project:
             raise TypeError(f"ckpt_path is {ckpt_path!r} of type {kind}; {choices}.")
         if ckpt_path == "":
             raise ValueError(f"ckpt_path is ''; {choices}.")
-        # Asked of rank 0: a process with another working directory has no such folder.
+        # Rank 0's answer: a rank with another working directory may not see the folder.
         found = self._fixed or broadcast_object(self.checkpoints.exists())
         if ckpt_path in WORDS and not found:
             raise ValueError(
@@ -165,7 +168,7 @@ class Project:
         if ckpt_path is not None and ckpt_path not in WORDS:
             own = given_path("ckpt_path", ckpt_path)
         keeper = disk.keeper_of(PartialState(), self.on_each_node)
-        kept = all_gather_object(own)[keeper]  # by all: some may have been given a word
+        kept = all_gather_object(own)[keeper]  # on all ranks: some may have been given a word
         if own is None:
             return ckpt_path
         return kept if kept is not None and disk.locate(kept).exists() else own
@@ -174,23 +177,24 @@ class Project:
     def alone(
         self, roots: Callable[[], Sequence[Path]]
     ) -> Iterator[tuple[Callable[[], None], Callable[[str], None]]]:
-        """Inside, no other run may write to the project's folder or to `roots`; collective.
+        """Lock the project folder and `roots` against other runs while inside; collective.
 
         Args:
-            roots: Returns the folders that the run's callbacks save to.
+            roots: Returns the folders outside the project folder that the run's callbacks save to.
 
         Yields:
-            A collective function that locks the folders of callbacks which were added since, and
-            one that publishes the run's id for the errors of runs that are refused.
+            Two functions. The first, collective, locks the folders of callbacks that were added in
+            the meantime. The second takes the run's id, which runs that are refused show in their
+            error.
 
         Raises:
-            ValueError: Another run does; on all processes alike.
+            ValueError: Another run holds a lock; raised on all ranks.
             RuntimeError: This is a spawned process that is importing the main script.
         """
         _refuse_in_import()
         state, own = PartialState(), self.folder.resolve()
         here = self._writes and disk.keeps(state, self.on_each_node)
-        tells: dict[Path, Callable[[str], None]] = {}  # of the folders that are locked
+        tells: dict[Path, Callable[[str], None]] = {}  # of each locked folder: publishes the run id
         with ExitStack() as held:
 
             def take() -> None:
@@ -199,7 +203,7 @@ class Project:
                     at: root for at, root in others.items() if not at.is_relative_to(own)
                 }
                 new = {at: folder for at, folder in folders.items() if at not in tells}
-                # A `dirpath` may be in the folder of another run, whichever started first.
+                # A callback's `dirpath` may lie inside the folder of another run.
                 for at, folder in new.items():
                     near = self.checkpoints if at == own else folder.parent
                     if near.resolve() not in tells and (holder := disk.holder_of(near)):
@@ -221,7 +225,7 @@ class Project:
             yield lock, tell_all
 
     def check_fresh(self, roots: Sequence[Path]) -> None:
-        """Refuse to start a new run where another run's checkpoints are; collective.
+        """Raise if a new run would start in a folder with another run's checkpoints; collective.
 
         Args:
             roots: The folders that the run's callbacks save to.
@@ -239,13 +243,16 @@ class Project:
             )
 
     def looks_in(self, roots: Sequence[Path]) -> list[Path]:
-        """Return the folders of checkpoints: the Trainer's, and those of callbacks; collective.
+        """Return the checkpoint folders of the Trainer and of its callbacks, once each; collective.
 
-        They are those of the process that keeps the checkpoints on this one's disk: others may have
-        another working directory. Each folder is named once, as rank 0 sees it.
+        Ranks may have different working directories, so the paths of the writer rank are returned.
+        Which folders are duplicates is decided by rank 0's paths.
+
+        Args:
+            roots: The folders that the run's callbacks save to.
 
         Raises:
-            ValueError: The processes were given different numbers of folders; on all alike.
+            ValueError: Ranks have different numbers of folders; raised on all ranks.
         """
         own = [(root, root.resolve()) for root in (self.checkpoints, *roots)]
         every = all_gather_object(own)
@@ -266,18 +273,22 @@ class Project:
         *,
         sweeps: bool = False,
     ) -> Path | None:
-        """Return the checkpoint that ``ckpt_path`` means, alike on all processes; collective.
+        """Resolve ``ckpt_path`` to a checkpoint, the same on all ranks; collective.
 
         Args:
             ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
             roots: The folders other than `checkpoints` that the run's callbacks save to.
             monitors: Metric and mode of each callback that ranks checkpoints.
-            sweeps: Delete the leftovers of killed saves, for a run that saves there. An evaluation
-                may run beside the training, and must not take a save under way for a leftover.
+            sweeps: Whether to delete the staging folders of killed saves. True only for a fit: an
+                evaluation may run at the same time as a training, whose save in progress it must
+                not delete.
+
+        Returns:
+            The checkpoint's folder; None if `ckpt_path` is None, or "auto" finds none.
 
         Raises:
             CheckpointError: The path is no checkpoint, ``"last"`` or ``"best"`` finds none, or a
-                word finds only checkpoints that hold nothing but weights.
+                word finds only weights-only checkpoints.
             ValueError: ``"best"`` without a metric to rank by.
         """
         roots = self.looks_in(roots)
@@ -295,7 +306,11 @@ class Project:
         )
 
     def check_branch(self, chosen: Path, roots: Sequence[Path]) -> None:
-        """Refuse to resume from a checkpoint where another run's checkpoints are; collective.
+        """Raise if the folders hold checkpoints of another run than the chosen one; collective.
+
+        Args:
+            chosen: The checkpoint to resume from.
+            roots: The folders that the run's callbacks save to.
 
         Raises:
             CheckpointError: The checkpoint cannot be read.
@@ -306,15 +321,18 @@ class Project:
         disk.refuse_together(lambda: disk.refuse_other_runs(chosen, roots), state, here=here)
 
     def leave_branch(self, chosen: Path, roots: Sequence[Path], offset: int | None) -> bool:
-        """Set aside the checkpoints later than this one, with a copy of the record; collective.
+        """Quarantine the checkpoints later than the chosen one, and copy the record; collective.
+
+        The run continues from an earlier checkpoint, so the later ones belong to a branch that is
+        given up. They are renamed, not deleted.
 
         Args:
-            chosen: The checkpoint.
+            chosen: The checkpoint to resume from.
             roots: The folders that the run's callbacks save to.
-            offset: The length to which the record will be cut.
+            offset: The length in bytes to which the record will be truncated; None if unknown.
 
         Returns:
-            Whether there were any; False on a process that keeps no checkpoints.
+            Whether there were later checkpoints; False on a rank that writes no checkpoints.
 
         Raises:
             CheckpointError: A file could not be copied or renamed.
@@ -325,10 +343,10 @@ class Project:
             if not self._writes or not disk.keeps(state, self.on_each_node):
                 return False
             later = disk.later_than(chosen, roots)
-            # The record first: without later checkpoints, nothing shows that it belongs to them.
+            # First the record: if this is interrupted, the later checkpoints show that it is due.
             if self.record.exists():
                 if not JsonlTracker(self.record).ends_record(offset or 0):
-                    self.record.rename(unused_name(self.record))  # not this checkpoint's record
+                    self.record.rename(unused_name(self.record))  # it is not of this checkpoint
                 elif later:
                     shutil.copy2(self.record, unused_name(self.record))
             disk.leave_branch(chosen, later)
@@ -338,7 +356,7 @@ class Project:
         return left[state.process_index]
 
     def begin_record(self) -> None:
-        """Create the folder and rename another run's records in it, on rank 0; collective.
+        """Create the folder and rename an earlier run's records in it, on rank 0; collective.
 
         Raises:
             ValueError: The folder cannot be created.
@@ -353,7 +371,7 @@ class Project:
             raise ValueError(
                 f"project_dir is {str(self.folder)!r}, which cannot be used as a folder: {error}."
             ) from error
-        if self.record.exists() or self.about.exists():  # another run's, as are all three files
+        if self.record.exists() or self.about.exists():  # of another run, like all three files
             for file in (self.record, self.evaluations, self.about):
                 if file.exists():
                     file.rename(unused_name(file))
@@ -362,9 +380,10 @@ class Project:
         """Return the recorder; on ranks other than 0, one that writes nothing; collective.
 
         Args:
-            evaluates: For an evaluation, which has its own record, since a training that runs at
-                the same time or is resumed later cuts and continues the other one. After a fit,
-                values go to the same tracker runs as the fit's, otherwise to new ones.
+            evaluates: Whether it is for an evaluation. Evaluations have a local record of their
+                own, because a fit that runs at the same time, or is resumed later, truncates and
+                continues ``metrics.jsonl``. If this Trainer has run a fit before, the values go to
+                the tracker runs of that fit, otherwise to new ones.
         """
         made: list[Recorder] = []
         if self._writes:

@@ -1,4 +1,4 @@
-"""Where reduced values go: the callbacks' view, the local record, the trackers."""
+"""The recorder: sends reduced metrics to the callbacks, the local record and the trackers."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ from trainer.loops.about import AboutRun, Listener, text_of
 from trainer.metrics import Value, on_accelerator, stacked, to_floats
 
 logger = logging.getLogger(__name__)
-_PATIENCE = 120.0  # seconds that a save waits for the local record's disk
-_PATIENCE_FOR_CURVES = 5.0  # and, once, for trackers that write files, usually in milliseconds
+_PATIENCE = 120.0  # seconds: how long a save waits until the local record is synced to disk
+# Seconds that a save waits for trackers that write files. They usually take milliseconds.
+_PATIENCE_FOR_CURVES = 5.0
 
 
 class Recorder:
-    """Reads values back from the device and records them.
+    """Copies reduced values from the device to the host and records them.
 
     Args:
-        local: The record on this machine's disk; a no-op object if this process does not write.
-        trackers: Empty if this process does not write. They catch up from `local` on what they
-            missed.
-        about: Notes the start, warnings in the log and the end, on the thread of `local`.
+        local: The local record, ``metrics.jsonl``; a no-op object if this process does not write.
+        trackers: The trackers; empty if this process does not write. A tracker that missed records,
+            such as in an outage, reads them from `local` later.
+        about: Writes the run metadata (start, logged warnings, end) to ``run.json``, on the thread
+            of `local`.
 
     Attributes:
         latest: The last value of every name.
-        updates: The update at which each name's last value became known.
-        validated: The last value of every name that validation logs, and the update at which it
-            became known; None before the first one, where the sanity check has shown the name.
+        updates: The update at which each name's last value became available.
+        validated: For every name that validation logs, its last value and the update at which it
+            became available. It is None before the first validation, for names known from the
+            sanity check.
         private: Names that go to the local record, but not to the trackers.
     """
 
@@ -53,8 +56,8 @@ class Recorder:
         self._listener = Listener(lambda record: self._tell(lambda about: about.warn(record)))
         self._finished = False
         self._end: int | None = None  # the length of the local record, once it is closed
-        self._hanging: dict[BackgroundTracker, Future[None]] = {}  # a save stopped waiting for it
-        self._last = 0.0  # the time of the last record
+        self._hanging: dict[BackgroundTracker, Future[None]] = {}  # saves do not wait for these
+        self._last = 0.0  # the time of the last record, in seconds since 1970
         self._pending: tuple[dict[str, float], list[str], Tensor, Any, int, int] | None = None
         self.latest: dict[str, float] = {}
         self.updates: dict[str, int] = {}
@@ -62,7 +65,12 @@ class Recorder:
         self.private: set[str] = set()
 
     def record(self, values: Mapping[str, Value], *, step: int, epoch: int) -> dict[str, float]:
-        """Read the values back, in one transfer, and record them under their step.
+        """Copy the values to the host, in one transfer, and record them; waits for the device.
+
+        Args:
+            values: The reduced values by name.
+            step: The update that they belong to.
+            epoch: The current epoch.
 
         Returns:
             The values as floats.
@@ -71,9 +79,15 @@ class Recorder:
         return self._write(to_floats(values), step, epoch)
 
     def record_later(self, values: Mapping[str, Value], *, step: int, epoch: int) -> None:
-        """Start one transfer to the host; the next call of this, `record` or `flush` records it.
+        """Start one asynchronous transfer to the host; the next call of any method records it.
 
-        Values on the CPU are recorded at once.
+        That is: the next call of `record_later`, `record` or `flush`. Values on the CPU are
+        recorded at once.
+
+        Args:
+            values: The reduced values by name.
+            step: The update that they belong to.
+            epoch: The current epoch.
         """
         self.flush()
         away = on_accelerator(values)
@@ -92,7 +106,8 @@ class Recorder:
         """Record the values whose transfer `record_later` started.
 
         Args:
-            arrived: The update at which callbacks see them for the first time.
+            arrived: The update at which callbacks see the values for the first time; None for the
+                update that they belong to.
         """
         if self._pending is not None:
             read, (*_, step, epoch) = self._arriving(), self._pending
@@ -108,13 +123,13 @@ class Recorder:
         return here | dict(zip(names, host.tolist(), strict=True))
 
     def latest_values(self) -> dict[str, float]:
-        """Return the last value of every name, after waiting for those that are being copied."""
+        """Return the last value of every name, after waiting for a transfer in progress."""
         return self.latest | self._arriving()
 
     def monitored(self, name: str) -> tuple[float, int] | None:
-        """Return a name's value for decisions, and the update at which it became known.
+        """Return a monitored metric's value and the update at which it became available, or None.
 
-        Of a name that training and validation both log, it is the validation's.
+        If training and validation both log the name, it is the validation's value.
         """
         if name in self.validated:
             return self.validated[name]
@@ -125,7 +140,7 @@ class Recorder:
     ) -> dict[str, float]:
         self.remember(read, step if arrived is None else arrived)
         if read:
-            # Trackers find the records that they missed by time: no two records have the same.
+            # Trackers find missed records by their time, so each record has a different time.
             self._last = max(time.time(), math.nextafter(self._last, math.inf))
             self._local.log(read, step, epoch=epoch, time=self._last)
             told = {name: read[name] for name in read if name not in self.private}
@@ -134,7 +149,7 @@ class Recorder:
         return read
 
     def remember(self, read: Mapping[str, float], step: int) -> None:
-        """Make values known that became known at this update, without recording them."""
+        """Make values available to callbacks as of this update, without recording them."""
         self.latest.update(read)
         self.updates.update(dict.fromkeys(read, step))
 
@@ -145,27 +160,27 @@ class Recorder:
 
     @property
     def run_ids(self) -> dict[str, str]:
-        """The trackers' ids of this run, as far as they are known."""
+        """The run's id in each tracker, for trackers that have one."""
         ids = {key: tracker.run_id for key, tracker in self._by_key().items()}
         return {key: run_id for key, run_id in ids.items() if run_id is not None}
 
     def resume(self, run_ids: Mapping[str, str], step: int | None) -> None:
-        """Let the trackers resume a run; called before `start`.
+        """Make the trackers resume earlier tracker runs; called before `start`.
 
         Args:
-            run_ids: The `run_ids` of that run; a tracker without one starts another run.
-            step: The update that the run resumes from; None for an evaluation after it.
+            run_ids: The `run_ids` of the earlier run. A tracker without an id starts a new run.
+            step: The update that the run resumes from; None for an evaluation after the run.
         """
         for key, tracker in self._by_key().items():
             tracker.resume(run_ids.get(key), step)
 
     def begin_anew(self) -> None:
-        """Let the trackers know that the run resumes no other; called before `start`."""
+        """Make the trackers start new runs, as the run resumes no other; called before `start`."""
         for tracker in self._trackers:
             tracker.begin_anew()
 
     def _by_key(self) -> dict[str, GeneralTracker]:
-        """Return the trackers by name; a second instance of one has a number too."""
+        """Return the trackers by name; further ones of the same name as ``name/1``, ``name/2``."""
         keyed: dict[str, GeneralTracker] = {}
         for tracker in self._trackers:
             number = sum(key.partition("/")[0] == tracker.name for key in keyed)
@@ -181,16 +196,17 @@ class Recorder:
         cut_at: int | None = None,
         cut_behind: int | None = None,
     ) -> None:
-        """Start the record and the trackers; nothing happens if they are no-op objects.
+        """Start the local record and the trackers; does nothing if they are no-op objects.
+
+        A resumed run truncates the local record to its state at the checkpoint: later records are
+        written again.
 
         Args:
-            configuration: Stored by the trackers.
-            about: What `run.json` says of the run; None leaves it as it is.
+            configuration: The configuration, stored by the trackers.
+            about: The run metadata for ``run.json``; None leaves the file as it is.
             step: The number of updates before this start.
-            cut_at: The local record's length at the checkpoint that the run resumes from; what was
-                written after it is dropped.
-            cut_behind: The update of that checkpoint, after which the record is cut if its length
-                is unknown.
+            cut_at: The length in bytes to which the local record is truncated; None if unknown.
+            cut_behind: The update after which the record is truncated if `cut_at` is None.
         """
         try:
             self._local.start()
@@ -214,17 +230,17 @@ class Recorder:
             raise
 
     def sync(self) -> Callable[[], int | None]:
-        """Start to sync the local record to the disk, and to write the curves of trackers to files.
+        """Start to sync the local record to disk, and to flush trackers that write files.
 
-        A checkpoint calls it, so that a run that is killed and resumes from there has no gaps in
-        the files of its trackers. Trackers of services, which may be offline, are not waited for.
+        Each save calls this, so that a run that is killed and resumes from the checkpoint has no
+        gaps in its curves. Trackers of online services are not waited for.
 
         Returns:
-            A function that waits until all is written, but only for a short time for trackers that
-            write files. One that takes longer is logged, and left out by `sync` until it has caught
-            up. The function returns the record's length in bytes, at which a run that resumes from
-            here cuts it; None if this process keeps no record, or if it could not be written, which
-            is logged.
+            A function that waits until the data are written. It waits at most 5 seconds for
+            trackers that write files. A slower tracker is logged, and later saves do not wait for
+            it until it has caught up. The function returns the length of the record in bytes, to
+            which a run resumed from the checkpoint truncates it. It returns None if this process
+            keeps no record or if the sync failed, which is logged.
         """
         if self._finished or not isinstance(self._local, BackgroundTracker):
             return lambda: self._end
@@ -239,7 +255,10 @@ class Recorder:
         return length
 
     def _write_curves(self) -> dict[BackgroundTracker, Future[None]]:
-        """Have the trackers that write files catch up, except those that hang."""
+        """Submit a no-op to each tracker that writes files, except those that hang.
+
+        Its future is done when the tracker has written all earlier values.
+        """
         hanging = {tracker for tracker, future in self._hanging.items() if not future.done()}
         return {
             tracker: tracker.submit(_come_this_far)
@@ -248,17 +267,17 @@ class Recorder:
         }
 
     def _tell(self, what: Callable[[AboutRun], None]) -> None:
-        """Change `run.json`, on the local record's thread."""
+        """Update ``run.json``, on the thread of the local record."""
         about = self._about
         if about is not None and isinstance(self._local, BackgroundTracker):
             self._local.submit(lambda _: what(about))
 
     def finish(self, status: Status = "finished", error: BaseException | None = None) -> None:
-        """Wait, within limits, until everything is written.
+        """Finish the record and the trackers; wait, with a time limit, until all is written.
 
         Args:
             status: How the run ended, for the trackers.
-            error: The error that ended it.
+            error: The error that ended the run, if any.
         """
         self._listener.close()
         if self._finished:
@@ -274,11 +293,11 @@ class Recorder:
                 self._tell(lambda about: about.end(status, text_of(error)))
             finish_all([local, *self._trackers], status)
         if synced is not None:
-            self._end = _length(synced, 0.0)  # a disk that hangs was waited for above
+            self._end = _length(synced, 0.0)  # `finish_all` has waited already
 
 
 def _begin(record: JsonlTracker, cut_at: int | None, cut_behind: int | None) -> int:
-    """Cut the record, on its thread, and return its length."""
+    """Truncate the record, on its thread, and return its length in bytes."""
     if cut_at is None and cut_behind is not None:
         cut_at = record.offset_behind(cut_behind)
     if cut_at is not None:
@@ -287,13 +306,13 @@ def _begin(record: JsonlTracker, cut_at: int | None, cut_behind: int | None) -> 
 
 
 def _come_this_far(tracker: GeneralTracker) -> None:
-    """Do nothing: calls are made in order, so at this one the tracker's file is up to date."""
+    """Do nothing: calls run in order, so the tracker has written all earlier values by now."""
 
 
 def _wait_for(
     curves: Mapping[BackgroundTracker, Future[None]],
 ) -> dict[BackgroundTracker, Future[None]]:
-    """Wait a short time; return the trackers that hang, after logging them."""
+    """Wait at most 5 seconds; log and return the trackers that are not done."""
     done, _ = wait(curves.values(), _PATIENCE_FOR_CURVES)
     late = {tracker: future for tracker, future in curves.items() if future not in done}
     if late:

@@ -1,4 +1,4 @@
-"""The report of `Trainer(profile="simple")`: a table, and in words what limits the run."""
+"""The report of `Trainer(profile="simple")`: a table of times, and the bottleneck in words."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 Begin = Callable[[Run, list[Feed]], None]
 
 _COMPUTING = (timing.FORWARD, timing.BACKWARD, timing.OPTIMIZER)
-_WORTH_A_WORD = 0.1  # the share from which a part is mentioned beside a larger one
-_ENOUGH = 10  # with fewer, the first, which sets things up, takes most of the time
-_LONG_ENOUGH = 1.0  # seconds; in less, what happens once takes a large share
-# If backward takes half of the time and more than four times as long as forward, most of it is
-# spent on waiting for other processes: without, it takes about twice as long.
+_WORTH_A_WORD = 0.1  # a second part is mentioned from this fraction of the time
+_ENOUGH = 10  # updates; with fewer, the first one, which includes set-up, dominates
+_LONG_ENOUGH = 1.0  # seconds; in less time, one-off work dominates
+# Backward usually takes twice as long as forward. If it takes half of the time and more than four
+# times as long as forward, most of it is waiting for other ranks in the gradient reduction.
 _HALF, _WAITS = 0.5, 4
 _PLURALS = {"update": "updates", "batch": "batches"}
 _LIMITS = {  # what the report says of each part
@@ -58,15 +58,16 @@ _ADVICE = {
 def profiling(
     kind: Profile | None, stage: str, *, folder: Path | None, accelerator: Accelerator
 ) -> Generator[Begin, None, None]:
-    """Inside, the run passed to the yielded function is timed on rank 0 and reported at the end.
-
-    It is reported after an error too. Without a `kind` nothing is timed.
+    """Profile a run inside, on rank 0, and print the report on exit, also after an error.
 
     Args:
-        kind: ``"simple"`` or None.
+        kind: ``"simple"``, or None for no profile.
         stage: fit, validate, test or predict.
-        folder: Where ``profile-<stage>.json`` goes; None writes none.
-        accelerator: The run's; it prints the report.
+        folder: Where to write ``profile-<stage>.json``; None writes no file.
+        accelerator: The run's accelerator, which prints the report.
+
+    Yields:
+        A function that starts the profile of a run; it takes the run and its epoch iterators.
     """
     if kind is None:
         yield lambda run, feeds: None  # noqa: ARG005 - an interface
@@ -127,23 +128,23 @@ def _write(path: Path, report: Report) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Where the time went.
+    """The profile of one run: how much time each part took.
 
     Attributes:
         stage: fit, validate, test or predict.
         clock: The name of the clock.
-        unit: What `steps` counts.
-        steps: Updates of this start of a fit, or batches of an evaluation.
-        seconds: Of each part, in the order of the table.
+        unit: What `steps` counts: ``"update"`` or ``"batch"``.
+        steps: The updates of this start of a fit, or the batches of an evaluation.
+        seconds: The seconds of each part, in the order of the table.
         calls: How often each part was entered.
-        hooks: The seconds of each hook, which together are those of the part for callbacks.
-        num_workers: Of the first loader; None if it is not a DataLoader.
-        restarts: Whether they started again in each epoch, and need not have.
-        most_workers: The cores of this process.
-        processes: Of the run.
-        compiles: Whether steps are compiled.
-        may_halve: Whether it computes in 32 bits on an accelerator.
-        validated: Batches of validations inside a fit, including the sanity check.
+        hooks: The seconds of each hook; their sum is the part "callbacks".
+        num_workers: The number of workers of the first loader; None if it is not a DataLoader.
+        restarts: Whether the workers restarted in each epoch, which ``persistent_workers`` avoids.
+        most_workers: The number of CPU cores available to this process.
+        processes: The number of processes of the run.
+        compiles: Whether the steps are compiled.
+        may_halve: Whether it computes in float32 on an accelerator, so that bf16 may help.
+        validated: The batches of validations inside a fit, including the sanity check.
     """
 
     stage: str
@@ -163,7 +164,14 @@ class Report:
 
     @classmethod
     def of(cls, stopwatch: Stopwatch, stage: str, *, steps: int | None, **facts: Any) -> Report:
-        """Make the report of a stopped stopwatch; without `steps`, batches are counted."""
+        """Create the report of a stopped stopwatch.
+
+        Args:
+            stopwatch: The stopwatch.
+            stage: fit, validate, test or predict.
+            steps: The number of updates; None for an evaluation, whose batches are counted.
+            **facts: Further attributes.
+        """
         seconds, calls = _sums(stopwatch.ledger.seconds), _sums(stopwatch.calls)
         return cls(
             stage=stage,
@@ -188,15 +196,15 @@ class Report:
 
     @property
     def total(self) -> float:
-        """The seconds of all parts."""
+        """The total time in seconds."""
         return sum(self.seconds.values())
 
     def share(self, *parts: str) -> float:
-        """Return the parts' share of the time, from 0 to 1."""
+        """Return the fraction of the total time that these parts took, from 0 to 1."""
         return sum(self.seconds.get(part, 0.0) for part in parts) / (self.total or 1.0)
 
     def record(self) -> dict[str, Any]:
-        """Return the report as it is written to the file."""
+        """Return the report as a dict for the JSON file."""
         return {
             "stage": self.stage,
             "rank": 0,
@@ -216,7 +224,7 @@ class Report:
         }
 
     def text(self) -> str:
-        """Return the table, and the sentence below it."""
+        """Return the table of times and the sentence about the bottleneck."""
         lines = [
             f"Where the time of {self.stage} went, on rank 0, by {self.clock}: "
             f"{self.steps} {self.units} in {self.total:.3f} s",
@@ -231,11 +239,11 @@ class Report:
         return f"{name:<12}{each:>16}{seconds:>12.3f}{share:>9}"
 
     def bottleneck(self) -> str:
-        """Return what takes most of the time and what to do about it, in a sentence or two.
+        """Return a sentence or two: which part takes most of the time, and how to reduce it.
 
-        Forward, backward and optimizer count together: if they are the largest part, the device is
-        well used, and the largest other part is mentioned only from a share of 10 %. Nothing is
-        concluded from fewer than 10 updates or batches, or from less than a second.
+        Forward, backward and optimizer count as one part. If it is the largest, the device is well
+        used, and the largest other part is mentioned only if it takes at least 10 % of the time.
+        Nothing is concluded from fewer than 10 updates or batches, or from less than a second.
         """
         if not self.total:
             return "No time was measured."
@@ -298,7 +306,7 @@ class Report:
         if workers is None:
             return "let other processes prepare the batches, or do less for each"
         more = f"raise num_workers of the DataLoader (it is {workers})"
-        if workers >= self.most_workers:  # all cores are busy, unless the samples are waited for
+        if workers >= self.most_workers:  # more workers help only if they wait for I/O
             more += " if its workers wait for a disk or a network"
         means = [more, "do less for each sample"]
         if workers and self.restarts:
@@ -307,7 +315,7 @@ class Report:
 
 
 def _sums(divided: Counter[str]) -> dict[str, float]:
-    """Return the sum of each whole part, in the order of the table."""
+    """Return the sum of each part over its subparts, in the order of the table."""
     sums: Counter[str] = Counter()
     for part, number in divided.items():
         sums[part.partition("/")[0]] += number

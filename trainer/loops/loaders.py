@@ -1,4 +1,4 @@
-"""Checks of the user's module, hooks and loaders, and the feeds that the loops read."""
+"""Check the user's module, hooks and data loaders, and create the epoch iterators of the loops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.ported.signatures import (
 )
 from trainer.rng import mix
 
-# the step that a stage calls, and the hook and the argument that its loaders come from
+# For each stage: its step, the hook that returns its loaders, and the argument for loaders.
 _STEPS = {
     "fit": ("training_step", "train_dataloader", "train_dataloaders"),
     "validate": ("validation_step", "val_dataloader", "dataloaders"),
@@ -31,9 +31,9 @@ _STEPS = {
     "predict": ("predict_step", "predict_dataloader", "dataloaders"),
 }
 
-_KINDS = ("train", "validate", "test", "predict")  # of feeds; their indices enter the seeds
+_KINDS = ("train", "validate", "test", "predict")  # kinds of data; the index is part of the seed
 
-# hooks of the module, the datamodule and the callbacks that are called about once per run
+# Hooks of the module, the datamodule and the callbacks that are called about once per run.
 _RARELY_CALLED = (
     "prepare_data",
     "setup",
@@ -52,7 +52,11 @@ def steps_of(stage: str, module: TrainModule) -> list[str]:
 
 
 def check_module(module: Any, stage: str) -> None:
-    """Refuse a module that this stage cannot run.
+    """Check that a stage can run a module.
+
+    Args:
+        module: What the user passed as the module.
+        stage: fit, validate, test or predict.
 
     Raises:
         TypeError: It is not a `TrainModule`, or lacks a method that the stage needs.
@@ -93,17 +97,17 @@ def check_module(module: Any, stage: str) -> None:
 def check_hooks(
     module: TrainModule | None, callbacks: Iterable[Callback], datamodule: Any, *, tells: bool
 ) -> None:
-    """Refuse hooks that cannot be called or never would be, and warn of names that look misspelt.
+    """Check the signatures and names of the user's hooks, and warn of likely typos in names.
 
     Args:
-        module: The user's; None for callbacks that came later.
-        callbacks: All of them.
-        datamodule: The user's, or None.
+        module: The user's module; None to check only callbacks that `setup` hooks have added.
+        callbacks: The callbacks.
+        datamodule: The user's datamodule, or None.
         tells: Whether to warn: on the main process only, and not in trials.
 
     Raises:
-        TypeError: A hook takes other arguments, or is a Lightning hook that Cadence does not call;
-            the message says what to use.
+        TypeError: A hook has a wrong signature, or is a Lightning hook that Cadence does not call;
+            the message says what to use instead.
     """
     owners: list[tuple[object, str, type]] = [(module, "module", TrainModule)]
     owners += [(callback, "callback", Callback) for callback in callbacks]
@@ -120,7 +124,12 @@ def check_hooks(
 
 
 def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, Any]:
-    """Return the loaders and the datamodule, which may have been passed in place of loaders.
+    """Return (loaders, datamodule); the user may have passed a datamodule in place of loaders.
+
+    Args:
+        argument: The name of the argument for loaders, for errors.
+        given: Its value.
+        datamodule: The value of the argument ``datamodule``.
 
     Raises:
         ValueError: Two datamodules were passed.
@@ -150,13 +159,13 @@ def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) ->
 
     Args:
         stage: fit, validate, test or predict.
-        given: A loader or a list of them, or None.
-        module: The user's.
+        given: A loader, a list of loaders, or None.
+        module: The user's module.
         datamodule: An object with loader hooks, or None.
 
     Raises:
         ValueError: Loaders were given twice, or there are none.
-        TypeError: What was given is neither a loader nor a list of loaders.
+        TypeError: `given` is neither a loader nor a list of loaders.
     """
     _, hook, argument = _STEPS[stage]
     loaders = find_loaders(hook, given, module, datamodule, argument)
@@ -178,7 +187,7 @@ def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) ->
 def find_loaders(
     hook: str, given: Any, module: TrainModule, datamodule: Any, argument: str
 ) -> list[Any]:
-    """As `loaders_for`, but return an empty list if there are none."""
+    """Return the loaders as `loaders_for` does, but an empty list if there are none."""
     if given is not None and datamodule is not None:
         raise ValueError(f"Pass {argument} or datamodule, not both.")
     if given is None:
@@ -195,7 +204,7 @@ def find_loaders(
             f"{argument} is a {type(given).__name__}; give a DataLoader or another iterable of "
             f"batches{'' if argument == 'train_dataloaders' else ', or a list of them'}."
         )
-    if hasattr(given, "shape") and hasattr(given, "dtype"):  # a tensor or an array: samples
+    if hasattr(given, "shape") and hasattr(given, "dtype"):  # a tensor or an array
         raise TypeError(
             f"{argument} is a {type(given).__name__} of shape {tuple(given.shape)}, whose rows "
             "would be the batches. Wrap it: DataLoader(TensorDataset(x, y), batch_size=32); or "
@@ -205,14 +214,14 @@ def find_loaders(
 
 
 def _holds_loaders(given: Sequence[Any]) -> bool:
-    """Return whether this is a list of loaders, not a list of batches, which is one loader."""
+    """Return whether this is a list of loaders; a list of batches counts as one loader."""
     return all(hasattr(one, "__iter__") and not hasattr(one, "shape") for one in given) and not all(
         isinstance(one, (list, tuple, Mapping)) for one in given
     )
 
 
 def call_if_there(owner: Any, name: str, *args: Any) -> Any:
-    """Call a method of an object that may lack it, as a datamodule may."""
+    """Call a method of an object if it has one of that name; otherwise return None."""
     method = getattr(owner, name, None)
     return None if method is None else method(*args)
 
@@ -220,21 +229,21 @@ def call_if_there(owner: Any, name: str, *args: Any) -> Any:
 def feeds_for(
     kind: str, loaders: Sequence[Any], settings: Settings, accelerator: Accelerator, *, seed: int
 ) -> list[Feed]:
-    """Return the feeds of loaders, limited, with equal lengths on all processes; collective.
+    """Create the epoch iterators of loaders, with the Trainer's limits on batches; collective.
 
     Args:
         kind: train, validate, test or predict.
-        loaders: As the user gave them.
-        settings: Their limits.
-        accelerator: Its processes share the data.
-        seed: Decides the order of the data.
+        loaders: The user's loaders.
+        settings: The Trainer's arguments, such as the limits.
+        accelerator: The accelerator, over whose ranks the data are sharded.
+        seed: The seed of the shuffled order.
 
     Raises:
-        ValueError: A loader is empty, or its length differs between processes.
+        ValueError: A loader is empty, or its length differs between ranks.
     """
     name, limit = settings.limit(kind)
     if settings.fast_dev_run and limit:
-        limit *= accelerator.num_processes  # each tries its share
+        limit *= accelerator.num_processes  # that many batches on each rank
     feeds = []
     for number, loader in enumerate(loaders):
         feed = Feed(
@@ -257,7 +266,15 @@ def feeds_for(
 
 
 def check_same_length(feed: Feed, which: str) -> None:
-    """Refuse a loader whose length differs between processes, before it deadlocks; collective."""
+    """Raise if a loader's length differs between ranks, before they deadlock; collective.
+
+    Args:
+        feed: The epoch iterator of the loader.
+        which: A description of the loader, for the error.
+
+    Raises:
+        ValueError: The lengths differ; raised on all ranks.
+    """
     lengths = all_gather_object(feed.num_batches)
     if any(length != lengths[0] for length in lengths):
         raise ValueError(
@@ -270,10 +287,18 @@ def check_same_length(feed: Feed, which: str) -> None:
 def validation_loaders(
     given: Any, module: TrainModule, datamodule: Any, settings: Settings
 ) -> list[Any]:
-    """Return the loaders of a fit's validation; none without data or a step, or with a limit of 0.
+    """Return the validation loaders of a fit; an empty list if no validation is to run.
+
+    That is the case without data, without `validation_step`, or with ``limit_val_batches=0``.
+
+    Args:
+        given: The loaders passed to `fit`, or None.
+        module: The user's module.
+        datamodule: The user's datamodule, or None.
+        settings: The Trainer's arguments.
 
     Raises:
-        TypeError: There is data but no ``validation_step``.
+        TypeError: Loaders were passed, but the module has no `validation_step`.
     """
     if settings.limit_val_batches == 0:
         return []
@@ -288,10 +313,10 @@ def validation_loaders(
 
 
 def check_step(stage: str, module: TrainModule, feeds: Sequence[Feed]) -> None:
-    """Refuse a step whose signature does not fit the number of loaders.
+    """Check that a step's signature matches the number of loaders.
 
     Raises:
-        TypeError: It lacks ``dataloader_idx`` with several loaders, or requires it with one.
+        TypeError: The step lacks ``dataloader_idx`` with several loaders, or requires it with one.
     """
     if feeds:
         refuse_step_signature(module, _STEPS[stage][0], len(feeds))

@@ -1,4 +1,4 @@
-"""The optimizers of a run: what ``configure_optimizers`` returned, checked and prepared."""
+"""Call ``configure_optimizers``, check the result and prepare the optimizers of a fit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,24 @@ _NO_STRING = (
 def prepare_optimizers(
     module: TrainModule, accelerator: Accelerator
 ) -> tuple[list[AcceleratedOptimizer], list[OptimizerEntry], list[SchedulerEntry]]:
-    """Call ``configure_optimizers`` and prepare what it returned; collective.
+    """Call ``configure_optimizers`` and prepare the optimizers that it returned; collective.
 
-    In manual optimisation on several processes, each optimizer averages its own gradients.
+    In manual optimisation on several processes, each optimizer averages its gradients over the
+    ranks when it steps.
+
+    Args:
+        module: The user's module.
+        accelerator: The accelerator.
+
+    Returns:
+        The prepared optimizers, the user's optimizers with their options, and the schedulers.
 
     Raises:
-        TypeError: A learning rate is a string, or see `read_optimizers`.
-        ValueError: An optimizer has none of the module's parameters, or cannot be used as asked.
-        RuntimeError: The hook failed on another process.
+        TypeError: A learning rate is a string, or the hook's result is malformed; see
+            `read_optimizers`.
+        ValueError: An optimizer has none of the module's parameters, two optimizers share one, a
+            scheduler belongs to another optimizer, or an optimizer does not support this mode.
+        RuntimeError: The hook failed on another rank.
     """
     entries, schedulers = on_all(lambda: read_optimizers(_configured(module)), "fit")
     optimizers, names = [entry.optimizer for entry in entries], names_of(entries)
@@ -71,10 +81,10 @@ def prepare_optimizers(
 
 
 def _configured(module: TrainModule) -> Any:
-    """Call ``configure_optimizers``.
+    """Call ``configure_optimizers``, with a clear error if an option is a string, as from YAML.
 
     Raises:
-        TypeError: A string was compared with a number, as torch's optimizers do to check options.
+        TypeError: Torch compared a string option with a number.
     """
     try:
         return module.configure_optimizers()
@@ -88,9 +98,9 @@ def _configured(module: TrainModule) -> Any:
 
 
 def _check_attached(schedulers: list[SchedulerEntry], optimizers: list[Optimizer]) -> None:
-    """Refuse a scheduler of an optimizer that is not used: its learning rates would have no effect.
+    """Raise if a scheduler belongs to an optimizer that was not returned: it has no effect.
 
-    An optimizer that another one may wrap counts as used.
+    An optimizer counts as returned if a returned optimizer that is not torch's may wrap it.
 
     Raises:
         ValueError: There is such a scheduler.
@@ -101,7 +111,7 @@ def _check_attached(schedulers: list[SchedulerEntry], optimizers: list[Optimizer
         if not isinstance(scheduled, Optimizer):
             continue
         known = any(scheduled is optimizer for optimizer in optimizers)
-        # Compare parameters: an optimizer that wraps another may have its own groups.
+        # Compare parameters, since an optimizer that wraps another may have groups of its own.
         apart = trained.isdisjoint(map(id, parameters_of([scheduled])))
         if apart or not (known or any(map(_may_wrap, optimizers))):
             raise ValueError(
@@ -112,12 +122,12 @@ def _check_attached(schedulers: list[SchedulerEntry], optimizers: list[Optimizer
 
 
 def _may_wrap(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer may wrap another one, which torch's own do not."""
+    """Return whether an optimizer may wrap another one; torch's own do not."""
     return not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _check_no_limits(entries: list[OptimizerEntry], names: list[str]) -> None:
-    """Refuse limits on gradients, which nothing would apply in manual optimisation.
+    """Raise for clipping limits in manual optimisation, where the loop does not clip.
 
     Raises:
         ValueError: An optimizer has limits.
@@ -132,7 +142,7 @@ def _check_no_limits(entries: list[OptimizerEntry], names: list[str]) -> None:
 
 
 def _check_apart(optimizers: list[Optimizer], names: list[str], module: TrainModule) -> None:
-    """Refuse a parameter in two optimizers, which would be updated twice for the same loss.
+    """Raise if two optimizers share a parameter, which each update would change twice.
 
     Raises:
         ValueError: There is such a parameter.

@@ -1,4 +1,7 @@
-"""What ``configure_optimizers`` chose, in words that processes and starts of a run can compare."""
+"""The optimizer fingerprint: the options of optimizers and schedulers as comparable strings.
+
+They are compared between ranks, and between a checkpoint and the run that resumes from it.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from trainer.optim.optimizer import AcceleratedOptimizer
 
 logger = logging.getLogger(__name__)
 
-_OF_SPEED = ("foreach", "fused", "capturable", "differentiable")
-_NOT_CHOSEN = ("params", "initial_lr")  # of a group
-_OF_SCHEDULES = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")  # in groups
+_OF_SPEED = ("foreach", "fused", "capturable", "differentiable")  # do not change the result
+_NOT_CHOSEN = ("params", "initial_lr")  # keys of a parameter group that are not options
+_OF_SCHEDULES = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")  # keys of a group
 _NOT_OF_A_SCHEDULE = ("last_epoch", "verbose", "base_lrs", "optimizer", "lr_lambdas")
-_PRIVATE = ("_milestones", "_anneal_func_type", "_anneal_strategy")  # given too
+_PRIVATE = ("_milestones", "_anneal_func_type", "_anneal_strategy")  # private, but user options
 
 
 def options_of(
@@ -27,15 +30,15 @@ def options_of(
     optimizers: Sequence[AcceleratedOptimizer],
     schedulers: Sequence[SchedulerEntry],
 ) -> dict[str, str]:
-    """Return what the updates depend on, by what it is called in messages.
+    """Return the options of optimizers and schedulers as strings, by their name in messages.
 
-    Of an optimizer these are its options, with the learning rates that schedules begin from; of
-    torch's schedules their numbers; of others the class and when they tick.
+    An optimizer gives its class and options, with initial learning rates. A torch scheduler gives
+    the numbers that it was created with. Any other scheduler gives its class and interval.
 
     Args:
         names: The names of the optimizers.
-        optimizers: In the user's order, as are the schedules.
-        schedulers: The schedules.
+        optimizers: The prepared optimizers, in the user's order.
+        schedulers: The schedulers, in the user's order.
     """
     options = {"optimizers": ", ".join(names) or "none"}
     for name, prepared in zip(names, optimizers, strict=True):
@@ -67,9 +70,10 @@ def _class_of(scheduler: int) -> str:
 
 
 def _numbers(schedule: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Yield what torch's schedules were given, without what they count; of those within, too.
+    """Yield the arguments that torch's schedulers were created with, also of nested schedulers.
 
-    Other classes, also those that extend torch's, may have any attributes: they are not compared.
+    Counters are left out. Other classes, also subclasses of torch's, may have attributes of any
+    kind: they are not compared.
     """
     is_of_torch = type(schedule).__module__.startswith("torch.optim.")
     for key, value in vars(schedule).items() if is_of_torch else ():
@@ -78,23 +82,23 @@ def _numbers(schedule: Any, place: str) -> Iterator[tuple[str, str]]:
         if key == "_schedulers":
             for number, inner in enumerate(value):
                 yield from _numbers(inner, f"{place}, part {number}")
-        elif key == "_schedule_phases":  # of OneCycleLR; their ends say how many there are too
+        elif key == "_schedule_phases":  # of OneCycleLR: a list of phases, each with its last step
             yield f"phases of {place}", _plain([phase["end_step"] for phase in value])
         elif key in _PRIVATE or not key.startswith("_"):
             yield f"{key.lstrip('_')} of {place}", _plain(value)
 
 
 def _plain(value: Any) -> str:
-    """Format numbers and words, also in tuples; of other objects the type alone."""
+    """Format numbers and strings, also in nested tuples; of other objects only the type's name."""
     if isinstance(value, Tensor) and value.numel() == 1:  # a learning rate on the device
         value = value.item()
-    if isinstance(value, Mapping):  # milestones are counted in one
+    if isinstance(value, Mapping):  # MultiStepLR keeps its milestones in a Counter
         value = [each for pair in value.items() for each in pair]
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_plain, value))}]"
-    if isinstance(value, Real) and not isinstance(value, bool):  # numpy's too
-        number = float(value)  # 1 is 1.0, and a float32 as its number was written
-        whole = number.is_integer() and abs(number) < 2**53  # counts have more digits
+    if isinstance(value, Real) and not isinstance(value, bool):  # also numpy's numbers
+        number = float(value)  # so that 1 equals 1.0, and a float32 the float it came from
+        whole = number.is_integer() and abs(number) < 2**53  # keep all digits of counts
         return str(int(number)) if whole else f"{number:.6g}"
     plain = value is None or isinstance(value, (bool, str))
     return repr(value) if plain else type(value).__name__
@@ -107,12 +111,14 @@ def keep_options(
     *,
     tell: bool,
 ) -> None:
-    """Note that a resumed run has the options of its checkpoint, and warn of those it was given.
+    """Warn that a resumed run keeps the checkpoint's options where the script has changed them.
 
     Args:
-        options: Of this start, changed to those in effect.
-        saved: Those that were in effect when the checkpoint was saved, but for what hooks changed.
-        restored: Those in effect now, among them what schedules and hooks have changed since.
+        options: The options that `configure_optimizers` returned at this start; replaced in place
+            by the checkpoint's options where they differ.
+        saved: The options in the checkpoint, as `configure_optimizers` had returned them.
+        restored: The options of the restored optimizers and schedulers, which schedulers and hooks
+            may have changed during the run.
         tell: Whether to warn.
     """
     changed = [
@@ -138,12 +144,12 @@ def keep_options(
 def refuse_other_schedules(
     options: Mapping[str, str], saved: Mapping[str, str], schedulers: int
 ) -> None:
-    """Refuse schedules of other classes than the checkpoint's, whose state would be mixed with it.
+    """Raise if a scheduler's class differs from the checkpoint's: it cannot load that state.
 
     Args:
-        options: Of this start.
-        saved: Those of the checkpoint.
-        schedulers: Their number.
+        options: The options at this start.
+        saved: The options in the checkpoint.
+        schedulers: The number of schedulers.
 
     Raises:
         CheckpointError: A class differs.

@@ -1,4 +1,4 @@
-"""Prediction: one entry per batch, in the order of the loader, without duplicates."""
+"""The prediction loop: one output per batch, in the order of the loader, without duplicates."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from trainer.tree import to_host
 
 
 def predict(run: Run, feeds: list[Feed], *, keep: bool = True) -> list[list[Any]] | None:
-    """Call `predict_step` on every batch of each feed.
+    """Call `predict_step` on every batch of each loader; collective.
 
     Args:
         run: The run.
-        feeds: Its data.
-        keep: Gather the outputs; otherwise only the hooks see them, and memory holds one batch.
+        feeds: The epoch iterators, one per loader.
+        keep: Whether to gather the outputs. Otherwise only the hooks see them, and memory holds one
+            batch at a time.
 
     Returns:
-        On rank 0, for each feed, the outputs of all its batches, with tensors on the host; None on
-        the other ranks, and if `keep` is False.
+        On rank 0: for each loader the outputs of all its batches, with tensors in host memory. On
+        the other ranks, and without `keep`: None.
+
+    Raises:
+        ValueError: A loader gave no batch, or ended on some ranks before the others.
     """
     hooks = run.hooks
     run.eval_lengths = [feed.num_own_batches for feed in feeds]
@@ -48,7 +52,19 @@ def predict(run: Run, feeds: list[Feed], *, keep: bool = True) -> list[list[Any]
 def predict_feed(
     run: Run, feed: Feed, index: int, *, several: bool, keep: bool
 ) -> tuple[list[Any], int]:
-    """Return this process's outputs for one feed, none unless `keep`, and its number of rounds."""
+    """Predict the batches of one loader on this rank.
+
+    Args:
+        run: The run.
+        feed: The epoch iterator of the loader.
+        index: The index of the loader.
+        several: Whether there are several loaders, so that steps and hooks take the index.
+        keep: Whether to keep the outputs.
+
+    Returns:
+        This rank's outputs (empty without `keep`), and the number of global batches before its data
+        ended early, or all of them.
+    """
     outputs = []
     step = run.bare_step("predict_step")
     feed.set_epoch(0)
@@ -72,6 +88,6 @@ def predict_feed(
 
 
 def in_loader_order(parts: list[list[Any]]) -> list[Any]:
-    """Merge the lists of the processes: batch *b* is on process *b mod N*."""
+    """Merge the ranks' lists of outputs: with *N* ranks, batch *b* is on rank *b mod N*."""
     rounds = max(len(part) for part in parts)
     return [part[number] for number in range(rounds) for part in parts if number < len(part)]

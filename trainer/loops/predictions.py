@@ -1,8 +1,8 @@
-"""Writing predictions to disk: every process streams its own, and one process merges them.
+"""Write predictions to disk: every rank streams its own, then rank 0 merges them.
 
-A prediction is split into columns, each with one row per sample: tensors and arrays go to
-safetensors files, lists of plain values (strings, labels) to JSON Lines files, which any tool
-reads. Processes exchange nothing but sizes, and at most one batch is in memory.
+A prediction is split into columns, each with one row per sample. Tensors and arrays go to
+safetensors files, lists of plain values (strings, labels) to JSON Lines files. Ranks exchange only
+sizes, and at most one batch is in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.distributed.control import on_main
 from trainer.distributed.objects import all_gather_object
 from trainer.tree import as_bytes, children
 
-NAME = "predictions"  # of the merged files, and of the column where there is only one
+NAME = "predictions"  # the name of the merged files, and of the column if there is only one
 _PARTS = ".parts"
 _DTYPES = {
     torch.float64: "F64",
@@ -49,16 +49,16 @@ _DTYPES = {
 
 Columns = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # each tensor's dtype and row shape
 Plain = dict[str, list[Any]]
-Rows = tuple[int, ...]  # in one batch, of each tensor
+Rows = tuple[int, ...]  # the number of rows of each tensor in one batch
 
 
 @dataclass
 class Index:
-    """What one process has streamed.
+    """The index of the data that one rank has streamed to its part files.
 
     Attributes:
         columns: The dtype and the shape of one row of each tensor; None before the first batch.
-        plain: Names of the columns of plain values.
+        plain: The names of the columns of plain values.
         rows: For each batch, the number of rows of each tensor.
     """
 
@@ -71,17 +71,17 @@ class PredictionFiles:
     """The files of the predictions for one loader.
 
     Args:
-        folder: Created if missing. Every process makes its own object with the same folder.
+        folder: The folder, the same on all ranks; created if missing.
         rank: The rank of this process.
         world_size: The number of processes.
-        merge: Stream into one pair of files per process, which `finish` merges into
-            ``predictions.*`` in the order of the loader. Otherwise each batch is a pair of files,
-            ``batch-00000000.*``.
-        overwrite: Remove existing predictions.
+        merge: Whether each rank streams into one pair of files, which `finish` merges into
+            ``predictions.*`` in the order of the loader. Otherwise each batch is written to its own
+            pair of files, ``batch-00000000.*``.
+        overwrite: Whether to delete existing predictions.
 
     Raises:
-        ValueError: There are predictions that may not be overwritten; processes other than rank 0
-            raise a ``RuntimeError`` that says so.
+        ValueError: The folder has predictions and `overwrite` is False. Ranks other than 0 raise a
+            ``RuntimeError`` instead.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class PredictionFiles:
         self._parts = folder / _PARTS
         self._own = ExitStack()
         on_main(lambda: _make_room(folder, overwrite=overwrite))
-        if merge:  # a folder that the processes do not share is detected when merging
+        if merge:  # `finish` detects a folder that the ranks do not share
             self._parts.mkdir(parents=True, exist_ok=True)
             tensors, plain = self._part_files(rank)
-            for part in (tensors, plain):  # of an interrupted prediction
+            for part in (tensors, plain):  # left by an interrupted prediction
                 part.unlink(missing_ok=True)
             self._tensors = self._own.enter_context(tensors.open("xb"))
             self._plain = self._own.enter_context(plain.open("xb"))
@@ -107,14 +107,15 @@ class PredictionFiles:
         """Write the prediction for a batch.
 
         Args:
-            prediction: A tensor, or nested containers of tensors, arrays and lists of plain values,
-                each with one row per sample; on the host.
-            batch_number: The batch's position in the loader's order.
+            prediction: A tensor of shape ``(N, …)`` for N samples, or nested containers of tensors,
+                arrays and lists of plain values, each with one row per sample; in host memory.
+            batch_number: The batch's position in the loader's order, from 0.
 
         Raises:
-            TypeError: It contains something else; the message names the column.
-            ValueError: A column has no rows, or differs from the earlier batches'.
-            OSError: It cannot be written.
+            TypeError: It contains an object of another type; the message names the column.
+            ValueError: A column has no rows, or its dtype or row shape differs from that of earlier
+                batches.
+            OSError: A file cannot be written.
         """
         tensors, plain = columns_of(prediction, batch_number)
         if not self._merge:
@@ -127,12 +128,12 @@ class PredictionFiles:
             self._plain.write(dumps(plain).encode() + b"\n")
 
     def finish(self) -> None:
-        """Merge what all processes have written; collective.
+        """Merge the part files of all ranks into one pair of files; collective.
 
         Raises:
-            ValueError: The columns differ between processes, on all of them; or, on rank 0, it
-                does not see the files of another process.
-            RuntimeError: On the other processes: rank 0 could not merge the files.
+            ValueError: The columns differ between ranks (raised on all ranks), or rank 0 does not
+                see the files of another rank (raised on rank 0).
+            RuntimeError: On the other ranks: rank 0 could not merge the files.
         """
         self._own.close()
         indices: list[Index] = all_gather_object(self._index)  # also waits for all parts
@@ -141,18 +142,18 @@ class PredictionFiles:
             try:
                 on_main(lambda: self._merge_all(merged, [index.rows for index in indices]))
             finally:
-                # In a shared folder all processes do this at once: one may find files gone.
+                # All ranks delete the shared folder at once, so files may be gone already.
                 shutil.rmtree(self._parts, ignore_errors=True)
 
     def discard(self) -> None:
-        """Delete what this process streamed, after the prediction failed."""
+        """Delete this rank's part files, after the prediction failed."""
         try:
             self._own.close()
         finally:  # closing flushes, which may fail
             if self._merge:
                 for part in self._part_files(self._rank):
                     part.unlink(missing_ok=True)
-                with suppress(OSError):  # not empty: other processes' parts are there
+                with suppress(OSError):  # not empty: the files of other ranks are still there
                     self._parts.rmdir()
 
     def _part_files(self, rank: int) -> tuple[Path, Path]:
@@ -167,10 +168,10 @@ class PredictionFiles:
             self._write_whole(f"{stem}.jsonl", lambda file: file.write_bytes(lines))
 
     def _write_whole(self, name: str, write: Callable[[Path], object]) -> None:
-        """Write a file that appears whole or, if writing fails, not at all."""
+        """Write a file atomically: it appears complete or, if writing fails, not at all."""
         staged = self.folder / f".{name}"
-        staged.unlink(missing_ok=True)  # of an interrupted prediction
-        staged.touch(exist_ok=False)  # a link in its place is not followed
+        staged.unlink(missing_ok=True)  # left by an interrupted prediction
+        staged.touch(exist_ok=False)  # do not follow a symbolic link in its place
         try:
             write(staged)
         except BaseException:
@@ -179,7 +180,7 @@ class PredictionFiles:
         os.replace(staged, self.folder / name)
 
     def _note(self, tensors: dict[str, Tensor], plain: Plain, number: int) -> None:
-        """Record the sizes of a batch after checking that it matches the earlier ones."""
+        """Check that a batch has the columns of the earlier ones, and record its sizes."""
         columns = {
             name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in tensors.items()
         }
@@ -196,7 +197,7 @@ class PredictionFiles:
         index.rows.append(tuple(len(tensor) for tensor in tensors.values()))
 
     def _merge_all(self, merged: Index, rows: Sequence[list[Rows]]) -> None:
-        """Merge the parts of all processes, one batch at a time."""
+        """Merge the part files of all ranks, one batch at a time."""
         try:
             with ExitStack() as stack:
                 opened = [
@@ -227,11 +228,16 @@ class PredictionFiles:
 
 
 def columns_of(prediction: Any, batch_number: int) -> tuple[dict[str, Tensor], Plain]:
-    """Return the tensors of a prediction and its lists of plain values, both by name.
+    """Split a prediction into its tensors and its lists of plain values, both by column name.
+
+    Args:
+        prediction: The output of `predict_step` for one batch.
+        batch_number: The batch's number, for errors.
 
     Raises:
-        TypeError: It contains None or anything else that is neither.
-        ValueError: A tensor has no rows, two lists differ in length, or two columns share a name.
+        TypeError: It contains None, or another object that is neither a tensor nor a list.
+        ValueError: A tensor has no sample dimension, two lists differ in length, or two columns
+            have the same name.
     """
     tensors: dict[str, Tensor] = {}
     plain: Plain = {}
@@ -296,8 +302,8 @@ def _bytes_of(tensor: Tensor) -> Any:
 def _make_room(folder: Path, *, overwrite: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
-        shutil.rmtree(folder / _PARTS)  # of an interrupted prediction
-    for left in folder.glob(".batch-*.*"):  # of an interrupted prediction
+        shutil.rmtree(folder / _PARTS)  # left by an interrupted prediction
+    for left in folder.glob(".batch-*.*"):  # likewise
         left.unlink()
     found = [
         file
@@ -315,7 +321,7 @@ def _make_room(folder: Path, *, overwrite: bool) -> None:
 
 
 def _difference(one: Index, other: Index) -> str:
-    """Describe how the columns differ; an empty string if they do not."""
+    """Describe how the columns of two indexes differ; an empty string if they do not."""
     if one.plain != other.plain:
         return f"its lists are {list(other.plain)}, not {list(one.plain)}"
     ours, theirs = one.columns or {}, other.columns or {}
@@ -329,10 +335,10 @@ def _difference(one: Index, other: Index) -> str:
 
 
 def _agreed(indices: Sequence[Index]) -> Index:
-    """Return the columns that all processes have, except those that had no batch.
+    """Return the columns of the predictions, checked to be equal on all ranks with a batch.
 
     Raises:
-        ValueError: They differ.
+        ValueError: The columns differ between ranks.
     """
     known = [(rank, index) for rank, index in enumerate(indices) if index.columns is not None]
     if not known:
@@ -349,7 +355,7 @@ def _agreed(indices: Sequence[Index]) -> Index:
 
 
 def _in_turn(parts: Sequence[Any], total: int) -> Iterator[Any]:
-    """Yield the parts' entries in turn, as the loader's batches were distributed."""
+    """Yield one entry of each rank in turn: the order in which batches were sharded."""
     iterators = [iter(part) for part in parts]
     for number in range(total):
         yield next(iterators[number % len(iterators)])
@@ -360,7 +366,7 @@ def _merge_tensors(
 ) -> None:
     """Write one safetensors file (https://github.com/huggingface/safetensors#format)."""
     names = list(columns)
-    # Large elements first, as safetensors itself does, so that each tensor is aligned.
+    # Dtypes of large items first, as safetensors does, so that each tensor is aligned.
     order = sorted(names, key=lambda name: (-columns[name][0].itemsize, name))
     row_bytes = [dtype.itemsize * math.prod(shape) for dtype, shape in columns.values()]
     header: dict[str, Any] = {}

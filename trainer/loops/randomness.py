@@ -1,4 +1,4 @@
-"""The random generators of a fit: the global ones and those that its module keeps."""
+"""RNG states of a fit: the global generators, and generators that the module's attributes hold."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ logger = logging.getLogger(__name__)
 
 
 def kept_by(module: TrainModule, datamodule: Any = None) -> Found:
-    """Return the generators that a module and a datamodule keep, without those of their Trainer."""
+    """Return the generators held by a module and a datamodule, without those of their Trainer."""
     return held_by((module.__dict__.get("_trainer"),), module=module, datamodule=datamodule)
 
 
 def generators_of(run: FitRun) -> dict[str, Any]:
-    """Return the states of all generators, as a tree that a checkpoint can hold."""
+    """Return the states of all generators of a fit, as a tree that a checkpoint can hold."""
     return rng_state() | {"own": states_of(of_module(run))}
 
 
 def load_generators(run: FitRun, state: dict[str, Any]) -> list[str]:
     """Restore the states that `generators_of` returned.
 
+    Args:
+        run: The fit.
+        state: The states.
+
     Returns:
-        The paths at which the module had generators then and has none of that kind now.
+        The attribute paths where the module had a generator then, but has none of that kind now.
     """
     load_rng_state(state)
-    # Nothing was saved for the module's generators on a rank that the run did not have before.
+    # "own" is missing on a rank that the run did not have when it was saved.
     return load_states(of_module(run), state.get("own", {}))
 
 
 def restore_generators(run: FitRun, state: dict[str, Any]) -> None:
-    """Call `load_generators` with a checkpoint's state and log which generators are missing."""
+    """Restore the RNG states of a checkpoint; warn of generators that the module no longer has."""
     if missing := load_generators(run, state):
         logger.warning(
             "%s had random generators when the checkpoint was saved (%s) that it does not have "
@@ -49,6 +53,6 @@ def restore_generators(run: FitRun, state: dict[str, Any]) -> None:
 
 
 def of_module(run: FitRun) -> Found:
-    """Return the module's generators, without those that the feed seeds in each epoch."""
+    """Return the module's generators, without those that the data seed anew in each epoch."""
     of_data = set(map(id, run.feed.users_generators.values()))
     return {path: each for path, each in kept_by(run.module).items() if id(each) not in of_data}

@@ -1,4 +1,4 @@
-"""The loaders of a fit: created when it begins and, on request, again every few epochs."""
+"""Create the data loaders of a fit: at its start and, on request, again every few epochs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from trainer.loops.settings import Settings
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix, set_seed
 
-_DRAWS_BY_LOADERS = 5  # separates their seeds from those of an epoch's order and of batch hooks
+_DRAWS_BY_LOADERS = 5  # mixed into the loader hooks' seeds, so that they differ from other seeds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The run's progress when its current loaders were created, so that a resume can repeat it.
+    """The run's progress when the current loaders were created.
+
+    A checkpoint holds it, so that a resumed run calls the loader hooks under the same conditions.
 
     Attributes:
-        epoch: ``trainer.current_epoch`` as the hooks saw it.
-        step: ``trainer.global_step`` as the hooks saw it.
-        seed: The seed of the order of the data.
+        epoch: ``trainer.current_epoch`` as the loader hooks saw it.
+        step: ``trainer.global_step`` as the loader hooks saw it.
+        seed: The seed of the shuffled order.
     """
 
     epoch: int = 0
@@ -47,18 +49,18 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where the loaders of a fit come from.
+    """Where the loaders of a fit come from: arguments of `fit`, or hooks.
 
     Attributes:
-        settings: The Trainer's.
-        accelerator: Its processes share the data.
-        module: The user's.
+        settings: The Trainer's arguments.
+        accelerator: The accelerator, over whose ranks the data are sharded.
+        module: The user's module.
         train: The training loader that was passed to `fit`.
         val: The validation loaders that were passed to `fit`.
         datamodule: The datamodule that was passed to `fit`.
 
     Raises:
-        ValueError: Loaders are to be created again, but were passed ready-made.
+        ValueError: ``reload_dataloaders_every_n_epochs`` is set, but loaders were passed to `fit`.
     """
 
     settings: Settings
@@ -69,7 +71,7 @@ class Sources:
     datamodule: Any
 
     def __post_init__(self) -> None:
-        """Refuse ready-made loaders that would have to be created again."""
+        """Raise if loaders were passed to `fit` that would have to be created again."""
         every = self.settings.reload_dataloaders_every_n_epochs
         for argument, hook in (("train", "train_dataloader"), ("val", "val_dataloader")):
             if every and getattr(self, argument) is not None:
@@ -81,7 +83,7 @@ class Sources:
                 )
 
     def origin(self, chosen: Path | None) -> Origin:
-        """Return the origin of the first loaders, after seeding the generators.
+        """Return the origin of the first loaders, after seeding the global RNG if there is a seed.
 
         Args:
             chosen: The checkpoint that the fit resumes from, if any.
@@ -94,20 +96,26 @@ class Sources:
         return Origin(seed=broadcast_object(torch.initial_seed()) if seed is None else seed)
 
     def make(self, origin: Origin) -> tuple[Feed, list[Feed]]:
-        """Return the training feed and the validation feeds; collective.
+        """Create the loaders; return the training and validation epoch iterators; collective.
+
+        Args:
+            origin: The run's progress.
 
         Raises:
             ValueError: There is not exactly one training loader, or a loader is empty.
             TypeError: There is validation data but no ``validation_step``.
-            RuntimeError: A hook failed on another process.
+            RuntimeError: A hook failed on another rank.
         """
         return self.feeds(origin, *on_all(lambda: self.call(origin), "fit"))
 
     def call(self, origin: Origin) -> tuple[list[Any], list[Any]]:
         """Return the training and the validation loaders, from the hooks if none were passed.
 
-        If the hooks are called repeatedly, their random draws depend only on the seed and the
-        epoch, so that a resumed run draws the same.
+        If the hooks are called every few epochs, they run under an RNG that is seeded from the
+        run's seed and the epoch, so that a resumed run draws the same random numbers.
+
+        Args:
+            origin: The run's progress.
         """
         again = self.settings.reload_dataloaders_every_n_epochs
         drawn = mix(origin.seed, origin.epoch, _DRAWS_BY_LOADERS)
@@ -118,7 +126,19 @@ class Sources:
             return loaders, validation_loaders(self.val, *owners, self.settings)
 
     def feeds(self, origin: Origin, loaders: list[Any], val: list[Any]) -> tuple[Feed, list[Feed]]:
-        """Return the feeds of the loaders that `call` returned, limited; collective."""
+        """Create the epoch iterators of loaders, with the Trainer's limits; collective.
+
+        Args:
+            origin: The run's progress.
+            loaders: The training loaders; exactly one.
+            val: The validation loaders.
+
+        Returns:
+            The training epoch iterator and the validation epoch iterators.
+
+        Raises:
+            ValueError: There are several training loaders, or a loader is empty.
+        """
         if len(loaders) > 1:
             raise ValueError(
                 f"fit was given {len(loaders)} training loaders; it takes one. Combine them in one "
@@ -134,11 +154,14 @@ class Sources:
 
 
 def reload_if_due(run: FitRun) -> None:
-    """Create the loaders again if that is due in this epoch; the workers of the old ones end.
+    """Create the loaders again if that is due in this epoch; ends the old loaders' workers.
+
+    Args:
+        run: The fit.
 
     Raises:
         ValueError: See `Sources.make`; or there is no longer any validation data.
-        RuntimeError: It failed on another process.
+        RuntimeError: A hook failed on another rank.
     """
     counters, sources = run.counters, run.sources
     every = sources.settings.reload_dataloaders_every_n_epochs

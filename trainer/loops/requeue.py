@@ -1,4 +1,4 @@
-"""Requeueing of a SLURM job whose time is over."""
+"""Requeue a SLURM job that has reached its time limit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LIMIT = 60.0  # seconds; the controller may be busy
 
 
 def requeue(code: int) -> None:
-    """Ask SLURM to requeue this job if the run ended because its time was over.
+    """Ask SLURM to requeue this job if the run ended because of its time limit.
 
-    That means SIGUSR1, which ``sbatch --signal=USR1@120`` sends that many seconds early, or the end
-    of ``max_time``. Ctrl-C and SIGTERM (``scancel``) mean that somebody wants the job to end; when
-    SLURM preempts the job for another one, it requeues it by itself. Outside SLURM nothing is done;
-    a failure is logged.
+    That is: after SIGUSR1, which ``sbatch --signal=USR1@120`` sends 120 seconds before the limit,
+    or after ``max_time``. After Ctrl-C and SIGTERM (``scancel``) the job is not requeued, since
+    somebody wants it to end. A job that SLURM preempts for another one is requeued by SLURM itself.
+    Outside SLURM nothing is done. A failure is logged.
 
     Args:
         code: The run's exit code.

@@ -1,4 +1,4 @@
-"""The arguments of a Trainer that its loops need, validated once."""
+"""The arguments of a `Trainer` that the loops need, validated once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.optim.finite import Policy, check_policy
 
 Limit = int | float | None
 Profile = Literal["simple"]
-LIMITS = {  # the argument that limits each kind of data
+LIMITS = {  # the argument that limits the batches of each kind of data
     "train": "limit_train_batches",
     "validate": "limit_val_batches",
     "test": "limit_test_batches",
@@ -25,11 +25,11 @@ LIMITS = {  # the argument that limits each kind of data
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of a `Trainer` that its loops need; see there.
+    """The arguments of a `Trainer` that the loops need; `Trainer` documents them.
 
     Raises:
-        ValueError: An argument is outside its choices.
-        TypeError: An argument is of another type.
+        ValueError: An argument has an invalid value.
+        TypeError: An argument has a wrong type.
     """
 
     max_epochs: int | None = None
@@ -59,7 +59,7 @@ class Settings:
     barebones: bool = False
 
     def __post_init__(self) -> None:
-        """Validate the arguments and parse intervals, which have several spellings."""
+        """Validate the arguments and parse intervals."""
         for name in (*LIMITS.values(), "overfit_batches"):
             check_limit(name, getattr(self, name))
         validate_limits(self.max_grad_norm, self.max_grad_value)
@@ -99,7 +99,11 @@ class Settings:
 
     @property
     def budget(self) -> float | None:
-        """The seconds after which each start of a run ends; None if `max_time` is its length."""
+        """The time limit in seconds of each start of the program; None without one.
+
+        `max_time` is such a limit only beside `max_epochs` or `max_steps`. Alone, it is the length
+        of the run.
+        """
         return None if self._only_time else seconds_of(self.max_time)
 
     @property
@@ -107,16 +111,20 @@ class Settings:
         return self.max_epochs is None and self.max_steps is None
 
     def limit(self, kind: str) -> tuple[str, Limit]:
-        """Return the argument that limits a kind of data, and its value."""
+        """Return the name and the value of the argument that limits the batches of this data."""
         name = "overfit_batches" if self.overfits(kind) else LIMITS[kind]
         return "fast_dev_run" if self.fast_dev_run else name, getattr(self, name)
 
     def overfits(self, kind: str) -> bool:
-        """Return whether only the first batches of a kind of data are read, unshuffled."""
+        """Return whether `overfit_batches` applies: only the first batches are read, unshuffled."""
         return self.overfit_batches is not None and kind in ("train", "validate")
 
     def for_a_trial(self, batches: bool | int) -> Settings:
-        """Return a copy that runs one epoch of a few batches of each kind; True is one batch."""
+        """Return a copy for `fast_dev_run`: one epoch with a few batches of each kind of data.
+
+        Args:
+            batches: The number of batches; True for one.
+        """
         if batches is not True:
             _whole("fast_dev_run", batches, 1, "True for one batch, False for none")
         batches = int(batches)
@@ -138,7 +146,7 @@ class Settings:
         )
 
     def stripped(self) -> Settings:
-        """Return a copy without the sanity check and the check for non-finite numbers."""
+        """Return a copy for `barebones`: no sanity check, no check for non-finite numbers."""
         return replace(self, num_sanity_val_steps=0, non_finite="ignore")
 
     @property

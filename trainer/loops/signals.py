@@ -1,9 +1,9 @@
-"""Signals that ask a run to end: noted when they arrive, acted upon at the next update.
+"""Preemption: exit signals are recorded when they arrive, and handled at the next update.
 
-A process that receives SIGTERM (a scheduler takes the machine back), SIGINT (Ctrl-C) or SIGUSR1 (a
-scheduler's early warning) continues to the end of its update. All processes then agree, save and
-exit with `exit_code`, so that the next start can resume from there. The end of a time budget, by
-the process's own clock, has the same effect, with the code `OUT_OF_TIME`.
+A process that receives SIGTERM (the scheduler takes the machine back), SIGINT (Ctrl-C) or SIGUSR1
+(the scheduler's early warning) finishes its update. The step sync then informs all ranks, which
+save and exit with `exit_code`, so that the next start can resume. The end of a time budget, by the
+process's own clock, has the same effect, with the exit code `OUT_OF_TIME`.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ import torch
 from trainer.distributed.collectives import reduce
 from trainer.loops.unreachable import end_unreachable, interactive, reaching
 
-_installed: list[dict[int, Any]] = []  # the previous handlers, for each active watch
-_WATCHED = [  # Windows lacks the last
+_installed: list[dict[int, Any]] = []  # the previous handlers, for each active `watch_signals`
+_WATCHED = [  # Windows has no SIGUSR1
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
 ]
 
-OUT_OF_TIME = 124  # what timeout(1) exits with
+OUT_OF_TIME = 124  # the exit code of timeout(1)
 _ROUNDS_BETWEEN_QUESTIONS = 16
 
 
 def exit_code(number: int) -> int:
-    """Return what a shell reports for a process ended by a signal: 143, 130 or 138."""
+    """Return the exit code that a shell reports for a signal: 128 + number, such as 143."""
     return 128 + number
 
 
 class SignalWatch:
-    """The signals that arrived while a run was watched.
+    """Records the exit signals that arrive during a run.
 
     Args:
-        tells_ctrl_c: This process says so if it is interrupted: Ctrl-C reaches all of the machine's
-            processes, of which one is enough. Another signal may reach a single one.
+        tells_ctrl_c: Whether this process prints a message on SIGINT. Ctrl-C reaches all processes
+            of the machine, so one of them should print. For other signals, which may reach a single
+            process, the receiver always prints.
 
     Attributes:
-        began: The time at which this start of the run began, by the monotonic clock.
-        received: The first signal's number; None without one.
-        answered: Whether the run has acted upon it.
+        began: `time.monotonic` at the start of the run, in seconds.
+        received: The number of the first signal; None without one.
+        answered: Whether the run has handled the signal, by saving and ending.
         interrupted: Set once a second signal, a SIGINT, has reached its handler.
     """
 
@@ -60,7 +61,7 @@ class SignalWatch:
         self.interrupted = threading.Event()
 
     def note(self, previous: Any, number: int, frame: FrameType | None) -> None:
-        """Note a signal; a second one, if SIGINT, raises, and a third one kills the process.
+        """Handle a signal: record the first one; a second SIGINT raises, a third one kills.
 
         Args:
             previous: The handler that was installed before.
@@ -74,7 +75,7 @@ class SignalWatch:
         self.received = self.received or number
         if number == signal.SIGINT and again:
             self.interrupted.set()
-            if not interactive():  # the teardown may wait for other processes in vain
+            if not interactive():  # the teardown may hang in a wait for other ranks
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
             raise KeyboardInterrupt
         # Launchers may send the same signal to a process several times.
@@ -88,18 +89,20 @@ def _tell(number: int) -> None:
     again = "interrupt" if interactive() else "press Ctrl-C"
     hint = f"; {again} again to stop at once" if number == signal.SIGINT else ""
     name = signal.Signals(number).name
-    # Not print: the signal may have interrupted one. A reader of stderr, such as tee, may have
-    # ended by the same Ctrl-C; that must not cost the save.
+    # Do not use print: the signal may have interrupted another print. Ignore a broken pipe: the
+    # same Ctrl-C may have ended the reader of stderr, such as tee, and the run must still be saved.
     with suppress(OSError):
         os.write(2, f"\n{name}: stopping after this update{hint}.\n".encode())
 
 
 def told_to_end(watch: SignalWatch, budget: float | None) -> Callable[[], int | None]:
-    """Return a function that returns the exit code once a signal came or the time is up, else None.
+    """Return a function that returns the exit code once this process must end, before that None.
+
+    It must end after an exit signal, or when its time budget is used up.
 
     Args:
-        watch: Of the signals.
-        budget: The time limit of this start, set-up included, in seconds; None for no limit.
+        watch: The recorded signals.
+        budget: The time limit of this start in seconds, set-up included; None for no limit.
     """
     deadline = math.inf if budget is None else watch.began + budget
 
@@ -112,11 +115,11 @@ def told_to_end(watch: SignalWatch, budget: float | None) -> Callable[[], int | 
 
 
 class Questions:
-    """Asks, in an evaluation on several processes, whether any of them was told to end.
+    """Exchanges between ranks, in an evaluation, whether any of them received the exit signal.
 
-    A question is a blocking reduction, so there is one in 16 rounds; but, by rank 0's clock, about
-    one in a second if these take longer. The rounds between two at most double each time: workers
-    deliver batches in bursts, and a burst says little of the time that follows.
+    Evaluation has no step sync, so this takes a blocking all-reduce. It is done about once a second
+    by rank 0's clock, but at least every 16 global batches. The interval at most doubles each time:
+    workers deliver batches in bursts, so a short measurement is not reliable.
     """
 
     def __init__(self) -> None:
@@ -125,16 +128,18 @@ class Questions:
     def ask(
         self, round_idx: int, told: bool, *, rank: int, device: torch.device, aligned: bool
     ) -> bool:
-        """Return whether any process was told to end; collective, before every round.
+        """Return whether any rank received the exit signal; call before every global batch.
+
+        Collective in some of the calls, the same on all ranks.
 
         Args:
-            round_idx: The round.
-            told: Whether this process was.
-            rank: This process.
-            device: Where to reduce.
-            aligned: Whether all processes have this round. Otherwise one whose data have ended does
-                not answer, so that questions are as rare as they may be: the error that says that
-                it has ended comes only after the last round.
+            round_idx: The index of the global batch, from 0.
+            told: Whether this process received the exit signal.
+            rank: The rank of this process.
+            device: The device of the all-reduce.
+            aligned: Whether all ranks are known to reach this global batch. Otherwise a rank whose
+                data have ended does not take part, so the exchange is done as rarely as allowed:
+                the error about that rank is raised only after the last global batch.
         """
         if 0 < round_idx < self._asked + self._between:
             return False
@@ -155,16 +160,19 @@ class Questions:
 
 @contextmanager
 def watch_signals(*, tells_ctrl_c: bool = True) -> Iterator[SignalWatch]:
-    """Inside, signals are noted; the previous handlers are restored afterwards.
+    """Record exit signals inside; restore the previous handlers on exit.
 
-    A signal that the run did not act upon is then raised again. Handlers that other code installed
-    are called too, and a signal that was ignored stays ignored. Outside the main thread, where
-    handlers cannot be installed, and in forked processes nothing is watched. A second SIGINT also
-    ends a process that does not reach its handlers, except in an interactive session; see
+    A signal that the run has not handled is raised again on exit. Handlers that other code has
+    installed are called, too, and an ignored signal stays ignored. Nothing is recorded outside the
+    main thread, where Python cannot install handlers, and in forked processes. A second SIGINT also
+    ends a process that is blocked in C code, except in an interactive session; see
     `trainer.loops.unreachable`.
 
     Args:
         tells_ctrl_c: See `SignalWatch`.
+
+    Yields:
+        The recorded signals.
     """
     watch = SignalWatch(tells_ctrl_c=tells_ctrl_c)
     before: dict[int, Any] = {}
@@ -193,7 +201,7 @@ def _put_back(before: dict[int, Any]) -> None:
 
 
 def _forget() -> None:
-    """Restore the handlers in a forked process, which does not save and must be easy to end."""
+    """Restore the handlers in a forked process, which saves nothing and should end at once."""
     if _installed:
         signal.set_wakeup_fd(-1)
     while _installed:

@@ -1,9 +1,9 @@
-"""Where the time of a run goes: a stopwatch that always runs for exactly one part.
+"""The simple profiler: measures how the time of a run splits into parts, such as data wait.
 
-The objects that a run works with (its feeds, engine, hooks, record, …) are timed by wrapping them
-once, when the run begins, so that a run that is not timed pays nothing for it. Time in a nested
-part counts for the inner part only, so the parts add up to the whole. An exception is a validation
-or the sanity check: all time inside counts for the validation.
+The methods of a run's objects (epoch iterators, engine, hooks, recorder, …) are wrapped once when
+the run begins, so a run without profiling has no overhead. At any moment exactly one part is
+charged. Time in a nested part counts for the inner part only, so the parts add up to the total.
+The exception is a validation, or the sanity check: all time inside counts as validation.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ PARTS = (
 
 
 class Ledger(Protocol):
-    """A clock, and the time that each part has taken.
+    """A clock, and the time of each part by that clock.
 
     Attributes:
         name: The clock's name, for the report.
-        seconds: Of each part, as far as they are known.
+        seconds: The seconds of each part; those of the latest parts may be missing.
     """
 
     name: str
     seconds: Counter[str]
 
     def charge(self, part: str) -> None:
-        """Charge the time since the last call to a part."""
+        """Add the time since the last call to a part."""
 
     def settle(self) -> None:
-        """Wait until all that was charged is in `seconds`."""
+        """Wait until `seconds` is complete."""
 
 
 class HostLedger:
-    """The clock of this process; exact for devices that work synchronously, such as the CPU."""
+    """The host's clock; exact for devices that run synchronously, such as the CPU."""
 
     name = "the clock of the host"
 
@@ -70,14 +70,14 @@ class HostLedger:
 
 
 class DeviceLedger:
-    """The device's own timeline: an event in its stream at each change of parts, read later.
+    """The device's clock: an event is recorded in its stream at each change of parts.
 
-    Work is charged to the part that launched it, and a gap in which the device was idle to the part
-    that let it wait. Only completed events are read, so nothing waits for the device except
-    `settle`, once, at the end.
+    Kernels are charged to the part that launched them. Idle time of the device is charged to the
+    part that was running on the host. Only completed events are read, so only `settle` waits for
+    the device, once, at the end.
 
     Args:
-        record: Records a new event, or the used one that it is given, in the stream.
+        record: Records an event in the stream and returns it: the given one, or a new one for None.
     """
 
     name = "events of the device"
@@ -110,7 +110,7 @@ class DeviceLedger:
 
 
 def ledger_for(device: torch.device) -> Ledger:
-    """Return a ledger by events on CUDA devices, by the host's clock elsewhere."""
+    """Return a ledger: by device events on CUDA, by the host's clock elsewhere."""
     if device.type != "cuda":
         return HostLedger()
     stream = torch.cuda.current_stream(device)  # of the run, even if user code switches streams
@@ -124,12 +124,14 @@ def ledger_for(device: torch.device) -> Ledger:
 
 
 class Stopwatch:
-    """Runs for one part at a time, on the thread that created it; other threads are not timed.
+    """Charges time to one part at a time, on the thread that created it.
+
+    Other threads are not timed.
 
     Attributes:
-        ledger: The time of each part. Parts may be divided: ``"callbacks/on_train_start"``.
+        ledger: The time of each part. A part may have subparts: ``"callbacks/on_train_start"``.
         calls: How often each part was entered from another one.
-        validated: Batches of validations, including the sanity check.
+        validated: The number of batches in validations, including the sanity check.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -140,7 +142,7 @@ class Stopwatch:
         self._thread: int | None = get_ident()
 
     def enter(self, part: str) -> str | None:
-        """Switch to a part; return what to pass to `leave`."""
+        """Switch to a part; return the outer part, to be passed to `leave`."""
         if get_ident() != self._thread:
             return None
         outer = self._part
@@ -160,7 +162,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, part: str) -> Iterator[None]:
-        """Inside, the time counts for this part."""
+        """Add the time spent inside to a part."""
         outer = self.enter(part)
         try:
             yield
@@ -168,14 +170,14 @@ class Stopwatch:
             self.leave(outer)
 
     def call(self, part: str, function: Callable[..., None], *args: Any) -> None:
-        """Call a function, whose time counts for this part."""
+        """Call a function and add its time to a part."""
         with self.part(part):
             function(*args)
 
     def timed(self, part: str, function: Callable[..., T]) -> Callable[..., T]:
-        """Return the function wrapped so that its calls count for this part."""
+        """Return the function wrapped so that the time of its calls is added to a part."""
 
-        @wraps(function)  # torch's schedulers look for a mark on the `step` that they wrapped
+        @wraps(function)  # copies the attribute by which torch's schedulers know a wrapped `step`
         def call(*args: Any, **kwargs: Any) -> T:
             outer = self.enter(part)
             try:
@@ -188,7 +190,7 @@ class Stopwatch:
     def timed_items(
         self, part: str, function: Callable[..., Generator[T, None, None]]
     ) -> Callable[..., Generator[T, None, None]]:
-        """Return the generator function wrapped so that waits for items count for this part."""
+        """Return the generator function wrapped so that waiting for items is added to a part."""
 
         def call(*args: Any, **kwargs: Any) -> Generator[T, None, None]:
             items = function(*args, **kwargs)
@@ -202,7 +204,7 @@ class Stopwatch:
         return call
 
     def stop(self) -> None:
-        """Charge the time until now, and nothing more afterwards."""
+        """Charge the time until now, and stop."""
         if self._thread is not None:
             self.ledger.charge(self._part)
             self._thread = None
@@ -210,7 +212,7 @@ class Stopwatch:
 
 
 def watch(run: Run, stopwatch: Stopwatch) -> None:
-    """Time the objects that a run works with by wrapping them; they live as long as the run."""
+    """Wrap the methods of a run's objects to time them; the objects live as long as the run."""
     timed = stopwatch.timed
     mover = run.mover
     _replace(mover, rounds=stopwatch.timed_items(DATA, mover.rounds))

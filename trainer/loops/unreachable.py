@@ -1,8 +1,9 @@
-"""Ending a process that cannot handle a second Ctrl-C because it is blocked in C code.
+"""Hard interrupt: a second Ctrl-C ends a process even if it is blocked in C code.
 
-Python calls signal handlers between bytecode instructions, and a process that waits in a collective
-for a peer that never arrives, for a device or for a disk executes none. But a signal's number is
-written at once to the descriptor given to `signal.set_wakeup_fd`, which a thread reads here.
+Python runs signal handlers only between bytecode instructions. A process that waits in C code, such
+as in a collective for a rank that never arrives, for a device or for a disk, runs none. But the
+signal's number is written at once to the file descriptor given to `signal.set_wakeup_fd`. A thread
+reads it here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
-_PATIENCE = 3.0  # seconds in which the main thread must reach its handler
+_PATIENCE = 3.0  # seconds until the main thread must have run its handler
 _CLOSED = 0  # no signal has this number
 
 
@@ -24,10 +25,10 @@ _CLOSED = 0  # no signal has this number
 def reaching(
     watched: Collection[int], heard: threading.Event, end: Callable[[], object]
 ) -> Iterator[None]:
-    """Inside, a SIGINT after any watched signal ends the process if its handler does not run.
+    """End the process on a SIGINT that follows a watched signal, if its handler does not run.
 
-    Must be entered on the main thread. An event loop that waits for signals there still receives
-    them.
+    Enter it on the main thread. Signal numbers are passed on to an earlier wakeup descriptor, such
+    as that of an asyncio event loop.
 
     Args:
         watched: The signals that have handlers.
@@ -42,7 +43,7 @@ def reaching(
         told = False
         while _CLOSED not in (numbers := reader.recv(64)):
             if before != -1:
-                with suppress(OSError):  # its owner may have closed it
+                with suppress(OSError):  # the event loop may have closed it
                     os.write(before, numbers)
             for number in numbers:
                 if told and number == signal.SIGINT and not heard.wait(_PATIENCE):
@@ -73,7 +74,10 @@ def end_unreachable() -> None:
 
 
 def interactive() -> bool:
-    """Return whether the process hosts a user's session, such as a notebook, and must not end."""
-    # Libraries import IPython too, W&B's SDK for example; only a session has a shell.
+    """Return whether this is an interactive session, such as a notebook, which must not be ended.
+
+    That IPython is imported does not suffice: libraries such as W&B's SDK import it, too. Only a
+    session has a shell.
+    """
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return hasattr(sys, "ps1") or bool(get_ipython and get_ipython())

@@ -1,1 +1,1 @@
-"""What several processes do together: collectives, turns, joint decisions."""
+"""Distributed runs: collectives, checks of collectives, step sync, error reporting, watchdog."""

@@ -1,21 +1,23 @@
-"""Joint decisions without a round trip of their own.
+"""Step sync: all processes share their step stats at each update, inside the gradient all-reduce.
 
-What all processes must agree on at each update (the items of the window, whether any process wants
-to stop or save or failed to, rank 0's clock, whose data have ended) is a vector of a few numbers.
-Its sum over the processes travels with the gradient reduction and is read once it has reached the
-host: immediately on the CPU, one update later on an accelerator, where reading it earlier would
-make the host wait.
+The step stats are the few numbers on which all processes must agree at each update: the items of
+the accumulation window, whether any process wants to stop or save or has failed to save, rank 0's
+clock, and whose data have ended. They form the sync vector. Its sum over the processes is computed
+by the same all-reduce as the gradients, so it needs no communication of its own. The host reads the
+sum immediately on the CPU. On an accelerator it reads the sum one update later, because an earlier
+read would make the host wait for the device.
 
-DDP reduces tensors of one dtype together, so a float32 vector needs no all-reduce of its own beside
-float32 gradients. Its sums are exact nevertheless: item counts travel as base-256 digits, and the
-result is rounded. DDP multiplies each contribution by 1/W, for W processes, so contributions are
-multiplied by W beforehand. (Gradients that are exchanged are divided, which is exact.) With u =
-2**-24, the unit roundoff of float32, a digit x < 2**8 becomes x(1 + d), where |d| <= 2u from
-rounding 1/W and the product; the sum of W such terms, in any order, is off by at most (W - 1)u
-times itself (Higham, "Accuracy and Stability of Numerical Algorithms", 4.2). The total error is
-below W(W + 1) * 2**-16, and rounding corrects errors below 1/2: W <= 180. If W is a power of two
-nothing is rounded, as long as sums stay below 2**24. Otherwise, and where items need not be whole
-numbers, the vector is float64.
+DDP reduces tensors of one dtype together, so beside float32 gradients the sync vector is float32.
+The sums are exact nevertheless: an item count is sent as base-256 digits, and each sum is rounded.
+DDP multiplies each contribution by 1/W, for W processes, so contributions are multiplied by W
+beforehand. (The all-to-all exchange in `trainer.strategies.exchange` divides, which is exact.)
+
+Error bound: let u = 2**-24 be the unit roundoff of float32. A digit x < 2**8 becomes x(1 + d), with
+|d| <= 2u from rounding 1/W and the product. The sum of W such terms, in any order, has a relative
+error of at most (W - 1)u (Higham, "Accuracy and Stability of Numerical Algorithms", 4.2). The total
+error is below W(W + 1) * 2**-16. Rounding corrects errors below 1/2, so W <= 180. If W is a power
+of two, nothing is rounded as long as sums stay below 2**24. For any other W, and if items need not
+be whole numbers, the sync vector is float64.
 """
 
 from __future__ import annotations
@@ -26,25 +28,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Of 8 bits each. With them the vector has 64 bytes, so that the gradients behind it in a bucket are
-# aligned as they would be without it.
+# The number of base-256 digits of an item count. With 8 digits, the float32 vector has 64 bytes, so
+# the gradients behind it in a DDP bucket keep their alignment.
 _DIGITS = 8
 
 
 class Tally(NamedTuple):
-    """Sums over the processes.
+    """Step stats of one accumulation window, of one process or summed over all processes.
 
     Attributes:
-        items: Items of the window.
-        stop_votes: Processes that want to stop.
-        signals: Processes that a signal or the time budget told to end.
-        seconds: Rank 0's clock; in float32 accurate to 0.06 s after 12 days.
-        ended: Processes without a further batch in this epoch; see `trainer.loops.run.FitRun`.
-        ended_ranks: The sum of their ranks, which identifies a single one.
-        failed_saves: Processes that know of a failed background save.
-        asked_saves: Saves requested in the window.
-        bad_losses: Processes with a NaN or infinite loss in the window; in one process's own tally
-            a tensor of shape () if the loss is on an accelerator.
+        items: The number of items in the window.
+        stop_votes: The number of processes that want to stop.
+        signals: The number of processes that got a signal to exit or reached the time budget.
+        seconds: Rank 0's clock, in seconds. In float32 it is accurate to 0.06 s after 12 days.
+        ended: The number of processes without a further batch in this epoch; see
+            `trainer.loops.run.FitRun`.
+        failed_saves: The number of processes that know of a failed background save.
+        asked_saves: The number of pending saves, requested in the window.
+        ended_ranks: The sum of the ranks counted in `ended`; it identifies a single rank.
+        bad_losses: The number of processes with a NaN or infinite loss in the window. In one
+            process's own step stats it is a tensor of shape () if the loss is on an accelerator.
     """
 
     items: float
@@ -62,29 +65,31 @@ NOTHING = Tally(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def exact_in_float32(world_size: int) -> bool:
-    """Return whether float32 digits survive DDP's averaging over so many processes; see above."""
+    """Return whether a float32 sync vector is exact with this many processes; see the module."""
     if world_size.bit_count() == 1:
         return world_size <= 2**16
     return world_size * (world_size + 1) < 2**15
 
 
 class Agreement:
-    """Makes the ballots of this process and keeps the tallies over all.
+    """Step sync: creates this process's sync vectors and keeps the step stats of all processes.
 
     Args:
-        device: The device that sums them.
-        whole_items: Items are whole numbers, not a user's own count.
+        device: The device on which sync vectors are summed.
+        whole_items: Whether item counts are whole numbers; the user's own `count_items` may return
+            others.
 
     Attributes:
-        items_seen: Items of the run, over all processes.
-        latest: The latest sums that have reached the host.
-        bad_losses: This sum for the current window; on an accelerator an unread tensor.
+        items_seen: The number of items so far in the run, over all processes.
+        latest: The latest step stats, summed over the processes, that have reached the host.
+        bad_losses: The number of processes with a bad loss in the current window; on an accelerator
+            a tensor that has not been read.
     """
 
     def __init__(self, device: torch.device, *, whole_items: bool = False) -> None:
         self._device = device
         self._whole_items = whole_items
-        self._places: Tensor | None = None  # the weights of the digits, on an accelerator
+        self._places: Tensor | None = None  # the powers of 256, on an accelerator
         self._host: Tensor | None = None
         self._pending: tuple[Tensor, Any] | None = None
         self.items_seen = 0.0
@@ -92,25 +97,26 @@ class Agreement:
         self.latest = NOTHING
 
     def count_alone(self, tally: Tally) -> None:
-        """Take the only process's own counts as the tally."""
+        """Record the step stats of a run with one process."""
         self.bad_losses = tally.bad_losses
         self.latest = tally
         self.items_seen += tally.items
 
     def dtype_beside(self, parameters: Iterable[nn.Parameter], world_size: int) -> torch.dtype:
-        """Return a dtype in which a ballot is exact and, if possible, shares a bucket."""
+        """Return the dtype of the sync vector: exact and, if possible, that of the gradients."""
         types = {parameter.dtype for parameter in parameters}
         shares = torch.float32 in types and torch.float64 not in types
         exact = self._whole_items and exact_in_float32(world_size)
         return torch.float32 if shares and exact else torch.float64
 
     def ballot(self, own: Tally, dtype: torch.dtype = torch.float64, *, times: int = 1) -> Tensor:
-        """Return this process's counts as a vector on the device.
+        """Return this process's step stats as a sync vector, a 1-d tensor on the device.
 
         Args:
-            own: The counts.
-            dtype: In float32 the items are base-256 digits, the lowest first.
-            times: A factor for each number.
+            own: The step stats of this process.
+            dtype: The dtype of the vector. In float32 the items are base-256 digits, the lowest
+                first.
+            times: A factor for every entry.
         """
         items, *others, bad = own
         first = int(items).to_bytes(_DIGITS, "little") if dtype == torch.float32 else [items]
@@ -123,10 +129,13 @@ class Agreement:
         return ballot
 
     def count(self, total: Tensor) -> float | Tensor:
-        """Take the sums over all processes; `latest` has them now, or after the next update.
+        """Record a summed sync vector; `latest` has it now, or on an accelerator one update later.
+
+        Args:
+            total: The sum of the sync vectors of all processes.
 
         Returns:
-            The number of items; on an accelerator a float64 tensor of shape ().
+            The number of items in the window; on an accelerator a float64 tensor of shape ().
         """
         if self._device.type == "cpu":
             self._take(total)
@@ -150,7 +159,7 @@ class Agreement:
         self._pending = (self._host, event)
 
     def settle(self) -> None:
-        """Wait for sums still being copied to the host, before saving for example."""
+        """Wait for step stats that are being copied to the host; before saving, for example."""
         if self._pending is not None:
             host, event = self._pending
             self._pending = None

@@ -1,8 +1,9 @@
-"""Collectives over trees of tensors; trivial with one process.
+"""Collectives over nested containers of tensors: gather, reduce, broadcast and pad.
 
-Every process must call each function. Tensors must be on the process's device; results carry no
-autograd graph. Calls that do not match are an error on all processes where they are checked (see
-`trainer.distributed.debug`): always on the CPU, elsewhere in debug mode.
+Every process must call each function; with one process no communication takes place. Tensors must
+be on the process's device. Results have no autograd graph. If the calls of the processes do not
+match, all processes raise an error. This is checked always on the CPU, and on accelerators in debug
+mode; see `trainer.distributed.debug`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from trainer.distributed.meeting import meet
 from trainer.state import PartialState
 from trainer.tree import as_bytes, dense, leaves, map_tree
 
-# The dtypes that are summed as they are. Others are summed in a wider one: the backends lack some,
-# and sums of small integers would overflow.
+# Dtypes that are summed unchanged. Others are summed in a wider dtype, because backends do not
+# support some of them, and sums of small integers would overflow.
 _SUMMED = {
     torch.float16,
     torch.bfloat16,
@@ -46,19 +47,18 @@ class Reduction(Choice):
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Warns that a nested tensor was not padded."""
+    """The category of the warning that a nested tensor was not padded."""
 
 
 def gather(tensor: Any) -> Any:
-    """Concatenate each tensor of every process along its first dimension.
+    """Gather tensors from all processes, concatenated along their first dimension.
 
     Args:
-        tensor: Tensors in nested containers, each of the same shape on every process. A tensor
-            without dimensions becomes one of length ``num_processes``.
+        tensor: Tensors in nested containers, each of the same shape on every process.
 
     Returns:
-        The same containers with first dimensions ``num_processes`` times as long; with one process
-        the input itself, whatever it is.
+        The same containers. A tensor of shape (N, …) becomes (num_processes * N, …), in the order
+        of the ranks; a 0-d tensor becomes (num_processes,). With one process, the input itself.
 
     Raises:
         TypeError: There are several processes, and a leaf is not a dense tensor.
@@ -79,12 +79,12 @@ def _gather_one(tensor: Tensor) -> Tensor:
 def gather_uneven(tensor: Any, processes: int | None = None) -> Any:
     """Gather tensors whose first dimension may differ between processes; see `gather`.
 
-    It costs one more exchange, of the sizes, for which the host waits.
+    It needs one more collective, to gather the sizes, and the host waits for it.
 
     Args:
         tensor: See `gather`.
-        processes: Keep the samples of so many processes, from rank 0 on; None keeps all. Tensors
-            without dimensions are kept from all.
+        processes: Keep only the samples of this many processes, from rank 0 on; None keeps all.
+            0-d tensors are kept from all processes.
     """
     world_size = PartialState().num_processes
     if world_size == 1:
@@ -107,13 +107,14 @@ def gather_uneven(tensor: Any, processes: int | None = None) -> Any:
 
 
 def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-    """Reduce each tensor over the processes; every process gets the result.
+    """All-reduce each tensor; every process gets the result.
 
     Args:
         tensor: Tensors in nested containers, each of the same shape on every process; they are not
             changed.
-        reduction: ``"sum"`` (int64 for booleans, which are counted, and for integers of 8 or 16
-            bits), ``"mean"``, or ``"none"`` for copies of the local values without any exchange.
+        reduction: ``"sum"``, ``"mean"``, or ``"none"`` for a copy of the local values without
+            communication. The sum of booleans (their count) and of 8-bit and 16-bit integers is
+            int64.
         scale: A factor for the result.
 
     Raises:
@@ -148,7 +149,7 @@ def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Return the sum over the processes, in new memory and a dtype that holds it."""
+    """Return the sum over the processes as a new tensor, in a dtype that can hold the sum."""
     total = torch.empty_like(
         tensor, dtype=_wide(tensor.dtype), memory_format=torch.contiguous_format
     )
@@ -167,12 +168,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Broadcast the tensors of one process; they are changed in place and returned.
+    """Broadcast the tensors of one process to all, in place.
 
     Args:
-        tensor: Tensors in nested containers, each of the same shape on every process. Other leaves
-            stay as they are.
-        from_process: The rank that sends.
+        tensor: Tensors in nested containers, each of the same shape on every process; they are
+            changed in place. Other leaves stay unchanged.
+        from_process: The rank that sends; default 0.
+
+    Returns:
+        The input.
 
     Raises:
         ValueError: There is no such rank, or a tensor is on a device that the process group cannot
@@ -201,7 +205,11 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def _write(target: Tensor, values: Tensor) -> None:
-    """Copy values into a tensor of any strides; along an expanded dimension they must be equal."""
+    """Copy values into a tensor of any strides.
+
+    Raises:
+        ValueError: The tensor is expanded, and the values differ along the expanded dimension.
+    """
     memory, once = target, values
     for dim, stride in enumerate(target.stride()):
         if stride == 0:  # expanded
@@ -218,18 +226,19 @@ def _write(target: Tensor, values: Tensor) -> None:
 def pad_across_processes(
     tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
 ) -> Any:
-    """Pad each tensor to its largest size over the processes, so that `gather` takes it.
+    """Pad each tensor to its largest size over the processes, so that `gather` accepts it.
 
     Args:
         tensor: Tensors in nested containers. Their sizes may differ between processes in any
-            dimension; those beside `dim` can be padded by further calls.
-        dim: The dimension to pad; from the end if negative. A tensor without this dimension stays
-            as it is; so does a nested tensor, with a `CannotPadNestedTensorWarning`.
+            dimension; call this function again to pad another dimension.
+        dim: The dimension to pad; a negative one counts from the end. A tensor without this
+            dimension is not padded. A nested tensor is not padded either, and gives a
+            `CannotPadNestedTensorWarning`.
         pad_index: The value to pad with.
         pad_first: Pad at the beginning instead of the end.
 
     Returns:
-        The same containers; a tensor that needs no padding is returned itself.
+        The same containers. A tensor that needs no padding is returned itself, not a copy.
 
     Raises:
         TypeError: A leaf is not a tensor, also with one process, or `dim` is not an int.
@@ -282,13 +291,23 @@ def _agree(
     others: bool = False,
     nested: bool = False,
 ) -> None:
-    """Check, before anything is sent, that the tensors of all processes match."""
+    """Check, before any tensor is sent, that the tensors of all processes match.
+
+    Args:
+        operation: The collective, for the error.
+        tree: The tensors of this process.
+        free: A dimension whose size may differ between processes.
+        sized: Whether the sizes of the tensors must match at all.
+        means: Whether integers are refused, because a mean is computed.
+        others: Whether leaves other than tensors are allowed.
+        nested: Whether nested tensors are allowed.
+    """
     problem = _problem(operation, tree, means=means, others=others, nested=nested)
     if PartialState().num_processes > 1 and is_checked():
         where = "" if free is None else f" along dimension {free}"
         meet(f"{operation}{where} ({describe(tree, free=free, sized=sized)})", problem=problem)
         return
-    meeting.refuse_unaccompanied(operation)  # as `meet` does
+    meeting.refuse_unaccompanied(operation)  # `meet` includes this check
     if problem is not None:
         raise problem
 
@@ -296,7 +315,7 @@ def _agree(
 def _problem(
     operation: str, tree: Any, *, means: bool = False, others: bool = False, nested: bool = False
 ) -> Exception | None:
-    """Return why this tree cannot be sent, or None."""
+    """Return the error that tells why this tree cannot be sent; None if it can."""
     state = PartialState()
     reachable = meeting.device_types() if state.num_processes > 1 else None
     operation = operation.partition(" ")[0]
@@ -332,7 +351,12 @@ def _problem(
 
 
 def check_rank(rank: int) -> None:
-    """Raise a ValueError if there is no process of this rank, a TypeError if it is no int."""
+    """Check that a rank exists.
+
+    Raises:
+        TypeError: `rank` is not an int.
+        ValueError: There is no process of this rank.
+    """
     _expect(Integral, "a rank, an int", from_process=rank)
     world_size = PartialState().num_processes
     if not 0 <= rank < world_size:

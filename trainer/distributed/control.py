@@ -1,6 +1,6 @@
-"""Which processes run what, and in which order; a failure reaches those that wait for it.
+"""Run code on all ranks or on some, in order, and raise an error of one rank on all of them.
 
-These functions depend on the process group alone: `trainer.state` builds its methods on them.
+These functions need only the process group, because `trainer.state` builds its methods on them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ R = TypeVar("R")
 
 
 def exchange(error: BaseException | None, operation: str) -> None:
-    """Wait for all processes; return only if none of them failed.
-
-    Every process calls it, with its error or None.
+    """Wait for all processes; return only if none of them failed. A collective call.
 
     Args:
-        error: This process's error.
-        operation: The function that users called.
+        error: This process's error, or None.
+        operation: The name of the function that the user called.
 
     Raises:
-        BaseException: `error` itself, if there is one.
-        RuntimeError: On the other processes; it names the rank and its error.
-        DistributedOperationException: On the other processes, when one calls another operation.
+        BaseException: `error` itself, if it is not None.
+        RuntimeError: On the other processes; it names the rank that failed and its error.
+        DistributedOperationException: On the other processes, if one calls another operation.
     """
     if error is not None:
         if not _alone() and not parted(error, operation):
             report = f"{type(error).__name__}: {error}"
-            # Even if it cannot be reported to the others, `error` is what went wrong first.
+            # If the error cannot be sent to the others, still raise it here: it is the cause.
             with suppress(RuntimeError):
                 share(operation, report.encode())
             gone()
@@ -50,20 +48,21 @@ def exchange(error: BaseException | None, operation: str) -> None:
 
 
 def on_all(work: Callable[[], R], operation: str) -> R:
-    """Run `work` on every process; return only if none of them failed; collective.
+    """Run `work` on all ranks; return only if it failed on none of them. A collective call.
 
     Args:
-        work: It may contain collectives, as users' hooks do: if one process fails in it, the others
-            may be waiting there rather than here, so the failed one waits 30 seconds for them.
-        operation: The function that users called.
+        work: The function to run. It may contain collectives, as users' hooks do. If it fails on
+            one process, the others may be waiting in one of these collectives. So the failed
+            process waits up to 30 seconds for the others to finish `work`.
+        operation: The name of the function that the user called.
 
     Returns:
-        This process's result.
+        The result of `work` on this process.
 
     Raises:
-        Exception: What `work` raised here.
-        RuntimeError: On the other processes; it names the rank and its error.
-        DistributedOperationException: On the other processes, where they wait in another operation.
+        Exception: The error that `work` raised on this process.
+        RuntimeError: On the other processes; it names the rank that failed and its error.
+        DistributedOperationException: On the other processes, if they wait in another operation.
     """
     result: R | None = None
     error: Exception | None = None
@@ -73,7 +72,7 @@ def on_all(work: Callable[[], R], operation: str) -> R:
         lost = parted(caught, operation) or is_of_a_loss(caught)
         if _alone() or lost or not awaited(operation):
             raise
-        error = caught  # raised below, once the others know
+        error = caught  # raised by `exchange`, after it is sent to the others
     exchange(error, operation)
     return cast(R, result)
 
@@ -88,7 +87,7 @@ def shown(error: BaseException) -> str:
 
 
 def is_of_backend(error: BaseException) -> bool:
-    """Return whether the backend raised it, as it does when a peer is gone, for example."""
+    """Return whether an error comes from the communication backend: a lost peer, for example."""
     return isinstance(error, dist.DistBackendError) or (
         isinstance(error, RuntimeError)
         and "gloo/transport/" in shown(error)  # gloo has no error type of its own
@@ -96,7 +95,7 @@ def is_of_backend(error: BaseException) -> bool:
 
 
 def is_of_a_loss(error: BaseException | None) -> bool:
-    """Return whether an error of the backend is this one or a cause of it."""
+    """Return whether an error, or one of its causes, comes from the communication backend."""
     while error is not None and not is_of_backend(error):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -104,18 +103,18 @@ def is_of_a_loss(error: BaseException | None) -> bool:
 
 @contextmanager
 def going_first(first: bool, operation: str) -> Iterator[None]:
-    """Run the block on the processes that go first, then on the others.
+    """Run the block on some processes first, then on the others.
 
-    An error on a process that goes first is raised on every process, and the others do not run the
-    block. An error on one of the others stays there, since no process waits for it.
+    If a first process fails, all processes raise, and the others do not run the block. If one of
+    the others fails, only that process raises, because no process waits for it.
 
     Args:
-        first: Whether this process goes first.
-        operation: The function that users called.
+        first: Whether this process is one of the first.
+        operation: The name of the function that the user called.
 
     Raises:
-        RuntimeError: On the processes without an error, when one that went first failed.
-        DistributedOperationException: On all processes, when the others call something else.
+        RuntimeError: On the processes without an error of their own, if a first process failed.
+        DistributedOperationException: On all processes, if some call another operation.
     """
     if not first:
         exchange(None, operation)
@@ -130,10 +129,10 @@ def going_first(first: bool, operation: str) -> Iterator[None]:
 
 
 def on_main(function: Callable[[], object]) -> None:
-    """Call `function` on rank 0 of the process group; its error is raised on every process.
+    """Call `function` on rank 0; its error is raised on every process. A collective call.
 
     Raises:
-        RuntimeError: On the other processes, when it failed; it names rank and error.
+        RuntimeError: On the other processes, if `function` failed; it names the rank and the error.
     """
     error: BaseException | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -145,11 +144,11 @@ def on_main(function: Callable[[], object]) -> None:
 
 
 def run_where(due: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
-    """Wrap a function so that it runs only where `due()` holds, and returns None elsewhere.
+    """Wrap a function so that it runs only if `due()` is true, and otherwise returns None.
 
     Args:
-        due: Evaluated at each call, not when the function is decorated.
-        function: Its name, docstring and signature are kept.
+        due: The condition; it is evaluated at each call, not when the function is wrapped.
+        function: The function to wrap; the wrapper keeps its name, docstring and signature.
 
     Raises:
         TypeError: `function` is not callable.

@@ -1,8 +1,9 @@
-"""When collectives of tensors are checked first, and by which description of the tensors.
+"""When tensor collectives are checked for mismatched calls, and the description that is compared.
 
-Collectives of objects are always checked, since their sizes must be exchanged anyway. Those of
-tensors are checked where the group can use the host's memory, so that no device waits, and
-everywhere in debug mode (``ACCELERATE_DEBUG_MODE=true``). See `trainer.distributed.meeting`.
+The check costs one small collective before the actual one; see `trainer.distributed.meeting`.
+Collectives of objects are always checked, because the sizes must be exchanged anyway. Collectives
+of tensors are checked if the process group can use host memory, so that no device has to wait, and
+always in debug mode (``ACCELERATE_DEBUG_MODE=true``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from trainer.tree import children
 
 
 def is_checked() -> bool:
-    """Return whether collectives of tensors begin with a meeting."""
+    """Return whether tensor collectives first check that all ranks call the same collective."""
     return PartialState().debug or meeting.side_device().type == "cpu"
 
 
@@ -25,9 +26,9 @@ def describe(tree: Any, *, free: int | None = None, sized: bool = True) -> str:
     """Return the structure, dtypes and shapes of a tree as text.
 
     Args:
-        tree: Tensors in nested containers; other leaves appear as their type.
-        free: A dimension whose size may differ; it is written as ``*``.
-        sized: False writes all sizes as ``*``.
+        tree: Tensors in nested containers; another leaf is described by its type.
+        free: A dimension whose size may differ between processes; it is written as ``*``.
+        sized: Whether to include the sizes; False writes all of them as ``*``.
     """
     parts = children(tree)
     if parts is not None:
@@ -37,7 +38,7 @@ def describe(tree: Any, *, free: int | None = None, sized: bool = True) -> str:
         return f"{type(tree).__name__}{{{inside}}}"
     if not isinstance(tree, Tensor):
         return type(tree).__name__
-    if tree.is_nested:  # its shape may differ between processes, and cannot be queried
+    if tree.is_nested:  # its shape may differ between processes and is not available
         return f"nested {tree.dtype}"
     sizes = list(map(str, tree.shape)) if sized else ["*"] * tree.ndim
     if free is not None and -tree.ndim <= free < tree.ndim:

@@ -1,12 +1,14 @@
-"""Meetings: before a collective, the processes check that all of them came to the same one.
+"""Check that all ranks call the same collective, before the collective runs.
 
-Otherwise the backends may wait forever, crash, or return garbage. So an operation begins with a
-meeting: each process sends a digest of what it is about to do. If the digests differ, the processes
-exchange the descriptions, and all raise. It costs one exchange of sixteen bytes per process. If it
-takes long on the host, a warning names the ranks that have not come.
+If ranks call different collectives, or pass different shapes, the backends may wait forever, crash
+or return wrong values. So an operation begins with a check: each rank all-gathers a hash of the
+operation that it is about to run. If the hashes differ, the ranks gather the descriptions of their
+operations, and all ranks raise an error that lists them. The check is one all-gather of 16 bytes
+per rank. If it waits for long on the host, a warning names the missing ranks.
 
-These functions depend on the process group alone, below the state. Everything travels as bytes, so
-dtypes that a backend does not support (int16 and float8 with gloo, for example) can be sent too.
+These functions need only the process group, because `trainer.state` is built on them. Data is sent
+as bytes, so dtypes that a backend does not support (int16 and float8 with gloo, for example) can be
+sent too.
 """
 
 from __future__ import annotations
@@ -29,24 +31,24 @@ from trainer.tree import as_bytes, dense
 
 logger = logging.getLogger(__name__)
 
-_LONGEST = 2000  # characters of one process's plan in an error
-_ANNOUNCED_AFTER = 1.0  # seconds of waiting until a process announces that it waits
-_WARNED_AFTER = 30.0  # seconds of waiting until the missing ranks are logged
+_LONGEST = 2000  # characters of each rank's description in an error
+_ANNOUNCED_AFTER = 1.0  # seconds until a waiting rank writes to the store that it waits
+_WARNED_AFTER = 30.0  # seconds until a warning names the missing ranks
 _GUARDED = (
     " If that call is inside `if accelerator.is_main_process:`, make it outside, on all processes."
 )
 
 
-# -- what travels --------------------------------------------------------------------------------
+# -- sending bytes and numbers -------------------------------------------------------------------
 
 
 def device_types(group: dist.ProcessGroup | None = None) -> set[str]:
-    """Return the device types that a process group can send from."""
+    """Return the device types of the tensors that a process group can send."""
     return {part.partition(":")[0] for part in dist.get_backend_config(group).split(",")}
 
 
 def side_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device for sizes and objects: the host if possible, so that no device waits."""
+    """Return the device for sizes and objects: the CPU if possible, so that no device waits."""
     types = device_types(group)
     if "cpu" in types:
         return torch.device("cpu")
@@ -56,12 +58,12 @@ def side_device(group: dist.ProcessGroup | None = None) -> torch.device:
 def stack(
     tensor: Tensor, group: dist.ProcessGroup | None = None, *, meeting: str | None = None
 ) -> Tensor:
-    """Gather tensors of one shape [...] from all processes; shape [processes, ...].
+    """All-gather tensors of the same shape (…) into one tensor of shape (processes, …).
 
     Args:
         tensor: This process's tensor.
-        group: The processes.
-        meeting: The operation to name in the log if the exchange takes long.
+        group: The process group; None means the default group.
+        meeting: The operation, for the warning if the all-gather waits for long; None never warns.
     """
     own = dense(tensor)
     size = dist.get_world_size(group)
@@ -79,7 +81,7 @@ def stack(
 def share_numbers(
     own: list[int], group: dist.ProcessGroup | None = None, *, meeting: str | None = None
 ) -> list[list[int]]:
-    """Gather the same number of integers from each process, in the order of their ranks."""
+    """All-gather a list of integers, of the same length on every process; one row per rank."""
     numbers = torch.tensor(own, dtype=torch.int64, device=side_device(group))
     rows: list[list[int]] = stack(numbers, group, meeting=meeting).tolist()
     return rows
@@ -88,7 +90,13 @@ def share_numbers(
 def share_bytes(
     payload: bytes, sizes: list[int], group: dist.ProcessGroup | None = None
 ) -> list[bytes]:
-    """Gather the payloads of all processes, whose sizes every process knows."""
+    """All-gather payloads of bytes.
+
+    Args:
+        payload: The payload of this process.
+        sizes: The size of each rank's payload in bytes.
+        group: The process group; None means the default group.
+    """
     own = torch.zeros(max(sizes), dtype=torch.uint8)
     if payload:
         own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
@@ -96,17 +104,21 @@ def share_bytes(
     return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
-# -- meetings ------------------------------------------------------------------------------------
+# -- checking the calls --------------------------------------------------------------------------
 
-_unaccompanied: ContextVar[str] = ContextVar("unaccompanied", default="")  # other threads may save
+# A context variable, hence per thread: other threads may save meanwhile.
+_unaccompanied: ContextVar[str] = ContextVar("unaccompanied", default="")
 
 
 @contextmanager
 def unaccompanied(why: str) -> Iterator[None]:
-    """Inside, refuse meetings on this thread, to which other processes do not come.
+    """Forbid collectives on this thread inside the block, because not all ranks run it.
+
+    A collective in the block raises an error; without that it would hang.
 
     Args:
-        why: The end of the error's first sentence: why they do not, and what to do.
+        why: The rest of the error message after the name of the operation: why collectives are
+            forbidden here, and what to do.
     """
     token = _unaccompanied.set(why)
     try:
@@ -116,7 +128,14 @@ def unaccompanied(why: str) -> Iterator[None]:
 
 
 def refuse_unaccompanied(operation: str) -> None:
-    """Raise a DistributedOperationException in a block that is `unaccompanied`."""
+    """Check that collectives are not forbidden here.
+
+    Args:
+        operation: The collective, for the error.
+
+    Raises:
+        DistributedOperationException: This thread is in an `unaccompanied` block.
+    """
     if why := _unaccompanied.get():
         raise DistributedOperationException(f"{operation} {why}")
 
@@ -127,21 +146,21 @@ def meet(
     problem: Exception | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[int]:
-    """Compare plans; collective.
+    """Check that all ranks call the same collective; itself a collective call.
 
     Args:
-        plan: What this process is about to do: the operation as users know it, with shapes and
-            dtypes in parentheses.
-        number: An integer to share with the others.
-        problem: Why this process cannot continue.
-        group: The processes.
+        plan: A description of the operation that this process is about to run: the name by which
+            users know it, then shapes and dtypes in parentheses.
+        number: An integer to gather along with the check; default 0.
+        problem: The error because of which this process cannot continue; None without one.
+        group: The process group; None means the default group.
 
     Returns:
-        The numbers of all processes.
+        The number of each rank.
 
     Raises:
-        DistributedOperationException: The plans differ, another process has a problem, or this one
-            is `unaccompanied`.
+        DistributedOperationException: The descriptions differ, another process has a problem, or
+            collectives are forbidden here (see `unaccompanied`).
         Exception: `problem` itself, on the process that has it.
     """
     operation = plan.partition(" (")[0]
@@ -163,19 +182,19 @@ def meet(
 
 
 def share(plan: str, payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Meet, then gather a small payload; collective.
+    """Check the call with `meet`, then all-gather a small payload of bytes; a collective call.
 
     Raises:
-        DistributedOperationException: The plans differ.
+        DistributedOperationException: See `meet`.
     """
     sizes = meet(plan, len(payload), group=group)
     return share_bytes(payload, sizes, group) if any(sizes) else [b""] * len(sizes)
 
 
 def parted(error: BaseException, plan: str) -> bool:
-    """Return whether an error came from meeting others that waited in this operation.
+    """Return whether an error is a mismatch with ranks that were waiting in operation `plan`.
 
-    They have left it, so this process must not enter it any more.
+    These ranks have raised too and left the operation, so this process must not enter it.
     """
     return isinstance(error, DistributedOperationException) and plan in error.plans
 
@@ -207,17 +226,17 @@ def _complaint(plans: list[str]) -> str:
 
 
 def _wait(work: dist.Work, operation: str, group: dist.ProcessGroup | None) -> None:
-    """Wait for an exchange; if it takes long, log which ranks have not come to it."""
+    """Wait for a collective; if it takes long, log which ranks have not called it."""
     if _ends_within(work, _ANNOUNCED_AFTER):
         return
     size, own = dist.get_world_size(group), dist.get_rank(group)
     store = _store_of(group)
-    # The store may have ended with its process; then notes are of no use to anyone.
+    # The store is gone if the process that hosts it has ended. Then no rank can read the note.
     with suppress(RuntimeError):
         store.set(_key(own), operation)
     try:
         ended = _ends_within(work, _WARNED_AFTER - _ANNOUNCED_AFTER)
-    except RuntimeError:  # the group's own limit is shorter, or a peer has gone
+    except RuntimeError:  # the group's timeout is shorter, or a peer is lost
         with suppress(RuntimeError):
             _warn(operation, _waiting(store, size), size, own, failed=True)
         raise
@@ -231,17 +250,22 @@ def _wait(work: dist.Work, operation: str, group: dist.ProcessGroup | None) -> N
 
 
 def awaited(operation: str, group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether all others come to wait for this process within 30 seconds; not collective.
+    """Return whether all other ranks wait in an operation within 30 seconds; not a collective.
 
-    A failed process calls it before an exchange, which would block it if they never came.
+    A failed process calls this function before it sends its error in a collective, which would
+    block forever if the others never called it.
+
+    Args:
+        operation: The operation to note for this process.
+        group: The process group; None means the default group.
     """
     store, size, own = _store_of(group), dist.get_world_size(group), dist.get_rank(group)
     until = time.monotonic() + _WARNED_AFTER
     try:
-        store.set(_key(own), operation)  # another one may have failed too
+        store.set(_key(own), operation)  # another failed rank may wait for this one
         while not (come := len(_waiting(store, size)) == size) and time.monotonic() < until:
             time.sleep(0.01)
-    except RuntimeError:  # the store has ended with its process
+    except RuntimeError:  # the process that hosts the store has ended
         return False
     if not come:
         gone(group)
@@ -249,7 +273,7 @@ def awaited(operation: str, group: dist.ProcessGroup | None = None) -> bool:
 
 
 def gone(group: dist.ProcessGroup | None = None) -> None:
-    """Withdraw the note that this process waits; not collective."""
+    """Remove the note in the store that this process waits; not a collective."""
     with suppress(RuntimeError):
         _store_of(group).set(_key(dist.get_rank(group)), "")
 
@@ -260,7 +284,7 @@ def _key(rank: int) -> str:
 
 def _store_of(group: dist.ProcessGroup | None) -> Any:
     group = group or dist.group.WORLD
-    assert group is not None  # an exchange is under way in it
+    assert group is not None  # a collective is running in it
     return group.get_group_store()
 
 
@@ -271,7 +295,7 @@ def _waiting(store: Any, size: int) -> list[int]:
 
 def _warn(operation: str, waiting: list[int], size: int, own: int, *, failed: bool = False) -> None:
     missing = ", ".join(str(rank) for rank in range(size) if rank not in waiting)
-    if not missing or own != min(waiting):  # one process logs for all
+    if not missing or own != min(waiting):  # only the lowest waiting rank logs
         return
     if failed:
         logger.warning("%s waited for rank %s and failed.", operation, missing)
@@ -291,5 +315,5 @@ def _ends_within(work: dist.Work, seconds: float) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # raises its own error, unless it has just ended
+        work.wait()  # raises the collective's own error, if there is one
     return True

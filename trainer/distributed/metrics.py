@@ -1,4 +1,4 @@
-"""Gathering what metrics are computed from: every sample of the loader exactly once."""
+"""`gather_for_metrics`: gather predictions and targets, with every sample exactly once."""
 
 from __future__ import annotations
 
@@ -20,37 +20,40 @@ logger = logging.getLogger(__name__)
 
 
 def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
-    """Gather predictions and targets of all processes, without the loader's repeated samples.
+    """Gather predictions and targets of all processes, without the loader's padding samples.
 
-    Call it inside the loop over the prepared loader that yielded the data: at the loader's last
-    batch the gathered samples are cut to the real ones, also with one process. In nested loops the
-    innermost loader counts. After ``next(iter(loader))`` or a ``break``, the batch read last counts
-    as the current one until another loader is read. Every process must call it equally often: where
-    ``even_batches=False`` leaves a process without a last batch, leave the loop on all of them.
+    Call it inside the loop over the prepared loader that yielded the data. At the loader's last
+    batch, the padding (samples that were repeated to fill the batch) is dropped, also with one
+    process. In nested loops, the innermost loader counts. After ``next(iter(loader))`` or a
+    ``break``, the batch that was read last counts until another loader is read.
+
+    It is a collective: every process must call it the same number of times. With
+    ``even_batches=False``, some processes may have no last batch. Then leave the loop before it on
+    all processes.
 
     Args:
-        input_data: What one process returns for its batch:
+        input_data: The data of this process's batch:
 
-            - A column: a tensor, which is concatenated along its first dimension, or any other
-              sequence with one object per sample, see `gather_object`. Numbers of samples may
-              differ between processes.
-            - A mapping, named tuple or dataclass, or a tuple or list of columns. Each entry is
+            - A column: a tensor of shape (N, …), which is concatenated along its first dimension,
+              or another sequence with one object per sample (see `gather_object`). The number of
+              samples N may differ between processes.
+            - A mapping, named tuple or dataclass, or a tuple or list of columns: each entry is
               gathered separately.
-            - A list of mappings, dataclasses, lists or tuples is a column of samples, unless its
-              length is not that of the batch and that of its entries is.
-            - Anything else, such as a tensor without dimensions or a number, gives one value per
-              process and is never cut.
-        use_gather_object: Gather tensors as objects too: their other dimensions may then differ,
-            and a list of tensors, or a tuple of tensors that differ in length, holds one per
-            sample.
+            - A list of mappings, dataclasses, lists or tuples: one column with one entry per
+              sample, unless only the lengths of its entries match the batch size.
+            - Any other value, such as a 0-d tensor or a number: one value per process, and nothing
+              is dropped.
+        use_gather_object: Gather tensors as objects. Their other dimensions may then differ. A list
+            of tensors, or a tuple of tensors of different lengths, then has one tensor per sample.
 
     Returns:
-        The samples of all processes in the order of the loader. With one process tensors are
-        returned as they are, apart from the cut, and objects as `gather_object` returns them.
+        The samples of all processes, in the order of the loader. With one process, tensors are
+        returned unchanged except for the dropped padding, and objects as by `gather_object`.
 
     Raises:
-        ValueError: There are several processes, and a list or tuple of tensors may hold columns or
-            samples, or the length of a column to be cut is not the number of samples in the batch.
+        ValueError: There are several processes, and a list or tuple of tensors could hold columns
+            or samples; or padding must be dropped from a column whose length is not the number of
+            samples in the batch.
         Exception: See `gather` and `gather_object`.
     """
     found = [] if use_gather_object else list(leaves(input_data))
@@ -72,7 +75,7 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
 def _gather_tensors(tree: Any) -> Any:
     processes = GradientState()._real_parts
     gathered = gather_uneven(tree, processes)
-    if processes is not None:  # batches of unknown sizes, repeated whole
+    if processes is not None:  # batches of unknown size, so padding is whole batches
         return gathered
     whole = list(leaves(gathered))
     pairs = zip(leaves(tree), whole, strict=True)
@@ -84,7 +87,7 @@ def _gather_tensors(tree: Any) -> Any:
 
 
 def _has_only_columns(tree: Any) -> bool:
-    """Return whether all containers in a tree have columns."""
+    """Return whether all containers in a tree hold columns."""
     entries = children(tree)
     return not entries or (
         _has_columns(tree, False) and all(_has_only_columns(value) for _, value in entries)
@@ -92,10 +95,10 @@ def _has_only_columns(tree: Any) -> bool:
 
 
 def _has_columns(thing: Any, use_gather_object: bool) -> bool:
-    """Return whether the entries of a container are columns rather than samples.
+    """Return whether the entries of a container are columns, not samples.
 
     Raises:
-        ValueError: There are several processes, and either is possible.
+        ValueError: There are several processes, and it cannot be decided.
     """
     entries = children(thing)
     if entries is None:
@@ -110,7 +113,7 @@ def _has_columns(thing: Any, use_gather_object: bool) -> bool:
     if not lengths and not any(isinstance(value, Tensor) for value in values):
         return False
     of_samples = len(thing) in batch
-    of_process = set() if use_gather_object else {1}  # one row may be a value of the process
+    of_process = set() if use_gather_object else {1}  # length 1 may be one value per process
     of_columns = lengths <= batch | of_process
     fit = len(lengths - of_process) <= 1 and (of_columns or not of_samples)
     if use_gather_object or not any(isinstance(value, Tensor) for value in values):
@@ -129,7 +132,7 @@ def _has_columns(thing: Any, use_gather_object: bool) -> bool:
 
 
 def _lengths(values: Iterable[Any], batch: Set[int]) -> set[int]:
-    """Return the lengths of columns, also of those in containers."""
+    """Return the lengths of the columns among `values`, also inside containers."""
     found: set[int] = set()
     for value in values:
         entries = [entry for _, entry in children(value) or ()]
@@ -142,11 +145,14 @@ def _lengths(values: Iterable[Any], batch: Set[int]) -> set[int]:
 
 
 def _cut(samples: Any, own: int) -> Any:
-    """Cut the samples that the loader repeated to fill the last batches.
+    """Drop the padding samples of the last batch from a gathered column.
 
     Args:
-        samples: A gathered column.
-        own: The length of this process's part of it.
+        samples: The gathered column.
+        own: The length of this process's part of the column.
+
+    Raises:
+        ValueError: `own` is not the number of samples in this process's batch.
     """
     state = GradientState()
     real = state._real_samples(len(samples))

@@ -1,4 +1,4 @@
-"""Collectives over plain objects; trivial with one process. Every process must call each."""
+"""Collectives over Python objects, which are pickled; every process must call each function."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _SEQUENCES = (list, tuple, range, deque, Set)
 
 
 def gather_object(object: Any) -> list[Any]:  # noqa: A002 - the documented API's name
-    """Return the objects of all processes in one list, in the order of their ranks.
+    """Gather the objects of all processes into one list, in the order of the ranks.
 
-    A list, tuple, range, deque or set, and an array or tensor with a first dimension, contributes
-    its elements; anything else (a string, a number, a dict, a named tuple) itself. The result is a
-    list with any number of processes. Objects are pickled between the processes of one run, never
-    through a file; tensors on an accelerator arrive on the receiver's device.
+    A list, tuple, range, deque or set contributes its elements; so does a tensor or array with at
+    least one dimension. Any other object (a string, a number, a dict, a named tuple) contributes
+    itself. The result is a list also with one process. Objects are pickled and sent between the
+    processes of the run, never through a file. Tensors on an accelerator arrive on the receiver's
+    device.
 
     Args:
-        object: Its length and type may differ between processes.
+        object: The object of this process. Type and length may differ between processes.
 
     Raises:
         Exception: The pickling error, on the process whose object cannot be pickled.
@@ -40,8 +41,9 @@ def gather_object(object: Any) -> list[Any]:  # noqa: A002 - the documented API'
 
 
 def gather_object_from(object: Any, processes: int | None) -> list[Any]:  # noqa: A002 - see above
-    """Return the objects of so many processes, from rank 0 on, as `gather_object` does of all."""
-    # A set's order differs between processes, so it is fixed here; an array is sent in one piece.
+    """Like `gather_object`, but keep only the objects of the first `processes` ranks; None: all."""
+    # A set is converted to a list here, because its order differs between processes. An array is
+    # sent as one object, not element by element.
     own = object if isinstance(object, _ARRAYS) else _elements(object)
     found = _exchange("gather_object", own)[:processes]
     return list(chain.from_iterable(map(_elements, found)))
@@ -52,7 +54,7 @@ def _elements(thing: Any) -> list[Any]:
 
 
 def is_sequence(thing: Any) -> bool:
-    """Return whether `gather_object` gathers its elements rather than the object itself."""
+    """Return whether `gather_object` gathers the object's elements, not the object itself."""
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
         return False
     if isinstance(thing, _ARRAYS):
@@ -61,7 +63,7 @@ def is_sequence(thing: Any) -> bool:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """Return one value per process, in the order of their ranks.
+    """Return the value of each process, in the order of the ranks; a collective call.
 
     Raises:
         Exception: See `gather_object`.
@@ -70,14 +72,14 @@ def all_gather_object(value: Any) -> list[Any]:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the elements of every process's list with those of one process.
+    """Broadcast the elements of one process's list to the lists of all processes, in place.
 
     Args:
-        object_list: Changed in place, and returned.
-        from_process: The rank that sends.
+        object_list: The list; it is changed in place and returned.
+        from_process: The rank that sends; default 0.
 
     Raises:
-        TypeError: It is not a list.
+        TypeError: `object_list` is not a list.
         ValueError: There is no such rank.
     """
     if not isinstance(object_list, list):
@@ -91,7 +93,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def broadcast_object(value: Any, from_process: int = 0) -> Any:
-    """Return the value of one process, on every process.
+    """Return the value of rank `from_process` on every process; a collective call.
 
     Raises:
         Exception: See `gather_object`.

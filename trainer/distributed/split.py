@@ -1,4 +1,4 @@
-"""Splitting inputs between processes."""
+"""Split inputs (lists, tensors, datasets, …) between processes, without a loader."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ def split(
     padding: bool = False,
     device: torch.device | None = None,
 ) -> Any:
-    """Return the inputs of one process: ``len // world_size`` items, one more on the first ranks.
+    """Return one rank's part of the inputs: ``len // world_size`` items, one more on low ranks.
 
     Args:
-        inputs: What has a length and an index: a list, tuple, range, deque, tensor or array (along
-            its first dimension), data frame or map-style dataset; or a nested mapping of those,
-            whose other values (strings, numbers, objects) go to every process. It is never changed.
-        rank: This process.
-        world_size: The number of processes; a single one gets the inputs themselves.
-        padding: Repeat the last item so that every process has the same number. Empty inputs stay
-            empty on every process.
-        device: The device for tensors with `padding`, so that they can be gathered.
+        inputs: An object with a length and an index: a list, tuple, range, deque, tensor or array
+            (split along the first dimension), data frame or map-style dataset. Or a nested mapping
+            of these, whose other values (strings, numbers, objects) go to every process. It is not
+            changed.
+        rank: The rank of this process.
+        world_size: The number of processes; a single process gets the inputs themselves.
+        padding: Repeat the last item so that every process has the same number of items. Empty
+            inputs stay empty on every process.
+        device: The device to which tensors are moved with `padding`, so that they can be gathered.
 
     Returns:
-        The same type as the inputs: a tuple for a named tuple, a list for a padded range, and a
-        `torch.utils.data.Subset` where the type is not known. It is empty on some processes if
+        The same type as the inputs, except for a tuple for a named tuple, a list for a padded
+        range, and a `torch.utils.data.Subset` for an unknown type. It is empty on some processes if
         there are fewer items than processes and no padding.
 
     Raises:
@@ -64,7 +65,7 @@ def split(
 
 
 def _has_items(value: Any) -> bool:
-    """Return whether a value has a length and an index for each item."""
+    """Return whether a value has a length and can be indexed."""
     kind = type(value)
     indexed = hasattr(kind, "__getitem__") or hasattr(kind, "select")
     return (
@@ -75,7 +76,12 @@ def _has_items(value: Any) -> bool:
 
 
 def _lengths(value: Any, name: str) -> Iterator[tuple[str, int]]:
-    """Yield the place and the number of items of everything that is split."""
+    """Yield the path and the number of items of each value that is split.
+
+    Raises:
+        ValueError: A tensor or array has no dimension.
+        TypeError: An iterable has no length or no index.
+    """
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _lengths(each, f"{name}[{key!r}]")
@@ -122,7 +128,7 @@ def _take(value: Any, items: range, repeats: int, device: torch.device | None) -
         return [value[index] for index in indices] if repeats else value[own]
     if isinstance(value, deque):
         return deque((value[index] for index in indices), value.maxlen)
-    if hasattr(value, "iloc"):  # a data frame, whose select is of columns
+    if hasattr(value, "iloc"):  # a data frame; its `select` would take columns
         return value.iloc[indices]
     if hasattr(value, "select"):  # a dataset of the library `datasets`
         return value.select(indices)

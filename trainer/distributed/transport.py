@@ -1,4 +1,4 @@
-"""Building blocks of the collectives: tensors and objects as bytes, and sums of a few numbers."""
+"""Building blocks of the collectives: broadcast bytes, sum small vectors, pickle objects."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from trainer.tree import as_bytes, dense
 
 
 def send(tensor: Tensor, from_process: int) -> None:
-    """Broadcast a packed tensor from one process, in place."""
+    """Broadcast a dense tensor from one process, in place."""
     if tensor.numel():
         dist.broadcast(as_bytes(tensor), src=from_process)
 
 
 def sum_numbers(vector: Tensor) -> None:
-    """Sum a few numbers over the processes, in place; collective.
+    """All-reduce (sum) a small vector, in place; a collective call.
 
-    On the host each process sends them to each other one at once, and adds up in the order of the
-    ranks. All that counts for a few numbers is how often processes wait for each other: an
-    all-reduce of gloo, which is made for many, takes several times as long.
+    On the CPU, it uses one all-to-all exchange: each process sends its vector to every other one
+    and sums the vectors in the order of the ranks. For small vectors only latency counts, and
+    gloo's ring all-reduce, which is made for large data, takes several times as long.
 
     Args:
-        vector: Shape [numbers], contiguous.
+        vector: A contiguous tensor of shape (numbers,).
     """
     if vector.device.type != "cpu":
         dist.all_reduce(vector)
@@ -42,9 +42,10 @@ def sum_numbers(vector: Tensor) -> None:
 
 
 def add_rows(rows: Tensor) -> Tensor:
-    """Add up rows, (rows, numbers), from the first to the last: `torch.sum` has another order.
+    """Sum the rows of a tensor of shape (rows, numbers), in order from the first to the last.
 
-    Those of 16 bits are added up in float32, so that the sum is rounded once.
+    `torch.sum` may use another order. Rows of float16 or bfloat16 are summed in float32, so the
+    caller rounds the sum only once.
     """
     is_half = rows.is_floating_point() and rows.dtype.itemsize == 2
     total: Tensor = reduce(torch.add, rows.float() if is_half else rows)
@@ -53,7 +54,7 @@ def add_rows(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Unsendable:
-    """Sent in place of an object that could not be pickled.
+    """A replacement that is sent for an object that cannot be pickled.
 
     Attributes:
         reason: The error, as text.
@@ -63,10 +64,10 @@ class Unsendable:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors by value, of every dtype: torch's own pickling lacks some.
+    """Pickles tensors by value, for every dtype; torch's own pickling does not support all.
 
-    The device index is left out, since it means another device on another process; so is the rest
-    of the storage that a tensor is a view of.
+    The device index is not sent, because it means a different device on another process. Of a view,
+    only the tensor's own values are sent, not its whole storage.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -83,7 +84,12 @@ def _arrive(raw: Any, dtype: torch.dtype, shape: tuple[int, ...], on_host: bool)
 
 
 def dump(value: Any) -> tuple[bytes, Exception | None]:
-    """Return an object as bytes and None, or an `Unsendable` as bytes and the error."""
+    """Pickle an object.
+
+    Returns:
+        The bytes and None. If the object cannot be pickled, the bytes of an `Unsendable` and the
+        error.
+    """
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(value)
@@ -93,5 +99,8 @@ def dump(value: Any) -> tuple[bytes, Exception | None]:
 
 
 def load(payload: bytes) -> Any:
-    """Return an object that a process of this run dumped, its tensors on this one's device."""
+    """Unpickle the result of `dump` from a process of this run.
+
+    Tensors that were on an accelerator are moved to this process's device.
+    """
     return pickle.loads(payload)  # noqa: S301 - from a process of this run, not from a file

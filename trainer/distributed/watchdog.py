@@ -1,10 +1,11 @@
-"""Names the process that the others wait for, and where it is, before the backend times out.
+"""Watchdog: names a hanging or failed rank, with its Python stack, before the backend times out.
 
-In each process a thread writes every few seconds where the training thread is into the store of the
-process group's rendezvous: that takes no collective and no work of the training thread. A process
-that has waited in one place for long reads the others' notes, and logs which do not wait, with
-their phase, step and Python stack. A process that fails notes its error and place, so that the
-others, which lose their connection to it, can report the cause ahead of the backend's own message.
+In each process, a thread writes a note every few seconds to the store of the process group: the
+phase and step in which the training thread is. This needs no collective and does not involve the
+training thread. A process that has waited at one place for long reads the notes of the others. It
+then logs which ranks do not wait, with their phase, step and Python stack. A process that fails
+writes its error to its note. The others lose their connection to it, and report this cause instead
+of only the backend's message.
 """
 
 from __future__ import annotations
@@ -29,45 +30,50 @@ from trainer.errors import Preempted
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 30.0  # seconds in one place until it is logged, …
-_OF_LIMIT = 0.25  # … or this fraction of the backend's timeout, if that is less
-_LOOKS = 6  # notes written in that time
-_SILENT = 2  # looks without a new note, after which the whole process counts as stopped
-_FRAMES = 15  # innermost frames of a stack
-_ASKED = 100  # processes read at the end: if each read thousands, the store would take too long
-_SHOWN = 8  # processes named when it is unknown which one is gone
+# Patience: seconds that a process waits at one place until it logs that, or a fraction of the
+# backend's timeout, if that is less.
+_PATIENCE = 30.0
+_OF_LIMIT = 0.25
+_LOOKS = 6  # notes that a process writes during the patience
+_SILENT = 2  # number of looks without a new note after which a process counts as stopped
+_FRAMES = 15  # the number of innermost stack frames to show
+_ASKED = 100  # ranks whose notes are read at the end; reading thousands would overload the store
+_SHOWN = 8  # ranks to name if it is unknown which one is lost
 _NO_STORE = (
     "the store of the process group does not answer: its machine, that of rank 0, is gone or "
     "cannot be reached"
 )
-_ALL_STAND = 4  # times the patience, until it is logged that all processes wait
-_WAITING = (  # files in which a process waits for others: in a collective or a backward pass, …
+_ALL_STAND = 4  # multiple of the patience after which it is logged that all processes wait
+# A process waits for others if its innermost frame is in one of these files: in a collective, or in
+# a backward pass …
+_WAITING = (
     "/torch/distributed/",
     "/torch/autograd/graph.py",
     "/torch/cuda/",
     "/trainer/distributed/",
-    # … or, with NCCL, whose calls return at once, where values are read from the device
+    # … or where it reads values from the device: calls of NCCL return before they are complete.
     "/trainer/loops/moving.py",
     "/trainer/loops/record.py",
     "/trainer/metrics/cells.py",
     "/trainer/metrics/reduction.py",
     "/trainer/optim/finite.py",
 )
-_watching = threading.Lock()  # of nested runs only the outer one is watched
-_runs = itertools.count()  # the same on every process: keeps the notes of runs apart
+_watching = threading.Lock()  # of nested runs, only the outer one is watched
+_runs = itertools.count()  # numbers the runs, alike on every process, for the keys of the notes
 
 
 class Note(NamedTuple):
-    """What a process writes for the others to read.
+    """A note that a process writes to the store, for the other processes to read.
 
     Attributes:
-        place: The phase and the step, for people; it changes while the run progresses.
+        place: The phase and the step of the run, as text for the log.
         inside: Whether the process is in the run.
-        seconds: How long it has been in this place.
+        seconds: The time in seconds for which `place` has not changed.
         waits: Whether the training thread waits for other processes.
-        stack: The thread's formatted stack, once it has been in one place for long.
-        looks: How often the process has written a note.
-        failure: The error that ended the run on this process.
+        stack: The formatted Python stack of the training thread; empty unless it has been at one
+            place for half the patience.
+        looks: The number of notes that the process has written.
+        failure: The error that ended the run on this process; empty without one.
     """
 
     place: str = ""
@@ -81,16 +87,17 @@ class Note(NamedTuple):
 
 @contextmanager
 def watched(place: Callable[[], str]) -> Iterator[Callable[[], None]]:
-    """Write notes inside the block, and log which processes this one has long waited for.
+    """Run the watchdog thread inside the block; it does nothing with one process.
 
     Args:
-        place: Returns where the run is; called by another thread.
+        place: Returns the phase and step of the run; the watchdog thread calls it.
 
     Yields:
-        A function that notes the place of a failure, to be called before the run is torn down.
+        A function to call when the run fails, before teardown. It records the place of the failure.
 
     Raises:
-        RuntimeError: Replaces the backend's error where another process failed, with the cause.
+        RuntimeError: Another process failed. It names that rank and its error, and replaces the
+            error of the backend.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone or not _watching.acquire(blocking=False):
@@ -103,7 +110,7 @@ def watched(place: Callable[[], str]) -> Iterator[Callable[[], None]]:
     def end() -> None:
         watchdog.ended.set()
         _watching.release()
-        thread.join(_PATIENCE)  # limited: a store on a machine that is gone may never answer
+        thread.join(_PATIENCE)  # with a timeout: the store of a lost machine may never answer
         watchdog.explain()
 
     try:
@@ -121,13 +128,13 @@ def watched(place: Callable[[], str]) -> Iterator[Callable[[], None]]:
 
 
 def complaint(own: int, notes: Sequence[Note], silent: set[int], patience: float) -> str | None:
-    """Return what should be logged, or None.
+    """Return the warning about the ranks that the others wait for; None if there is none.
 
     Args:
-        own: This process's rank, the lowest of those that wait.
+        own: The rank of this process, the lowest of the waiting ranks.
         notes: The latest note of each rank.
-        silent: Ranks without a new note for a while.
-        patience: In seconds.
+        silent: The ranks that have not written a new note for a while.
+        patience: The patience in seconds.
     """
     waiting = [rank for rank, note in enumerate(notes) if note.waits and rank not in silent]
     place, _, seconds, *_ = notes[own]
@@ -147,7 +154,7 @@ def complaint(own: int, notes: Sequence[Note], silent: set[int], patience: float
 
 
 def _about(rank: int, note: Note, silent: bool, patience: float) -> str | None:
-    """Return what is wrong with a process that does not wait, or None."""
+    """Return a line about a rank that does not wait; None if it only makes slow progress."""
     if note.failure:
         return f"rank {rank} has failed in {note.place}: {note.failure}"
     if not note.inside:
@@ -163,12 +170,12 @@ def _about(rank: int, note: Note, silent: bool, patience: float) -> str | None:
 
 
 def unexplained(place: str, notes: Mapping[int, Note], error: str) -> str:
-    """Describe a failure of the backend that no process has explained.
+    """Describe an error of the backend for which no process has reported a cause.
 
     Args:
-        place: Where this process was.
-        notes: The latest notes of the others.
-        error: The backend's error.
+        place: The phase and step of this process.
+        notes: The latest notes of the other ranks.
+        error: The backend's error, as text.
     """
     inside = [rank for rank, note in notes.items() if note.inside]
     last = [f"rank {rank} in {notes[rank].place}" for rank in inside[:_SHOWN]]
@@ -181,38 +188,39 @@ def unexplained(place: str, notes: Mapping[int, Note], error: str) -> str:
 
 
 class _Watchdog:
-    """Watches the thread that created it.
+    """The watchdog of the thread that creates it, the training thread.
 
     Attributes:
-        ended: To be set when the run has ended.
-        cause: Why it ended, if another process caused the error of this one.
+        ended: An event to set when the run has ended.
+        cause: The message about the rank that caused this process's error; empty if no other rank
+            did.
     """
 
     def __init__(self, place: Callable[[], str]) -> None:
         group = dist.group.WORLD
         assert group is not None
         store: Any = group.get_group_store()
-        self._store = store.clone()  # the training thread may be blocked in the original
+        self._store = store.clone()  # the training thread may be blocked in the original store
         self._rank = dist.get_rank()
         run = f"cadence/run/{next(_runs)}"
         self._keys = [f"{run}/{rank}" for rank in range(dist.get_world_size())]
-        self._first = f"{run}/first"  # the rank that failed first
+        self._first = f"{run}/first"  # the key for the rank that failed first
         self._patience = min(_PATIENCE, store.timeout.total_seconds() * _OF_LIMIT)
         self._place, self._thread = place, threading.get_ident()
         self._looks = 0
         self._since = time.monotonic(), ""
-        self._read: deque[dict[int, int]] = deque(maxlen=_SILENT)  # the `looks` of each rank
+        self._read: deque[dict[int, int]] = deque(maxlen=_SILENT)  # `Note.looks` by rank
         self._ended_in = self._error = ""
         self._lost = self._replaced = False
         self.cause = ""
         self.ended = threading.Event()
 
     def note_place(self) -> None:
-        """Note that the run ends in its current place."""
+        """Record the current place as the one where the run failed."""
         self._ended_in = self._place()
 
     def note_error(self, error: BaseException) -> None:
-        """Note the error as text: the object would keep everything in the run alive."""
+        """Record the error as text; the error object would keep all objects of the run alive."""
         if isinstance(error, Preempted):
             return
         self._replaced, self._lost = is_of_backend(error), is_of_a_loss(error)
@@ -236,18 +244,19 @@ class _Watchdog:
                     continue
                 if text := complaint(self._rank, *read, self._patience):
                     logger.warning(text.rstrip())
-                    speaks_at *= 2  # if the others are only slow, it is not logged at every step
+                    speaks_at *= 2  # warn less often if the others are only slow
             self._take_leave()
         except (RuntimeError, OSError) as error:
-            # The store has ended with its process, or the backend has timed out.
+            # The process that hosts the store has ended, or the backend has timed out.
             logger.debug("The other processes can no longer be asked where they are: %s", error)
 
     @contextmanager
     def _told_if_silent(self) -> Iterator[None]:
-        """Log it if the store does not answer inside the block: no other process can be asked then.
+        """Log a warning if the store does not answer inside the block.
 
-        It takes a thread of its own. The watchdog's may block until the system gives up the
-        connection to a machine that is gone or unreachable.
+        Without the store, the state of the other processes is unknown. This needs a thread of its
+        own, because the watchdog thread may block in the store until the operating system gives up
+        the connection to the lost machine.
         """
         answered = threading.Event()
         teller = threading.Thread(target=self._tell_of_silence, args=(answered,), daemon=True)
@@ -259,11 +268,11 @@ class _Watchdog:
             teller.join()
 
     def _tell_of_silence(self, answered: threading.Event) -> None:
-        if environment.read_int("LOCAL_RANK"):  # one process per machine
+        if environment.read_int("LOCAL_RANK"):  # only one process per machine logs
             return
         while not answered.wait(self._patience / 2):
             since, place = self._since
-            if (now := self._place()) != place:  # the training has gone on since the note
+            if (now := self._place()) != place:  # the training has made progress since the note
                 self._since = time.monotonic(), now
                 continue
             seconds = time.monotonic() - since
@@ -272,7 +281,7 @@ class _Watchdog:
             return
 
     def explain(self) -> None:
-        """Set the cause where the backend has failed and the store could not be asked."""
+        """Set `cause` if the backend has failed and the store does not answer."""
         if self._replaced and not self.cause:
             self.cause = (
                 f"The exchange with the other processes has failed, and {_NO_STORE}. This one was "
@@ -280,7 +289,7 @@ class _Watchdog:
             )
 
     def _take_leave(self) -> None:
-        """Note how the run ended here, and find out whose failure was the cause."""
+        """Write a last note about how the run ended, and find the rank that caused a failure."""
         place = self._ended_in or self._place()
         self._leave(Note(place, looks=self._looks + 1, failure=self._error))
         if self._error and not self._lost and self._failure() is None:
@@ -292,9 +301,9 @@ class _Watchdog:
             )
 
     def _failure(self) -> str | None:
-        """Describe the failure of the process that failed first, for the others; None without one.
+        """Describe the failure of the rank that failed first; None if no rank has failed.
 
-        Restarted processes may find a rank there, but no failure in its new note.
+        After a restart, the store may still name a rank whose new note has no failure.
         """
         if not self._store.check([self._first]):
             return None
@@ -326,9 +335,9 @@ class _Watchdog:
         return Note(*json.loads(self._store.get(key))) if self._store.check([key]) else Note()
 
     def _read_all(self) -> tuple[list[Note], set[int]] | None:
-        """Return the notes of all ranks and the silent ones; None if a lower rank waits as well.
+        """Return the notes of all ranks and the set of silent ranks; None if a lower rank waits.
 
-        That rank reports then: otherwise each of a thousand processes would read all notes.
+        Only the lowest waiting rank reports, so that not every process reads all notes.
         """
         before = self._read[0] if len(self._read) == _SILENT else {}
         looks: dict[int, int] = {}

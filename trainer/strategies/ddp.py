@@ -333,12 +333,15 @@ class DataParallel:
         self._ddp._remove_autograd_hooks()
 
     def load_state_dicts(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Keep a saved state until the next epoch begins, when the trained parameters are known."""
+        """Take the states that all ranks saved; they are restored when the next epoch begins.
+
+        Only then are the trained parameters known.
+        """
         hooks = [rank.get("communication", {}) for rank in saved]
         self._saved = communication.for_processes(hooks, dist.get_rank(), self._world_size)
 
     def broadcast_buffers(self) -> None:
-        """Make rank 0's buffers everybody's, before an evaluation or a save."""
+        """Broadcast rank 0's buffers to all processes, before an evaluation or a save."""
         broadcast(list(self.module.buffers()))
 
 
@@ -385,5 +388,5 @@ class Replicas(SingleDevice):
         return self._agreement.count(total)
 
     def broadcast_buffers(self) -> None:
-        """Make rank 0's buffers everybody's, before an evaluation or a save."""
+        """Broadcast rank 0's buffers to all processes, before an evaluation or a save."""
         broadcast(list(self.module.buffers()))

@@ -1,8 +1,8 @@
-"""The hooks and their overrides, resolved once at the start of a run.
+"""The hook table: which hooks the module and the callbacks override, resolved once per run.
 
-A hook that nobody overrides costs one call of a no-op function. The order between the module and
-the callbacks is part of a hook's definition: callbacks run first in hooks before an event, and the
-module runs first in hooks after it, so that callbacks see what the module logged.
+A hook that nobody overrides costs one call of a no-op function. Each hook has a fixed order: in
+hooks before an event the callbacks run first; in hooks after an event the module runs first, so
+that callbacks see what the module logged.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MODULE_FIRST = (
     "on_predict_end",
     "on_predict_batch_end",
 )
-# The metrics are reduced between the module's call and the callbacks'.
+# The epoch's metrics are reduced after the module's hook and before the callbacks' hooks.
 _AROUND_REDUCTION = (
     "on_train_epoch_end",
     "on_validation_epoch_end",
@@ -67,11 +67,11 @@ _CALLBACKS_ONLY = (
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stand in for a hook that nobody overrides."""
+    """Do nothing: the hook that nobody overrides."""
 
 
 def _one_after_another(calls: Sequence[Hook]) -> Hook:
-    """Return one function that calls all hooks with the same arguments."""
+    """Return a function that calls the hooks in order with the same arguments."""
     if not calls:
         return _nothing
     if len(calls) == 1:
@@ -85,13 +85,13 @@ def _one_after_another(calls: Sequence[Hook]) -> Hook:
 
 
 class Boundary:
-    """``on_boundary`` of the callbacks, tracking who is still to be called at this boundary.
+    """Calls ``on_boundary`` of the callbacks, and tracks which of them have not run yet.
 
     A checkpoint saved by one callback holds only the decisions of the callbacks before it. A run
-    resumed from it calls the remaining callbacks first.
+    that resumes from the checkpoint therefore first calls the remaining callbacks.
 
     Args:
-        hooks: The hooks, each with the `Callback.state_key` of its owner.
+        hooks: The ``on_boundary`` hooks, each with the `Callback.state_key` of its callback.
     """
 
     def __init__(self, hooks: Sequence[tuple[str, Hook]]) -> None:
@@ -100,20 +100,20 @@ class Boundary:
         self._due: list[int] = []
 
     def __call__(self) -> None:
-        """Call the remaining hooks or, if none remain from a resume, all of them."""
+        """Call the hooks that remain after a resume; if there are none, all hooks."""
         due = self._due = self._due or self._all.copy()
         while due:
             self._hooks[due.pop(0)][1]()
 
     @property
     def left(self) -> list[str]:
-        """The keys of the callbacks still to be called."""
+        """The state keys of the callbacks that have not run yet at this boundary."""
         return [self._hooks[number][0] for number in self._due]
 
     @left.setter
     def left(self, keys: Sequence[str]) -> None:
         missing, due = Counter(keys), []
-        for number in reversed(self._all):  # of several with the same key, the last ones remain
+        for number in reversed(self._all):  # of callbacks with the same key, the last ones remain
             key = self._hooks[number][0]
             if missing[key]:
                 missing[key] -= 1
@@ -122,7 +122,10 @@ class Boundary:
 
 
 def _all_before_an_error(calls: Sequence[Hook]) -> Hook:
-    """Return a function that calls all hooks, then raises the first error: later ones may save."""
+    """Return a function that calls all hooks, then raises the first error.
+
+    A hook that comes after the one that failed may still save the run.
+    """
     if len(calls) < 2:
         return _one_after_another(calls)
 
@@ -142,7 +145,10 @@ def _all_before_an_error(calls: Sequence[Hook]) -> Hook:
 
 
 def _each_whatever_others_raise(calls: Sequence[Hook]) -> Hook:
-    """Return a function that calls all hooks and only logs their errors, to keep the original."""
+    """Return a function that calls all hooks and logs their errors.
+
+    It is for ``on_exception``, where the error that ended the run must be raised.
+    """
 
     def call_each(*args: Any) -> None:
         for call in calls:
@@ -165,8 +171,8 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
 class HookTable:
     """The hooks of one run as attributes: call ``hooks.on_train_batch_start(batch, batch_idx)``.
 
-    Hooks around the reduction of metrics have two attributes, ``on_train_epoch_end_module`` and
-    ``on_train_epoch_end_callbacks``.
+    Epoch-end hooks have two attributes, such as ``on_train_epoch_end_module`` and
+    ``on_train_epoch_end_callbacks``. The epoch's metrics are reduced between the two calls.
 
     Attributes:
         boundary: Calls the ``on_boundary`` hooks.
@@ -174,9 +180,9 @@ class HookTable:
 
     Args:
         trainer: Passed to the callbacks.
-        module: Passed to the callbacks; its own hooks are called too.
-        callbacks: In the order in which they are called.
-        module_base: The base class of modules, whose hooks do nothing.
+        module: The user's module, whose hooks are called, and which is passed to the callbacks.
+        callbacks: The callbacks, in the order of calls.
+        module_base: The base class of modules, whose own hooks do nothing.
     """
 
     def __init__(
@@ -233,7 +239,7 @@ class HookTable:
         self.__dict__.update(table)
 
     def overridden(self) -> Iterator[tuple[str, Hook]]:
-        """Return the names and functions of all overridden hooks."""
+        """Return the name and the function of each overridden hook."""
         return ((name, hook) for name, hook in self._table.items() if hook is not _nothing)
 
     def __getattr__(self, name: str) -> Hook:
@@ -241,7 +247,7 @@ class HookTable:
 
 
 def _ends_no_epoch(hook: Callable[..., Any], owner: object) -> Hook:
-    """Wrap a hook to raise if it returns -1, which in Lightning ends the epoch."""
+    """Wrap a hook to raise if it returns -1, which ends the epoch in Lightning."""
 
     def call(*args: Any) -> None:
         answer = hook(*args)

@@ -1,9 +1,9 @@
-"""Logged metrics: kept on the device, reduced once, read back in one transfer.
+"""Logged metrics: accumulated on the device, reduced over ranks, read back in one transfer.
 
-`MetricStore` has two kinds of cells. A step cell accumulates the values logged in one window of
-micro-batches, and is reduced at a log interval. An epoch cell holds running sums until the epoch
-(or the evaluation) ends. Both are (total, weight) pairs, so that a mean over processes is the mean
-over all items and never a mean of means (P5).
+`MetricStore` has two kinds of accumulators, called cells. A step cell accumulates the values logged
+in one gradient accumulation window, and is reduced at a log interval. An epoch cell accumulates
+until the epoch or the evaluation ends. Both are (total, weight) pairs, so a mean over ranks is the
+mean over all items, never a mean of means (P5).
 """
 
 from trainer.metrics.cells import (

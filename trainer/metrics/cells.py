@@ -1,4 +1,4 @@
-"""Logged values that are not yet reduced, by name: running totals and metric objects."""
+"""Accumulators of logged values that are not reduced yet: running totals and metric objects."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LOADER = re.compile(r"/dataloader_idx_\d+$")  # the suffix of names with several
 
 
 class Scope(NamedTuple):
-    """The part of the run in which `log` is called, and its default there.
+    """The part of the run in which `log` is called.
 
     Attributes:
         phase: ``"train"``, ``"validation"``, ``"test"`` or ``"predict"``.
-        on_step: The default of `on_step` in `log`; None outside steps. Values that are not logged
-            on the step are accumulated over the epoch.
+        on_step: The default of the argument `on_step` of `log`; None outside steps, where values
+            are accumulated over the epoch.
     """
 
     phase: str
@@ -37,7 +37,15 @@ TRAIN_EPOCH = Scope("train", None)
 
 @dataclass(slots=True)
 class Cell:
-    """The running total and weight of one name on this process."""
+    """The accumulator of one name on this rank.
+
+    Attributes:
+        kind: The reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+        total: The total: for a mean the weighted sum, for min and max the extreme value.
+        weight: The sum of the weights.
+        prog_bar: Whether the progress bar shows it.
+        last: The latest value.
+    """
 
     kind: str
     total: Value
@@ -59,7 +67,7 @@ class Cell:
             self.total = pick(as_tensor(self.total, value), as_tensor(value, self.total))
         else:
             better = value < self.total if self.kind == "min" else value > self.total
-            if better or math.isnan(value):  # NaN is kept from then on, as in torch
+            if better or math.isnan(value):  # once NaN, always NaN, as in torch
                 self.total = value
         self.weight += weight
 
@@ -69,20 +77,22 @@ def as_tensor(value: Value, like: Value) -> Tensor:
     if isinstance(value, Tensor):
         return value
     assert isinstance(like, Tensor)
-    # Fill on the device: copying a number to an accelerator synchronises with it.
+    # Fill on the device: copying a number from the host would synchronise with the device.
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 @dataclass(slots=True)
 class Cells:
-    """The cells and metric objects of one interval.
+    """The cells and metric objects of one interval: an update, or an epoch of a phase.
 
     Attributes:
         cells: The cells by name.
-        objects: The metric objects (with ``compute`` and ``reset``) by name.
-        known: These, those of earlier intervals, and copies of those that only other ranks have.
-        agreed: The (name, kind) pairs that all processes last agreed on.
-        ran: The suffixes of the loaders from which this process ran a batch in the interval.
+        objects: The metric objects (with ``compute`` and ``reset``) logged in the interval, by
+            name.
+        known: All metric objects by name: of this and earlier intervals, and copies of objects that
+            only other ranks have.
+        agreed: The (name, kind) pairs that all ranks agreed on in the latest exchange.
+        ran: The name suffixes of the loaders of which this rank ran a batch in the interval.
     """
 
     cells: dict[str, Cell] = field(default_factory=dict)
@@ -92,12 +102,12 @@ class Cells:
     ran: set[str] = field(default_factory=set)
 
     def names(self) -> list[tuple[str, str]]:
-        """Return this process's (name, kind) pairs in the order of logging, objects last."""
+        """Return this rank's (name, kind) pairs in the order of logging, metric objects last."""
         pairs = [(name, cell.kind) for name, cell in self.cells.items()]
         return pairs + [(name, "object") for name in self.objects]
 
     def own_values(self) -> dict[str, Value]:
-        """Return the values of this process alone, without those of the metric objects."""
+        """Return this rank's values without reduction; metric objects are left out."""
         return {
             name: cell.total / cell.weight if cell.kind == "mean" else cell.total
             for name, cell in self.cells.items()
@@ -105,19 +115,19 @@ class Cells:
         }
 
     def differs(self) -> bool:
-        """Return whether this process has a name that was not agreed on, or lacks one it owes."""
+        """Return whether this rank has a name not agreed on, or lacks one that it should log."""
         own, agreed = set(self.names()), set(self.agreed)
         return not own <= agreed or any(owes(name, self.ran) for name, _ in agreed - own)
 
 
 def owes(name: str, ran: set[str]) -> bool:
-    """Return whether a process that ran batches of these loaders should have logged the name."""
+    """Return whether a rank that ran batches of these loaders should have logged the name."""
     loader = LOADER.search(name)
     return bool(ran) if loader is None else loader[0] in ran
 
 
 def weight_of(name: str, batch_size: float) -> float:
-    """Return the `batch_size` of a call of `log` as a weight.
+    """Return the argument `batch_size` of `log` as a weight.
 
     Raises:
         ValueError: `batch_size` is negative or NaN.
@@ -128,21 +138,24 @@ def weight_of(name: str, batch_size: float) -> float:
 
 
 def value_of_call(metric: Any) -> Any:
-    """Return the value of a torchmetrics object's call for this batch alone; None if unknown."""
+    """Return a torchmetrics object's value for the latest batch alone; None if unknown.
+
+    That is what the call ``metric(preds, target)`` returned.
+    """
     return getattr(metric, "_forward_cache", None)  # torchmetrics has no public name for it
 
 
 def forget_call(metric: Any) -> None:
-    """Forget an earlier call's value, which does not belong to the next batch."""
+    """Clear the value for the latest batch, since a new batch begins."""
     if value_of_call(metric) is not None:
-        metric._forward_cache = None  # as its reset does
+        metric._forward_cache = None  # as torchmetrics' `reset` does
 
 
 def computed(name: str, value: Any) -> Value:
     """Return the result of a metric object as one number.
 
     Raises:
-        ValueError: It has several elements.
+        ValueError: It is a dict, or has several elements.
         TypeError: It is not a number.
     """
     if isinstance(value, Mapping):
@@ -154,7 +167,7 @@ def computed(name: str, value: Any) -> Value:
 
 
 def scalar(name: str, value: Any) -> Value:
-    """Return a logged value as a float or, on an accelerator, as a detached scalar tensor.
+    """Return a logged value as a float; on an accelerator as a detached tensor of shape ().
 
     Raises:
         ValueError: It is a tensor of several elements.
@@ -168,9 +181,9 @@ def scalar(name: str, value: Any) -> Value:
             )
         if not value.is_cpu:
             return value.detach().reshape(())
-        value = value.item()  # a CPU tensor: no synchronisation
+        value = value.item()  # on the CPU this does not synchronise with a device
     try:
-        return float(value)  # numpy's scalars too
+        return float(value)  # also numpy's scalars
     except (TypeError, ValueError):
         raise TypeError(
             f"The metric {name!r} is {value!r} of type {type(value).__name__}; log a number, a "
@@ -180,7 +193,7 @@ def scalar(name: str, value: Any) -> Value:
 
 
 def to_floats(values: Mapping[str, Value]) -> dict[str, float]:
-    """Read all values back, those on an accelerator in one transfer."""
+    """Return all values as floats; those on an accelerator are copied in one transfer."""
     away = on_accelerator(values)
     if not away:
         return {name: float(value) for name, value in values.items()}
@@ -189,7 +202,7 @@ def to_floats(values: Mapping[str, Value]) -> dict[str, float]:
 
 
 def on_accelerator(values: Mapping[str, Value]) -> dict[str, Tensor]:
-    """Return the values whose reading would synchronise with an accelerator."""
+    """Return the values that are tensors on an accelerator: reading them waits for the device."""
     return {
         name: value
         for name, value in values.items()
@@ -198,7 +211,7 @@ def on_accelerator(values: Mapping[str, Value]) -> dict[str, Tensor]:
 
 
 def stacked(tensors: Iterable[Tensor]) -> Tensor:
-    """Stack scalars of one accelerator into a vector of its widest float type."""
+    """Stack scalar tensors of one device into a float64 tensor of shape (N,); float32 on MPS."""
     return torch.stack(
         [one.to(torch.float32 if one.device.type == "mps" else torch.float64) for one in tensors]
     )

@@ -1,9 +1,10 @@
-"""What metric objects of torchmetrics' kind need to compute on several processes.
+"""Synchronise torchmetrics objects over ranks, also if the ranks had different numbers of batches.
 
-torchmetrics gathers a list element by element, so processes whose lists differ in length, because
-the batches do not divide evenly, would wait for each other or read other types than were sent. Here
-all states are exchanged at once, and torchmetrics is answered from that. Shorter lists are filled
-up with placeholders, so that it asks for as many elements on each process.
+torchmetrics gathers a list state element by element. If the batches do not divide evenly, the lists
+differ in length between ranks, and the ranks deadlock or receive tensors of other dtypes. Here all
+states are exchanged in one collective, and torchmetrics' gather function returns tensors from that
+exchange. Shorter lists are padded with placeholders, so that torchmetrics gathers the same number
+of elements on each rank.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from trainer.state import PartialState
 
 
 class _Placeholder(Tensor):
-    """Stands for an element that other processes have."""
+    """Padding for a list element that only other ranks have."""
 
 
 @contextmanager
 def computing(*owners: Any) -> Iterator[None]:
-    """Inside, metric objects may compute over all processes.
+    """Make ``compute`` of metric objects safe inside when ranks had different numbers of batches.
 
     Args:
-        *owners: Modules that are or have metric objects; others are left alone.
+        *owners: Modules that are or contain metric objects; other objects are ignored.
     """
     if PartialState().num_processes == 1:
         yield
@@ -38,9 +39,9 @@ def computing(*owners: Any) -> Iterator[None]:
     parts = _parts(owners)
     for part in parts:
         forget_computed(part)
-    kinds = {type(part): type(part)._sync_dist for part in parts}  # it has no public name
+    kinds = {type(part): type(part)._sync_dist for part in parts}  # there is no public name
     with ExitStack() as patched:
-        for kind, original in kinds.items():  # not the objects: a hook may copy them
+        for kind, original in kinds.items():  # patch classes: the user's hook may copy objects
             patched.enter_context(_synced_by(kind, original))
         yield
 
@@ -59,32 +60,32 @@ def _synced_by(kind: Any, original: Callable[..., None]) -> Iterator[None]:
 
 
 def forget_computed(metric: Any) -> None:
-    """Let a metric object compute anew.
+    """Clear the cached result of a metric object.
 
-    It keeps the result until its next update. A process without a batch would take the kept one,
-    and the others would wait for it in the reduction of their states.
+    torchmetrics caches the result until the next update. A rank without a batch would return the
+    cached result, while the other ranks wait for it in the exchange of states.
     """
     for part in _parts([metric]):
-        part._computed = None  # torchmetrics has no public name for it
+        part._computed = None  # there is no public name
 
 
 def _parts(owners: Iterable[Any]) -> list[Any]:
-    """Return the metric objects in some modules, each once."""
+    """Return the metric objects in the modules among `owners`, each once."""
     modules = [part for one in owners if isinstance(one, nn.Module) for part in one.modules()]
     parts = {id(part): part for part in modules if hasattr(part, "sync_on_compute")}
     return [part for part in parts.values() if hasattr(type(part), "_sync_dist")]
 
 
 def _sync(part: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Replace the states by those of all processes, as torchmetrics would; collective.
+    """Replace a metric object's states by the synchronised ones, as torchmetrics does; collective.
 
-    torchmetrics has copied them by then, and restores them after computing.
+    torchmetrics has copied the states before, and restores them after `compute`.
 
     Args:
         part: The metric object.
-        original: What its class has in place of this.
-        *args: Of `original`: what to gather by, and the group.
-        **kwargs: Likewise.
+        original: The `_sync_dist` of its class.
+        *args: Positional arguments of `original`: the gather function and the process group.
+        **kwargs: Keyword arguments of `original`.
     """
     if "dist_sync_fn" in kwargs:
         args = (kwargs.pop("dist_sync_fn"), *args)
@@ -96,7 +97,7 @@ def _sync(part: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -
         or str(by.__module__).startswith("torchmetrics.")
     )
     if not usual or any(own is not None for own in (group, part.dist_sync_fn, part.process_group)):
-        original(part, *args, **kwargs)  # its own, or what a class that extends its class gives
+        original(part, *args, **kwargs)  # the user's own gather function or process group
         return
     before = {name: getattr(part, name) for name in part._reductions}
     own = {
@@ -107,7 +108,7 @@ def _sync(part: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -
     of_all = all_gather_object(
         {name: [piece.detach() for piece in pieces] for name, pieces in own.items()}
     )
-    of_all[PartialState().process_index] = own  # with their graphs, as torchmetrics keeps them
+    of_all[PartialState().process_index] = own  # with the autograd graph, as in torchmetrics
     empty = torch.empty(0, device=part.device)
     gathered: dict[Tensor, list[list[Tensor]]] = {}
     try:
@@ -121,7 +122,7 @@ def _sync(part: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -
                 setattr(part, name, filled)
             for piece, row in zip(filled, rows, strict=True):
                 there = [each for each in row if each is not None]
-                gathered.setdefault(piece, []).append(there)  # a list may have one twice
+                gathered.setdefault(piece, []).append(there)  # a tensor may be in a list twice
         original(part, partial(_gather_piece, gathered), *args[1:], **kwargs)
     except BaseException:
         for name, state in before.items():
@@ -130,12 +131,13 @@ def _sync(part: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -
 
 
 def _pieces(state: Any, reduction: Any) -> list[Tensor] | None:
-    """Return the tensors of a state that are gathered one by one; None if it has other things."""
+    """Return the tensors of a state that torchmetrics gathers; None if it has other objects."""
     if isinstance(state, Tensor):
         return [state]
     if not isinstance(state, list) or not all(isinstance(each, Tensor) for each in state):
         return None
-    pieces = [each for each in state if not isinstance(each, _Placeholder)]  # of a class above
+    # Placeholders come from a subclass that calls this method again.
+    pieces = [each for each in state if not isinstance(each, _Placeholder)]
     concatenated = getattr(reduction, "__name__", "") == "dim_zero_cat"
     return [reduction(pieces)] if concatenated and len(pieces) > 1 else pieces
 
@@ -145,13 +147,15 @@ def _gather_piece(
     piece: Tensor,
     group: Any = None,
 ) -> list[Tensor]:
-    """Return a tensor of all processes in the order of their ranks; of any shapes and types.
+    """Return the tensors of all ranks, in the order of ranks, of any shapes and dtypes.
+
+    This is the gather function that torchmetrics calls.
 
     Args:
-        gathered: What is known already, by the piece of this process.
-        piece: This process's; its graph is kept, as torchmetrics does.
-        group: Only that of a class that extends `_sync_dist`, and gathered by torchmetrics, as are
-            parts with a group of their own.
+        gathered: The results of the exchange, by this rank's tensor.
+        piece: This rank's tensor; its autograd graph is kept, as in torchmetrics.
+        group: The process group, if a subclass's `_sync_dist` passes one; torchmetrics gathers
+            then.
     """
     if group is not None:
         from torchmetrics.utilities.distributed import gather_all_tensors
@@ -159,7 +163,7 @@ def _gather_piece(
         return gather_all_tensors(piece, group)
     if known := gathered.get(piece):
         return known.pop(0)
-    # A class that extends `_sync_dist` has made another tensor of what was exchanged.
+    # A subclass's `_sync_dist` has computed another tensor from the exchanged states.
     missing = isinstance(piece, _Placeholder) and not piece.numel()
     pieces = all_gather_object(None if missing else piece.detach())
     if not missing:

@@ -1,4 +1,4 @@
-"""Reduce logged values over the processes, in one reduction over names agreed on beforehand."""
+"""Reduce logged values over the ranks, in one all-reduce over names agreed on beforehand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.tree import leaves
 
 
 class Reduction:
-    """Reduces cells over the processes.
+    """Reduces cells and metric objects over the ranks.
 
     Args:
         device: The device of the totals.
@@ -27,16 +27,26 @@ class Reduction:
         world_size: The number of processes.
 
     Attributes:
-        names: All names logged so far; those of other processes as of the latest reduction.
+        names: All names logged so far; names of other ranks as of the latest exchange.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, world_size: int) -> None:
         self._device, self._dtype, self._world_size = device, dtype, world_size
         self.names: set[str] = set()
-        self._told: set[str] = set()  # the names that all processes know
+        self._told: set[str] = set()  # the names that all ranks know
 
     def reduce(self, cells: Cells, what: str) -> dict[str, Value]:
-        """Return the values over all processes; collective. With one process nothing is read."""
+        """Return the values reduced over all ranks; collective.
+
+        With a single process, values on a device are not read back.
+
+        Args:
+            cells: The cells of the interval.
+            what: The interval, for errors: "this update" or "this epoch of train".
+
+        Raises:
+            MetricError: A rank did not log a name that the others logged; raised on all ranks.
+        """
         if self._world_size == 1:
             reduced = cells.own_values()
         else:
@@ -46,20 +56,21 @@ class Reduction:
         if names:
             with computing(*(cells.known[name] for name in names)):
                 for name in names:
-                    if self._world_size > 1:  # one object may have several names
+                    if self._world_size > 1:  # compute again if the object has several names
                         forget_computed(cells.known[name])
                     reduced[name] = computed(name, cells.known[name].compute())
         return reduced
 
     def pairs(self, cells: Cells) -> Sequence[tuple[str, str]]:
-        """Return the (name, kind) pairs to reduce, in the same order on all processes."""
+        """Return the (name, kind) pairs to reduce, in the same order on all ranks."""
         return cells.names() if self._world_size == 1 else cells.agreed
 
     def _all_reduce(self, cells: Cells, what: str) -> dict[str, Value]:
-        """Reduce means and sums in one exchange, and min and max, if used, in one more each.
+        """Reduce means and sums in one all-reduce; min and max, if used, in one more each.
 
-        The names are those agreed on before. A flag in the sum says that some rank has different
-        names now, or has logged a name unknown to others; only then are names exchanged.
+        The ranks use the names agreed on before. A flag in the sum tells whether any rank has
+        different names now, or has logged a name unknown to others. Only then the names are
+        exchanged, and the all-reduce is repeated.
         """
         while True:
             totals: list[Value] = [float(cells.differs() or self.names != self._told)]
@@ -73,7 +84,7 @@ class Reduction:
             if not read[0]:
                 break
             cells.agreed, self.names = _agree(cells.names(), cells.ran, self.names, what)
-            self._told = set(self.names)  # so that ranks without a batch decide as the others
+            self._told = set(self.names)  # so that a rank without a batch takes the same decisions
             self._share_objects(cells)
         reduced: dict[str, Value] = {}
         position = 1
@@ -95,9 +106,9 @@ class Reduction:
         return reduced
 
     def _share_objects(self, cells: Cells) -> None:
-        """Give each process every metric object, since ``compute`` is collective.
+        """Give every rank a copy of each metric object, since ``compute`` is collective.
 
-        A process that has run no batch gets a copy without data.
+        A rank that has run no batch may lack an object. It gets an empty copy.
         """
         names = [name for name, kind in cells.agreed if kind == "object"]
         if not names:
@@ -120,19 +131,20 @@ class Reduction:
 def _agree(
     own: list[tuple[str, str]], ran: set[str], ever: set[str], what: str
 ) -> tuple[tuple[tuple[str, str], ...], set[str]]:
-    """Exchange the names; raise on all ranks if one ran batches of a loader but lacks its names.
+    """Exchange the names between ranks, and check that no rank lacks a name; collective.
 
     Args:
-        own: This process's names to reduce, with their kinds.
-        ran: The loaders whose batches this process has run.
-        ever: All names that this process knows.
-        what: The interval being reduced, for the error.
+        own: This rank's (name, kind) pairs.
+        ran: The name suffixes of the loaders of which this rank has run a batch.
+        ever: All names that this rank knows.
+        what: The interval, for the error.
 
     Returns:
-        The (name, kind) pairs to reduce, and all names that any process knows.
+        The (name, kind) pairs to reduce, and all names that any rank knows.
 
     Raises:
-        MetricError: A rank lacks a name that it should have logged.
+        MetricError: A rank that has run batches of a loader lacks one of its names; raised on all
+            ranks.
     """
     reports = all_gather_object((own, ran, ever))
     union = tuple(dict.fromkeys(pair for names, *_ in reports for pair in names))
@@ -150,10 +162,10 @@ def _agree(
 
 
 def _emptied(metric: Any) -> Any:
-    """Return a copy of a torchmetrics object on the host, without data."""
+    """Return an empty copy of a torchmetrics object on the CPU."""
     if metric is None:
         return None
-    # What it was given may have a graph, which cannot be copied.
+    # Detach its tensors: `deepcopy` fails for tensors with an autograd graph.
     parts = [vars(part) for part in metric.modules()]
     given = [each for each in leaves(parts) if isinstance(each, Tensor) and each.grad_fn]
     known = {id(each): each.detach() for each in given}

@@ -1,4 +1,4 @@
-"""The store behind `TrainModule.log`."""
+"""The store of logged values behind `TrainModule.log`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer.metrics.cells import (
 from trainer.metrics.reduction import Reduction
 
 RESERVED = frozenset({"step", "epoch", "time"})
-_UNTOLD = "\0"  # begins an internal suffix of a name: the loader of the value
+_UNTOLD = "\0"  # begins the hidden loader suffix of a name, with add_dataloader_idx=False
 
 
 class _Place(NamedTuple):
@@ -42,30 +42,32 @@ class _Place(NamedTuple):
 
 
 class MetricStore:
-    """All values that were logged and not yet reduced.
+    """Accumulates logged values until they are reduced.
 
     Args:
         device: The device of the totals.
         world_size: The number of processes.
-        quiet_training: Drop values logged in training.
+        quiet_training: Whether to drop values logged in training.
 
     Attributes:
         device: The constructor's `device`.
         quiet_training: The constructor's `quiet_training`.
-        scope: The part of the run in which `log` is called; None where it cannot be called.
-        private: Names that are not logged to trackers.
-        loader_of: The loader suffix of each value of the latest epoch whose name lacks it.
-        stepwise: The metric objects logged on steps of the current epoch, which its end resets.
-        held: Inside a validation, the number of updates of metric objects that hold values from
-            before it, by id; -1 where it is unknown.
-        step_reduced: Whether the values of the latest update were reduced.
+        scope: The part of the run in which `log` is called; None where it may not be called.
+        private: Names that are not sent to trackers.
+        loader_of: For values of the latest epoch logged with ``add_dataloader_idx=False``: the
+            loader suffix by name.
+        stepwise: The metric objects logged on steps of the current epoch; they are reset at its
+            end.
+        held: Inside a validation: metric objects that still hold training values, as their number
+            of updates by ``id``; -1 where it is unknown.
+        step_reduced: Whether the values of the latest update are already reduced.
     """
 
     def __init__(
         self, device: torch.device, *, world_size: int = 1, quiet_training: bool = False
     ) -> None:
         self.device, self._world_size = device, world_size
-        # The totals of a long epoch need the precision; MPS has no float64.
+        # Totals of a long epoch need float64. MPS does not support it.
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._reduction = Reduction(device, self._dtype, world_size)
         self.scope: Scope | None = None
@@ -79,28 +81,28 @@ class MetricStore:
         self.step = Cells()
         self.epochs: dict[str, Cells] = {}
         self._places: dict[tuple[Any, ...], list[_Place]] = {}
-        self._kept: dict[str, Value] = {}  # for the progress bar: the last epoch's values
+        self._kept: dict[str, Value] = {}  # values of finished epochs, for the progress bar
         self._shown: dict[str, float] = {}
-        self._arriving: tuple[dict[str, Tensor], Any] | None = None  # copies in flight, their event
-        self._objects_shown: set[str] = set()  # metric objects that the bar shows
+        self._arriving: tuple[dict[str, Tensor], Any] | None = None  # copies in flight, and event
+        self._objects_shown: set[str] = set()  # metric objects that the progress bar shows
         self.stepwise: dict[str, Any] = {}
         self.held: dict[int, int] = {}
         self.step_reduced = False
-        self._outdated: set[str] = set()  # names that were validated since the latest update
+        self._outdated: set[str] = set()  # names with a validation value newer than the update
 
     @property
     def names(self) -> set[str]:
-        """All names logged so far; those of other processes as of the latest reduction."""
+        """All names logged so far; names of other ranks as of the latest reduction."""
         return self._reduction.names
 
     @names.setter
     def names(self, names: set[str]) -> None:
         self._reduction.names = names
-        self._places.clear()  # the next call of `log` adds its name
+        self._places.clear()  # so that the next call of `log` adds its name again
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Make `log` a no-op in the block, whose batch is not this process's own."""
+        """Make `log` a no-op inside, such as for a dummy batch."""
         self._muted = True
         try:
             yield
@@ -108,18 +110,24 @@ class MetricStore:
             self._muted = False
 
     def begin_batch(self, items: float, loader_suffix: str = "") -> None:
-        """Begin a batch, and set the default weight of its values."""
+        """Begin a batch.
+
+        Args:
+            items: The number of items, the default weight of values logged from here on.
+            loader_suffix: ``/dataloader_idx_N`` with several loaders, else empty.
+        """
         assert self.scope is not None
         self.items = items
         self.loader_suffix = loader_suffix
-        if self.scope.phase == "train":  # a validation runs before its update's values are dropped
+        # Step values are kept during a validation, which may run before they are recorded.
+        if self.scope.phase == "train":
             self.step.ran.add(loader_suffix)
             for metric in self.stepwise.values():
                 forget_call(metric)
         self.epoch(self.scope.phase).ran.add(loader_suffix)
 
     def begin_epoch_values(self) -> None:
-        """Leave the batches: values logged now have a weight of 1 on each process."""
+        """Leave the batches: values logged from here on have a weight of 1 on each rank."""
         self.items = 1.0
         self.loader_suffix = ""
 
@@ -173,7 +181,7 @@ class MetricStore:
                 self._keep(place, value, weight, reduce, prog_bar)
             elif place.cells is self.step and (of_call := value_of_call(value)) is not None:
                 self._keep(place, computed(name, of_call), weight, "mean", prog_bar)
-            else:  # in a step cell without a value of the call: its value so far
+            else:  # an epoch cell, or the batch's value is unknown: use the value so far
                 self._keep_object(place, value, prog_bar)
             if is_object and place.cells is self.step:
                 self.stepwise[name] = value
@@ -187,7 +195,7 @@ class MetricStore:
         is_object: bool,
         suffix: str,
     ) -> list[_Place]:
-        """Return the destinations of a call's value."""
+        """Return the cells that a call of `log` writes to: step, epoch or both."""
         if name in RESERVED:
             raise ValueError(
                 f"A metric cannot be called {name!r}: each record has a field with that name."
@@ -195,7 +203,7 @@ class MetricStore:
         on_step, on_epoch = _when(name, scope, on_step, on_epoch, is_object=is_object)
         kinds = ("_step", "_epoch") if on_step and on_epoch else ("", "")
         places = []
-        if on_step and scope.phase == "train":  # steps of an evaluation are not recorded
+        if on_step and scope.phase == "train":  # evaluations record epoch values only
             places.append(_Place(self.step, name + kinds[0] + suffix))
         if on_epoch:
             places.append(_Place(self.epoch(scope.phase), name + kinds[1] + suffix))
@@ -203,7 +211,13 @@ class MetricStore:
 
     @contextmanager
     def renamed(self, name: str, *, logger: bool, add_dataloader_idx: bool) -> Iterator[None]:
-        """Change how `log` treats this name in the block: no trackers, or no loader suffix."""
+        """Change how `log` treats a name inside.
+
+        Args:
+            name: The name.
+            logger: Whether the value is sent to trackers.
+            add_dataloader_idx: Whether the loader suffix is appended to the name.
+        """
         suffix = self.loader_suffix
         if not logger:
             told = "" if not add_dataloader_idx else suffix
@@ -252,12 +266,12 @@ class MetricStore:
     # -- reducing ------------------------------------------------------------------------------
 
     def reduce_step(self) -> dict[str, Value]:
-        """Return the window's values over all processes; collective."""
+        """Return the values of the current update, reduced over all ranks; collective."""
         self.step_reduced = True
         return self._reduction.reduce(self.step, "this update")
 
     def begin_window(self) -> None:
-        """Begin a new window."""
+        """Begin a gradient accumulation window: drop the step values of the one before."""
         self.scope = TRAIN_STEP
         self.step_reduced = False
         if self._outdated:
@@ -268,7 +282,7 @@ class MetricStore:
         self.items, self.loader_suffix = 1.0, ""
 
     def reduce_epoch(self, phase: str) -> dict[str, Value]:
-        """Return the epoch's values over all processes, and reset them; collective."""
+        """Return a phase's epoch values, reduced over all ranks, and reset them; collective."""
         cells = self.epoch(phase)
         values = self._reduction.reduce(cells, f"this epoch of {phase}")
         shown = [name for name, cell in cells.cells.items() if cell.prog_bar]
@@ -290,9 +304,11 @@ class MetricStore:
         return self._renamed(values)
 
     def _keep_last(self, cells: Cells, values: dict[str, Value]) -> None:
-        """Replace objects of the epoch's last update, which are reset, by their values so far.
+        """Replace the metric objects of the epoch's last update by their values.
 
-        That is the epoch's value; objects that were not logged over the epoch are dropped.
+        The objects are reset at the end of the epoch, but the update may be recorded later. Their
+        value at this point is the epoch's value. Objects that were not logged over the epoch are
+        dropped.
         """
         for key, metric in self.step.objects.items():
             for name, of_epoch in cells.objects.items():
@@ -301,7 +317,11 @@ class MetricStore:
         self.step.objects.clear()
 
     def _renamed(self, values: dict[str, Value]) -> dict[str, Value]:
-        """Return the values under their public names."""
+        """Return the values under their public names, without hidden suffixes.
+
+        Raises:
+            ValueError: Several loaders logged the same name with ``add_dataloader_idx=False``.
+        """
         renamed = {_told(key): value for key, value in values.items()}
         if len(renamed) < len(values):
             told = [_told(key) for key in values]
@@ -315,7 +335,7 @@ class MetricStore:
         return renamed
 
     def forget(self, phase: str) -> None:
-        """Drop the values of an abandoned epoch."""
+        """Drop the epoch values of a phase, after an evaluation was abandoned."""
         cells = self.epochs.pop(phase, Cells())
         self._places.clear()
         for metric in cells.objects.values():
@@ -324,10 +344,10 @@ class MetricStore:
     # -- showing -------------------------------------------------------------------------------
 
     def own_values(self) -> dict[str, Value]:
-        """Return this process's own values of what was logged and is not yet reduced.
+        """Return this rank's logged values that are not reduced yet; not collective.
 
-        Values of an epoch are those of its part so far. Metric objects, which compute over all
-        processes, are left out.
+        Epoch values cover the epoch so far. Metric objects are left out, since their ``compute`` is
+        collective.
         """
         train = self.epoch("train").own_values()
         if not self.step_reduced:
@@ -338,14 +358,17 @@ class MetricStore:
         return own | {_told(key): value for values in evaluated for key, value in values.items()}
 
     def forget_shown(self) -> None:
-        """Show none of the values logged so far."""
+        """Drop the epoch values that the progress bar shows."""
         self._kept.clear()
 
     def progress_values(self, *, wait: bool = False) -> dict[str, float]:
-        """Return this process's values with ``prog_bar``: of its update, and of finished epochs.
+        """Return the values for the progress bar: of the current update, and of finished epochs.
 
-        On an accelerator these are the latest values whose asynchronous copy has arrived: the host
-        does not wait, unless it is asked to.
+        Values of the update are this rank's own. On an accelerator the host does not wait for the
+        device: the values are those of the latest asynchronous copy that has arrived.
+
+        Args:
+            wait: Whether to wait for the device and return the present values.
         """
         live = {_told(n): c.last for n, c in self.step.cells.items() if c.prog_bar}
         latest = live | {n: value for n, value in self._kept.items() if n not in live}
@@ -367,10 +390,10 @@ class MetricStore:
 
 
 def _refuse_several_loaders(key: str, metric: Any, objects: Mapping[str, Any]) -> None:
-    """Refuse a metric object that would hold the data of several loaders.
+    """Raise if a metric object is logged for several loaders, since it would mix their data.
 
     Raises:
-        ValueError: It was logged for another one.
+        ValueError: The object was logged for another loader before.
     """
     for other, logged in objects.items():
         if logged is metric and _loader_of(other) != _loader_of(key):
@@ -388,17 +411,17 @@ def _loader_of(key: str) -> str:
 
 
 def _told(key: str) -> str:
-    """Return the public name of a value."""
+    """Return the public name of a value, without its hidden suffix."""
     return key.partition(_UNTOLD)[0]
 
 
 def _when(
     name: str, scope: Scope, on_step: bool | None, on_epoch: bool | None, *, is_object: bool
 ) -> tuple[bool, bool]:
-    """Return whether a value is recorded on the step, and whether over the epoch.
+    """Return (on_step, on_epoch): whether a value is recorded per update, and per epoch.
 
     Raises:
-        ValueError: The arguments ask for something that is not recorded in this scope.
+        ValueError: The arguments request a record that this scope does not have.
     """
     given = "" if on_step is None else f"on_step={on_step}, "
     if on_step is None:

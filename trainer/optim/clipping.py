@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def validate_limits(max_grad_norm: float | None, max_grad_value: float | None) -> None:
-    """Check that limits are positive numbers or None.
+    """Check that the clipping limits are positive numbers or None.
 
     Raises:
         ValueError: A limit is zero, negative or NaN.
@@ -52,24 +52,24 @@ def clip_(
     max_value: float | None = None,
     norm_type: float = 2.0,
 ) -> Tensor | None:
-    """Clip the gradients in place, by value first, then by their common norm.
+    """Clip gradients in place: first each element by value, then all by their total norm.
 
     Args:
         parameters: The parameters; those without a gradient are skipped.
         max_norm: The maximum norm of all gradients as one vector; see Pascanu, Mikolov, Bengio,
-            "On the difficulty of training recurrent neural networks", ICML 2013.
-        max_value: The maximum magnitude of each element.
-        norm_type: The order of the norm.
+            "On the difficulty of training recurrent neural networks", ICML 2013. None: no limit.
+        max_value: The maximum magnitude of each element. None: no limit.
+        norm_type: The order p of the norm.
 
     Returns:
-        The norm before clipping by it; None without `max_norm`.
+        The total norm before clipping by norm, a tensor of shape (); None without `max_norm`.
 
     Raises:
         ValueError: A gradient is sparse.
     """
     parameters = as_list(parameters)
     try:
-        # Torch raises if it is to clip values and there is no gradient.
+        # `clip_grad_value_` raises if no parameter has a gradient.
         if max_value is not None and any(parameter.grad is not None for parameter in parameters):
             torch.nn.utils.clip_grad_value_(parameters, max_value)
         if max_norm is None:
@@ -87,11 +87,11 @@ def clip_(
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits on the gradients of some parameters; None means no limit.
+    """Gradient clipping limits of some parameters; None means no limit.
 
     Attributes:
         max_norm: The maximum norm of all their gradients as one vector.
-        max_value: The maximum magnitude of each element.
+        max_value: The maximum magnitude of each gradient element.
     """
 
     max_norm: float | None = None
@@ -104,17 +104,18 @@ NO_LIMITS = Limits()
 def clip_apart_(
     parameters: Sequence[Tensor], apart: Sequence[tuple[Sequence[Tensor], Limits]], rest: Limits
 ) -> None:
-    """Clip in place, with separate limits for some parameters; see `clip_`.
+    """Clip gradients in place, with separate limits for some parameters; see `clip_`.
 
     Args:
         parameters: All parameters.
-        apart: Disjoint groups of them with their own limits; a limit that is None is that of
-            `rest`.
-        rest: The limits of the others, whose norm excludes groups with their own `max_norm`.
+        apart: Disjoint groups of parameters, each with limits of its own. For a limit that is None,
+            the limit of `rest` applies.
+        rest: The limits of all other parameters. Their total norm excludes groups that have a
+            `max_norm` of their own.
     """
     own_value = {id(p) for members, own in apart if own.max_value is not None for p in members}
     own_norm = {id(p) for members, own in apart if own.max_norm is not None for p in members}
-    # Clip all by value first: a norm may include parameters with and without their own value limit.
+    # Clip by value first, in all groups: a total norm may span groups with different value limits.
     for members, own in apart:
         if own.max_value is not None:
             clip_(members, max_value=own.max_value)

@@ -1,4 +1,4 @@
-"""Parse the return value of ``configure_optimizers``."""
+"""Parse and check the return value of ``configure_optimizers``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 _TICKS = ("scheduler", "interval", "frequency", "monitor")
 _SCHEDULER_KEYS = (*_TICKS, "name")
-_OWN_KEYS = ("name", "max_grad_norm", "max_grad_value")  # further options of an optimizer
-_PORTED_KEYS = ("strict", "reduce_on_plateau")  # Lightning's; not needed here
+_OWN_KEYS = ("name", "max_grad_norm", "max_grad_value")  # Cadence's options of an optimizer
+_PORTED_KEYS = ("strict", "reduce_on_plateau")  # Lightning's keys, ignored here
 _OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", *_TICKS, *_OWN_KEYS)
 _SHAPES = (
     "Return an optimizer, a pair (optimizer, scheduler), a dict with 'optimizer' and optionally "
@@ -32,13 +32,15 @@ _SHAPES = (
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerEntry:
-    """An optimizer and its own options.
+    """An optimizer that ``configure_optimizers`` returned, with its options.
 
     Attributes:
         optimizer: The user's optimizer.
         name: Its name in records and checkpoints; None means its class name.
-        max_grad_norm: The maximum norm of its gradients, clipped separately from others.
-        max_grad_value: The maximum magnitude of each element of its gradients.
+        max_grad_norm: The maximum norm of its gradients, which are then clipped separately from
+            those of other optimizers; None: the Trainer's limit.
+        max_grad_value: The maximum magnitude of each element of its gradients; None: the Trainer's
+            limit.
 
     Raises:
         TypeError: `optimizer` is not an optimizer, or a name or limit has the wrong type.
@@ -62,7 +64,9 @@ class OptimizerEntry:
 
 
 def names_of(entries: Sequence[OptimizerEntry]) -> list[str]:
-    """Return a name for each optimizer: its own or its class name, then ``-1``, ``-2`` if taken.
+    """Return a unique name for each optimizer.
+
+    It is the given name, or the class name, with ``-1``, ``-2`` … appended if that is taken.
 
     Raises:
         ValueError: Two optimizers were given the same name.
@@ -87,19 +91,19 @@ def names_of(entries: Sequence[OptimizerEntry]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerEntry:
-    """A scheduler and when it ticks.
+    """A scheduler that ``configure_optimizers`` returned, with the interval at which it advances.
 
     Attributes:
         scheduler: A torch scheduler or any object with ``step``, ``state_dict`` and
             ``load_state_dict``.
-        interval: The unit of `frequency`: ``"step"`` (an update) or ``"epoch"``.
-        frequency: The number of updates or epochs between ticks.
-        monitor: The metric passed to ``step`` of a plateau scheduler or one that is not torch's;
-            torch's others take none.
+        interval: The unit of `frequency`: ``"step"`` (an optimizer update) or ``"epoch"``.
+        frequency: The number of updates or epochs per step of the scheduler.
+        monitor: The metric passed to ``step`` of ``ReduceLROnPlateau``, or of a scheduler that is
+            not torch's. Other torch schedulers take no metric.
         name: The name under which its learning rate is logged.
 
     Raises:
-        ValueError: A unit is unknown, a number is not positive, or a plateau scheduler has no
+        ValueError: A unit is unknown, a number is not positive, or ``ReduceLROnPlateau`` has no
             metric.
         TypeError: The scheduler has no ``step``, or `frequency` is not an int.
     """
@@ -132,15 +136,16 @@ class SchedulerEntry:
     def tick(
         self, metrics: Mapping[str, float], *, barebones: bool = False, tell: bool = True
     ) -> None:
-        """Advance by one tick; a schedule with an end stays there.
+        """Advance the scheduler by one step; a ``OneCycleLR`` at its end keeps its learning rate.
 
         Args:
             metrics: The latest value of every metric.
-            barebones: Metrics logged in training are not among them.
-            tell: Whether to warn of a run that is longer than the schedule.
+            barebones: Whether metrics logged in training are dropped, for the error.
+            tell: Whether to warn if the run is longer than the schedule.
 
         Raises:
-            ValueError: The monitored metric has not been logged; the message lists those that were.
+            ValueError: The monitored metric has not been logged; the message lists the metrics that
+                have.
         """
         if isinstance(self.scheduler, OneCycleLR) and is_at_end(self.scheduler):
             self._stay_at_end(self.scheduler, tell=tell)
@@ -149,8 +154,9 @@ class SchedulerEntry:
                 self.scheduler.step()
                 return
             with warnings.catch_warnings():
-                # If the first update was skipped for overflow, torch takes the tick for a mistake.
-                # Only then: each such block resets the registry of warnings shown once.
+                # If the first update was skipped for overflow, torch warns that `step` was called
+                # in the wrong order. The warning is suppressed only at the first tick, because
+                # `catch_warnings` resets Python's registry of warnings already shown.
                 warnings.filterwarnings(
                     "ignore", "Detected call of `lr_scheduler.step", UserWarning
                 )
@@ -176,9 +182,9 @@ class SchedulerEntry:
             )
 
     def _stay_at_end(self, schedule: OneCycleLR, *, tell: bool) -> None:
-        """Leave it at its last learning rate, and warn at the tick at which torch would raise.
+        """Keep the last learning rate, and warn at the step at which torch would raise.
 
-        It counts the tick, as torch does; checkpoints hold the count, so it warns once in a run.
+        The step is counted as torch counts it. Checkpoints hold the count, so a run warns once.
         """
         schedule._step_count += 1
         if tell and schedule._step_count == schedule.total_steps + 2:
@@ -200,10 +206,14 @@ class SchedulerEntry:
 
 
 def read_optimizers(returned: Any) -> tuple[list[OptimizerEntry], list[SchedulerEntry]]:
-    """Return the optimizers and schedulers from any form that ``configure_optimizers`` may return.
+    """Return the optimizers and schedulers in the return value of ``configure_optimizers``.
+
+    Args:
+        returned: An optimizer, a pair (optimizer, scheduler), a dict, or a list of these; or
+            Lightning's pair of lists (optimizers, schedulers).
 
     Raises:
-        TypeError: It is none of these forms, or contains no optimizer.
+        TypeError: The value has none of these forms, or contains no optimizer.
         ValueError: A key or a unit is unknown.
     """
     if isinstance(returned, tuple) and all(isinstance(part, Optimizer) for part in returned):
@@ -224,7 +234,7 @@ def read_optimizers(returned: Any) -> tuple[list[OptimizerEntry], list[Scheduler
 
 
 def _dicts(returned: Any) -> bool:
-    """Return whether it is a tuple of dicts: two of them are not an (optimizer, scheduler) pair."""
+    """Return whether it is a tuple of dicts; two dicts are not an (optimizer, scheduler) pair."""
     return isinstance(returned, tuple) and all(isinstance(part, Mapping) for part in returned)
 
 
@@ -248,7 +258,7 @@ def _one(part: Any) -> tuple[OptimizerEntry, SchedulerEntry | None]:
 
 def _schedule_of(part: Mapping[str, Any]) -> SchedulerEntry | None:
     options = {key: value for key, value in part.items() if key in _TICKS}
-    if "lr_scheduler" in part:  # Lightning's name, for a scheduler or a dict of its options
+    if "lr_scheduler" in part:  # Lightning's key: a scheduler, or a dict of its options
         if "scheduler" in part:
             raise ValueError("Give a scheduler as 'scheduler' or as 'lr_scheduler', not as both.")
         nested = part["lr_scheduler"]

@@ -1,15 +1,15 @@
-"""Detect non-finite gradients on the device, before they reach a checkpoint.
+"""Detect non-finite gradients and losses on the device, before they reach a checkpoint.
 
-NaN and infinity in the gradients of an update come from a non-finite loss, or from an overflow in
-backward. After the reduction all processes have the same gradients, so each finds the same result
-without further communication. A non-finite loss may have finite gradients, for example if NaN comes
-from a constant; the flag for such a loss is part of the reduction.
+NaN or infinity in gradients come from a non-finite loss or from an overflow in the backward pass.
+After the gradient reduction all ranks have the same gradients, so all find the same result without
+further communication. A non-finite loss may have finite gradients, for example if a constant is
+added that is NaN. A flag for such losses travels with the step sync.
 
-On the CPU the result is available at once. On an accelerator it is read one update later, or before
-an evaluation or a save, so that the host does not wait for the device: with ``"stop"`` the weights
-after the bad update are lost, but never saved. With ``"skip"`` a fused optimizer skips the update
-itself, since it gets the result on the device; for others the host has to read it, which
-synchronises once per update.
+On the CPU the result is available at once. On an accelerator the host reads it one update later,
+or before an evaluation or a save, so that it does not wait for the device. With ``"stop"`` the
+weights after the bad update are lost, but never saved. With ``"skip"`` a fused optimizer reads the
+result on the device and skips the update itself. For other optimizers the host must read it, which
+synchronises with the device once per update.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from trainer.errors import choose
 
 Policy = Literal["stop", "skip", "ignore"]
 POLICIES = ("stop", "skip", "ignore")
-_SHOWN = 8  # names listed in an error
-# The dtypes of the scalers' kernel on CUDA; it takes bfloat16 only on the CPU (pytorch#127176).
+_SHOWN = 8  # the maximum number of names in an error
+# The dtypes of the GradScaler kernel on CUDA; it takes bfloat16 only on the CPU (pytorch#127176).
 _KERNEL_DTYPES = (torch.float16, torch.float32, torch.float64)
 
 
 def check_policy(policy: str, max_skipped_in_row: int) -> None:
-    """Check the policy and its limit.
+    """Check the arguments `non_finite` and `max_skipped_in_row`.
 
     Raises:
         ValueError: The policy is unknown, or the limit is below 1.
@@ -48,10 +48,13 @@ def check_policy(policy: str, max_skipped_in_row: int) -> None:
 
 
 def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
-    """Return whether any gradient holds NaN or infinity.
+    """Return whether any gradient holds NaN or infinity, without a device sync.
 
-    This uses the kernel of gradient scalers with a scale of 1 or, for dtypes that it lacks, the
-    largest magnitudes; it reads each gradient once.
+    Each gradient is read once, by the kernel of `GradScaler` with a scale of 1. For dtypes that the
+    kernel does not support, the maximum norms are used.
+
+    Args:
+        gradients: The gradients, also sparse or complex ones; None is skipped.
 
     Returns:
         A bool on the CPU; on an accelerator a float32 tensor of shape (), 1 or 0; None without
@@ -62,8 +65,8 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
         return None
     if present[0].is_cpu:
         try:
-            return bool(_look_through(present))  # in one call, also for mixed dtypes
-        except RuntimeError:  # not for sparse or complex gradients, nor for several devices
+            return bool(_look_through(present))  # on the CPU one call takes mixed dtypes
+        except RuntimeError:  # sparse or complex gradients, or several devices
             return _look_through_groups(present)
     return _look_through_groups(present)
 
@@ -73,7 +76,7 @@ def _look_through_groups(gradients: list[Tensor]) -> bool | Tensor:
     for tensors in _alike(gradients):
         look = _look_through if tensors[0].dtype in _KERNEL_DTYPES else _look_at_maxima
         here = look(tensors)
-        # Keep the flag at 1: fused optimizers compare with 1, and subtract it from their step.
+        # The flag must be 0 or 1: fused optimizers compare it with 1 and subtract it from the step.
         found = here if found is None else torch.maximum(found, here.to(found.device))
     assert found is not None
     return bool(found) if found.is_cpu else found
@@ -87,8 +90,8 @@ def _look_through(gradients: list[Tensor]) -> Tensor:
 
 
 def _look_at_maxima(gradients: list[Tensor]) -> Tensor:
-    """As `_look_through`, from the maximum norms, which cannot overflow as other norms can."""
-    filled = [gradient for gradient in gradients if gradient.numel()]  # empty ones have no maximum
+    """Return the same as `_look_through`, from the maximum norms; other norms may overflow."""
+    filled = [gradient for gradient in gradients if gradient.numel()]  # `max` needs an element
     if not filled:
         return torch.zeros_like(_one(gradients[0].device))
     maxima = torch.stack(torch._foreach_norm(filled, math.inf))
@@ -96,7 +99,7 @@ def _look_at_maxima(gradients: list[Tensor]) -> Tensor:
 
 
 def _alike(gradients: list[Tensor]) -> Collection[list[Tensor]]:
-    """Group the gradients' values, as real numbers, by device and dtype for the kernel."""
+    """Group the gradients by device and dtype, as the kernel needs; as dense real tensors."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         dense = gradient._values() if gradient.is_sparse else gradient
@@ -111,14 +114,14 @@ def _one(device: torch.device) -> Tensor:
 
 
 def is_non_finite(loss: Tensor) -> float | Tensor:
-    """Return 1 if a loss is NaN or infinite, else 0; on an accelerator as a tensor there."""
+    """Return 1 if a loss is NaN or infinite, else 0; on an accelerator a tensor of shape ()."""
     if loss.is_cpu:
         return 0.0 if math.isfinite(loss.item()) else 1.0
     return (~loss.isfinite()).float()
 
 
 def names_of_non_finite(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
-    """Return the names of the tensors that hold NaN or infinity; synchronises with the device."""
+    """Return the names of the tensors that hold NaN or infinity; waits for the device."""
     return [name for name, tensor in named if tensor is not None and not _is_finite(tensor)]
 
 
@@ -127,19 +130,19 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 class FiniteGuard:
-    """Decides what to do with an update whose gradients are not finite.
+    """Applies the policy for updates with non-finite gradients or losses: stop or skip.
 
     Args:
-        policy: ``"stop"`` raises, ``"skip"`` skips the update.
-        limit: The number of updates skipped in a row that ends the run.
-        optimizers: The optimizers of the run.
-        named_parameters: Returns the module's parameters, for the error.
+        policy: ``"stop"`` raises an error, ``"skip"`` skips the update.
+        limit: The run ends with an error after this many skipped updates in a row.
+        optimizers: The user's optimizers.
+        named_parameters: Returns the module's parameters by name, for the error.
         rank: The rank of this process, for the error.
         manual: Whether the run uses manual optimisation, for the error.
 
     Attributes:
-        skipped: The number of updates skipped, by this policy or by the fp16 scaler.
-        in_row: The number of latest updates that were all skipped.
+        skipped: The number of skipped updates, by this policy or by the fp16 scaler.
+        in_row: The number of skipped updates since the last one that was made.
     """
 
     def __init__(
@@ -166,25 +169,28 @@ class FiniteGuard:
         self._pending: tuple[Tensor, Any, Callable[[bool], object]] | None = None
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts."""
+        """Return the counts of skipped updates."""
         return {"skipped": self.skipped, "in_row": self.in_row}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore the counts."""
+        """Restore the counts of skipped updates."""
         self.skipped, self.in_row = state["skipped"], state["in_row"]
 
     def admits(self, found: bool | Tensor | None, step: int, loss: Tensor | None) -> bool:
-        """Return whether to make the update.
+        """Return whether the optimizers shall step.
+
+        On an accelerator the result may be read later; the update is then made (``"stop"``), or
+        skipped by the fused optimizers themselves (``"skip"``).
 
         Args:
-            found: True or above 0 if it is non-finite, see `find_non_finite` and `is_non_finite`;
-                fused optimizers get the tensor too.
-            step: The update's number.
-            loss: The latest loss of this process, for the error.
+            found: Whether a gradient or loss is non-finite: a bool, a device tensor of shape ()
+                that is 0 or 1 (passed on to fused optimizers), or None without gradients.
+            step: The number of the update, from 1.
+            loss: The latest loss of this rank, for the error.
 
         Raises:
-            FloatingPointError: This update or the one before is non-finite and the policy is
-                ``"stop"``; or too many were skipped in a row.
+            FloatingPointError: The policy is ``"stop"``, and this update or the one before is
+                non-finite; or too many updates were skipped in a row.
         """
         if self._pending is not None:
             self.settle()
@@ -192,7 +198,7 @@ class FiniteGuard:
             return self._judge(bool(found), step, loss, made=False)
         if self.policy == "skip":
             for optimizer in self._optimizers:
-                # what torch's fused optimizers read, and no class declares
+                # torch's fused optimizers read these attributes, which no class declares
                 optimizer.grad_scale, optimizer.found_inf = None, found  # type: ignore[attr-defined]
         self._read_later(found, lambda bad: self._judge(bad, step, loss, made=True))
         return True
@@ -205,7 +211,7 @@ class FiniteGuard:
         self._pending = (host, event, judge)
 
     def settle(self) -> None:
-        """Read the result of the latest update, before an evaluation or a save.
+        """Wait for the result of the latest update, such as before an evaluation or a save.
 
         Raises:
             FloatingPointError: See `admits`.
@@ -223,8 +229,9 @@ class FiniteGuard:
         """Count an update that the fp16 scaler has made or skipped.
 
         Args:
-            skipped: Whether each optimizer skipped it; on the device for a fused optimizer.
-            step: The update's number.
+            skipped: For each optimizer, whether it skipped the update; a device tensor for a fused
+                optimizer.
+            step: The number of the update, from 1.
 
         Raises:
             FloatingPointError: Too many updates were skipped in a row.

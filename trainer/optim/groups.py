@@ -1,4 +1,4 @@
-"""Parameter groups added after the optimizer and its schedulers were created."""
+"""Add and scale parameter groups after the optimizer and its schedulers were created."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from trainer.errors import CheckpointError
 from trainer.names import bare_names
 
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # keys of a group; schedulers add all but lr
-_RATES_OF_GROUPS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")  # of a scheduler, one per group
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # keys of a group; schedulers add all but "lr"
+_RATES_OF_GROUPS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")  # scheduler attributes, per group
 _LISTS_OF_GROUPS = (*_RATES_OF_GROUPS, "lr_lambdas", "base_momentums", "max_momentums")
 
 
@@ -24,13 +24,14 @@ def add_group(
     ratio: float,
     schedulers: Iterable[Any] = (),
 ) -> None:
-    """Add a group with the first group's options, at `ratio` times its learning rate.
+    """Add a parameter group with the options of the first group and a scaled learning rate.
 
-    Torch's schedulers of the optimizer are extended: it follows the first group's schedule, scaled.
+    The optimizer's torch schedulers are extended by the group, so that its learning rate follows
+    that of the first group, times `ratio`.
 
     Args:
         optimizer: The user's optimizer, prepared or not.
-        parameters: The parameters by name; the names are used by optimizers that store them.
+        parameters: The parameters by name; the names are kept if the optimizer stores names.
         ratio: The learning rate relative to the first group's.
         schedulers: All schedulers; those of other optimizers are ignored.
     """
@@ -52,7 +53,7 @@ def add_group(
 def scale_group(
     optimizer: Optimizer, index: int, factor: float, *, schedulers: Iterable[Any] = ()
 ) -> None:
-    """Multiply the learning rate of a group, now and in its schedules.
+    """Multiply the learning rate of a parameter group, also in its schedulers.
 
     Args:
         optimizer: The user's optimizer, prepared or not.
@@ -67,14 +68,14 @@ def scale_group(
         for scheduler in _of(optimizer, schedulers)
         for key in _RATES_OF_GROUPS
     ]
-    # A SequentialLR shares its list with a scheduler in it.
+    # By id, since a SequentialLR shares its list with a nested scheduler.
     for entries in {id(entries): entries for entries in found}.values():
         if isinstance(entries, list) and len(entries) == len(optimizer.param_groups):
             entries[index] = entries[index] * factor
 
 
 def names_of_groups(optimizer: Optimizer, module: nn.Module) -> list[list[str | None]]:
-    """Return the names of each group's parameters; None for one that is not the module's."""
+    """Return the parameter names of each group; None for an unregistered parameter."""
     named = bare_names(module, module.named_parameters())
     names = {id(parameter): name for name, parameter in named}
     return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
@@ -87,10 +88,17 @@ def restore_groups(
     *,
     schedulers: Iterable[Any] = (),
 ) -> None:
-    """Add the groups that a saved optimizer had and this one lacks, before its state is loaded.
+    """Add the parameter groups that a saved optimizer had more; call before loading its state.
+
+    Args:
+        optimizer: The user's optimizer, prepared or not.
+        saved: The parameter names of each saved group; see `names_of_groups`.
+        module: The module that has the parameters.
+        schedulers: All schedulers; those of other optimizers are ignored.
 
     Raises:
-        CheckpointError: The module has no parameter of that name, or the optimizer already has it.
+        CheckpointError: The module has no parameter of a saved name, or the optimizer already has
+            it in another group.
     """
     taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
     known = dict(bare_names(module, module.named_parameters()))
@@ -108,7 +116,7 @@ def restore_groups(
 
 
 def _of(optimizer: Optimizer, schedulers: Iterable[Any]) -> list[Any]:
-    """Return torch's schedulers of an optimizer, including nested ones."""
+    """Return the torch schedulers of an optimizer, including nested ones."""
     own = {id(optimizer), id(getattr(optimizer, "optimizer", optimizer))}
     found: list[Any] = []
     for scheduler in schedulers:

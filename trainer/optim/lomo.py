@@ -1,4 +1,4 @@
-"""LOMO optimizers, which update each parameter during backward and keep no gradients.
+"""Support of LOMO optimizers, which update each parameter during backward and keep no gradients.
 
 Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources", ACL 2024,
 and "AdaLomo: Low-memory Optimization with Adaptive Learning Rate", 2023; their package is
@@ -28,20 +28,20 @@ def is_lomo(optimizer: Optimizer) -> bool:
 
 
 def lomo_backward(loss: Tensor, learning_rate: float, optimizers: Sequence[Optimizer]) -> None:
-    """Run backward and the update in one, with the LOMO optimizer among those prepared.
+    """Run the backward pass and the update of the LOMO optimizer in one.
 
-    With several processes the update is made after backward, when the gradients are averaged, so
-    LOMO saves memory only with a single process.
+    With several processes the update is made after the backward pass, when the gradients are
+    averaged. LOMO then saves no memory.
 
     Args:
-        loss: A tensor of shape ().
+        loss: The loss, a tensor of shape ().
         learning_rate: The learning rate of this update.
-        optimizers: The prepared optimizers.
+        optimizers: All prepared optimizers, among them exactly one LOMO optimizer.
 
     Raises:
-        ImportError: The package is not installed.
-        ValueError: There is no learning rate, not exactly one LOMO optimizer, or a setting under
-            which its updates would be wrong.
+        ImportError: The package ``lomo-optim`` is not installed.
+        ValueError: `learning_rate` is None, there is not exactly one LOMO optimizer, or a setting
+            would make its updates wrong (accumulation, fp16).
     """
     if learning_rate is None:
         raise ValueError(
@@ -73,10 +73,10 @@ def lomo_backward(loss: Tensor, learning_rate: float, optimizers: Sequence[Optim
 
 
 def _backward_together(lomo: Any, loss: Tensor, learning_rate: float) -> None:
-    """Run backward through DDP first, then the update with the averaged gradients.
+    """Run the backward pass through DDP first, then the update with the averaged gradients.
 
-    LOMO's hooks, called for each parameter, would otherwise use and drop this process's gradients
-    before they are averaged.
+    Otherwise LOMO's hooks on the parameters would use this rank's gradients, and drop them, before
+    they are averaged.
     """
     if lomo.clip_grad_norm is not None:
         raise ValueError(

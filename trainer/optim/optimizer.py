@@ -1,4 +1,4 @@
-"""The optimizer that `prepare` returns."""
+"""The optimizer that `Accelerator.prepare` returns."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from trainer.optim.state import place_state
 from trainer.precision import Precision
 from trainer.state import GradientState, PartialState
 
-# Attributes of one object in one process: shared state, and the `step` with which a torch scheduler
-# patches the instance, which in a copy would still step the original.
+# Attributes left out of copies and pickles: state shared in the process, and the `step` by which a
+# torch scheduler patches the instance. In a copy that would still step the original optimizer.
 _NOT_COPIED = ("_gradient_state", "step", "before_step")
 
 
 class AcceleratedOptimizer(Optimizer):
-    """An optimizer that steps only at the end of a window of accumulated micro-batches.
+    """A wrapper of an optimizer that steps only at the end of a gradient accumulation window.
 
-    Parameters, state and groups are the wrapped optimizer's own.
+    Parameters, state and parameter groups are those of the wrapped optimizer.
 
     Args:
         optimizer: The user's optimizer.
-        device_placement: Move its state to its parameters' devices.
-        precision: Unscales gradients and skips updates that overflowed.
+        device_placement: Whether to move its state to the devices of its parameters.
+        precision: Unscales gradients, and skips updates whose gradients overflowed (fp16).
         reduce: Called with the wrapped optimizer before each update, to average its gradients over
-            the processes if nothing else does.
+            the ranks; None if the engine does that.
 
     Attributes:
         optimizer: The user's optimizer.
-        steps: The number of updates due at the end of a window, made or skipped.
+        steps: The number of updates that were due at the end of a window, made or skipped.
         before_step: Called with this optimizer before each update, after its gradients are averaged
-            and unscaled; with a closure, each time that it has computed them.
-        weightless: Whether this process has no batch, so that its closures' losses count as zero.
+            and unscaled. With a closure, it is called each time the closure has computed gradients.
+        weightless: Whether this rank runs a dummy batch, so that losses of closures count as zero.
     """
 
     before_step: Callable[[AcceleratedOptimizer], None] | None = None
@@ -70,7 +70,7 @@ class AcceleratedOptimizer(Optimizer):
             place_state(optimizer)
 
     def __getattr__(self, name: str) -> Any:
-        # Other attributes are the wrapped optimizer's, such as its hooks.
+        # Other attributes, such as hooks, are those of the wrapped optimizer.
         if name == "optimizer":  # looked up while unpickling, before it is set
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -93,7 +93,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups."""
+        """The wrapped optimizer's parameter groups."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -111,16 +111,16 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last ``step`` was skipped because gradients had overflowed.
+        """Whether the last ``step`` was skipped because of overflow or non-finite gradients.
 
-        For a fused optimizer on an accelerator, reading it synchronises with the device.
+        For a fused optimizer on an accelerator, reading this waits for the device.
         """
         self._skipped = bool(self._skipped)
         return self._skipped
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler of fp16; None in other precisions."""
+        """The gradient scaler of fp16; None with other precisions."""
         return self._precision.scaler
 
     @property
@@ -134,7 +134,7 @@ class AcceleratedOptimizer(Optimizer):
         return self.step_was_skipped
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer."""
+        """Add a parameter group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,13 +146,14 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Zero the gradients, except inside a window.
+        """Zero the gradients; inside a gradient accumulation window do nothing.
 
         Args:
-            set_to_none: None means True, if the wrapped optimizer takes the argument.
+            set_to_none: Whether gradients become None instead of zeros. None means True, if the
+                wrapped optimizer takes the argument.
 
         Raises:
-            ValueError: It is given, but the wrapped optimizer does not take it.
+            ValueError: `set_to_none` is given, but the wrapped optimizer does not take it.
         """
         if not self._takes_set_to_none and set_to_none is not None:
             raise ValueError(
@@ -164,7 +165,7 @@ class AcceleratedOptimizer(Optimizer):
         self._reduced = False
         zero = getattr(self.optimizer.zero_grad, "__func__", None)
         if zero is Optimizer.zero_grad and set_to_none is not False:
-            # The same without the profiler's section, which takes longer than a small model.
+            # The same without torch's profiler section, which costs more than a small model's step.
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -174,29 +175,31 @@ class AcceleratedOptimizer(Optimizer):
             self.optimizer.zero_grad()
 
     def synchronize(self) -> None:
-        """Average the gradients over the processes, once per update, such as before clipping."""
+        """Average the gradients over the ranks now, such as before clipping; once per update."""
         if self._reduce is not None and not self._reduced:
             self._reduce(self.optimizer)
             self._reduced = True
 
     def note_backward(self) -> None:
-        """Note a backward pass, which adds gradients that are not averaged yet."""
+        """Record that a backward pass has added gradients that are not averaged yet."""
         self._reduced = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make an update, except inside a window.
+        """Make an update; inside a gradient accumulation window do nothing.
 
-        A LOMO optimizer has already made it during backward.
+        A LOMO optimizer has already made its update during the backward pass.
 
         Args:
-            closure: Re-evaluates the loss and calls backward, for optimizers such as LBFGS.
+            closure: Computes the loss, calls backward and returns the loss; for optimizers such as
+                LBFGS.
 
         Returns:
-            The wrapped optimizer's result: for torch's, the loss of the closure, or None without.
+            The wrapped optimizer's result. Torch's optimizers return the closure's loss, or None
+            without a closure.
 
         Raises:
-            ValueError: A closure is given in the middle of a window, where it would never run; or
-                with ``mixed_precision="fp16"``.
+            ValueError: A closure is given inside a window, where it would not be called, or with
+                ``mixed_precision="fp16"``.
         """
         if not self._gradient_state.sync_gradients:
             if closure is not None:
@@ -232,9 +235,10 @@ class AcceleratedOptimizer(Optimizer):
         return returned
 
     def _call_together(self, closure: Callable[[], Any]) -> Any:
-        """Call a closure, and average its gradients and loss over the processes.
+        """Call a closure, and average its gradients and its loss over the ranks; collective.
 
-        The loss is averaged too, since an optimizer may decide by it how often to call the closure.
+        The loss must be equal on all ranks, since the optimizer may decide by it how often to call
+        the closure.
 
         Raises:
             TypeError: The closure returned neither a loss nor None.
@@ -260,19 +264,19 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def skipped(self) -> bool | Tensor:
-        """As `step_was_skipped`, but without synchronising: perhaps a tensor on the device."""
+        """`step_was_skipped` without waiting for the device; may be a tensor of shape () there."""
         return self._skipped
 
     def leave_out(self) -> None:
-        """Skip a due update, and continue as if it had been made."""
+        """Skip an update that is due, and record it as skipped."""
         self._skipped = True
         self._note_call()
         self._reduced = False
         self.steps += 1
 
     def _note_call(self) -> None:
-        # Torch's schedulers warn if their optimizer was not stepped before them. Here it was, even
-        # if the update was delayed or skipped.
+        # Torch's schedulers warn if their optimizer has not stepped before them. They must not warn
+        # if the step was called but was inside a window, or the update was skipped.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def train(self) -> None:
@@ -304,7 +308,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def parameters_of(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
-    """Return all parameters of the optimizers, each once, in order."""
+    """Return the parameters of all optimizers, each once, in order."""
     unique: dict[int, torch.nn.Parameter] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:

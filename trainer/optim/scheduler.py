@@ -12,25 +12,26 @@ from trainer.state import GradientState, PartialState
 
 
 def is_at_end(scheduler: Any) -> bool:
-    """Return whether a schedule has reached its last step, past which OneCycleLR raises."""
+    """Return whether a scheduler has reached `total_steps`; OneCycleLR raises if it goes on."""
     end = getattr(scheduler, "total_steps", None)
     return end is not None and scheduler.last_epoch >= end - 1
 
 
 class AcceleratedScheduler:
-    """A scheduler that advances with the updates its optimizers actually made.
+    """A learning rate scheduler that advances only with updates that its optimizers have made.
 
-    ``step()`` does nothing inside a window of micro-batches, or when an update was skipped.
-    Otherwise it advances once (``tick="update"``) or once for each process (``tick="process"``):
-    scripts written for the documented API count the schedule in batches of one process, and expect
-    the latter. With `split_batches` the processes share one batch, which counts once. Other
-    attributes are the user's scheduler's: ``base_lrs``, ``get_lr``, ``print_lr``.
+    ``step()`` does nothing inside a gradient accumulation window, or if the update was skipped.
+    Otherwise it advances once (``tick="update"``), or once per process (``tick="process"``).
+    Scripts written for Accelerate's API expect the latter, since they count the schedule in batches
+    of one process. With `split_batches` it advances once, since the processes share each batch.
+    Other attributes, such as ``base_lrs`` and ``get_lr``, are those of the user's scheduler.
 
     Args:
         scheduler: The user's scheduler.
         optimizers: The prepared optimizers that it belongs to, or one.
-        step_with_optimizer: False advances once per call, whatever the optimizers do.
-        split_batches: The processes divide each batch among them.
+        step_with_optimizer: Whether ``step()`` depends on the optimizers. False: it advances once
+            per call.
+        split_batches: Whether each batch of the loader is split among the processes.
         tick: ``"process"`` or ``"update"``.
 
     Attributes:
@@ -61,7 +62,7 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without the process's shared state, which must not be copied.
+        # Without `GradientState`, which is shared in the process and must not be copied.
         return {k: v for k, v in vars(self).items() if k != "_gradient_state"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -71,9 +72,9 @@ class AcceleratedScheduler:
         """Advance the schedule, if an update was made.
 
         Args:
-            *args: Arguments of the user's scheduler: a metric for ``ReduceLROnPlateau``. With any
-                argument it advances once, since the same metric must not count several times.
-            **kwargs: Keyword arguments of the user's scheduler, with the same effect.
+            *args: Arguments of the user's scheduler, such as a metric for ``ReduceLROnPlateau``.
+                With arguments it advances only once, so that a metric does not count several times.
+            **kwargs: Keyword arguments of the user's scheduler; likewise.
         """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
@@ -89,13 +90,13 @@ class AcceleratedScheduler:
                 self.scheduler.step(*args, **kwargs)
 
     def _count_waiting(self) -> None:
-        """Increment torch's count of steps for a call inside a window, if `adjust_scheduler`."""
+        """Increment the scheduler's `_step_count` inside a window, if `adjust_scheduler` is set."""
         counted = hasattr(self.scheduler, "_step_count")
         if counted and self._gradient_state.adjust_scheduler:
             self.scheduler._step_count += 1
 
     def get_last_lr(self) -> list[Any]:
-        """Return the learning rate of each group."""
+        """Return the current learning rate of each parameter group."""
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Load an optimizer's state in its saved precision, and move it to its parameters' devices."""
+"""Save and load an optimizer's state: bare parameter names, saved precision, right device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from trainer.tree import leaves
 
 
 def state_of(optimizer: Any, modules: Iterable[nn.Module]) -> Any:
-    """Return ``optimizer.state_dict()``; if it names its parameters, without wrappers' names.
+    """Return ``optimizer.state_dict()``, with the module's own parameter names.
+
+    If the optimizer stores parameter names, prefixes of wrappers (DDP, compile) are removed.
 
     Args:
-        optimizer: The optimizer; of any other object, only its ``state_dict`` is called.
-        modules: The bare modules whose parameters it has.
+        optimizer: The optimizer; for any other object, only its ``state_dict`` is called.
+        modules: The unwrapped modules that have the parameters.
     """
     state = optimizer.state_dict()
     if not (isinstance(optimizer, Optimizer) and "param_names" in optimizer.param_groups[0]):
@@ -33,7 +35,7 @@ def state_of(optimizer: Any, modules: Iterable[nn.Module]) -> Any:
 
 
 def _bare(name: str, own: str | None) -> str:
-    """Return `own`, unless the user has named the parameter otherwise."""
+    """Return the module's name `own`, unless the user gave the parameter another name."""
     ours, given = (
         [part for part in each.split(".") if part not in WRAPPED_AS] for each in (own or "", name)
     )
@@ -43,18 +45,18 @@ def _bare(name: str, own: str | None) -> str:
 def load_state(
     optimizer: Any, saved: Mapping[str, Any], dtypes: Mapping[int, torch.dtype] | None = None
 ) -> None:
-    """Call ``optimizer.load_state_dict(saved)``, but keep the precision of the saved state.
+    """Call ``optimizer.load_state_dict(saved)``, but keep the dtypes of the saved state.
 
-    Torch casts all state except the step count to the dtype of its parameter. Float32 state of
-    bfloat16 weights, which many optimizers keep (also the products and rates of ``NAdam`` and
-    ``ASGD``), would be rounded by every resume. Here only state that had its parameter's dtype when
-    it was saved takes the parameter's dtype. State moves to its parameter's device as in torch.
+    Torch casts all state except the step count to the dtype of its parameter. Many optimizers keep
+    float32 state for bfloat16 weights, and ``NAdam`` and ``ASGD`` keep float32 products and rates.
+    Each resume would round these. Here, state is cast to its parameter's dtype only if it had that
+    dtype when it was saved. State moves to its parameter's device, as in torch.
 
     Args:
-        optimizer: The optimizer; for any other object only its ``load_state_dict`` is called.
-        saved: Its state dict.
-        dtypes: The dtypes of the parameters at the save, by ``id``; parameters that are missing had
-            their present dtype.
+        optimizer: The optimizer; for any other object, only its ``load_state_dict`` is called.
+        saved: The state dict.
+        dtypes: The dtypes of the parameters when the state was saved, by ``id``. A missing
+            parameter had its present dtype.
     """
     optimizer.load_state_dict(saved)
     if not isinstance(optimizer, Optimizer) or not {"state", "param_groups"} <= saved.keys():
@@ -70,7 +72,7 @@ def load_state(
 
 
 def _as_saved(saved: Any, loaded: Any, had: torch.dtype) -> Any:
-    """Return the loaded state, with tensors that torch cast restored to their saved dtype."""
+    """Return the loaded state, in which tensors that torch has cast have their saved dtype."""
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         changed = saved.dtype not in (loaded.dtype, had) and saved.shape == loaded.shape
         return saved.to(loaded.device) if changed else loaded
@@ -88,8 +90,8 @@ def _as_saved(saved: Any, loaded: Any, had: torch.dtype) -> Any:
 def place_state(optimizer: Optimizer) -> None:
     """Move an optimizer's state to the devices of its parameters.
 
-    State is on another device if the optimizer stepped, or its state was loaded, before its model
-    was moved. Step counts stay where torch keeps them.
+    It may be on another device if the optimizer stepped, or its state was loaded, before the model
+    was moved. Step counts stay on the CPU if torch keeps them there.
     """
     strangers = (
         tensor.device != parameter.device

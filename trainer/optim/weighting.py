@@ -1,13 +1,15 @@
-"""Weighting of micro-batches, so that an update equals that of the whole batch (P4).
+"""Loss weighting of micro-batches, so that an update equals that of the whole batch (P4).
 
-The loss of a micro-batch is a mean over its items, so the whole batch's loss is the sum of
-``loss × items`` over micro-batches and processes, divided by the sum of items. That sum is known
-only at the end of the window, hence two factors. Backward uses ``loss × items ÷ reference``, where
-the reference, the nominal items of a window, is fixed for the run. At the end the gradients (summed
-over micro-batches and averaged over *N* processes) are multiplied by ``N × reference ÷ total``.
-A factor of 1 is skipped, as in every full window of equal micro-batches, and so are both factors if
-the window is a single micro-batch, whose mean is that of the whole: an update is then bit-identical
-to a plain loop's.
+The loss of a micro-batch is a mean over its items. The whole batch's loss is therefore the sum of
+``loss × items`` over micro-batches and ranks, divided by the total number of items. The total is
+known only at the end of the gradient accumulation window, so two factors are used. The backward
+pass uses ``loss × items ÷ reference``. The reference is the nominal number of items of a window,
+fixed for the run. At the end of the window, the gradients (summed over micro-batches and averaged
+over *N* ranks) are multiplied by ``N × reference ÷ total``.
+
+A factor of 1 is skipped, as in every full window of equal micro-batches. Both factors are skipped
+if the window is a single micro-batch on a single rank. The update is then bit-identical to that of
+a plain training loop.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from trainer.distributed.objects import broadcast_object
 
 
 class LossWeighting:
-    """Applies the two factors of a run.
+    """Applies the two factors to losses and gradients.
 
     Args:
-        micro_batches: Micro-batches per full window, on each process; may change between windows.
-        world_size: The number of processes whose gradients are averaged.
-        reference: Nominal items of a micro-batch; None until the first one is seen.
+        micro_batches: Micro-batches per full window on each rank; may change between windows.
+        world_size: The number of ranks whose gradients are averaged.
+        reference: The nominal number of items of a micro-batch; None until the first one is seen.
     """
 
     def __init__(
@@ -37,21 +39,27 @@ class LossWeighting:
         self.reference = reference
 
     def refer_to(self, items: float) -> None:
-        """Set the reference to the items of rank 0's first micro-batch; collective the first time.
+        """Set the reference to the items of rank 0's first micro-batch, if it is not set yet.
 
-        Call it before the forward pass, which may run collectives on the ranks that have items.
+        The first call is collective. Call it before the forward pass, in which ranks that have
+        items may run other collectives.
+
+        Args:
+            items: The items of this rank's micro-batch.
         """
         if self.reference is None:
             self.reference = broadcast_object(items) or 1.0
 
     def weigh(self, loss: Tensor, items: float) -> Tensor:
-        """Return ``loss × items ÷ reference``, by a division that is exact for equal micro-batches.
+        """Return ``loss × items ÷ reference``.
+
+        It is computed by one division, which is exact for equal micro-batches.
 
         Args:
-            loss: The mean over the micro-batch.
-            items: The number of its items; above 0.
+            loss: The mean over the micro-batch, of shape ().
+            items: The number of items of the micro-batch; above 0.
         """
-        if self.micro_batches * self.world_size == 1:  # its mean is that of the whole window
+        if self.micro_batches * self.world_size == 1:  # the loss is the whole window's mean
             return loss
         assert self.reference is not None
         divisor = self.reference * self.micro_batches / items
@@ -61,9 +69,10 @@ class LossWeighting:
         """Multiply the gradients by ``N × reference ÷ total``, in place.
 
         Args:
-            gradients: The gradients, averaged over the processes; None is skipped.
-            total: The window's items over all processes; a device tensor is not read back. The
-                gradients of a window without items are zero and remain so.
+            gradients: The gradients, averaged over the ranks; None is skipped.
+            total: The window's items over all ranks: a number, or a device tensor of shape (),
+                which is not read back. In a window without items the gradients are zero and stay
+                so.
         """
         if self.micro_batches * self.world_size == 1:
             return
@@ -77,6 +86,6 @@ class LossWeighting:
             factor = torch.where(total > 0, nominal / total, 1.0)
         present = [gradient for gradient in gradients if gradient is not None]
         if isinstance(factor, Tensor) and all(g.dtype == torch.float32 for g in present):
-            factor = factor.to(torch.float32)  # same rounding; float64 would launch more kernels
+            factor = factor.to(torch.float32)  # the same result with fewer kernels than float64
         if present:
             torch._foreach_mul_(present, factor)

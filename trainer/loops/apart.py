@@ -11,7 +11,7 @@ from typing import Any
 from trainer.data.feed import Feed
 from trainer.distributed import meeting
 
-ALL_COME = "on_train_step_end"  # of training
+ALL_COME = "on_train_step_end"  # the hook of training that all ranks call
 WITHOUT_ITEMS = (
     "is called in a hook of the backward pass, which a process whose batch has no items (see "
     f"count_items) does not call. Call it in training_step or {ALL_COME}."

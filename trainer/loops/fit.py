@@ -42,7 +42,8 @@ def fit(run: FitRun) -> None:
     hooks.on_fit_start()
     sanity_check(run)
     metrics.scope = TRAIN_EPOCH
-    if not run.module.training:  # only the root: submodules that the user set to eval() stay so
+    # If the root is in train mode, submodules that the user has set to eval() stay so.
+    if not run.module.training:
         run.module.train()
     with logged_before(run, again=counters.batches_seen > 0):
         hooks.on_train_start()

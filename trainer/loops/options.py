@@ -116,7 +116,7 @@ def keep_options(
     Args:
         options: The options that `configure_optimizers` returned at this start; replaced in place
             by the checkpoint's options where they differ.
-        saved: The options in the checkpoint, as `configure_optimizers` had returned them.
+        saved: The options in the checkpoint: those in effect then, without changes by hooks.
         restored: The options of the restored optimizers and schedulers, which schedulers and hooks
             may have changed during the run.
         tell: Whether to warn.

@@ -58,8 +58,8 @@ class MetricStore:
             loader suffix by name.
         stepwise: The metric objects logged on steps of the current epoch; they are reset at its
             end.
-        held: Inside a validation: metric objects that still hold training values, as their number
-            of updates by ``id``; -1 where it is unknown.
+        held: Inside a validation: metric objects that hold values from before it, as their number
+            of updates by ``id``; -1 where the number is unknown.
         step_reduced: Whether the values of the latest update are already reduced.
     """
 

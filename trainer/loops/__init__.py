@@ -1,1 +1,1 @@
-"""The loops as plain functions over a `run.Run`: `fit`, `evaluate`, `predict`."""
+"""The training, evaluation and prediction loops, as functions of a `run.Run`; and their set-up."""

@@ -147,7 +147,7 @@ class Run:
         )
 
     def bare_step(self, name: str) -> Callable[..., Any]:
-        """Return a method of the user's module that bypasses the engine, such as its wrapper."""
+        """Return a step of the user's module, to be called directly, without the engine."""
         step: Callable[..., Any] = getattr(self.module, name)
         return step
 

@@ -1,6 +1,6 @@
-"""The `Accelerator`: process state, prepared objects and collectives behind one object.
+"""The `Accelerator`: process state, prepared objects and collectives for your own training loop.
 
-Each method is short: the modules that it calls do the work and document it in detail.
+Its methods are short; the modules that they call do the work and document it in detail.
 """
 
 from __future__ import annotations
@@ -96,29 +96,30 @@ class Accelerator:
 
     Args:
         device_placement: Put models, batches and optimizer states on the device.
-        split_batches: Option of `dataloader_config`; given here, it takes precedence.
+        split_batches: See `DataLoaderConfiguration`; a value here overrides `dataloader_config`.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``; None takes
             ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         gradient_accumulation_steps: Micro-batches per update, with `accumulate`; None takes
             ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else 1.
         cpu: Use the CPU even if an accelerator is available, also with several processes.
         dataloader_config: How loaders divide the data among the processes.
-        deepspeed_plugin: Not supported yet: refused, never ignored.
-        fsdp_plugin: Not supported yet.
-        megatron_lm_plugin: Not supported yet.
-        rng_types: Generators that take rank 0's state at the beginning of each pass through a
-            prepared loader: ``"torch"``, ``"cuda"``, ``"xpu"``, ``"mps"``, ``"generator"``, or a
-            list of them; None is ``["generator"]``.
+        deepspeed_plugin: Not supported yet: raises ``NotImplementedError``.
+        fsdp_plugin: Not supported yet: raises ``NotImplementedError``.
+        megatron_lm_plugin: Not supported yet: raises ``NotImplementedError``.
+        rng_types: Random number generators that are set to rank 0's state at the beginning of each
+            epoch of a prepared loader: ``"torch"``, ``"cuda"``, ``"xpu"``, ``"mps"``,
+            ``"generator"`` (the loader's own), or a list of them; None is ``["generator"]``.
         log_with: Trackers for `init_trackers`: a name, class or instance, or a list of them, or
             ``"all"``.
         project_dir: Folder of trackers and numbered checkpoints, if `project_config` has none.
         project_config: How states are saved.
         gradient_accumulation_plugin: Replaces `gradient_accumulation_steps`, with more options.
-        dispatch_batches: Option of `dataloader_config`; given here, it takes precedence.
-        even_batches: Option of `dataloader_config`; given here, it takes precedence.
-        use_seedable_sampler: Option of `dataloader_config`; given here, it takes precedence.
-        step_scheduler_with_optimizer: False advances a prepared scheduler once per ``step()`` call,
-            whatever its optimizer did.
+        dispatch_batches: See `DataLoaderConfiguration`; a value here overrides `dataloader_config`.
+        even_batches: See `DataLoaderConfiguration`; a value here overrides `dataloader_config`.
+        use_seedable_sampler: See `DataLoaderConfiguration`; a value here overrides
+            `dataloader_config`.
+        step_scheduler_with_optimizer: False advances a prepared scheduler once per call of its
+            ``step()``, even if the optimizer did not step.
         kwargs_handlers: Arguments of the objects created here, at most one handler of each type.
         dynamo_backend: Compile prepared models with ``torch.compile`` and this backend; None takes
             ``ACCELERATE_DYNAMO_BACKEND``, else ``"no"``.
@@ -128,13 +129,13 @@ class Accelerator:
 
     Attributes:
         state: The process, its peers and the precision.
-        gradient_state: The run's position in its window of micro-batches.
+        gradient_state: The position in the gradient accumulation window.
         step: Micro-batches counted by `accumulate` in the current window.
         dynamo_plugin: How prepared models are compiled.
 
     Raises:
-        ValueError: An argument is outside its choices, or contradicts another or an earlier
-            `Accelerator`.
+        ValueError: An argument is not one of its choices, or contradicts another argument or an
+            earlier `Accelerator`.
         TypeError: An argument has the wrong type.
         NotImplementedError: The requested engine or precision is not supported yet.
         ImportError: The package of a tracker is not installed.
@@ -228,7 +229,7 @@ class Accelerator:
             )
             self.gradient_state = GradientState(window)
         except BaseException:
-            if is_first:  # the next Accelerator may ask for other settings
+            if is_first:  # so that the next Accelerator may have other settings
                 AcceleratorState._reset_state()
             AcceleratorState._shared_state = before
             raise
@@ -238,16 +239,16 @@ class Accelerator:
         self._accumulated: set[int] = set()  # the models of the current micro-batch, by id
         self._trigger = Trigger()
         self._models: list[nn.Module] = []
-        self._frozen: list[nn.Parameter] = []  # parameters of DDP models that DDP does not average
+        self._frozen: list[nn.Parameter] = []  # parameters of DDP models without an all-reduce
         self._optimizers: list[AcceleratedOptimizer] = []
-        self._steps_at_backward: list[int] = []  # of each optimizer, at the last backward
+        self._steps_at_backward: list[int] = []  # per optimizer, at the last backward pass
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[PreparedLoader] = []
         self._custom_objects: list[Any] = []
         self._save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
-    # -- what this process is ------------------------------------------------------------------
+    # -- process -------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -256,7 +257,7 @@ class Accelerator:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The kind of devices that the processes run on, and whether there are several."""
+        """The type of device and whether there are several processes, such as ``MULTI_GPU``."""
         return self.state.distributed_type
 
     @property
@@ -286,7 +287,7 @@ class Accelerator:
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this process is the highest global rank."""
+        """Whether this process has the highest global rank."""
         return self.state.is_last_process
 
     @property
@@ -301,9 +302,9 @@ class Accelerator:
 
     @property
     def native_amp(self) -> bool:
-        """Whether the forward pass runs in mixed precision; False turns that off, True on again.
+        """Whether forward passes run in mixed precision; set it to disable or enable autocast.
 
-        The gradient scaler of fp16 stays.
+        Setting it does not affect the gradient scaler of fp16.
         """
         return self.precision.autocasts
 
@@ -326,7 +327,7 @@ class Accelerator:
         )
         return self.mixed_precision == "fp16"
 
-    # -- its configuration ---------------------------------------------------------------------
+    # -- configuration -------------------------------------------------------------------------
 
     @property
     def split_batches(self) -> bool:
@@ -387,7 +388,7 @@ class Accelerator:
         """The running trackers."""
         return self._tracking.trackers
 
-    # -- who runs what -------------------------------------------------------------------------
+    # -- running code on some processes --------------------------------------------------------
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Decorator: run the function on rank 0 only."""
@@ -420,7 +421,7 @@ class Accelerator:
         return self.state.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """As `main_process_first`, for rank 0 of each machine and the other ranks of it."""
+        """As `main_process_first`, with local rank 0 of each machine before its other ranks."""
         return self.state.local_main_process_first()
 
     def split_between_processes(
@@ -538,7 +539,7 @@ class Accelerator:
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wrap an optimizer to step only when its window is complete and its gradients finite.
+        """Wrap an optimizer to step only at the end of a window, and if gradients are finite.
 
         Raises:
             TypeError: `optimizer` is not an optimizer.
@@ -591,7 +592,7 @@ class Accelerator:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> PreparedLoader:
-        """Return a loader of this process's part of the data, with its batches on the device."""
+        """Return a loader of this rank's shard of the data, with its batches on the device."""
         device = self._placed(device_placement)
         prepared = prepare_data_loader(
             data_loader,
@@ -620,10 +621,10 @@ class Accelerator:
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Let processes have different numbers of batches in a block; see `strategies.join`.
+        """Allow different numbers of batches per process in a block; see `strategies.join`.
 
         Raises:
-            TypeError: `joinables` is not a list of models and optimizers, on one process too.
+            TypeError: `joinables` is not a list of models and optimizers (also with one process).
         """
         expect_bools(**given(even_batches=even_batches))
         if isinstance(joinables, (str, nn.Module)) or not isinstance(joinables, Iterable):
@@ -645,18 +646,19 @@ class Accelerator:
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the user's module from inside a prepared model; see `models.unwrap_model`."""
+        """Return the user's module from a prepared model, without DDP and other wrappers."""
         return models.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the model's state dict, with the wrappers' key names if `unwrap` is False."""
+        """Return the model's state dict, with the wrappers' key prefixes if `unwrap` is False."""
         return models.get_state_dict(model, unwrap=unwrap)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Drop the references to all prepared objects, and empty the device's cache.
 
         Args:
-            *objects: Assign the result to their names: ``a, b = accelerator.free_memory(a, b)``.
+            *objects: Objects to release. Assign the result to the same variables:
+                ``a, b = accelerator.free_memory(a, b)``.
 
         Returns:
             None for each object.
@@ -667,7 +669,7 @@ class Accelerator:
         self._steps_at_backward.clear()
         self.step = 0
         self._accumulated = set()
-        self.sync_gradients = True  # an abandoned window must not delay a later update
+        self.sync_gradients = True  # an incomplete window must not delay a later update
         self.precision.begin()
         if self.scaler is not None:  # its state is keyed by id(optimizer), and ids are reused
             self.scaler._per_optimizer_states.clear()
@@ -677,7 +679,7 @@ class Accelerator:
         """Alias of `free_memory`."""
         return self.free_memory(*objects)
 
-    # -- the step ------------------------------------------------------------------------------
+    # -- training step -------------------------------------------------------------------------
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -691,7 +693,7 @@ class Accelerator:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this micro-batch ends its window: gradients are synchronised and applied."""
+        """Whether this micro-batch ends its window: gradients are all-reduced and applied."""
         return self.gradient_state.sync_gradients
 
     @sync_gradients.setter
@@ -708,23 +710,25 @@ class Accelerator:
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler of fp16; None in other precisions.
 
-        After ``optimizer.step()`` its `get_scale` and `state_dict` say what the next loss has; they
-        synchronise with the device.
+        After ``optimizer.step()``, its `get_scale` and `state_dict` return the scale for the next
+        loss. Both synchronise with the device.
         """
         return self.precision.scaler
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Count a micro-batch; in the block, synchronise gradients only if it ends its window.
+        """Gradient accumulation: a context for one micro-batch.
 
-        Blocks of other models, nested or one after another, belong to the same micro-batch; it ends
-        where a model comes again, or none is given.
+        Gradients are all-reduced in the block only if the micro-batch ends its accumulation window.
+        The last batch of the prepared loader also ends the window. Inside `join_uneven_inputs`,
+        where ranks may have different numbers of batches, only the last batch over all ranks does.
 
-        The last batch of the prepared loader being read also ends the window; inside
-        `join_uneven_inputs`, where processes end apart, the last batch over all processes does.
-        With ``static_graph``, the first micro-batch of a process is synchronised too, with the same
-        sum but another rounding: a resumed run on several processes then equals the uninterrupted
-        one only up to rounding.
+        Several blocks with different models, nested or one after another, are the same micro-batch.
+        The next micro-batch begins when a model is passed again, or when no model is passed.
+
+        With DDP's ``static_graph``, the first micro-batch of a process is also all-reduced. The sum
+        is the same up to rounding. A resumed run on several processes then equals an uninterrupted
+        run only up to rounding.
         """
         state, given, nested = self.gradient_state, {*map(id, models)}, self._accumulating
         if state._data_end_window:
@@ -738,8 +742,8 @@ class Accelerator:
         state.sync_gradients = self.step % state.num_steps == 0
         self._accumulating = True
         try:
-            # Who joins later cannot follow means that change within a window: only its end is
-            # reduced.
+            # A rank that has run out of batches (`join_uneven_inputs`) takes part only in the
+            # all-reduce at the end of a window, so there is no all-reduce within it.
             if state.sync_gradients or (state.sync_each_batch and not state._joins):
                 yield
                 return
@@ -752,7 +756,7 @@ class Accelerator:
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Disable gradient averaging over the processes for backward passes in the block.
+        """Disable the gradient all-reduce for backward passes in the block.
 
         Args:
             model: The model; None means all prepared models.
@@ -764,13 +768,13 @@ class Accelerator:
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
-        """Make backward average the gradients although the forward pass ran under `no_sync`."""
+        """Enable the gradient all-reduce in backward although forward ran under `no_sync`."""
         return models.trigger_sync_in_backward(model)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
     ) -> AbstractContextManager[Any]:
-        """Return a context in which operations run in the mixed precision."""
+        """Return an autocast context for the `Accelerator`'s mixed precision."""
         fix = (
             "Pass AutocastKwargs(enabled=False) to compute in full precision; the precision itself "
             "is the Accelerator's mixed_precision."
@@ -779,10 +783,10 @@ class Accelerator:
         return self.precision.autocast(autocast_handler)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Divide the loss by the accumulation steps, scale it in fp16, and run backward on it.
+        """Run backward on the loss, divided by the accumulation steps and scaled for fp16.
 
         Args:
-            loss: A scalar with a graph.
+            loss: A tensor of one element with a graph.
             **kwargs: Arguments of ``loss.backward``; `learning_rate` where a LOMO optimizer was
                 prepared.
 
@@ -800,12 +804,12 @@ class Accelerator:
                 self.lomo_backward(scaled, **kwargs)
             else:
                 self.precision.scale(scaled).backward(**kwargs)
-        except (AttributeError, TypeError, ValueError):  # checked here: a tensor waits for nothing
+        except (AttributeError, TypeError, ValueError):  # check the type only after a failure
             _expect_of("backward", "loss", loss, hasattr(loss, "backward"))
             raise
 
     def _refuse_unfrozen(self) -> None:
-        """Refuse parameters unfrozen after `prepare`: DDP would not average their gradients."""
+        """Raise if parameters were unfrozen after `prepare`: DDP would not all-reduce them."""
         count = sum(parameter.requires_grad for parameter in self._frozen)
         if count:
             raise RuntimeError(
@@ -816,14 +820,15 @@ class Accelerator:
             )
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Run backward and the update in one, with a LOMO optimizer; see `trainer.optim.lomo`."""
+        """Run backward with the update fused into it (LOMO); see `trainer.optim.lomo`."""
         lomo_backward(loss, learning_rate, self._optimizers)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Undo the loss scaling of fp16 in the gradients; a no-op in other precisions.
+        """Undo the loss scaling of fp16 in the gradients; does nothing in other precisions.
 
         Raises:
-            ValueError: Called inside a window, whose later gradients would be added scaled.
+            ValueError: Called inside an accumulation window: later micro-batches would add scaled
+                gradients to unscaled ones.
             TypeError: `optimizer` is neither an optimizer nor a list of them.
         """
         chosen = self._optimizers if optimizer is None else optimizer
@@ -873,7 +878,7 @@ class Accelerator:
 
         Raises:
             ValueError: `clip_value` is negative or NaN.
-            TypeError: It is not a number.
+            TypeError: `clip_value` is not a number.
         """
         _expect_limit("clip_value", clip_value)
         clip_(self._unscaled(parameters), max_value=clip_value)
@@ -881,7 +886,8 @@ class Accelerator:
     def _unscaled(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         """Unscale the gradients of the optimizers that own a parameter; return the parameters.
 
-        Other optimizers are left alone: a later backward may still add scaled gradients to theirs.
+        Gradients of other optimizers stay scaled, because a later backward pass may add scaled
+        gradients to them.
         """
         chosen = as_list(parameters)
         if self.scaler is not None:
@@ -901,7 +907,7 @@ class Accelerator:
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather, and drop the samples that were repeated to fill the last batches."""
+        """Gather, and drop the duplicates that `even_batches` added to the last batches."""
         return gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -917,12 +923,13 @@ class Accelerator:
     # -- saving --------------------------------------------------------------------------------
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """``torch.save``, on the main process only (or, if so configured, that of each machine).
+        """Save an object on the main process only (with `save_on_each_node`, on each machine's).
 
         Args:
-            obj: Any object; with `safe_serialization`, a dict of tensors.
+            obj: Any object that ``torch.save`` takes; with `safe_serialization`, a dict of tensors.
             f: The file, written atomically.
-            safe_serialization: Write safetensors, a format that cannot contain code.
+            safe_serialization: Write safetensors, a format that cannot contain code, instead of
+                using ``torch.save``.
         """
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
@@ -933,10 +940,11 @@ class Accelerator:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights once, under the unwrapped names; see `checkpoint.save_model`.
+        """Write a model's weights under its unwrapped names; see `checkpoint.save_model`.
 
         Raises:
-            TypeError: `model` is not a module; raised on every process, as for a wrong size.
+            TypeError: `model` is not a module; raised on every process.
+            ValueError: `max_shard_size` is not a size; raised on every process.
         """
         _expect_of("save_model", "model", model, isinstance(model, nn.Module))
         expect_bools(safe_serialization=safe_serialization)
@@ -953,7 +961,8 @@ class Accelerator:
         """Save all prepared and registered objects and each process's RNG states; collective.
 
         Args:
-            output_dir: The folder; not needed where `ProjectConfiguration` names it.
+            output_dir: The folder; not needed with `automatic_checkpoint_naming` of
+                `ProjectConfiguration`.
             safe_serialization: Save weights as safetensors instead of with ``torch.save``.
             **save_model_func_kwargs: For engines that are not supported yet.
 
@@ -994,14 +1003,15 @@ class Accelerator:
         changes.
 
         Args:
-            input_dir: The folder; None takes the newest one that `ProjectConfiguration` named.
+            input_dir: The folder; None takes the newest intact one with
+                `automatic_checkpoint_naming`.
             **load_model_func_kwargs: Arguments of the models' ``load_state_dict`` such as `strict`,
                 and `map_location`: None, ``"cpu"`` or ``"on_device"``.
 
         Raises:
             ValueError: There is no such folder.
-            CheckpointError: The state of a prepared object is missing, damaged or does not fit.
-            TypeError: `map_location` is none of these.
+            CheckpointError: The state of a prepared object is missing, damaged or does not match.
+            TypeError: `map_location` has another value.
         """
         self.step = states.load_state(
             input_dir,
@@ -1012,7 +1022,7 @@ class Accelerator:
             **load_model_func_kwargs,
         )
         self._accumulated = set()
-        # Resume inside the saved window, so that its restored gradients are not zeroed.
+        # Resume inside the saved accumulation window, so that restored gradients are not zeroed.
         self.sync_gradients = self.step % self.gradient_state.num_steps == 0
         self._steps_at_backward = [
             each.steps if any(p.grad is not None for p in parameters_of([each])) else -1
@@ -1020,10 +1030,10 @@ class Accelerator:
         ]
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these objects too, in this order.
+        """Include these objects in `save_state` and `load_state`, in this order.
 
         Raises:
-            ValueError: One lacks ``state_dict`` or ``load_state_dict``.
+            ValueError: An object lacks ``state_dict`` or ``load_state_dict``.
         """
         lacking = [
             f"number {number}, a {type(each).__name__}"
@@ -1038,10 +1048,10 @@ class Accelerator:
         self._custom_objects.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, weights, output_dir)`` before a save.
+        """Call ``hook(models, weights, output_dir)`` before a save; `weights` are state dicts.
 
-        Files that it writes to `output_dir` become part of the checkpoint; weights that it removes
-        from the list are not saved.
+        Files that the hook writes to `output_dir` become part of the checkpoint. State dicts that
+        it removes from `weights` are not saved.
         """
         _expect_of("register_save_state_pre_hook", "hook", hook, callable(hook))
         handle = RemovableHandle(self._save_hooks)
@@ -1057,7 +1067,7 @@ class Accelerator:
 
     @property
     def _writes(self) -> bool:
-        """Whether this process writes the files that are not per rank."""
+        """Whether this process is a writer rank: it writes the files that are not per rank."""
         if self.project_configuration.save_on_each_node:
             return self.is_local_main_process
         return self.is_main_process
@@ -1065,7 +1075,7 @@ class Accelerator:
     @property
     def _waiting(self) -> list[AcceleratedOptimizer]:
         """The optimizers that have not stepped since the last backward."""
-        then = zip(self._optimizers, self._steps_at_backward, strict=False)  # one may be newer
+        then = zip(self._optimizers, self._steps_at_backward, strict=False)
         return [optimizer for optimizer, steps in then if optimizer.steps == steps]
 
     def _prepared(self) -> Prepared:
@@ -1102,7 +1112,7 @@ class Accelerator:
         self._tracking.init_trackers(project_name, config, init_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the running tracker of that name or, with `unwrap`, the service's own object."""
+        """Return the running tracker of that name or, with `unwrap`, its SDK's own run object."""
         return self._tracking.get_tracker(name, unwrap)
 
     def log(
@@ -1176,7 +1186,7 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record a file or folder; it is read asynchronously, so do not delete it at once."""
+        """Record a file or folder. It is read asynchronously, so keep it for a while."""
         self._tracking.record(
             "log_artifact", os.fspath(path), name, kind, step=step, log_kwargs=log_kwargs
         )
@@ -1196,7 +1206,7 @@ class Accelerator:
         self._tracking.end_training()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
-        # It represents the process and its peers, which cannot be copied.
+        # It represents the process group, which cannot be copied.
         return self
 
     def __repr__(self) -> str:
@@ -1254,7 +1264,7 @@ def _chosen_dynamo(backend: str | None, plugin: TorchDynamoPlugin | None) -> Tor
 
 
 def _expect_limit(name: str, limit: Any) -> None:
-    """Refuse what gradients cannot be clipped to; a tensor is not read back."""
+    """Raise for an invalid limit; a tensor is not read, since that would wait for the device."""
     if isinstance(limit, Tensor):
         return
     expect_numbers(**{name: limit})

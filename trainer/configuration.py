@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 def explains_itself(cls: type[_T]) -> type[_T]:
-    """Decorate a dataclass: the errors of its wrong arguments say which are right."""
+    """Decorate a dataclass so that an unknown argument's error lists the valid arguments."""
     made: Any = cls
     made.__init__ = explained()(made.__init__)
     return cls
@@ -44,10 +44,10 @@ def _expect_bools(configuration: object, *names: str) -> None:
 
 
 def refuse_fp8(what: str) -> None:
-    """Raise an error that 8-bit training is not supported yet and names the alternatives.
+    """Raise an error: fp8 training is not supported yet. The message names the alternatives.
 
     Args:
-        what: The setting that asked for it, as the user wrote it.
+        what: The setting that requested it, as the user wrote it.
 
     Raises:
         NotImplementedError: Always.
@@ -66,17 +66,18 @@ class DataLoaderConfiguration:
     Attributes:
         split_batches: Divide each batch of the user's loader among the processes, so that its size
             is the global batch size; False gives each process whole batches.
-        dispatch_batches: The main process reads for all; None does so for iterable datasets.
+        dispatch_batches: The main process reads all batches and sends the other processes theirs.
+            None does so for iterable datasets only.
         even_batches: Give every process the same number of full batches by repeating samples from
-            the beginning; `gather_for_metrics` drops the repeats. The `Trainer` never repeats
-            samples, whatever this option says.
-        use_seedable_sampler: The order of a shuffling loader is a function of a seed and the epoch.
+            the beginning of the data; `gather_for_metrics` drops these duplicates. The `Trainer`
+            ignores this option and never repeats samples.
+        use_seedable_sampler: The order of a shuffling loader depends only on a seed and the epoch.
         non_blocking: Copy batches to the device asynchronously, one batch ahead and overlapping
             with computation; useful with pinned memory.
         use_stateful_dataloader: After `load_state`, or a prepared loader's ``load_state_dict``, the
             next pass continues after the last batch that was handed out, without
             `skip_first_batches`. It works for any loader and does not need torchdata.
-        data_seed: The seed of the order, instead of the one that ``set_seed`` set.
+        data_seed: The seed of the order; None takes the seed that ``set_seed`` set.
 
     Raises:
         TypeError: A value is not a bool (or, for `dispatch_batches`, None), or `data_seed` no int.
@@ -108,9 +109,9 @@ class ProjectConfiguration:
     Attributes:
         project_dir: The folder of the run, or None.
         logging_dir: The folder of the trackers that write files; None is `project_dir`.
-        automatic_checkpoint_naming: `save_state` numbers its folders by itself, below
-            ``<project_dir>/checkpoints``.
-        total_limit: How many numbered checkpoints are kept; None keeps all.
+        automatic_checkpoint_naming: `save_state` saves to numbered folders,
+            ``<project_dir>/checkpoints/checkpoint_<number>``.
+        total_limit: The number of numbered checkpoints to keep; None keeps all.
         iteration: The number of the next numbered checkpoint.
         save_on_each_node: Local rank 0 of every machine writes, not only global rank 0; for
             machines that do not share a disk.
@@ -173,10 +174,11 @@ class GradientAccumulationPlugin(KwargsHandler):
     Attributes:
         num_steps: Micro-batches per update; None takes
             ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else 1.
-        adjust_scheduler: A prepared scheduler counts the calls to its ``step`` in which it waits.
-        sync_with_dataloader: The end of a prepared loader ends the window, however short it is.
-        sync_each_batch: Reduce gradients over the processes after every micro-batch, which saves
-            the memory of unreduced gradients where the engine keeps them.
+        adjust_scheduler: A prepared scheduler also counts the calls of its ``step`` inside a
+            window, in which the learning rate does not change.
+        sync_with_dataloader: The end of a prepared loader ends the window, even a shorter one.
+        sync_each_batch: All-reduce gradients after every micro-batch. This saves the memory of
+            unreduced gradients in engines that keep them separately.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -225,11 +227,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Arguments of torch's ``DistributedDataParallel``; its documentation explains them.
 
     Attributes:
-        comm_hook: How gradients are sent, a `DDPCommunicationHookType` or its value. For float32
-            gradients ``"fp16"`` and ``"bf16"`` send half the bytes, ``"power_sgd"`` far fewer; the
-            averaged gradient is then no longer bit-exact. ``"bf16"`` needs NCCL or XCCL. With one
-            process nothing is sent.
-        comm_wrapper: ``"fp16"`` or ``"bf16"``: PowerSGD sends and keeps its tensors in 16 bits too.
+        comm_hook: The DDP communication hook that compresses gradients for the all-reduce, a
+            `DDPCommunicationHookType` or its value. For float32 gradients, ``"fp16"`` and
+            ``"bf16"`` send half the bytes and ``"power_sgd"`` far fewer; the averaged gradient is
+            then rounded or approximated. ``"bf16"`` needs NCCL or XCCL. No effect with one process.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``: the dtype in which PowerSGD sends and keeps its
+            tensors.
         comm_state_option: Arguments of torch's ``PowerSGDState``, such as
             ``matrix_approximation_rank`` (1) and ``start_powerSGD_iter``, the number of updates
             before compression begins (1000).
@@ -237,7 +240,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     Raises:
         TypeError: A value has the wrong type.
         ValueError: A value is out of range, a hook or option is unknown, or a wrapper or option is
-            given without the hook that it is for.
+            given without its hook.
     """
 
     dim: int = 0
@@ -313,7 +316,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             )
         for name in ("use_error_feedback", "warm_start", "batch_tensors_with_same_shape"):
             expect_bools(**{f"comm_state_option[{name!r}]": options.get(name, True)})
-        PowerSGDState(None, **options)  # raises for options that torch itself refuses
+        PowerSGDState(None, **options)  # torch raises for invalid options
 
     def to_dict(self) -> dict[str, Any]:
         """Return a copy of the arguments of DDP's constructor, without those of its hooks."""
@@ -387,7 +390,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 @explains_itself
 @dataclass(kw_only=True)
 class FP8RecipeKwargs(KwargsHandler):
-    """Options of 8-bit training, which `Accelerator` does not support yet and refuses.
+    """Options of fp8 training. `Accelerator` does not support it yet and raises for them.
 
     Attributes:
         backend: ``"MSAMP"``, or ``"TE"`` for TransformerEngine.

@@ -1,17 +1,17 @@
-"""A module's constructor arguments: keep them, save them with it, recreate a module from them.
+"""Hyper-parameters: record a module's constructor arguments, save them, recreate the module.
 
-`keep` reads them from the frames of the running ``__init__`` methods. Values are plain data, so
-that a manifest can hold them::
+`keep` reads the arguments from the frames of the running ``__init__`` methods. The values must be
+plain data. A checkpoint's manifest stores them as::
 
     "hyper_parameters": {
         "arguments": {"width": 64, "betas": {"$": "tuple", "items": [0.9, 0.99]}},
-        "others": {"lr": 0.1},       # kept, but not arguments of the class itself
+        "others": {"lr": 0.1},       # recorded, but not arguments of the class itself
         "namespaces": [],            # arguments that were an argparse.Namespace
-        "masked": []                 # arguments that contain a secret, see trackers.masking
+        "masked": []                 # arguments with a masked secret, see trackers.masking
     }
 
-Only the ``arguments`` are passed to the class when a module is recreated. Values that a class
-computes and passes to a base class, which keeps them, are among the ``others``.
+Only the ``arguments`` are passed to the class when a module is recreated. The ``others`` include
+values that a class computes and passes to a base class that records its arguments.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class HyperParameters(dict[str, Any]):
 
 @dataclass(kw_only=True)
 class Kept:
-    """The arguments that an object has kept.
+    """The recorded arguments of one object.
 
     Attributes:
         values: The values by name.
-        places: The class's argument that held each value: of the same name, or a dict that contains
-            it. A value without a place was not passed to the class.
-        namespaces: Arguments that were an ``argparse.Namespace``.
+        places: For each value, the constructor argument that held it: the argument of that name, or
+            a dict argument that contains it. A value without an entry was not passed to the class.
+        namespaces: Names of arguments that were an ``argparse.Namespace``.
         private: Names that are not logged to trackers.
     """
 
@@ -85,7 +85,7 @@ class Kept:
 
 
 def kept_by(owner: object) -> Kept:
-    """Return the arguments that an object has kept; empty at first."""
+    """Return the recorded arguments of an object; empty if there are none."""
     kept: Kept = owner.__dict__.setdefault(_KEY, Kept())
     return kept
 
@@ -98,7 +98,7 @@ def keep(
     ignore: str | Iterable[str] | None,
     private: bool,
 ) -> None:
-    """Keep the arguments of the running ``__init__`` and of the subclasses' that called it.
+    """Record the arguments of the running ``__init__`` and of the subclasses that called it.
 
     Args:
         owner: The object that is being constructed.
@@ -169,14 +169,14 @@ def to_manifest(owner: object) -> dict[str, Any]:
 
 
 def saved_arguments(saved: Any, where: object) -> dict[str, Any]:
-    """Return the arguments of a class by name, without secrets that were masked.
+    """Return the saved constructor arguments by name, without masked secrets.
 
     Args:
         saved: The result of `to_manifest`.
         where: The checkpoint, for the error message.
 
     Raises:
-        CheckpointError: They cannot be read.
+        CheckpointError: The arguments cannot be read.
     """
     try:
         arguments: dict[str, Any] = dict(decode_tree(saved.get("arguments", {}), {}))
@@ -201,13 +201,13 @@ def make(
         saved: The result of `to_manifest`.
         given: Arguments that override saved ones.
         where: The checkpoint, for error messages.
-        strict: The class must take the saved arguments, unless the given ones complete its own.
-            Otherwise those that it does not take are left out, with a warning.
+        strict: Raise if the class does not take a saved argument, unless `given` and the saved
+            arguments cover all of its own. False leaves such arguments out with a warning.
 
     Raises:
-        TypeError: An argument is missing, or masked as a secret in what was saved and not given, or
-            the class does not take one that was given.
-        CheckpointError: The class does not take a saved argument, or it cannot be read.
+        TypeError: An argument is missing, or was masked as a secret and is not given, or the class
+            does not take an argument in `given`.
+        CheckpointError: The class does not take a saved argument, or the arguments cannot be read.
     """
     arguments = saved_arguments(saved, where)
     hidden = set(saved.get("masked", ()))
@@ -223,7 +223,7 @@ def make(
                 f"{where} was saved by a class with the {_listed(foreign)}, which {cls.__name__} "
                 f"does not take: it takes {', '.join(takes) or 'none'}."
             )
-            # An argument that is neither saved nor given may be a saved one under another name.
+            # If an argument of the class is not given, a saved one may have been renamed to it.
             if strict and not (given and arguments.keys() | given.keys() >= set(takes)):
                 raise CheckpointError(
                     f"{told} Load it with the class that saved it; or leave them out, by giving "
@@ -263,7 +263,7 @@ def _inits(owner: object, frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _arguments(frame: FrameType) -> dict[str, Any]:
-    """Return the arguments of an ``__init__`` by name; variadic positional ones as ``*name``."""
+    """Return the arguments of an ``__init__`` by name; ``*args`` under the name ``*args``."""
     info = inspect.getargvalues(frame)
     values = {name: info.locals[name] for name in info.args[1:] if name in info.locals}
     if info.varargs and info.locals.get(info.varargs):
@@ -324,10 +324,10 @@ def _listed(names: list[str]) -> str:
 
 
 def _all_plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of all values in the form in which a manifest returns them.
+    """Return copies of all values as plain data, as they are read back from a manifest.
 
     Raises:
-        TypeError: Some are not plain data; the message names them all.
+        TypeError: Some values are not plain data; the message names all of them.
     """
     wrong: dict[str, Any] = {}
     plain = {name: _plain(value, name, wrong) for name, value in values.items()}
@@ -353,7 +353,7 @@ def _all_plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, place: str, wrong: dict[str, Any]) -> Any:
-    """Return a copy of a value; add what is not plain data in it to `wrong`, by its place."""
+    """Return a copy of a value; add its parts that are not plain data to `wrong`, by place."""
     import numpy as np
 
     kind = type(value)
@@ -371,7 +371,7 @@ def _plain(value: Any, place: str, wrong: dict[str, Any]) -> Any:
             for key, item in value.items()
         }
     named = isinstance(value, tuple) and hasattr(value, "_fields")
-    # Not every sequence: a dataset may be a sequence of its samples.
+    # Other sequences are not converted: a dataset may be a sequence of its samples.
     listed = isinstance(value, (list, UserList)) or kind.__module__.startswith("omegaconf.")
     if named or listed or kind in (tuple, set, frozenset):
         items = [_plain(item, f"{place}[{index}]", wrong) for index, item in enumerate(value)]

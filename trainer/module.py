@@ -1,4 +1,4 @@
-"""The base class of users' models: steps, optimizers, and hooks into the loop."""
+"""`TrainModule`, the base class of users' models: steps, optimizers and hooks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound="TrainModule")
 
-_TRAINER = "trainer"  # the stem of a run checkpoint's files besides the weights
+_TRAINER = "trainer"  # the file stem of the run's state in a checkpoint
 
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 else:
 
     class _of_the_class(classmethod):
-        """A class method that refuses a call on an instance, which it would leave as it is."""
+        """A class method that raises if it is called on an instance, which it would not change."""
 
         def __get__(self, instance: Any, owner: Any = None) -> Any:
             bound = super().__get__(instance, owner)
@@ -61,16 +61,16 @@ else:
 class TrainModule(nn.Module):
     """A model that defines how it is trained.
 
-    An ``nn.Module`` with the hook names of a LightningModule. `training_step` and
-    `configure_optimizers` are enough for `Trainer.fit`; `callbacks.Callback` shows where in the
-    loop each overridden hook is called.
+    An ``nn.Module`` with the hook names of a LightningModule. `Trainer.fit` requires only
+    `training_step` and `configure_optimizers`. The docstring of `callbacks.Callback` shows the
+    loop, and where each hook is called.
 
     Attributes:
-        automatic_optimization: False leaves backward and optimizer steps to `training_step`, which
-            then uses `optimizers`, `manual_backward` and `clip_gradients`.
-        strict_loading: False loads from a checkpoint the weights that fit, and logs the others: in
-            `load_from_checkpoint`, in evaluations, and in a fit that begins with the weights of a
-            checkpoint without a run's state. A run that resumes needs them all.
+        automatic_optimization: False means manual optimisation: `training_step` runs backward and
+            steps the optimizers, with `optimizers`, `manual_backward` and `clip_gradients`.
+        strict_loading: False loads only the weights of a checkpoint whose names and shapes match,
+            and logs the others. It applies to `load_from_checkpoint`, to evaluations, and to a fit
+            that starts from a weights-only checkpoint. A run that resumes always needs all weights.
     """
 
     automatic_optimization: bool = True
@@ -81,7 +81,7 @@ class TrainModule(nn.Module):
         self._trainer: Trainer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy made during a run (for weight averaging, or pickled for a worker) leaves the run.
+        # A copy made during a run (for weight averaging, or pickled for a worker) has no trainer.
         kept: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
         # Methods compiled for the run cannot be pickled, and are bound to this module.
         compiled, before = kept.pop("_compiled_for_run", ((), {}))
@@ -96,21 +96,21 @@ class TrainModule(nn.Module):
         ignore: str | Iterable[str] | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of ``__init__`` in `hparams`; call it there.
+        """Record the arguments of ``__init__`` in `hparams`; call it inside ``__init__``.
 
-        Checkpoints hold them, so that `load_from_checkpoint` can recreate the module, and trackers
-        record them. Called by a base class, it keeps the arguments of the subclass too. The values
-        kept are copies of the local variables at the time of the call.
+        Checkpoints store them, so that `load_from_checkpoint` can recreate the module, and trackers
+        log them. If a base class calls it, the arguments of the subclass are recorded too. The
+        values are copies of the local variables at the time of the call.
 
-        They must be plain data: numbers, strings, None, bytes, dtypes, devices, and lists, tuples,
-        sets and dicts of these, nested to any depth. Paths become strings, enumeration members that
-        are numbers or strings become their values, numpy numbers become Python's, other mappings
-        become dicts, and other kinds of lists become lists.
+        The values must be plain data: numbers, strings, None, bytes, dtypes, devices, and lists,
+        tuples, sets and dicts of these, nested to any depth. Some types are converted: paths to
+        strings, enumeration members to their number or string, numpy numbers to Python numbers,
+        other mappings to dicts, and other kinds of lists to lists.
 
         Args:
-            *names: The arguments to keep, or one dict or ``argparse.Namespace`` of values; by
-                default all arguments. If ``__init__`` took that dict as one argument,
-                `load_from_checkpoint` passes it as one.
+            *names: The names of the arguments to record, or one dict or ``argparse.Namespace`` of
+                values; by default all arguments. If that dict was an argument of ``__init__``,
+                `load_from_checkpoint` passes it as that argument.
             ignore: Arguments to leave out, such as a module that was passed in. Unknown names are
                 allowed: a base class may name arguments of its subclasses.
             logger: Log them to trackers.
@@ -124,9 +124,9 @@ class TrainModule(nn.Module):
 
     @property
     def hparams(self) -> HyperParameters:
-        """The arguments kept by `save_hyperparameters`: a dict whose items are also attributes.
+        """The hyper-parameters from `save_hyperparameters`: a dict whose items are also attributes.
 
-        A checkpoint holds their values at the time of the save.
+        A checkpoint stores their values at the time of the save.
         """
         return kept_by(self).values
 
@@ -142,23 +142,23 @@ class TrainModule(nn.Module):
     ) -> M:
         """Create a module from a checkpoint, without a Trainer.
 
-        The checkpoint is verified. The class is called with the saved arguments
-        (`save_hyperparameters`); then come `configure_model`, for a checkpoint saved by a run
-        `on_load_checkpoint`, and the weights. The module is left in training mode, as after
-        ``__init__``: call ``eval()`` before using it for predictions.
+        The checkpoint is verified, and the class is called with the saved arguments
+        (`save_hyperparameters`). Then `configure_model` is called, `on_load_checkpoint` too if a
+        run saved the checkpoint, and the weights are loaded. The module is in training mode, as
+        after ``__init__``; call ``eval()`` before using it for predictions.
 
         Args:
             path: The checkpoint's folder, full or weights only.
             map_location: The device to move the module to; by default it stays where ``__init__``
                 created it.
-            strict: The weights must match by name and shape, and the class must take all saved
-                arguments unless `kwargs` complete its own. False loads what fits and logs the
-                rest. By default the class's `strict_loading`.
+            strict: Require all weights to match by name and shape, and the class to take all saved
+                arguments (unless these and `kwargs` cover all of its own). False loads what matches
+                and logs the others. None takes the class's `strict_loading`.
             **kwargs: Arguments for the class; they override saved ones.
 
         Raises:
             CheckpointError: There is no intact checkpoint at `path`, the class does not take the
-                saved arguments, or the weights do not fit the module.
+                saved arguments, or the weights do not match the module.
             TypeError: An argument is neither saved nor given, the class does not take one that was
                 given, or `map_location` is not a device.
             ValueError: There is no device `map_location`.
@@ -170,7 +170,7 @@ class TrainModule(nn.Module):
         strict = cls.strict_loading if strict is None else strict
         module = make(cls, manifest.get("hyper_parameters", {}), kwargs, folder, strict=strict)
         module.configure_model()
-        if f"{_TRAINER}.json" in manifest["files"]:  # first: it may replace parts of the module
+        if f"{_TRAINER}.json" in manifest["files"]:  # before the weights: it may replace submodules
             saved = disk.load_tree(folder, _TRAINER, manifest["files"], {"extra": dict})
             module.on_load_checkpoint(saved["extra"])
         module.to(device)
@@ -178,7 +178,7 @@ class TrainModule(nn.Module):
         disk.load_into(module, weights, where=folder / disk.WEIGHTS_NAME, strict=strict)
         return module
 
-    # -- the run -------------------------------------------------------------------------------
+    # -- state of the run ----------------------------------------------------------------------
 
     @property
     def trainer(self) -> Trainer:
@@ -198,13 +198,13 @@ class TrainModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters; the CPU for a module without any."""
+        """The device of the parameters; the CPU for a module without parameters."""
         tensor = next(chain(self.parameters(), self.buffers()), None)
         return torch.device("cpu") if tensor is None else tensor.device
 
     @property
     def global_step(self) -> int:
-        """The number of updates so far; 0 outside a run."""
+        """The number of optimizer steps so far; 0 outside a run."""
         trainer = self.__dict__.get("_trainer")
         return 0 if trainer is None else trainer.global_step
 
@@ -238,8 +238,9 @@ class TrainModule(nn.Module):
     def all_gather(self, data: Any, group: None = None, sync_grads: bool = False) -> Any:
         """Gather and stack the tensors of all processes; collective.
 
-        In `training_step` this needs a batch on every process in each round: set
-        `limit_train_batches` to a multiple of the number of processes.
+        Every process must call it. At the end of the data some ranks may have no batch, and do not
+        call `training_step`; to gather there, set `limit_train_batches` to a multiple of the number
+        of processes.
 
         Args:
             data: Tensors and numbers in nested containers, of the same shapes on every process.
@@ -247,8 +248,8 @@ class TrainModule(nn.Module):
             sync_grads: Must be False: the result has no graph.
 
         Returns:
-            The same containers, each tensor with a first dimension of ``num_processes``; with one
-            process, the input itself.
+            The same containers, each tensor of shape ``(num_processes, ...)``; with one process,
+            the input itself.
 
         Raises:
             ValueError: `group` or `sync_grads` is given.
@@ -280,32 +281,34 @@ class TrainModule(nn.Module):
         add_dataloader_idx: bool = True,
         **ported: Any,
     ) -> None:
-        """Record a value: a number, a tensor of one element, or a metric object.
+        """Log a value: a number, a tensor of one element, or a metric object.
 
-        The call does not synchronise with the device. A step's value is the mean over its window of
-        micro-batches; an epoch's is the mean over all items of all processes. A metric object
-        (``update``, ``compute``, ``reset``) is computed at the end of the epoch and reset; its step
-        value is the result of its call for the batch or, if there is none, its value so far.
+        The call does not synchronise with the device. The value of a step is the mean over its
+        gradient accumulation window. The value of an epoch is the mean over all items of all
+        processes. A metric object (``update``, ``compute``, ``reset``) is computed and reset at the
+        end of the epoch. Its step value is the result of calling it for the batch or, if it was not
+        called, its value so far.
 
         Args:
             name: The metric's name, such as ``"train/loss"``. With both `on_step` and `on_epoch`
                 there are two metrics, ``name_step`` and ``name_epoch``.
             value: The value; it is detached.
             prog_bar: Show it in the progress bar.
-            on_step: Record the value of this update, if it is due; the default in `training_step`.
-            on_epoch: Accumulate until the epoch ends; the default elsewhere.
+            on_step: Log the value of this update, if the update is one of `Trainer.log_every`; the
+                default in `training_step`.
+            on_epoch: Accumulate until the epoch ends; the default everywhere else.
             reduce: The reduction of several values: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
-            batch_size: The weight in a mean; by default the batch's `count_items` or, in the hooks
-                around an update, that of its window.
-            logger: False keeps it from the trackers, not from ``metrics.jsonl`` and callbacks.
-            add_dataloader_idx: With several loaders, append the loader's number to the name. False
-                leaves the name as given; no two loaders may then log the same one.
+            batch_size: The weight of the value in a mean. The default is `count_items` of the batch
+                or, in the hooks around an update, of the whole accumulation window.
+            logger: False: do not send it to trackers. ``metrics.jsonl`` and callbacks still get it.
+            add_dataloader_idx: With several loaders, append the loader's number to the name. With
+                False, loaders must log different names.
             **ported: Further arguments of a LightningModule's ``log``. ``sync_dist`` has no effect
                 (values are always reduced), ``reduce_fx`` is `reduce`, ``metric_attribute`` is not
                 needed; ``rank_zero_only=True`` and ``enable_graph=True`` are refused.
 
         Raises:
-            RuntimeError: There is no run, or nothing can be logged in this place (`MetricError`).
+            RuntimeError: There is no run, or this hook cannot log (`MetricError`).
             ValueError: The value has several elements, the reduction is unknown or differs from an
                 earlier call's, or an argument asks for something unsupported.
             TypeError: The value is not a number, or there is no such argument.
@@ -352,7 +355,7 @@ class TrainModule(nn.Module):
         for name, value in dictionary.items():
             self.log(name, value, prog_bar, **kwargs)
 
-    # -- to define -----------------------------------------------------------------------------
+    # -- methods to override -------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Compute the loss of one micro-batch, as a mean over its items.
@@ -393,16 +396,17 @@ class TrainModule(nn.Module):
         raise NotImplementedError
 
     def configure_model(self) -> None:
-        """Create large parts of the model; called after ``setup``, before anything is prepared."""
+        """Create large submodules; called after ``setup``, before the model is prepared."""
 
     def count_items(self, batch: Any) -> float | Tensor:
-        """Return the number of items that a batch's loss is a mean over: its size by default.
+        """Return the number of items in a batch: what its loss is a mean over, by default samples.
 
-        Micro-batches and processes are weighted by it. A language model returns the number of
-        tokens in the loss.
+        Losses of micro-batches and processes are weighted by it. A language model should return the
+        number of tokens in the loss.
 
-        The default is not called: the loader's sampler knows the number of samples. Only batches
-        from your own ``collate_fn`` are inspected, because it may have dropped samples.
+        If it is not overridden, it is not called: the loader's sampler knows the number of samples.
+        Only batches from your own ``collate_fn`` are inspected, because it may have dropped
+        samples.
         """
         samples = count_samples(batch)
         return 1 if samples is None else samples
@@ -415,8 +419,9 @@ class TrainModule(nn.Module):
     ) -> Any:
         """Copy a batch to the device; override it for types that have no ``.to``.
 
-        Unless this or another of the three batch hooks is overridden, the copy overlaps with the
-        kernels of the previous step; an override is called in the stream of those kernels.
+        If none of the three batch transfer hooks is overridden, the copy overlaps with the kernels
+        of the previous step. An override is called in the stream of these kernels, so it does not
+        overlap.
         """
         return to_device(batch, device, non_blocking=True)
 
@@ -425,10 +430,10 @@ class TrainModule(nn.Module):
         batch: Any,
         dataloader_idx: int,  # noqa: ARG002 - an interface
     ) -> Any:
-        """Change a batch before it goes to the device, one batch ahead of its use; return it.
+        """Change a batch on the host and return it; called one batch ahead of its use (prefetch).
 
         Random numbers drawn here and in `on_after_batch_transfer` depend only on the seed, the
-        epoch and the batch's number, not on where a run was resumed.
+        epoch and the batch index, so a resumed run draws the same numbers.
         """
         return batch
 
@@ -441,7 +446,7 @@ class TrainModule(nn.Module):
         return batch
 
     def prepare_data(self) -> None:
-        """Download and prepare; the first process of each machine runs it before the others."""
+        """Download and prepare data; local rank 0 of each machine runs it before the others."""
 
     def setup(self, stage: str) -> None:
         """Called before the model is prepared; `stage` is fit, validate, test or predict."""
@@ -450,19 +455,19 @@ class TrainModule(nn.Module):
         """Called at the end of a run, also after an error."""
 
     def train_dataloader(self) -> Any:
-        """Return the training loader, if `fit` was given none."""
+        """Return the training loader; called if none was passed to `fit`."""
 
     def val_dataloader(self) -> Any:
-        """Return the validation loader or a list of them, if none was given."""
+        """Return the validation loader or a list of them; called if none was passed."""
 
     def test_dataloader(self) -> Any:
-        """Return the test loader or a list of them, if none was given."""
+        """Return the test loader or a list of them; called if none was passed."""
 
     def predict_dataloader(self) -> Any:
-        """Return the prediction loader or a list of them, if none was given."""
+        """Return the prediction loader or a list of them; called if none was passed."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add tensors and plain values to the checkpoint."""
+        """Add tensors and plain values to the dict that is saved in a checkpoint."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` added; called before the weights are loaded."""
@@ -476,8 +481,8 @@ class TrainModule(nn.Module):
             use_pl_optimizer: Must be True.
 
         Raises:
-            ValueError: `use_pl_optimizer` is False: updates of the bare optimizers would be neither
-                counted nor averaged over the processes.
+            ValueError: `use_pl_optimizer` is False. Steps of the bare optimizers would not be
+                counted, and their gradients not all-reduced.
         """
         if not use_pl_optimizer:
             raise ValueError(
@@ -505,9 +510,9 @@ class TrainModule(nn.Module):
         self.trainer.manual_backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
-        """Let only this optimizer's parameters require gradients until `untoggle_optimizer`.
+        """Set ``requires_grad`` only for this optimizer's parameters, until `untoggle_optimizer`.
 
-        A backward pass then leaves the parameters of the other optimizers alone.
+        Backward passes then compute no gradients for the parameters of other optimizers.
 
         Raises:
             RuntimeError: Another optimizer is toggled.
@@ -526,10 +531,10 @@ class TrainModule(nn.Module):
 
     # Lightning's steps pass the optimizer.
     def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:  # noqa: ARG002
-        """Restore which parameters required gradients before `toggle_optimizer`.
+        """Restore the ``requires_grad`` flags from before `toggle_optimizer`.
 
         Args:
-            optimizer: Not looked at: only one can be toggled. Lightning requires it.
+            optimizer: Ignored, as only one can be toggled; Lightning requires the argument.
         """
         for parameter in self.__dict__.pop("_toggled", ()):
             parameter.requires_grad_(True)
@@ -608,22 +613,22 @@ class TrainModule(nn.Module):
         """After the last epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """Before an epoch's first window, also that after a mid-epoch resume; see `Callback`."""
+        """Before an epoch's first accumulation window, also after a mid-epoch resume."""
 
     def on_train_epoch_end(self) -> None:
-        """After an epoch's last window; values logged here belong to the epoch."""
+        """After an epoch's last optimizer step; values logged here belong to the epoch."""
 
     def on_train_step_start(self) -> None:
-        """Before a window of micro-batches, which ends in an update."""
+        """Before a gradient accumulation window, which ends with an optimizer step."""
 
     def on_train_step_end(self) -> None:
-        """After a window: the update was made, and its gradients still exist."""
+        """After an optimizer step, at the end of its window; the gradients still exist."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before `training_step`."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After a micro-batch; for the last of a window, after its update.
+        """After a micro-batch; for the last micro-batch of a window, after the optimizer step.
 
         `outputs` is what `training_step` returned, detached.
         """
@@ -635,7 +640,7 @@ class TrainModule(nn.Module):
         """After the backward pass of a micro-batch."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Before an update; the gradients are unscaled, reduced, and not yet clipped."""
+        """Before an optimizer step; gradients are unscaled and all-reduced, but not yet clipped."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Before the gradients are zeroed."""
@@ -717,7 +722,7 @@ def _device(map_location: str | torch.device) -> torch.device:
 
 
 def _checkpoint_at(path: str | os.PathLike[str]) -> Path:
-    """Return the folder of one checkpoint, or raise an error that says which path to give."""
+    """Return the folder of one checkpoint, or raise an error that says which path to pass."""
     folder = Path(with_home("path", path))
     if folder.is_file():
         hint = f"give the checkpoint's folder, {folder.parent}."

@@ -1,7 +1,8 @@
 """Plugins that configure compilation and other training engines of an `Accelerator`.
 
-`TorchDynamoPlugin` is used. The other three describe engines that are not supported yet: they
-validate their arguments, and `refuse_engine` raises instead of training without them.
+`TorchDynamoPlugin` configures ``torch.compile``. The other three describe engines that are not
+supported yet. They validate their arguments, and `refuse_engine` raises an error, so that no run
+trains without the requested engine.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _FSDP_CHOICES = {
     "backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
     "state_dict_type": ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
 }
-# Names of wrap policies in the documented API, besides functions and torch's policies.
+# Names of wrap policies; functions and torch's policies are accepted too.
 _WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 _SUPPORTED = (
@@ -218,7 +219,7 @@ class FullyShardedDataParallelPlugin:
             precision = None
         if precision is None and isinstance(offload, bool):
             return
-        from torch.distributed import fsdp  # loaded already where objects of it were given
+        from torch.distributed import fsdp  # already imported if one of its objects was passed
 
         kinds = (fsdp.MixedPrecision, fsdp.MixedPrecisionPolicy, dict, str, type(None))
         _expect(self, "mixed_precision_policy", kinds)

@@ -1,4 +1,4 @@
-"""The `Trainer`: arguments, wiring, and the four entry points."""
+"""The `Trainer`: its arguments and entry points `fit`, `validate`, `test` and `predict`."""
 
 from __future__ import annotations
 
@@ -100,93 +100,95 @@ class Trainer:
         max_steps: Stop after this many updates.
         min_steps: Do not stop before this many updates, even if a callback asks to.
         max_time: Stop at the first update after this time: ``"30 minutes"``, ``"00:12:00:00"``
-            (days, hours, minutes, seconds), a ``timedelta``, or its arguments as a dict. Alone it
-            is the length of the run, over all its starts. Together with `max_epochs` or `max_steps`
-            it limits each start, including its set-up: an unfinished run is then saved and ended as
-            by a signal (`Preempted`, exit code 124), and the next start resumes it.
+            (days, hours, minutes, seconds), a ``timedelta``, or its arguments as a dict. Without
+            `max_epochs` and `max_steps`, it is the length of the whole run, added up over restarts.
+            With one of them, it limits each start, including set-up. An unfinished run is then
+            saved and ends as after a signal (`Preempted`, exit code 124), and the next start
+            resumes it.
         val_every: When to validate: an interval such as ``"1 epoch"``, ``"500 steps"``,
             ``"30 minutes"``, ``"1e9 items"``, or an int meaning steps.
-        num_sanity_val_steps: Batches of each validation loader to try before training, rounded up
-            so that each process has one; 0 for none, -1 for all.
-        limit_train_batches: Batches per epoch, over all processes; a float is a fraction.
+        num_sanity_val_steps: Batches of each validation loader to run before training, rounded up
+            to the same number on each process; 0 for none, -1 for all.
+        limit_train_batches: Batches per epoch, over all processes; a float is a fraction of all.
         limit_val_batches: The same for each validation loader; 0 disables validation.
         limit_test_batches: The same for each test loader.
         limit_predict_batches: The same for each prediction loader.
-        overfit_batches: Train and validate on this many first batches of each loader, unshuffled.
+        overfit_batches: Train and validate on only the first this many batches of each loader,
+            unshuffled.
         reload_dataloaders_every_n_epochs: Get new training and validation loaders from the module
-            or the `DataModule` at the beginning of every n-th epoch; 0 for never. A run resumed
-            inside an epoch creates its loaders by the same call: with the `current_epoch`,
-            `global_step` and RNG states of that time, and the datamodule's state as in the
+            or the `DataModule` at the beginning of every n-th epoch; 0 for never. A run that
+            resumes inside an epoch creates its loaders by the same call, with the `current_epoch`,
+            `global_step` and RNG states of that earlier call, and the datamodule's state from the
             checkpoint.
-        fast_dev_run: Run this many batches (True is 1) of everything on each process and write
-            nothing.
-        gradient_accumulation_steps: Micro-batches per update, on each process. The update is that
-            of the whole batch, however it is split. None takes that of `accelerator`, else
-            ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, which the launcher sets, else 1.
-        max_grad_norm: Clip the norm of all gradients, except those of optimizers for which
-            `configure_optimizers` sets a different limit.
+        fast_dev_run: Run this many batches (True is 1) of every loader on each process and write no
+            files.
+        gradient_accumulation_steps: Micro-batches per update, on each process. The gradient is that
+            of the whole global batch, however it is split. None takes the value of `accelerator`,
+            else ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, which the launcher sets, else 1.
+        max_grad_norm: Clip the total norm of the gradients. Optimizers for which
+            `configure_optimizers` sets a limit are excluded.
         max_grad_value: Clip each element of the gradients, with the same exception.
-        non_finite: What to do with an update whose loss or gradients hold NaN or infinity:
+        non_finite: What to do if the loss or gradients of an update hold NaN or infinity:
             ``"stop"`` ends the run with a ``FloatingPointError`` that names the parameters,
             ``"skip"`` skips the update and counts it, ``"ignore"`` does not check. All processes
-            act alike. Overflows handled by the fp16 scaler are counted as skipped. In manual
-            optimisation only gradients are checked, and ``"skip"`` is refused.
+            decide the same. Overflows that the fp16 scaler handles are counted as skipped. In
+            manual optimisation only gradients are checked, and ``"skip"`` raises an error.
         max_skipped_in_row: End the run after this many skipped updates in a row.
-        deterministic: Make torch raise for operations without a deterministic implementation while
-            the Trainer runs; ``"warn"`` makes it warn.
+        deterministic: Call ``torch.use_deterministic_algorithms`` for each run: operations without
+            a deterministic implementation raise; with ``"warn"`` they warn.
         detect_anomaly: Make autograd report the forward operation whose gradient is NaN; slow.
-        seed: Seeds Python, numpy and torch now and again when `fit` begins, and fixes the order of
-            the data. Without it the order follows torch's seed.
+        seed: Seeds Python, numpy and torch now, and again when `fit` begins; it also determines the
+            order of the data. Without it, the order is derived from torch's seed.
         log_with: Trackers: a name, class or instance, or a list of them, or ``"all"``.
-        log_every: When to record the values of an update, an interval.
+        log_every: When to log the values of an update, an interval such as ``"50 steps"``.
         project_name: The project name for trackers; by default the project folder's name.
         run_name: The name of the run for trackers.
-        project_dir: The folder of checkpoints, ``metrics.jsonl`` and trackers' files; a relative
-            one is in the working directory of this call. None creates a new folder under ``runs/``
-            for each Trainer.
-        progress_bar: Show a progress bar, on the main process; in a log file, a line an epoch.
-        callbacks: Called in this order, except that callbacks that save come last.
-        profile: ``"simple"`` prints at the end of a fit, validation, test or prediction where its
-            time went, in parts that add up to the whole, and advice for the largest part; it is
-            also written to ``profile-<stage>.json`` in `project_dir`. Times are rank 0's: on CUDA
-            measured with events in the device's stream, without synchronising, elsewhere with the
-            host's clock.
+        project_dir: The folder of checkpoints, ``metrics.jsonl`` and trackers' files. A relative
+            path is resolved now, in the current working directory. None creates a new folder under
+            ``runs/`` for each Trainer.
+        progress_bar: Show a progress bar on the main process. If the output is a log file, it is
+            one line per epoch.
+        callbacks: Called in this order, except that callbacks that save checkpoints come last.
+        profile: ``"simple"`` prints a table at the end of a fit, validation, test or prediction:
+            the time of each part, which add up to the total, and advice for the largest part. It is
+            also written to ``profile-<stage>.json`` in `project_dir`. Times are those of rank 0,
+            measured on CUDA with events in the device's stream, without synchronising, and
+            elsewhere with the host's clock.
         barebones: Disable everything optional, to measure the training alone: progress bar,
-            checkpoints, trackers, ``metrics.jsonl``, the check before training, the check of
-            `non_finite`, and `self.log` in training. Nothing is written, and the weights are those
-            of the same run without it. Arguments that enable or configure these parts are refused:
-            `callbacks`, `log_with`, `project_name`, `run_name`, `log_every`,
-            `num_sanity_val_steps`, `non_finite`, `max_skipped_in_row`, `profile`, `fast_dev_run`,
-            `detect_anomaly`, `slurm_requeue`. Their defaults and values that disable a part are
-            accepted, as are `progress_bar` and `checkpointing`; `project_dir` is only where
-            `ckpt_path` looks.
-        slurm_requeue: Requeue the SLURM job after SIGUSR1 (``sbatch --signal=USR1@120``) or
+            checkpoints, trackers, ``metrics.jsonl``, the sanity check, the check of `non_finite`,
+            and `self.log` in training. No files are written. The trained weights are the same as
+            without it. Arguments that enable or configure these parts raise an error: `callbacks`,
+            `log_with`, `project_name`, `run_name`, `log_every`, `num_sanity_val_steps`,
+            `non_finite`, `max_skipped_in_row`, `profile`, `fast_dev_run`, `detect_anomaly`,
+            `slurm_requeue`. Their defaults and values that disable a part are accepted, as are
+            `progress_bar` and `checkpointing`; `project_dir` is only where `ckpt_path` looks.
+        slurm_requeue: Requeue the SLURM job when SIGUSR1 (``sbatch --signal=USR1@120``) or
             `max_time` has ended the run.
         checkpointing: Keep the last checkpoint unless a `ModelCheckpoint` is among the callbacks.
         accelerator: An existing `Accelerator`, which replaces the arguments below. Its
-            `project_configuration` replaces `project_config`; one configured for custom loops, for
-            example with trackers, is refused.
+            `project_configuration` replaces `project_config`. An `Accelerator` with settings for
+            custom loops, such as trackers, raises an error.
         mixed_precision: See `Accelerator`.
         cpu: See `Accelerator`.
         dataloader_config: See `Accelerator`. The Trainer gives each process whole batches, reads on
-            every process and never repeats samples: options that contradict this are refused.
+            every process and never repeats samples; options that contradict this raise an error.
         deepspeed_plugin: See `Accelerator`.
         fsdp_plugin: See `Accelerator`.
         megatron_lm_plugin: See `Accelerator`.
-        dynamo_backend: See `Accelerator`; the Trainer compiles the steps of the module, and logs
-            the metric ``recompilations``.
+        dynamo_backend: See `Accelerator`. The Trainer compiles the module's `training_step` and
+            other steps, and logs the metric ``recompilations``.
         dynamo_plugin: See `Accelerator`; replaces `dynamo_backend`, with more options.
         kwargs_handlers: See `Accelerator`.
-        project_config: Its `project_dir` is the default of `project_dir`. With `save_on_each_node`
-            machines need not share a disk: each keeps complete checkpoints. `ModelCheckpoint`
-            decides how many are kept.
+        project_config: Its `project_dir` is the default of `project_dir`. With `save_on_each_node`,
+            each machine keeps complete checkpoints, for machines that share no disk.
+            `ModelCheckpoint` decides how many are kept.
 
     Attributes:
         callbacks: In the order in which they are called.
-        accelerator: The process's devices and peers.
+        accelerator: The `Accelerator`: this process's device and the process group.
 
     Raises:
-        ValueError: An argument is outside its choices.
+        ValueError: An argument has an invalid value.
         TypeError: An argument has the wrong type.
         NotImplementedError: An engine or option is not supported yet.
     """
@@ -347,7 +349,7 @@ class Trainer:
         self._stop_requested = False
         self._datamodule: Any = None
         self._module: TrainModule | None = None
-        self._added: list[Callback] = []  # by `setup`, which each stage calls again
+        self._added: list[Callback] = []  # by `setup`, which each stage calls
 
     if not TYPE_CHECKING:  # so that a type checker still reports missing attributes
 
@@ -355,7 +357,7 @@ class Trainer:
             raise AttributeError(trainer_attribute_hint(name))
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if name == "callbacks" and name in vars(self):  # the list that all parts have
+            if name == "callbacks" and name in vars(self):  # all parts share this list
                 self.callbacks[:] = listed(value)
                 return
             if not hasattr(type(self), name):
@@ -405,23 +407,23 @@ class Trainer:
 
         Args:
             module: Defines `training_step` and `configure_optimizers`.
-            train_dataloaders: The training loader, written as for one process; the Trainer divides
-                the data. A `DataModule` may be passed instead.
+            train_dataloaders: The training loader, written as for one process; the Trainer shards
+                the data over the ranks. A `DataModule` may be passed instead.
             val_dataloaders: The validation loader or a list of them; optional.
             datamodule: A `DataModule`, or any object with some of its methods, instead of both.
             ckpt_path: The checkpoint to resume from: None for a new run, a path, ``"last"`` or
-                ``"best"`` of this `project_dir`, or ``"auto"``: the last if there is one. Later
-                checkpoints than this one are renamed to ``abandoned-…``. With the path of one that
-                holds weights alone a new run begins, with those weights (the module's
-                `strict_loading` tells whether all must fit).
+                ``"best"`` of this `project_dir`, or ``"auto"``: the last one if there is one.
+                Checkpoints later than this one are renamed to ``abandoned-…``. A weights-only
+                checkpoint starts a new run from its weights (all must match unless the module's
+                `strict_loading` is False).
 
         Raises:
             ValueError: The arguments, the module or the data are not valid for a run; or another
                 run is using `project_dir`, or has its checkpoints there.
             TypeError: The module lacks a method, or a method returned a wrong type.
-            CheckpointError: The requested checkpoint is missing, damaged or does not fit.
+            CheckpointError: The requested checkpoint is missing, damaged or does not match.
             Preempted: SIGTERM, SIGINT or SIGUSR1 arrived, or `max_time` has passed, and the run was
-                saved: a ``SystemExit``.
+                saved. It is a subclass of ``SystemExit``.
         """
         if self._parts.settings.length.endless:
             raise ValueError(
@@ -555,41 +557,44 @@ class Trainer:
         required: bool = True,
         displaces: Sequence[Path] = (),
     ) -> Path | None:
-        """Save the latest fit; at a boundary and after the fit at once, called by every process.
+        """Save a checkpoint of the latest fit; call it on every process.
 
-        Inside a window of micro-batches, and before the first one, the run is between two states:
-        the save is then made at the next boundary, after its callbacks, by all processes if any of
-        them has requested it, and once per path. (With several processes, a request made after the
-        window's gradients were reduced, as in ``on_train_batch_end``, reaches the others at the
-        next validation or update, and is saved at that boundary; on an accelerator it may take one
-        more update.) If the fit fails first, the requests that were not saved are logged.
+        At a boundary (``on_boundary`` of a callback) and after the fit, it is saved at once. Inside
+        a gradient accumulation window, and before the first one, the run has no complete state to
+        save. The request is then pending until the next boundary, and the save is made after the
+        callbacks there: on all processes if any of them requested it, and once per path. (With
+        several processes, a request made after the window's all-reduce, as in
+        ``on_train_batch_end``, reaches the others at the next validation or update, and is saved at
+        that boundary; on an accelerator it may take one more update.) If the fit fails first,
+        pending saves are logged.
 
         Args:
             path: The checkpoint's folder. A checkpoint there is replaced.
-            weights_only: Save only the weights: a run cannot be resumed from them.
-            background: Return once the state is copied, and write it during training. One save is
-                in flight at a time; the next save and the end of `fit` wait for it.
-            required: A failure to write ends the run; otherwise it is logged.
+            weights_only: Save only the weights; a run cannot resume from them.
+            background: Return once the state is copied to host memory, and write it while training
+                continues. One save is in flight at a time; the next save and the end of `fit` wait
+                for it.
+            required: True: a failure to write ends the run. False: it is logged.
             displaces: Checkpoints to remove once this one is committed.
 
         Returns:
-            The checkpoint's folder, which is committed unless it is written in the background or
-            was requested inside a window, or this is a trial of a `Tuner`, which saves nothing;
-            None if a save that is not required failed.
+            The checkpoint's folder. It is committed, unless the save is in the background, is
+            pending, or this is a trial of a `Tuner`, which saves nothing. None if a save that is
+            not required failed.
 
         Raises:
             CheckpointError: On all processes; the message says what failed and where. A background
                 save that fails ends the run at the next update.
             RuntimeError: There was no fit, or it failed inside a window.
-            ValueError: At a boundary or after the fit, the processes give the folder other names.
+            ValueError: At a boundary or after the fit, the processes pass different folder names.
         """
         run = self._fit
         if run is None:
             raise RuntimeError("save_checkpoint has nothing to save before the first fit.")
-        # Absolute: a save that is made later must not depend on the working directory of then.
+        # Absolute, because the working directory may change before a pending save is made.
         target = given_path("path", path)
         if self._parts.trial_steps is not None:
-            return target  # a trial of a `Tuner` writes nothing, nor replaces the user's checkpoint
+            return target  # a trial of a `Tuner` must not replace the user's checkpoint
         if not run.in_boundary:
             if self._run is not run:
                 raise RuntimeError(
@@ -607,7 +612,7 @@ class Trainer:
             return target
         if run.world_size > 1:
             meet("save_checkpoint")
-            if not self._parts.project.on_each_node:  # whose paths may differ between machines
+            if not self._parts.project.on_each_node:  # where paths may differ
                 refuse_differing_names(target.name)
         with run.timing.part(SAVING):
             saved = save_run(
@@ -649,10 +654,10 @@ class Trainer:
         return self._fit is None or self._fit.writer.wait(name)
 
     def save_own_weights(self, path: str | os.PathLike[str]) -> Path:
-        """Save this process's weights without the other processes.
+        """Save this process's weights without collectives.
 
-        For a process that has failed while the others may be waiting for it: its state may be in
-        the middle of an update.
+        It is for a process that has failed while the others may wait for it in a collective. The
+        weights may be in the middle of an update.
 
         Raises:
             RuntimeError: No fit is running.
@@ -663,7 +668,7 @@ class Trainer:
         return save_weights_alone(run, Path(path), self._parts.settings.describe())
 
     def open_predictions(self, folder: Path, *, merge: bool, overwrite: bool) -> PredictionFiles:
-        """Open files to stream predictions to; every process calls it, inside `predict`.
+        """Open files to stream predictions to; call it on every process, inside `predict`.
 
         Args:
             folder: The folder of the files.
@@ -690,14 +695,14 @@ class Trainer:
         self._fit_run("broadcast_buffers").engine.broadcast_buffers()
 
     def pause_schedulers(self) -> None:
-        """Stop all schedulers for the rest of the fit; the caller sets the learning rates."""
+        """Stop stepping all schedulers for the rest of the fit; the caller sets learning rates."""
         self._fit_run("pause_schedulers").schedulers_paused = True
 
     def update_batch_norm(self) -> None:
-        """Recompute batch-normalisation statistics over an epoch of the training data; collective.
+        """Recompute batch normalisation statistics over an epoch of the training data; collective.
 
-        For weights that training did not produce directly, such as averages. Every process calls it
-        at a boundary. See `trainer.loops.batch_norm`.
+        It is for weights that training did not produce directly, such as averaged weights. Call it
+        on every process at a boundary. See `trainer.loops.batch_norm`.
 
         Raises:
             ValueError: See `check_batch_norm`.
@@ -705,7 +710,7 @@ class Trainer:
         update_batch_norm(self._fit_run("update_batch_norm"))
 
     def check_batch_norm(self) -> None:
-        """Check that `update_batch_norm` can work.
+        """Check that `update_batch_norm` is possible.
 
         Raises:
             ValueError: The module has batch normalisation, and the training data is a stream or
@@ -715,14 +720,14 @@ class Trainer:
 
     @property
     def keeps_checkpoints(self) -> bool:
-        """Whether this process removes and looks for checkpoints: one per disk does."""
+        """Whether this is a writer rank: one process per disk finds and removes checkpoints."""
         return disk.keeps(self.accelerator.state, self._parts.project.on_each_node)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint; every process may call it, but only one per disk removes it.
+        """Remove a checkpoint. Every process may call it; only the writer rank removes it.
 
-        A failure is logged, not raised: it must not end the run, and an error here would not reach
-        the other processes.
+        A failure is logged and not raised, because it must not end the run, and an error here would
+        not reach the other processes.
         """
         if self.keeps_checkpoints:
             disk.remove_or_tell(Path(path))
@@ -731,12 +736,12 @@ class Trainer:
 
     @property
     def max_epochs(self) -> int | None:
-        """The constructor's `max_epochs`."""
+        """The constructor's argument `max_epochs`."""
         return self._parts.settings.max_epochs
 
     @property
     def max_steps(self) -> int | None:
-        """The constructor's `max_steps`."""
+        """The constructor's argument `max_steps`."""
         return self._parts.settings.max_steps
 
     @property
@@ -772,12 +777,12 @@ class Trainer:
 
     @property
     def fast_dev_run(self) -> bool:
-        """Whether this is a trial of a few batches that writes nothing."""
+        """Whether this is a dry run of a few batches that writes no files."""
         return self._parts.settings.fast_dev_run
 
     @property
     def global_step(self) -> int:
-        """The number of updates so far."""
+        """The number of optimizer steps (updates) so far."""
         return self._counters.global_step
 
     @property
@@ -799,9 +804,9 @@ class Trainer:
     def samples_seen(self) -> int:
         """The number of samples trained on, over all processes.
 
-        For a map-style dataset this includes samples that the user's `collate_fn` dropped. With
-        ready-made batches (``batch_size=None``) each process assumes that the others' batches of a
-        round have the size of its own.
+        For a map-style dataset this includes samples that the user's `collate_fn` dropped. If the
+        dataset yields whole batches (``batch_size=None``), each process assumes that all batches of
+        a global batch have the size of its own.
         """
         return self._counters.samples_seen
 
@@ -818,7 +823,7 @@ class Trainer:
 
     @property
     def validations(self) -> int:
-        """The number of validations of this fit, without the sanity check."""
+        """The number of validations in this fit, not counting the sanity check."""
         return self._counters.validations
 
     @property
@@ -828,13 +833,13 @@ class Trainer:
 
     @property
     def callback_metrics(self) -> dict[str, float]:
-        """The latest value of every metric, by name: a copy. To add one, log it.
+        """A copy of the latest value of every logged metric, by name.
 
-        It is the value over all processes once that is known: at each record, at the end of an
-        epoch before the callbacks' ``on_train_epoch_end``, and at a boundary where a callback or
-        schedule judges its `monitor`. Before that it is this process's own, of an epoch's value
-        that of the epoch so far; only ``on_boundary`` of one of several processes, where all must
-        decide alike, keeps the earlier value. Reading it never communicates.
+        Values are reduced over all processes when an update is logged (`log_every`), at the end of
+        an epoch before the callbacks' ``on_train_epoch_end``, and at a boundary where a callback or
+        scheduler uses its `monitor`. Until then, a value is this process's own; that of an epoch is
+        the value so far. In ``on_boundary`` with several processes, the last reduced value is given
+        instead, so that all processes decide the same. Reading never communicates.
         """
         latest = {} if self._recorder is None else self._recorder.latest_values()
         run = self._run
@@ -843,15 +848,15 @@ class Trainer:
 
     @property
     def logged_metrics(self) -> dict[str, float]:
-        """Those of `callback_metrics` that trackers get: not those logged with ``logger=False``."""
+        """The part of `callback_metrics` that trackers get: none logged with ``logger=False``."""
         private: set[str] = set() if self._recorder is None else self._recorder.private
         return {name: value for name, value in self.callback_metrics.items() if name not in private}
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The trackers of the run, each on its own thread; empty on processes that do not write.
+        """The trackers of the run, each on its own thread; empty on processes without trackers.
 
-        They record what `log` cannot, such as images: ``for tracker in trainer.trackers:
+        Use them for what `log` cannot record, such as images: ``for tracker in trainer.trackers:
         tracker.log_images({"samples": images}, trainer.global_step)``.
         """
         return [] if self._recorder is None else self._recorder.trackers
@@ -863,14 +868,15 @@ class Trainer:
 
     @property
     def metric_updates(self) -> dict[str, int]:
-        """The update at which each of `callback_metrics` was reduced, by name."""
+        """The update at which each of the `callback_metrics` was last reduced, by name."""
         return {} if self._recorder is None else self._recorder.updates
 
     def monitored_metric(self, name: str) -> tuple[float, int] | None:
-        """Return a metric's latest reduced value for decisions, and the update of its reduction.
+        """Return a metric's latest reduced value and the update of its reduction, for decisions.
 
-        Of a name that training and validation both log it is the validation's. Until the sanity
-        check or a validation has shown its names, there is none but at the end of an epoch.
+        If training and validation log the same name, it is the validation's value. Before the names
+        that validation logs are known (from the sanity check or a validation), it is None except at
+        the end of an epoch.
         """
         run = self._fit
         if run is None:
@@ -880,19 +886,19 @@ class Trainer:
 
     @property
     def logged_names(self) -> set[str]:
-        """All names logged in the current run, whether reduced yet or not."""
+        """All metric names logged in the current run, reduced or not."""
         return self.metrics.names
 
     @property
     def metrics(self) -> MetricStore:
-        """The values that were logged and not yet reduced."""
+        """The store of logged values that are not yet reduced."""
         if self._run is None:  # a store whose `log` raises: there is no run
             return MetricStore(self.accelerator.device)
         return self._run.metrics
 
     @property
     def should_stop(self) -> bool:
-        """Whether a stop was requested; all processes agree on it within two updates."""
+        """Whether a stop was requested; the request reaches all processes within two updates."""
         run = self._run
         return self._stop_requested or (isinstance(run, FitRun) and run.stop_now)
 
@@ -901,15 +907,16 @@ class Trainer:
         self._stop_requested = stop
         run = self._run
         if isinstance(run, FitRun) and (run.deciding or run.world_size == 1):
-            # Decisions at a boundary depend only on values that all processes share.
+            # At a boundary all processes decide the same, from values that they share.
             run.stop_now = stop
 
     @property
     def ending(self) -> bool:
-        """Whether this boundary is the fit's last, as decided so far; the same on all processes.
+        """Whether this is the last boundary of the fit, as known so far; the same on all processes.
 
-        In ``on_train_start`` this refers to the boundary inside which a run was resumed, if any. A
-        time limit may still be reached between this check and the end of the boundary.
+        In ``on_train_start`` it refers to the boundary whose checkpoint the run resumes from, if it
+        was saved at one. The time limit may still be reached between this check and the end of the
+        boundary.
         """
         run = self._run
         if not isinstance(run, FitRun):
@@ -924,15 +931,15 @@ class Trainer:
 
     @property
     def optimizer_names(self) -> list[str]:
-        """The names of `optimizers`: each one's ``"name"``, else its class, numbered if needed.
+        """The names of `optimizers`: the given ``"name"``, else the class name, numbered if needed.
 
-        Checkpoints and records identify optimizers by these names.
+        Checkpoints and logged metrics identify optimizers by these names.
         """
         return [] if self._fit is None else self._fit.optimizer_names
 
     @property
     def schedulers(self) -> list[SchedulerEntry]:
-        """The schedulers of the latest fit and when they tick."""
+        """The schedulers of the latest fit, with interval and frequency."""
         return [] if self._fit is None else self._fit.schedulers
 
     def add_param_group(
@@ -973,18 +980,18 @@ class Trainer:
 
     @property
     def has_validation(self) -> bool:
-        """Whether the fit has validation data and, as far as known, runs long enough to use it."""
+        """Whether the fit has validation data and, as far as known, will reach a validation."""
         return isinstance(self._run, FitRun) and self._run.validates
 
     @property
     def num_training_batches(self) -> int | None:
-        """Micro-batches of this process per epoch of the latest fit; None if unknown."""
+        """The number of micro-batches of this process per epoch of the fit; None if unknown."""
         feed = self._run.feed if isinstance(self._run, FitRun) else self._feed
         return None if feed is None else feed.num_own_batches
 
     @property
     def estimated_stepping_batches(self) -> int | None:
-        """Updates of the whole latest fit; None if they are unknown before reading the data."""
+        """The number of optimizer steps of the whole fit; None if unknown before reading data."""
         feed = self._run.feed if isinstance(self._run, FitRun) else self._feed
         rounds = None if feed is None else feed.num_rounds
         by_epochs = None
@@ -1024,7 +1031,7 @@ class Trainer:
         run.accumulation = steps
 
     def accumulation_in(self, epoch: int) -> int:
-        """Return the micro-batches per update in `epoch`, for a run without a resume."""
+        """Return the micro-batches per update in `epoch`, for a run that is not resumed."""
         steps = self._parts.settings.gradient_accumulation_steps
         for callback in self.callbacks:
             if isinstance(callback, GradientAccumulationScheduler):
@@ -1043,17 +1050,18 @@ class Trainer:
 
     @property
     def log_due(self) -> bool:
-        """Whether the values of this update will be recorded."""
+        """Whether the values of this update will be logged (`log_every`)."""
         return isinstance(self._run, FitRun) and self._run.log_due
 
     def progress_values(self, *, wait: bool = False) -> dict[str, float]:
-        """Return the latest values logged with ``prog_bar``; also after a fit.
+        """Return the latest values logged with ``prog_bar=True``; also after a fit.
 
-        Values of an update are this process's own. Those of an epoch are there once it has ended.
+        Values of an update are this process's own. Values of an epoch are available once it has
+        ended.
 
         Args:
-            wait: In a run on an accelerator, wait for values that have not arrived from there yet.
-                Otherwise they are those of an earlier call.
+            wait: Wait for values whose copy from the accelerator is not complete. False returns the
+                values of an earlier call for these.
         """
         run = self._run or self._fit
         return {} if run is None else run.metrics.progress_values(wait=wait or self._run is None)
@@ -1070,7 +1078,7 @@ class Trainer:
 
     @property
     def metrics_path(self) -> Path:
-        """The local record, one JSON object per line; `trackers.read_metrics` reads it."""
+        """The file ``metrics.jsonl``, one JSON object per line; see `trackers.read_metrics`."""
         return self._parts.project.record
 
     @property
@@ -1111,7 +1119,7 @@ class Trainer:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return clip_(parameters, max_norm=max_grad_norm, max_value=max_grad_value)
 
-    # -- wiring --------------------------------------------------------------------------------
+    # -- internal ------------------------------------------------------------------------------
 
     def _fit_run(self, what: str) -> FitRun:
         if not isinstance(self._run, FitRun):
@@ -1119,7 +1127,7 @@ class Trainer:
         return self._run
 
     def _given_checkpoint(self, ckpt_path: Any, words: Sequence[str]) -> Any:
-        """Return the checked `ckpt_path`; None for these words in a dry run, which saves none."""
+        """Return the checked `ckpt_path`; a dry run has no checkpoints, so `words` give None."""
         if self.fast_dev_run and ckpt_path in words:
             if self.accelerator.is_main_process:
                 logger.warning(
@@ -1131,7 +1139,7 @@ class Trainer:
         return self._parts.project.given_checkpoint(ckpt_path)
 
     def _check_idle(self, name: str) -> None:
-        """Refuse a run inside another run, which this Trainer would lose track of.
+        """Raise if a run is in progress, since this Trainer keeps the state of one run.
 
         Raises:
             RuntimeError: A run is in progress.
@@ -1177,7 +1185,7 @@ class Trainer:
             try:
                 yield hooks
             except BaseException:
-                note_place()  # before the run is torn down, which loses its position
+                note_place()  # before teardown, which loses the position
                 raise
 
     def _place(self, stage: str) -> str:
@@ -1185,7 +1193,7 @@ class Trainer:
         return f"{stage}, outside its loop" if run is None else run.place(stage)
 
     def _profiling(self, stage: str) -> AbstractContextManager[Begin]:
-        """Return the profiling context, entered first so that its table is printed last."""
+        """Return the profiling context. Enter it first, so that its table is printed last."""
         settings, project = self._parts.settings, self._parts.project
         folder = project.folder if settings.writes else None
         return profiling(settings.profile, stage, folder=folder, accelerator=self.accelerator)

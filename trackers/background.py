@@ -1,4 +1,4 @@
-"""A queue and a thread between the training loop and a tracker."""
+"""`BackgroundTracker`: runs a tracker's calls on a thread, through a queue."""
 
 import contextlib
 import logging
@@ -16,15 +16,15 @@ from trackers.worker import Worker, log
 
 _logger = logging.getLogger("trackers")
 _T = TypeVar("_T")
-_KEPT = ("log_artifact", "log_model")  # never dropped: they are few and costly to lose
+_KEPT = ("log_artifact", "log_model")  # never dropped: they are few and important
 
 
 def finish_all(trackers: Sequence[GeneralTracker], status: Status) -> None:
-    """Close trackers in parallel: several that hang cost one time limit, not one each.
+    """Finish trackers in parallel, so that several that hang cost one time limit in total.
 
     Args:
-        trackers: started trackers; finished ones are left alone.
-        status: How the run ended; `finish` finds it in the tracker.
+        trackers: started trackers; those already finished are skipped.
+        status: How the run ended; it is set as each tracker's `status`.
     """
     for tracker in trackers:
         if tracker.status == "running":
@@ -40,13 +40,13 @@ def _with_copies(
 ) -> Call:
     """Return a call of `function` with copies of the values, or one that raises if copying failed.
 
-    A figure that cannot be drawn, for example, must not end the run.
+    The error must not be raised here: a figure that cannot be drawn must not end the run.
     """
     arrivals: list[Any] = []
     try:
         copies = frozen(values, arrivals)
         size = size_of(copies) if record else 0
-    except Exception as error:  # noqa: BLE001  # their libraries may raise anything
+    except Exception as error:  # noqa: BLE001  # other libraries may raise anything
         refused = ValueError(f"A value cannot be copied or drawn: {error!r}")
         refused.__cause__ = error
         return Call(what, partial(_refuse, refused), record)
@@ -77,41 +77,44 @@ def _finish(tracker: GeneralTracker, *, status: Status) -> None:
 
 
 def _mark(tracker: GeneralTracker, status: Status) -> None:
-    # A class may have its own read-only `status`; it does not need ours.
+    # A tracker class may define its own read-only `status`.
     with contextlib.suppress(AttributeError):
         tracker.status = status
 
 
 class BackgroundTracker(GeneralTracker):
-    """Runs every call of a tracker on one daemon thread, in order, so that it cannot hurt the loop.
+    """Runs all calls of a tracker in order on one daemon thread, so that it cannot delay training.
 
-    `log` and the other `log_…` methods copy the values, including tensors, put them into a queue
-    and return. Errors of the tracker are not raised here; the first failure is logged as a warning
-    by the logger "trackers".
+    `log` and the other `log_…` methods copy the values (including tensors), put them into a queue
+    and return. Errors of the tracker are not raised in the training loop; the first failure is
+    logged as a warning by the logger "trackers".
 
-    A call that fails as in an outage is retried with growing pauses while the others wait, so that
-    the service gets everything in order when it is back. A value that the service cannot take is
-    left out: it raises one of Python's own errors, such as TypeError, or keeps failing while others
-    get through. A full queue drops its oldest record; those of `log_recorded` are read from the
-    local record when their turn comes. Images, tables and so on for which the tracker has no method
-    are left out, with one warning. `finish` waits until all is recorded, at most `finish_timeout`,
-    and reports what was lost.
+    * Outage: a call that fails because of a network, server or disk is retried with increasing
+      pauses. Later calls wait, so that the service gets everything in order.
+    * Invalid value: a call that raises one of Python's own errors, such as TypeError, or that keeps
+      failing while later calls succeed, is dropped.
+    * Full queue: the oldest record is dropped. Records of `log_recorded` are later read back from
+      the local record (``metrics.jsonl``).
+    * Unsupported type: if the tracker has no method for images, tables and so on, they are dropped
+      with one warning.
 
-    Public attributes beyond the interface are those of the tracker, once it has started.
+    `finish` waits until everything is recorded, at most `finish_timeout` seconds, and reports what
+    was lost. Other public attributes are forwarded to the tracker once it has started.
 
     Args:
-        tracker: the tracker, not started. From here on it belongs to the thread.
-        capacity: how many records may wait.
-        memory: about how many bytes of images, tables and so on may wait; one alone may be larger.
-        finish_timeout: how long `finish` waits, in seconds.
-        first_pause: about how long to wait before the first retry, in seconds.
-        longest_pause: the limit of the pauses, in seconds; each is about twice the one before.
-        gathering: how many seconds at most a record waits for others, so that the thread interrupts
-            the training once for many.
+        tracker: the tracker, not started. Use it only through this object from now on.
+        capacity: the maximum number of records in the queue.
+        memory: about the maximum number of bytes of images, tables and so on in the queue; a single
+            one may be larger.
+        finish_timeout: the maximum time that `finish` waits, in seconds.
+        first_pause: about the pause before the first retry, in seconds.
+        longest_pause: the maximum pause, in seconds; each pause is about twice the previous one.
+        gathering: the maximum time, in seconds, that a record waits for others, so that the thread
+            wakes up once for many records.
 
     Attributes:
         wrapped: the tracker.
-        missed: where to find records that a full queue dropped; may be set before `start`.
+        missed: reads records that a full queue dropped; may be set before `start`.
 
     Raises:
         ValueError: an argument is not positive (`gathering` may be 0), or `longest_pause` is below
@@ -161,34 +164,34 @@ class BackgroundTracker(GeneralTracker):
         )
         self._finished = False
         self._waited = False
-        self._unsupported: set[str] = set()  # what a warning was logged for
+        self._unsupported: set[str] = set()  # methods with a warning already logged
         self._started: Future[None] | None = None
         self._told_first: Callable[[GeneralTracker], None] | None = None  # before it starts
 
     @property
     def dropped(self) -> int:
-        """How many records were lost so far: in a full queue, in an outage, or after `finish`."""
+        """The number of records lost so far: in a full queue, in an outage, or after `finish`."""
         return self._worker.pending.lost
 
     @property
     def failures(self) -> int:
-        """How many calls raised, counting each attempt."""
+        """The number of attempts that raised."""
         return self._worker.failures
 
     @property
     def replayed(self) -> int:
-        """How many records that a full queue dropped were read from the local record."""
+        """The number of records that a full queue dropped and that were read back."""
         return self._worker.replayed
 
     @property
     def tracker(self) -> Any:
-        """The underlying SDK object, as all calls queued by now have left it.
+        """The underlying SDK object, after all calls queued so far.
 
-        Waits for `start` and these calls, at most `finish_timeout` each.
+        Waits for `start` and for these calls, at most `finish_timeout` seconds each.
 
         Raises:
             concurrent.futures.TimeoutError: `start` has not ended in that time.
-            Exception: what the last attempt of `start` raised.
+            Exception: the error of the last attempt of `start`.
         """
         return self._settled().tracker
 
@@ -197,13 +200,13 @@ class BackgroundTracker(GeneralTracker):
 
         Waits as `tracker` does.
         """
-        if name.startswith("_"):  # Python's own protocols, and what is missing before `__init__`
+        if name.startswith("_"):  # Python protocols, and attributes before `__init__`
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._settled(), name)
 
     @property
     def run_id(self) -> str | None:  # type: ignore[override]  # the tracker sets it
-        """The tracker's `run_id`, once known; waits for nothing."""
+        """The tracker's `run_id`, or None if it is not known yet; does not wait."""
         try:
             return self.wrapped.run_id
         # The tracker's own property may fail before `start`. Its AttributeError would make Python
@@ -248,19 +251,19 @@ class BackgroundTracker(GeneralTracker):
         self._worker.pending.put(store)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Queue values to be recorded: None is left out, and secrets in texts are masked."""
+        """Queue values to be recorded. None values are left out; secrets in texts are masked."""
         values = masked_texts(_without_none(values))
         self._worker.pending.put(
             _with_copies("log", values, lambda tracker, copies: tracker.log(copies, step, **kwargs))
         )
 
     def log_recorded(self, values: dict[str, Any], step: int, time: float) -> None:
-        """Queue values that are also in the local record, which `missed` reads.
+        """Queue values that are also in the local record, so that they can be read back if dropped.
 
         Args:
             values: names and numbers, in a dict that must not change.
             step: the number of optimizer updates so far.
-            time: the field `time` of the local record; later than that of the one before.
+            time: the field `time` of the local record; later than in the previous call.
         """
         self._worker.pending.put(Call("log", partial(log, values=values, step=step), time=time))
 
@@ -277,7 +280,7 @@ class BackgroundTracker(GeneralTracker):
         self._relay("log_histogram", "histograms", values, step, **kwargs)
 
     def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Draw figures, which the caller may then change, and queue their pixels to be recorded."""
+        """Draw figures now and queue their pixels, so that the caller may change the figures."""
         self._relay("log_figure", "figures", values, step, **kwargs)
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
@@ -293,18 +296,17 @@ class BackgroundTracker(GeneralTracker):
         self._relay("log_model", "models", path, *args, **kwargs)
 
     def submit(self, function: Callable[[GeneralTracker], _T]) -> "Future[_T]":
-        """Call a function with the tracker on the thread, after all calls queued by now.
+        """Call a function with the tracker on the thread, after all calls queued so far.
 
-        A checkpoint syncs the local record up to its step in this way. Such calls are not dropped
-        by a full queue, and do not wait for the end of an outage: during one they overtake the
-        queue.
+        A checkpoint uses this to sync the local record up to its step. Such calls are never dropped
+        by a full queue. In an outage they do not wait: they run before the calls in the queue.
 
         Args:
             function: takes the wrapped tracker.
 
         Returns:
-            The future of what the function returns or raises. It raises `TimeoutError` if `finish`
-            gave up first, and `RuntimeError` after `finish`.
+            A future with the function's result or error. It raises `TimeoutError` if `finish` gave
+            up first, and `RuntimeError` after `finish`.
         """
         future: Future[_T] = Future()
         future.set_running_or_notify_cancel()  # it cannot be cancelled
@@ -313,7 +315,7 @@ class BackgroundTracker(GeneralTracker):
         return future
 
     def settle(self, timeout: float) -> None:
-        """Wait until all calls queued by now are made or lost; not on the tracker's thread.
+        """Wait until all calls queued so far are made or lost; call it from another thread.
 
         Args:
             timeout: the longest wait, in seconds.
@@ -321,7 +323,7 @@ class BackgroundTracker(GeneralTracker):
         self._worker.settle(timeout)
 
     def begin_finish(self) -> None:
-        """Request the end and return; the time limit of `finish` runs from here."""
+        """Request the end without waiting; the time limit of `finish` begins now."""
         if self._finished:
             return
         status: Status = "finished" if self.status == "running" else self.status
@@ -330,10 +332,10 @@ class BackgroundTracker(GeneralTracker):
         self._worker.end(Call("finish", partial(_finish, status=status), record=False))
 
     def finish(self) -> None:
-        """Wait until all is recorded and the tracker closed, at most `finish_timeout` seconds.
+        """Wait until everything is recorded and the tracker closed, at most `finish_timeout` seconds.
 
-        The tracker's `status` is then this object's, or "finished" if that was not set. A warning
-        reports what was lost. Later calls record nothing, and only count what they drop.
+        The tracker's `status` is set to this object's, or "finished" if it was not set. A warning
+        reports what was lost. Later calls record nothing; they are counted as dropped.
         """
         self.begin_finish()
         if self._waited:
@@ -352,7 +354,7 @@ class BackgroundTracker(GeneralTracker):
             )
 
     def _settled(self) -> GeneralTracker:
-        """Return the wrapped tracker once it has started and made the calls queued by now."""
+        """Return the wrapped tracker once it has started and made the calls queued so far."""
         if self._started is not None:
             self._started.result(self.finish_timeout)
             self.settle(self.finish_timeout)

@@ -7,7 +7,7 @@ import math
 import os
 from typing import Any, Literal, TypeAlias, TypeVar
 
-# What a tracker class must define, and how.
+# Attributes that a tracker class must define, with an example for the error message.
 _REQUIRED = {
     "name": 'name = "my_tracker"  # its name in log_with and init_kwargs',
     "requires_logging_directory": "requires_logging_directory = False  # True if it writes files",
@@ -19,7 +19,7 @@ Status: TypeAlias = Literal["running", "finished", "failed", "preempted"]
 
 
 def python_number(value: Any) -> Any:
-    """Return a tensor or an array of one element as a Python number, anything else as it is."""
+    """Convert a tensor or array of one element to a Python number; return other values as is."""
     shape = getattr(value, "shape", None)
     return value.item() if shape is not None and math.prod(shape) == 1 else value
 
@@ -28,8 +28,8 @@ class GeneralTracker:
     """The interface of every experiment tracker.
 
     A subclass defines `name`, `requires_logging_directory` and `tracker`, and overrides the methods
-    that it supports; making an instance without these attributes is an error that shows how to
-    define them.
+    that it supports. Creating an instance without these attributes raises an error that shows how
+    to define them.
 
     ```python
     @register_tracker
@@ -42,23 +42,23 @@ class GeneralTracker:
             print(step, values)
     ```
 
-    `log_with` makes one as `cls(run_name, **init_kwargs)`, or `cls(run_name, logging_dir,
-    **init_kwargs)` if it requires a directory. A constructor should only store its arguments:
-    files and connections are opened in `start`, which runs where nothing waits for it.
+    `log_with` creates a tracker as `cls(run_name, **init_kwargs)`, or `cls(run_name, logging_dir,
+    **init_kwargs)` if it requires a directory. A constructor should only store its arguments. Open
+    files and connections in `start`, which runs on a background thread.
 
     Attributes:
         name: its name in `log_with`, `init_kwargs` and `get_tracker`.
         requires_logging_directory: whether it writes files, and so takes a directory.
-        main_process_only: whether only the main process has a run of it.
+        main_process_only: whether only the main process starts a run of it.
         requires_package: the import name of the package that it needs, or None.
-        has_projects: whether its service keeps runs in projects: the first argument is then the
-            name of the project, and the run's own name is given as `name`.
-        status: "running" during the run; when `finish` is called, it is "finished", "failed" if an
-            error ended the run, or "preempted" if a signal did, after a save. The caller sets it;
-            `finish` reads it to close the run at the service accordingly.
-        run_id: the service's identifier of the run; `start` sets it, checkpoints keep it.
-        service_dir: where the service's own package keeps files, such as those of a run without a
-            network; the caller may set it before `start`. None leaves it to the package.
+        has_projects: whether its service groups runs into projects. The first argument is then the
+            project's name, and the run's own name is passed as `name`.
+        status: "running" during the run. Before `finish` is called, the caller sets it to
+            "finished", "failed" (an error ended the run) or "preempted" (a signal ended it, after a
+            save). `finish` closes the run at the service accordingly.
+        run_id: the service's identifier of the run; `start` sets it and checkpoints store it.
+        service_dir: the folder for files of the service's package, such as offline runs; the caller
+            may set it before `start`. None leaves it to the package.
 
     Raises:
         NotImplementedError: a required attribute is missing.
@@ -74,7 +74,7 @@ class GeneralTracker:
     run_id: str | None = None
     service_dir: str | None = None
 
-    # Not in `__init__`, which subclasses need not call.
+    # Not in `__init__`, because subclasses need not call it.
     def __new__(cls: type[_Instance], *_args: Any, **_kwargs: Any) -> _Instance:
         """Check the class before its constructor runs."""
         check_complete(cls)
@@ -83,7 +83,7 @@ class GeneralTracker:
 
     @property
     def tracker(self) -> Any:
-        """The underlying SDK object, for what this interface does not cover."""
+        """The underlying SDK object, for features that this interface does not have."""
         raise NotImplementedError
 
     def resume(self, run_id: str | None, step: int | None) -> None:
@@ -92,19 +92,19 @@ class GeneralTracker:
         Args:
             run_id: the `run_id` of the earlier run; None if it is not known, as in an evaluation in
                 a separate process.
-            step: the update from which the run resumes; what a killed run logged for later updates
-                is logged again. None if nothing is logged again, as in an evaluation.
+            step: the update from which the run resumes. Values that a killed run logged for later
+                updates will be logged again. None if nothing is logged again, as in an evaluation.
         """
 
     def begin_anew(self) -> None:
         """Prepare for training that does not resume; called before `start`.
 
-        What is left in the same place, such as by a run that was killed before its first
-        checkpoint, belongs to another run.
+        Files that exist in the same place belong to another run, for example one that was killed
+        before its first checkpoint.
         """
 
     def start(self) -> None:
-        """Open the run; called after `resume` or `begin_anew`, before all else, and in retries."""
+        """Open the run; called after `resume` or `begin_anew`, before logging; may be retried."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration of the run.
@@ -154,7 +154,7 @@ class GeneralTracker:
             table_name: its name.
             columns: the names of the columns; numbers from 1 by default.
             data: the rows, all of the same length.
-            dataframe: of pandas or polars, instead of `columns` and `data`.
+            dataframe: a data frame of pandas or polars, instead of `columns` and `data`.
             step: the number of optimizer updates so far.
             **kwargs: passed to the underlying SDK.
 
@@ -183,8 +183,9 @@ class GeneralTracker:
         """Record figures as images.
 
         Args:
-            values: names and matplotlib figures, or their pixels: bytes of shape (height, width,
-                channels). `BackgroundTracker` draws figures when called, and passes on the pixels.
+            values: names and matplotlib figures, or their pixels: uint8 arrays of shape `(height,
+                width, channels)`. `BackgroundTracker` draws figures when called, and passes on the
+                pixels.
             step: the number of optimizer updates so far.
             **kwargs: passed to the underlying SDK.
 
@@ -218,9 +219,9 @@ class GeneralTracker:
         """Record a file or a folder, such as a checkpoint.
 
         Args:
-            path: the file or the folder. It is read later, on the tracker's own thread: keep it for
-                a while.
-            name: its name at the service, across its versions; by default that of the path.
+            path: the file or the folder. It is read later, on the tracker's own thread, so keep it
+                for a while.
+            name: its name at the service, the same for all versions; by default the path's name.
             kind: its type, such as "dataset".
             step: the number of optimizer updates so far.
             **kwargs: passed to the underlying SDK.
@@ -238,7 +239,7 @@ class GeneralTracker:
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record the weights of a model, or a whole checkpoint, as a version of it.
+        """Record the weights of a model, or a whole checkpoint, as a new version of the model.
 
         Args:
             path: the file or the folder, see `log_artifact`.
@@ -260,7 +261,7 @@ def is_installed(cls: type[GeneralTracker]) -> bool:
     """Return whether the package that a tracker needs is installed, without importing it."""
     if cls.requires_package is None:
         return True
-    # A bare folder of that name is not the package: wandb makes one where it runs.
+    # A folder of that name is not the package: wandb creates one in the working directory.
     spec = importlib.util.find_spec(cls.requires_package)
     return spec is not None and spec.origin is not None
 
@@ -279,7 +280,7 @@ def check_installed(cls: type[GeneralTracker]) -> None:
 
 
 def check_complete(cls: type[GeneralTracker]) -> None:
-    """Raise a NotImplementedError that says what a tracker class lacks, if anything."""
+    """Raise a NotImplementedError if a tracker class lacks a required attribute."""
     inherited = object()
     missing = [
         how

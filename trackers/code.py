@@ -1,4 +1,4 @@
-"""The version of the code that a run uses."""
+"""The version of the code that a run uses: the git commit."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _logger = logging.getLogger("trackers")
 
 
 def git_commit(folder: str | os.PathLike[str]) -> str | None:
-    """Return the commit of the git repository around a folder; git need not be installed.
+    """Return the commit of the git repository that contains a folder; git need not be installed.
 
-    Uncommitted changes are not detected. As git does, it leaves out a repository of another user:
-    whoever can write to a folder above this one can put one there.
+    Uncommitted changes are not detected. Like git, it ignores a repository that belongs to another
+    user, because anybody who can write to a parent folder can put one there.
 
     Args:
         folder: a folder in the working tree.
 
     Returns:
-        The hash in hexadecimal digits; None without a repository, before its first commit, and,
-        with a warning, if its files cannot be read or are another user's.
+        The hash in hexadecimal digits. None without a repository or before its first commit. None
+        with a warning if its files cannot be read or belong to another user.
     """
     try:
         found = _commit(folder)
-    except (OSError, ValueError) as error:  # somebody else's files, or a folder that is gone
+    except (OSError, ValueError) as error:  # another user's files, or a deleted folder
         _logger.warning("The commit of the code cannot be read: %s.", error)
         return None
     return found if found and _HASH.fullmatch(found) else None
@@ -72,6 +72,6 @@ def _text(path: Path) -> str:
 
 
 def _expect_own(path: Path) -> None:
-    """Raise if a file or folder belongs to another user; of a link, the link itself counts."""
+    """Raise if a file or folder belongs to another user; for a symlink, the link's owner counts."""
     if hasattr(os, "geteuid") and path.lstat().st_uid != os.geteuid():
         raise PermissionError(f"{path} belongs to another user")

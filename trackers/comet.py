@@ -1,4 +1,4 @@
-"""Comet."""
+"""The tracker for Comet (comet_ml)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from trackers.base import GeneralTracker
 from trackers.media import finite, one_level, pixels, plain, rendered, table_of
 from trackers.registry import register_tracker
 
-# Comet would patch torch and work inside the training's own calls; only explicit calls record.
+# Disable Comet's automatic logging, which patches torch and runs inside training calls.
 _QUIET = {"auto_metric_logging": False, "auto_param_logging": False, "log_graph": False}
 
 
 def _draw_apart() -> None:
-    """Let comet_ml draw from its own random generator.
+    """Let comet_ml use its own random generator.
 
-    Otherwise it would advance that of the training and, if a run and the one that resumes it begin
-    with the same seed, give their archives the same name: the second would replace the first.
+    Otherwise it would advance Python's global generator, which training uses. And if a run and its
+    resumed run begin with the same seed, their offline archives would get the same name, so that
+    the second replaces the first.
     """
     own = random.SystemRandom()
     for name, module in list(sys.modules.items()):
@@ -32,7 +33,7 @@ def _draw_apart() -> None:
 
 
 def _picture(image: Any) -> Any:
-    """Return an array as a PIL image: comet_ml would first try it as the name of a file."""
+    """Return an array as a PIL image, because comet_ml first treats an array as a file name."""
     from PIL import Image
 
     return Image.fromarray(image.squeeze()) if hasattr(image, "shape") else image
@@ -43,12 +44,13 @@ class CometMLTracker(GeneralTracker):
     """An experiment at Comet, or in an archive on disk with ``online=False``.
 
     A run that resumes continues the same experiment. Comet itself records the version of the code,
-    the output and the machine; it does not hook into torch here unless asked to.
+    the output and the machine. Its hooks into torch are disabled unless `kwargs` enable them.
 
     Args:
         run_name: the name of the project.
-        **kwargs: for `comet_ml.start`, for example `workspace`, `experiment_key`, `online`; all
-            others for `comet_ml.ExperimentConfig`, for example `name`, `tags`, `offline_directory`.
+        **kwargs: arguments of `comet_ml.start`, for example `workspace`, `experiment_key`,
+            `online`; all others of `comet_ml.ExperimentConfig`, for example `name`, `tags`,
+            `offline_directory`.
 
     Raises:
         ImportError: comet_ml is not installed.
@@ -80,7 +82,7 @@ class CometMLTracker(GeneralTracker):
 
     @property
     def writer(self) -> Any:
-        """The experiment, under the name that scripts for the documented API use."""
+        """The experiment, under the name that accelerate's tracker has for it."""
         return self.tracker
 
     def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002  # an interface
@@ -91,7 +93,7 @@ class CometMLTracker(GeneralTracker):
         """Begin the experiment, or continue it.
 
         Raises:
-            ConnectionError: Comet did not begin it; Comet's own log says why.
+            ConnectionError: Comet did not begin the experiment; Comet's own log says why.
         """
         previous, self._previous = self._previous, None
         self.run_id = previous
@@ -110,7 +112,7 @@ class CometMLTracker(GeneralTracker):
         if options or "experiment_config" not in direct:
             direct["experiment_config"] = comet_ml.ExperimentConfig(**{**_QUIET, **options})
         experiment = comet_ml.start(**direct)
-        # It would accept and drop everything, as only a disabled experiment is meant to.
+        # An experiment that failed to connect would silently drop all values.
         if not (experiment.alive or experiment.disabled):
             experiment.end()
             raise ConnectionError("Comet did not begin the experiment; its own log says why.")
@@ -121,8 +123,8 @@ class CometMLTracker(GeneralTracker):
         """Store the configuration as parameters.
 
         Args:
-            values: names and values; what is not a number, a string, a bool or a dict or list of
-                these is stored as its `str`.
+            values: names and values. Values other than numbers, strings, bools and dicts or lists
+                of these are stored as their `str`.
         """
         self.tracker.log_parameters(plain(values))
 
@@ -175,7 +177,7 @@ class CometMLTracker(GeneralTracker):
         names, rows = table_of(table_name, columns, data, dataframe)
         text = io.StringIO(newline="")
         csv.writer(text).writerows([names, *rows])
-        # Comet's log_table would take a file of that name in the working directory instead.
+        # Not Comet's log_table, which would upload a file of that name in the working directory.
         options = {"name": f"{table_name}.csv", "step": step, **kwargs}
         self.tracker.log_asset_data(text.getvalue(), **options)
 
@@ -225,7 +227,8 @@ class CometMLTracker(GeneralTracker):
             artifact.add(str(path))
             self.tracker.log_artifact(artifact)
             return
-        # An archive holds no artifacts. Copy the files: they may be gone before it is made.
+        # An offline archive has no artifacts, so add the files as assets. They are copied, because
+        # they may be deleted before the archive is written.
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_file():
                 label = f"{name or path.name}/{file.relative_to(path)}" if file != path else name
@@ -253,7 +256,7 @@ class CometMLTracker(GeneralTracker):
         experiment, self._experiment = self._experiment, None
         if experiment is None:
             return
-        if self.status != "running":  # otherwise it is unknown how the run ended
+        if self.status != "running":  # "running": it is unknown how the run ended
             experiment.log_other("status", self.status)
         experiment.end()
 

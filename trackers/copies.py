@@ -1,4 +1,4 @@
-"""Copies of logged values, whose originals a loop may go on changing."""
+"""Copies of logged values, because the training loop may change the originals."""
 
 import copy
 import math
@@ -14,16 +14,17 @@ _HOLDERS = (Namespace, SimpleNamespace, set, deque, bytearray)  # found in confi
 
 
 def frozen(value: Any, arrivals: list[Any]) -> Any:
-    """Return a copy that later changes of the original do not affect, without waiting for a device.
+    """Return a copy of a logged value, without waiting for a device.
 
-    Tensors on devices are copied to the host.
+    Later changes of the original do not affect it. Tensors on devices are copied to the host
+    asynchronously.
 
     Args:
-        value: a tensor, an array, a PIL image, a data frame, or dicts, lists and tuples of these; a
-            matplotlib figure, which is replaced by its pixels; a namespace, a dataclass or a set,
-            of which the copy is shallow; other objects are returned as they are.
-        arrivals: gets an event for each tensor that is still being copied: read the copy after the
-            event's `synchronize()`.
+        value: a tensor, an array, a PIL image, a data frame, or dicts, lists and tuples of these. A
+            matplotlib figure is replaced by its pixels. The copy of a namespace, dataclass or set
+            is shallow. Other objects are returned as they are.
+        arrivals: a list to which an event is added for each tensor that is still being copied. Call
+            the event's `synchronize()` before reading the copy.
     """
     if isinstance(value, dict):
         return {key: frozen(item, arrivals) for key, item in value.items()}
@@ -42,7 +43,7 @@ def frozen(value: Any, arrivals: list[Any]) -> Any:
 
 
 def size_of(value: Any) -> int:
-    """Return about how much memory a copy takes, in bytes; 0 for a number alone."""
+    """Return the approximate memory of a copy in bytes; 0 for a single number."""
     if value is None or isinstance(value, (bool, int, float)):
         return 0
     if isinstance(value, dict):

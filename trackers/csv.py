@@ -1,4 +1,4 @@
-"""A table for spreadsheets and data frames: one row per step, one column per metric."""
+"""The CSV tracker: a table with one row per step and one column per metric."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ _logger = logging.getLogger("trackers")
 class CSVTracker(GeneralTracker):
     """Writes `logging_dir/run_name/metrics.csv`, with a column for each name logged so far.
 
-    Consecutive values of one step share a row, whichever call they come from. A new name adds a
-    column: a new file is written and atomically replaces the old one, so that a reader always finds
-    a complete table. The local record, `metrics.jsonl`, is what a run resumes from; this file is
-    for reading.
+    Consecutive values of one step share a row, even from different calls. A new name adds a column:
+    a new file is written and atomically replaces the old one, so that a reader always finds a
+    complete table. This file is for reading. A run resumes from the local record, `metrics.jsonl`.
 
-    Several processes may add to one table, as a fit and an evaluation do: each changes it under a
-    lock, whose file ``.metrics.csv.lock`` beside it is removed again. Without such locks (on
-    Windows, and on some network file systems, where a warning is logged), concurrent writers may
-    lose rows.
+    Several processes may add to one table, as a fit and an evaluation do. Each changes it under a
+    file lock, ``.metrics.csv.lock`` beside the table, which is removed afterwards. Without file
+    locks (on Windows, and with a warning on some network file systems), concurrent writers may lose
+    rows.
 
     Only a run that continues another one adds to an existing table: a `Trainer` that resumes or
-    evaluates, or a run with a `purge_step`. Any other run renames the table first, because rows of
-    two runs could not be told apart; it logs a warning, unless it is a fit of a `Trainer`.
+    evaluates, or a run with a `purge_step`. Any other run renames the existing table first, because
+    rows of two runs could not be distinguished. It logs a warning, except for a fit of a `Trainer`.
 
     Args:
         run_name: the name of the run and of its folder.
         logging_dir: the folder of all runs.
-        purge_step: for a custom loop that resumes, the first step that it logs again: the rows from
-            there on are dropped.
+        purge_step: for a custom loop that resumes, the first step that it logs again. Rows of this
+            step and later ones are dropped.
     """
 
     name = "csv"
@@ -69,10 +68,10 @@ class CSVTracker(GeneralTracker):
         return self.path
 
     def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002  # an interface
-        """Keep the rows up to a step, or all, unless the arguments give a `purge_step`.
+        """Keep the rows up to a step, or all rows, unless `purge_step` was passed.
 
-        The values of an evaluation then get their own rows: the last row may be of the same step,
-        on other data.
+        Values of an evaluation get their own rows, because the last row may hold values of the same
+        step on other data.
         """
         self._kept = sys.maxsize if step is None else step + 1
         self._shares = step is not None
@@ -82,7 +81,7 @@ class CSVTracker(GeneralTracker):
         self._anew = True
 
     def start(self) -> None:
-        """Open the table, after dropping the rows that are logged again."""
+        """Open the table and drop the rows that will be logged again."""
         rows: list[dict[str, Any]] = []
         self._columns = ["step"]  # this object may have written another table
         purge_step = self._kept if self.purge_step is None else self.purge_step
@@ -101,9 +100,9 @@ class CSVTracker(GeneralTracker):
         """Add values to the row of their step.
 
         Args:
-            values: names and numbers or texts; each entry of a dict becomes ``"outer/inner"``.
-            step: the number of optimizer updates so far. Without it, the values get their own row,
-                or that of the step given by a value "step" that is an int.
+            values: names and numbers or texts; an entry of a dict gets the name ``"outer/inner"``.
+            step: the number of optimizer updates so far. None takes the value named "step" if it is
+                an int; otherwise the values get their own row.
 
         Raises:
             RuntimeError: the tracker is not started, or is finished.
@@ -112,13 +111,13 @@ class CSVTracker(GeneralTracker):
         """
         values = one_level(values)
         named = values.pop("step", step)
-        if step is None and type(named) is int:  # which a resumed run can read
+        if step is None and type(named) is int:  # a resumed run can read it
             step = named
         row: dict[str, Any] = {"step": step, **values}
         if self._file is None:
             raise RuntimeError(f"The table {self.path} is not open. Call `start` first.")
         with _locked(self.path):
-            # What is written to a file that is gone would be lost.
+            # Values written to a deleted file would be lost.
             if not is_at(os.fstat(self._file.fileno()), self.path):
                 self._open_anew()
             self._add(row, self._file)
@@ -137,8 +136,8 @@ class CSVTracker(GeneralTracker):
     def _add(self, row: dict[str, Any], file: io.FileIO) -> None:
         step = row["step"]
         at = file.seek(0, os.SEEK_END)
-        # Compared as texts, since a resumed run reads its rows as such. The last row may no longer
-        # be at the end: another process may have added to the table, as an evaluation does.
+        # Steps are compared as texts, since a resumed run reads its rows as texts. The last row may
+        # no longer be at the end, if another process (an evaluation) has added rows.
         same = step is not None and str(self._last.get("step")) == str(step) and at == self._end
         merged = {**self._last, **row} if same else row
         at = self._last_at if same else at
@@ -189,7 +188,7 @@ class CSVTracker(GeneralTracker):
     def _read(self) -> list[dict[str, Any]]:
         with open(self.path, "rb", opener=regular) as file:
             text = file.read().decode()  # keeps line ends inside texts as they are
-        whole = text[: text.rfind("\n") + 1]  # a crash may have torn the last row
+        whole = text[: text.rfind("\n") + 1]  # a crash may have cut off the last row
         limit = csv.field_size_limit(sys.maxsize)  # texts may be longer than the default for cells
         try:
             table = csv.DictReader(io.StringIO(whole, newline=""))
@@ -200,7 +199,7 @@ class CSVTracker(GeneralTracker):
         return rows
 
     def _open_anew(self) -> None:
-        """Continue in the table that another process has put there, or begin one if none is."""
+        """Continue with the table that replaced the open one; create it if there is none."""
         if not self.path.exists():
             self._write_anew([], self._columns)
             _logger.warning(
@@ -218,10 +217,10 @@ class CSVTracker(GeneralTracker):
 
 @contextlib.contextmanager
 def _locked(table: Path) -> Iterator[None]:
-    """Keep other processes, and other trackers in this one, from changing a table.
+    """Lock a table against changes by other processes and by other trackers in this process.
 
-    The holder of the lock removes its file; whoever gets the lock of a removed file, for which it
-    has waited, tries again.
+    The holder deletes the lock file at the end. A waiting process that then gets the lock of the
+    deleted file tries again with a new file.
     """
     table.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -237,7 +236,7 @@ def _locked(table: Path) -> Iterator[None]:
         ):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                # Closing the file is not enough: a process forked meanwhile has it open too.
+                # Unlock explicitly: a process forked in between also has the file open.
                 held.callback(fcntl.flock, file, fcntl.LOCK_UN)
             except OSError as error:
                 _tell_without_lock(table, str(error))

@@ -1,6 +1,6 @@
-"""TensorBoard's event files, written by the thread that has the events.
+"""TensorBoard event files, written directly by the tracker's thread.
 
-This module needs tensorboard: it is imported where a file is begun.
+This module needs tensorboard, so it is imported only when a file is created.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.tensorboard import FileWriter, SummaryWriter
 from trackers.files import regular
 from trackers.jsonl import append_whole, is_at
 
-_VERSION = "brain.Event:2"  # since 2 a reader drops steps again only where a file says so
+_VERSION = "brain.Event:2"  # since version 2, only SessionLog.START purges steps
 
 
 def scalars(numbers: Mapping[str, float]) -> Summary:
@@ -32,23 +32,23 @@ def scalars(numbers: Mapping[str, float]) -> Summary:
 
 
 class EventFile:
-    """Writes each event at once, whole or not at all; takes the place of an `EventFileWriter`.
+    """Writes each event at once, completely or not at all; replaces torch's `EventFileWriter`.
 
-    That one has a thread, for loops that wait for each event, and opens its file anew for each.
-    A tracker has a thread already, and flushes each record: handing every event over to another
-    thread, and waiting for it, takes five times as long as writing it.
+    `EventFileWriter` writes on its own thread. A tracker already has a thread and flushes each
+    record; passing each event to another thread and waiting for it takes five times as long as
+    writing it.
 
-    An event for a file that was deleted, moved or replaced begins another one. It has another name:
-    an open page would go on in a file of the same name where it stopped reading.
+    If the file was deleted, moved or replaced, the next event creates a new file. It has another
+    name, because TensorBoard continues to read a file of the same name at its old position.
 
     Args:
         folder: Where to make files.
         suffix: The end of their names.
-        purge_step: TensorBoard hides what earlier files hold of this step and later ones.
+        purge_step: TensorBoard hides events of this step and later ones in earlier files.
 
     Attributes:
-        path: The file, once it has begun.
-        renewals: How often another one was begun.
+        path: The file, once it is created.
+        renewals: The number of times that a new file replaced a missing one.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class EventFile:
     def __init__(self, folder: Path, *, suffix: str, purge_step: int | None) -> None:
         self._folder, self._suffix, self._purge_step = folder, suffix, purge_step
         self.renewals = 0
-        self._lock = threading.RLock()  # scripts may write on another thread than the tracker's
+        self._lock = threading.RLock()  # scripts may write from other threads
 
     @property
     def is_there(self) -> bool:
@@ -64,14 +64,14 @@ class EventFile:
         return is_at(self._identity, self.path)
 
     def begin(self) -> None:
-        """Begin a file.
+        """Create a file.
 
         Raises:
-            OSError: The disk failed. There is no new file.
+            OSError: The disk failed. No file is created.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names. Those that torch's own writer begins
-        # in the same second end in a number instead of the microseconds, and come first.
+        # TensorBoard reads files in the order of their names. With microseconds in the name, this
+        # file comes after the files that torch's own writer creates in the same second.
         second, fraction = f"{time():017.6f}".split(".")
         place = f"{second}.{socket.gethostname()}.{os.getpid()}"
         path = self._folder / f"events.out.tfevents.{place}.us{fraction}{self._suffix}"
@@ -81,7 +81,7 @@ class EventFile:
             if self._purge_step is not None:
                 start = SessionLog(status=SessionLog.START)
                 hides = Event(wall_time=time(), step=self._purge_step, session_log=start)
-                # Twice: one of TensorBoard's readers takes the first of a run for its beginning.
+                # Twice, because one of TensorBoard's readers ignores the first one of a run.
                 append_whole(file, _record(hides) * 2)
         except BaseException:
             file.close()
@@ -93,7 +93,7 @@ class EventFile:
         """Write an event.
 
         Raises:
-            OSError: The disk failed, and the file is left without the event.
+            OSError: The disk failed. The file does not contain a part of the event.
         """
         record = _record(event)
         with self._lock:
@@ -101,7 +101,7 @@ class EventFile:
                 self._file.close()
                 self.begin()
                 self.renewals += 1
-            elif self._file.closed:  # by a script that goes on
+            elif self._file.closed:  # by a script that continues to write
                 self._file = io.FileIO(self.path, "a")
             append_whole(self._file, record)
 
@@ -119,7 +119,7 @@ class EventFile:
 
 
 def _record(event: Event) -> bytes:
-    """Return an event as it lies in a file, with its length and checksums."""
+    """Return an event in the file format (TFRecord), with its length and checksums."""
     framed = io.BytesIO()
     RecordWriter(framed).write(event.SerializeToString())
     return framed.getvalue()
@@ -127,7 +127,7 @@ def _record(event: Event) -> bytes:
 
 class _FileWriter(FileWriter):
     def __init__(self, file: EventFile) -> None:
-        self.event_writer = file  # torch's own would begin a file and a thread
+        self.event_writer = file  # torch's own would create a file and a thread
 
 
 class Writer(SummaryWriter):

@@ -15,7 +15,7 @@ from trackers.media import named_values
 MASK = "***"
 
 # Names whose last word ends in one of these are those of secrets: "password", "dbpassword".
-_SECRETS = ("password", "passwd", "passphrase", "secret", "credential", "authorization")
+_SECRETS = ("password", "passwd", "pwd", "passphrase", "secret", "credential", "authorization")
 # These also name columns ("image_key") and parts of texts ("pad_token"). They are secrets alone,
 # after one of the words below, or if the value looks random.
 _OFTEN = ("key", "token")
@@ -25,7 +25,7 @@ _WHOSE = re.compile(
     "personal|private|refresh|sas|secret|security|service|session|signing|slack|ssh|ssl|storage|"
     "telegram|tls|wandb|webhook"
 )
-_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.+/=:-]{20,}")
+_RANDOM = re.compile(r"(?=.*\d)(?=.*[a-z])(?=.*[A-Z])[\w.+/=:-]{20,}|[\da-f]{20,}")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _USER_INFO = re.compile(r"\b([A-Za-z][\w+.-]*)://([^\s/?#'\"<>]*)@")
 _QUERY = re.compile(r"([?&;])([\w.-]+)=([^\s&;#'\"<>]+)")

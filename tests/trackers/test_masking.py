@@ -4,9 +4,9 @@ from trackers import masking, name_secrets
 from trackers.masking import masked, masked_texts
 
 SECRETS = """
-    password db_password dbPassword DBPASSWORD password2 passphrase secret client_secret secrets
+    password db_password dbPassword DBPASSWORD password2 db_pwd passphrase secret client_secret
     credential aws_credentials api_key apikey apiKey API_KEY openai_api_key hf_token hfToken
-    wandb_key AWS_SECRET_ACCESS_KEY access_token auth-token token key private.key
+    wandb_key AWS_SECRET_ACCESS_KEY access_token auth-token token key private.key secrets
 """
 OTHERS = """
     key_dim num_keys token_count max_tokens tokenizer n_tokens keyboard monkey_patch monkey hotkey
@@ -30,8 +30,10 @@ def test_values_of_other_names_are_not(name):
 
 def test_what_looks_random_is_a_secret_of_any_key():
     assert masked("9f8e7d6c5b4a39281706", "vendor_key") == "***"
+    assert masked("vk-Q7gT1mZr9LpX4sWd0KcB", "vendor_key") == "***"
     assert masked("<|reserved_special_token_250|>", "pad_token").startswith("<|")
-    assert masked("a_column_of_pixel_values", "image_key").startswith("a_column")
+    assert masked("reserved_special_token_250", "pad_token").startswith("reserved")
+    assert masked("observation.images.top_camera_1", "image_key").startswith("observation")
 
 
 def test_numbers_are_secrets_of_passwords_alone_and_never_metrics():

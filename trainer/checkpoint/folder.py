@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.atomic import sync, sync_folders
-from trainer.checkpoint.layout import commit, discard, locate, open_staging, seal
+from trainer.checkpoint.layout import clear, commit, discard, locate, open_staging, seal
 from trainer.checkpoint.manifest import (
     MANIFEST,
     check_folders,
@@ -53,8 +53,7 @@ def open_folder(target: Path) -> Path:
     if not is_shared(target):
         return open_staging(target)
     staging = target / STAGING
-    if os.path.lexists(staging):
-        shutil.rmtree(staging)  # refuses a link
+    clear(staging)
     staging.mkdir()
     return staging
 

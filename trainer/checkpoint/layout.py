@@ -31,6 +31,7 @@ from trainer.checkpoint.atomic import sync, sync_folders
 from trainer.checkpoint.manifest import (
     MANIFEST,
     files_in,
+    is_folder,
     is_newer,
     is_ours,
     read_manifest,
@@ -93,7 +94,7 @@ def open_staging(target: Path) -> Path:
         logger.warning("%s is not an intact checkpoint. It is now %s.", target, set_aside(target))
     _refuse_foreign(target)
     staging = staging_path(target)
-    _clear(staging)
+    clear(staging)
     staging.mkdir(parents=True)
     return staging
 
@@ -217,7 +218,7 @@ def remove(path: Path) -> None:
         )
     trash = path.with_name(_TRASH + path.name)
     try:
-        _clear(trash)
+        clear(trash)
         os.rename(path, trash)
         sync(path.parent)
         shutil.rmtree(trash)
@@ -267,10 +268,16 @@ def discard(path: Path) -> None:
             logger.warning("%s is no longer needed but could not be deleted: %s", path, error)
 
 
-def _clear(path: Path) -> None:
-    """Delete a staging or trash folder, if it exists."""
-    if os.path.lexists(path):
-        shutil.rmtree(path)  # raises for a symlink
+def clear(path: Path) -> None:
+    """Delete a staging or trash folder, if it exists.
+
+    Raises:
+        OSError: If it is a symlink or no folder, or cannot be deleted.
+    """
+    if is_folder(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        raise NotADirectoryError(f"{path} is not a real folder; move it away")
 
 
 def _discard_replaced(aside: Path) -> None:
@@ -282,7 +289,7 @@ def _discard_replaced(aside: Path) -> None:
             logger.warning("The replaced checkpoint held other files: it is now %s.", kept)
             return
         trash = aside.with_name(aside.name.replace(_REPLACED, _TRASH, 1))
-        _clear(trash)
+        clear(trash)
         os.rename(aside, trash)  # a partial deletion is then trash, not a checkpoint
     except OSError as error:
         logger.warning("%s is no longer needed but could not be moved: %s", aside, error)

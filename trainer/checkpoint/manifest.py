@@ -231,7 +231,7 @@ def check_folders(path: Path, name: str) -> None:
         NotADirectoryError: If one is a symlink, or is not a folder.
     """
     for folder in _folders_of([name]):
-        if os.path.lexists(path / folder) and not _is_folder(path / folder):
+        if os.path.lexists(path / folder) and not is_folder(path / folder):
             raise NotADirectoryError(f"{path / folder} is not a real folder")
 
 
@@ -292,13 +292,13 @@ def strangers(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     return sorted(
         name
         for name, entry in found.items()
-        if not (name in folders if _is_folder(entry) else name in files and _is_regular(entry))
+        if not (name in folders if is_folder(entry) else name in files and _is_regular(entry))
     )
 
 
 def files_in(folder: Path) -> list[Path]:
     """Return all entries of a folder and its subfolders, except folders that are not symlinks."""
-    return [entry for entry in folder.rglob("*") if not _is_folder(entry)]
+    return [entry for entry in folder.rglob("*") if not is_folder(entry)]
 
 
 def is_portable(name: str) -> bool:
@@ -318,7 +318,8 @@ def _folders_of(names: Collection[str]) -> list[str]:
     return sorted(parents - {"."})
 
 
-def _is_folder(path: Path) -> bool:
+def is_folder(path: Path) -> bool:
+    """Return whether a path is a folder, and no link to one."""
     return path.is_dir() and not path.is_symlink()
 
 

@@ -73,6 +73,7 @@ STATE_FORM = {
         "seconds": _NUMBER,
     },
     "items_seen": _NUMBER,
+    "last_logged": count,
     "data": lambda sizes: _are_sizes(sizes, 2, 3),
     "length?": lambda sizes: _are_sizes(sizes, 2),
     "validated?": dict,

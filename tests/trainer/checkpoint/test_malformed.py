@@ -215,6 +215,7 @@ def test_whatever_a_fit_saved_it_is_read_or_refused(run, tmp_path, capsys):
         ("trainer.json", ("tree", "counters"), None),
         ("trainer.json", ("tree",), DEEP),
         ("trainer.json", ("tensors",), "../../victim.safetensors"),
+        ("trainer.json", ("tree", "last_logged"), None),
         ("optimizer.json", ("tree", 0, "state", "items", 0, 1, "exp_avg", "name"), "none"),
         ("rank-00000.json", ("tree", "rng", "python", "items", 1, "items", 0), "x"),
     ],
@@ -381,13 +382,17 @@ def test_a_planted_staging_folder_reaches_nothing_outside(tmp_path, victim, name
     assert (Path("out") / "notes.txt").read_text() == "mine"
 
 
-def test_a_staging_folder_that_is_a_link_is_left_alone(tmp_path):
+@needs_pipes
+@pytest.mark.parametrize("kind", ["link", "pipe", "dangling"])
+@pytest.mark.parametrize("staging", ["out/.cadence-staging", ".cadence-staging-out"])
+def test_a_staging_folder_that_is_none_is_left_alone(tmp_path, kind, staging):
     other = save_state("other", prepared(step=5), ALONE)
     save_state("out", prepared(step=3), ALONE)
-    (Path("out") / ".cadence-staging").symlink_to(tmp_path / other)
+    plant(kind, Path(staging), tmp_path / other)
     assert load_state("out", prepared(), ALONE) == 3
-    with pytest.raises(CheckpointError, match="symbolic link"):
+    with pytest.raises(CheckpointError, match=f"{staging} is not a real folder"):
         save_state("out", prepared(step=4), ALONE)
+    assert load_state("out", prepared(), ALONE) == 3
     assert load_state("other", prepared(), ALONE) == 5
 
 

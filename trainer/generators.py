@@ -1,9 +1,9 @@
-"""Save, seed and restore the global generators of Python, numpy and torch.
+"""Save, seed and restore the global generators of Python, numpy and torch, fast.
 
-Each ``set_..._aside`` seeds its generator, unless `seed` is None, and returns a function that
-restores its previous state. This runs for every batch that is fetched without workers, so
-microseconds count. It cannot be skipped when the generators have not advanced: a dataset may read
-a generator's state without advancing it, and draw from a copy.
+Each ``set_..._aside`` function saves the state of a generator, seeds it unless `seed` is None, and
+returns a function that restores the saved state. This runs for every batch that is fetched without
+workers, so microseconds count. It cannot be skipped even if the generators do not advance: a
+dataset may read the state of a generator and draw from a copy.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ DEVICES_CAN_START = torch.backends.mps.is_built() or any(
 
 
 def devices() -> dict[str, Any]:
-    """Return the torch modules of device types with a generator per device."""
+    """Return the torch modules of the device types that have one generator per device."""
     return {"cuda": torch.cuda, "xpu": torch.xpu}
 
 
 def started() -> dict[str, Any]:
-    """Return those of `devices` that are initialised."""
+    """Return the entries of `devices` that are initialised."""
     if not (torch.cuda.is_initialized() or torch.xpu.is_initialized()):
-        return {}  # fast path: called for every batch
+        return {}  # fast path, because this is called for every batch
     return {name: device for name, device in devices().items() if device.is_initialized()}
 
 
@@ -53,7 +53,7 @@ def set_devices_aside(seed: int | None) -> Callable[[], object]:
         return _nothing
     states: dict[str, tuple[Any, ...]] = {}
     for name, device in started().items():
-        number = device.current_device()  # may be a different one when the state is restored
+        number = device.current_device()  # the current device may change before the restore
         states[name] = device.get_rng_state(number), number
         if seed is not None:
             device.manual_seed(seed)
@@ -72,15 +72,16 @@ def _put_devices_back(states: dict[str, tuple[Any, ...]]) -> None:
             device.manual_seed_all(torch.initial_seed())
 
 
-# Python's and numpy's generators are Mersenne twisters: 624 words of 32 bits and a position.
+# The size in bytes of a Mersenne Twister's state, in Python and numpy: 624 words of 32 bits and a
+# position.
 _SIZE_OF_MT19937 = 625 * 4
 
 
 def set_python_aside(seed: int | None) -> Callable[[], object]:
     """Save and seed Python's global generator; return a function that restores it.
 
-    `random.getstate` and ``setstate`` convert to and from a tuple of 625 integers, in 10 µs.
-    Copying the words takes less than 1 µs.
+    `random.getstate` and `random.setstate` convert to and from a tuple of 625 integers, which takes
+    10 µs. Copying the memory of the state takes less than 1 µs.
     """
     generator = getattr(random.getstate, "__self__", None)  # the instance behind `random.random`
     memory = _memory_of(generator)
@@ -98,15 +99,15 @@ def _write_python(generator: Any, memory: _Words, words: bytes, left_over: float
     generator.gauss_next = left_over
 
 
-@lru_cache(maxsize=1)  # the cache keeps the generator alive as long as its address is used
+@lru_cache(maxsize=1)  # the cache also keeps the generator alive while its address is used
 def _memory_of(generator: Any) -> _Words | None:
-    """Return the memory of a Python generator's words; None if its layout is not the expected one.
+    """Map the memory of a Python generator's state; None if its layout is not the expected one.
 
-    The words are expected right after the object header, and are compared with ``getstate``.
+    The state is expected directly after the object header, and is compared with ``getstate``.
     """
     head = object.__basicsize__
     if (
-        sys.implementation.name != "cpython"  # elsewhere an id is not an address
+        sys.implementation.name != "cpython"  # only in CPython is an id an address
         or type(generator) is not random.Random
         or random.Random.__mro__[1].__basicsize__ < head + _SIZE_OF_MT19937
     ):
@@ -118,14 +119,14 @@ def _memory_of(generator: Any) -> _Words | None:
 
 @lru_cache(maxsize=8)
 def _memory_at(address: int) -> _Words:
-    """Map a Mersenne twister's words as bytes; valid only while their owner is alive."""
+    """Map a Mersenne Twister's state as bytes; valid only while the generator is alive."""
     return (ctypes.c_char * _SIZE_OF_MT19937).from_address(address)
 
 
-# Reading and writing numpy's state through numpy takes 50 µs; its words can be copied as Python's.
-# But numpy may also hold a cached normal number, the second of the last pair that `randn` made. To
-# detect one, draw a number: a cached one does not advance the words. Setting the same bit generator
-# again clears the cached number.
+# Reading and writing the state through numpy's functions takes 50 µs, so its memory is copied too.
+# But numpy may also have a cached normal number: normal numbers are made in pairs, and `randn`
+# keeps the second one. To detect it, draw a number: a cached one does not advance the state. To
+# clear it, set the same bit generator again.
 
 
 def set_numpy_aside(seed: int | None) -> Callable[[], object]:
@@ -154,4 +155,4 @@ def _write_numpy(module: Any, generator: Any, memory: _Words, words: bytes) -> N
 
 
 def _nothing() -> None:
-    """Restore nothing: there is no such generator."""
+    """Do nothing: there is no device generator to restore."""

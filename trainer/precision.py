@@ -1,4 +1,4 @@
-"""Mixed precision: the autocast of the forward pass and the scaler of the gradients."""
+"""Mixed precision: autocast of the forward pass, and loss scaling for fp16."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
 def _check_device(mode: str, device: torch.device) -> None:
-    """Refuse a device that does not support the mode; torch would only warn."""
+    """Check that a device supports the precision; torch would only warn.
+
+    Raises:
+        ValueError: The device does not support it.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -42,55 +46,58 @@ def _check_device(mode: str, device: torch.device) -> None:
 
 
 class Scaler(torch.amp.GradScaler):
-    """A ``GradScaler`` that says what its state is after the updates made so far.
+    """A ``GradScaler`` whose scale and state dict include the updates made so far.
 
-    `Precision` adapts the scale at the next backward. Until then, `get_scale` and `state_dict`
-    return what that adaptation comes to by now, as after torch's own ``update``; nothing changes.
+    `Precision` calls ``update``, which adapts the scale, only at the next backward. Until then,
+    `get_scale` and `state_dict` return the values that ``update`` would give now, without changing
+    the scaler.
     """
 
     def get_scale(self) -> float:
-        """Return the scale for the next loss; synchronises with the device."""
+        """Return the scale for the next loss; it synchronizes with the device."""
         return torch.amp.GradScaler.get_scale(self._adapted())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for the next loss; synchronises with the device."""
+        """Return the scaler's state dict for the next loss; it synchronizes with the device."""
         return torch.amp.GradScaler.state_dict(self._adapted())
 
     def _adapted(self) -> Scaler:
-        """Return this scaler, or an adapted copy if an optimizer has stepped under its scale."""
-        if not self._enabled:  # it has no states
+        """Return this scaler, or an updated copy if an optimizer has stepped with its scale."""
+        if not self._enabled:  # a disabled scaler has no state
             return self
         states = self._per_optimizer_states
         if not any(each["stage"] is OptState.STEPPED for each in states.values()):
             return self
-        assert self._scale is not None  # an optimizer has been unscaled
+        assert self._scale is not None  # exists since the gradients were unscaled
         assert self._growth_tracker is not None
         adapted = object.__new__(Scaler)
         vars(adapted).update(vars(self))
         adapted._scale, adapted._growth_tracker = self._scale.clone(), self._growth_tracker.clone()
-        # Torch adds up the flags in place; those here still decide about other optimizers' steps.
+        # A deep copy: torch sums the overflow flags in place, and the originals still decide the
+        # steps of other optimizers.
         adapted._per_optimizer_states = copy.deepcopy(states)
         adapted.update()
         return adapted
 
 
 class Precision:
-    """Autocast for the forward pass, and loss scaling to keep fp16 gradients representable.
+    """Mixed precision: autocast for the forward pass, and loss scaling for fp16.
 
-    ``"bf16"`` and ``"fp16"`` run the forward pass under ``torch.autocast``. ``"fp16"`` scales the
-    loss so that small gradients do not vanish (Micikevicius et al., "Mixed Precision Training",
-    ICLR 2018), skips updates whose gradients overflowed, and adapts the scale. All of this works on
-    the CPU too, but slowly: bf16 is the better choice there.
+    ``"bf16"`` and ``"fp16"`` run the forward pass under ``torch.autocast``. ``"fp16"`` also scales
+    the loss, so that small gradients do not underflow (Micikevicius et al., "Mixed Precision
+    Training", ICLR 2018). It skips updates whose gradients overflowed, and adapts the scale. Both
+    work on the CPU too, but fp16 is slow there, so use bf16.
 
     Args:
         mode: ``"no"``, ``"bf16"`` or ``"fp16"``.
         device: The device of the forward pass.
-        autocast: Arguments of ``torch.autocast``.
-        scaler: Arguments of ``torch.amp.GradScaler``.
+        autocast: Arguments of ``torch.autocast``; None takes the defaults.
+        scaler: Arguments of ``torch.amp.GradScaler``; None takes the defaults.
 
     Attributes:
-        autocasts: Whether `autocast` does anything; may be set, unless the mode is ``"no"``.
-        scales: Whether losses are scaled and updates whose gradients overflowed are skipped.
+        autocasts: Whether the forward pass runs under autocast. It may be set, unless the mode is
+            ``"no"``.
+        scales: Whether losses are scaled and updates with overflowed gradients are skipped.
 
     Raises:
         ValueError: The device does not support the mode.
@@ -111,8 +118,8 @@ class Precision:
         self._device_type = device.type
         self._autocast = (autocast or AutocastKwargs()).to_kwargs()
         self._unscaled: set[int] = set()  # ids of optimizers unscaled since the last scale update
-        self._stepped: set[int] = set()  # ids of optimizers that stepped under the current scale
-        self._known: WeakSet[Optimizer] = WeakSet()  # may hold gradients that carry the scale
+        self._stepped: set[int] = set()  # ids of optimizers that stepped with the current scale
+        self._known: WeakSet[Optimizer] = WeakSet()  # optimizers whose gradients may be scaled
         self.scaler: torch.amp.GradScaler | None = None
         self.scales = False
         if mode == "fp16":
@@ -125,18 +132,19 @@ class Precision:
             self.scales = self.scaler.is_enabled()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has its own optimizers: their copies register with it.
+        # A copy of this object has no optimizers; copies of the optimizers register with it.
         return {name: value for name, value in vars(self).items() if name != "_known"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _known=WeakSet())
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the context for the forward pass.
+        """Return the autocast context manager for the forward pass.
 
         Args:
-            handler: Overrides the constructor's; ``AutocastKwargs(enabled=False)`` computes in full
-                precision even inside another autocast context.
+            handler: Overrides the constructor's `autocast` argument. With
+                ``AutocastKwargs(enabled=False)``, the block computes in full precision even inside
+                another autocast context.
         """
         if not self.autocasts:
             if handler is None or handler.enabled:
@@ -148,22 +156,23 @@ class Precision:
         return torch.autocast(self._device_type, dtype=_DTYPES[self.mode], **kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the current scale."""
+        """Return the loss times the current scale; without a scaler, the loss itself."""
         if self.scaler is None:
             return loss
         self._adapt()
         return self.scaler.scale(loss)
 
     def scale_nothing(self, device: torch.device) -> None:
-        """Update the scaler as `scale` does, when this rank has no loss or one without items."""
+        """Update the scaler as `scale` does, on a rank that has no loss or no items."""
         if self.scales:
             self.scale(torch.zeros((), device=device))
 
     def _adapt(self) -> None:
-        """Adapt the scale to the updates made under it.
+        """Adapt the scale (``GradScaler.update``) after the updates made with it.
 
-        This is not done as soon as one optimizer has stepped: gradients of another may carry the
-        same scale. It waits for the next backward, or for a second step of the same optimizer.
+        It is not called directly after an optimizer step, because gradients of another optimizer
+        may still have the same scale. It is called at the next backward, or at a second step of the
+        same optimizer.
         """
         if self.scaler is not None and self._stepped:
             before = self._scale().clone()
@@ -173,16 +182,19 @@ class Precision:
             self._unscaled.clear()
 
     def _scale(self) -> Tensor:
-        """Return the scale, of shape (), without synchronising with the device."""
+        """Return the scale, a tensor of shape (), without synchronizing with the device."""
         scale = None if self.scaler is None else self.scaler._get_scale_async()
         assert scale is not None  # created when the first loss is scaled
         return scale
 
     def _carry_over(self, before: Tensor) -> None:
-        """Rescale gradients that wait for a later step to the new scale.
+        """Convert gradients that wait for a later optimizer step to the new scale.
 
-        They belong to optimizers that step less often than others; the gradients added to them next
-        will carry the new scale.
+        They belong to optimizers that step less often than others. The gradients that are
+        accumulated next will have the new scale.
+
+        Args:
+            before: The scale before the update, a tensor of shape ().
         """
         after = self._scale()
         seen: set[int] = set()
@@ -196,19 +208,19 @@ class Precision:
                     parameter.grad.mul_(factor.to(parameter.grad.device))
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Register an optimizer, to rescale its pending gradients when others step."""
+        """Register an optimizer, whose gradients are rescaled when the scale changes."""
         if self.scaler is not None:
             self._known.add(optimizer)
 
     def begin(self) -> None:
-        """Start a run: forget what an interrupted run has stepped and unscaled."""
+        """Start a run: reset the record of steps and unscaled gradients of an interrupted run."""
         self._stepped.clear()
         self._unscaled.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, at most once per update.
 
-        An optimizer that has already stepped since the last backward is left alone.
+        If the optimizer has stepped since the last backward, nothing happens.
 
         Raises:
             ValueError: The scaler cannot unscale gradients of this dtype.
@@ -221,10 +233,11 @@ class Precision:
             self._unscaled.add(id(optimizer))
 
     def unscale_together(self, optimizers: Sequence[Optimizer]) -> None:
-        """Unscale the gradients of one loss that several optimizers share.
+        """Unscale the gradients of several optimizers that step together on one loss.
 
-        If gradients of one overflowed, all updates are skipped, as with a single optimizer over all
-        parameters: the gradients come from the same loss and are clipped by a common norm.
+        If gradients of one optimizer overflowed, the updates of all are skipped, as with a single
+        optimizer over all parameters. The gradients come from the same loss and are clipped by a
+        common norm, so an overflow affects them all.
         """
         for optimizer in optimizers:
             self.unscale(optimizer)
@@ -243,14 +256,18 @@ class Precision:
         return flags
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> bool | Tensor:
-        """Make an update with scaled gradients, unless they overflowed.
+        """Make an optimizer step with scaled gradients, unless they overflowed.
+
+        Args:
+            optimizer: The optimizer.
+            closure: Must be None: a closure would compute new gradients.
 
         Returns:
-            Whether the update was made; for a fused optimizer, which decides this on its device, a
-            bool tensor of shape (), so that the host need not wait.
+            Whether the step was made. For a fused optimizer, which decides this on the device, it
+            is a bool tensor of shape (), so that the host does not wait.
 
         Raises:
-            ValueError: A closure is given, which would compute new gradients, or see `unscale`.
+            ValueError: A closure is given; or see `unscale`.
         """
         assert self.scaler is not None
         if closure is not None:
@@ -260,21 +277,22 @@ class Precision:
         made: list[bool] = []
         handle = optimizer.register_step_post_hook(lambda *_: made.append(True))
         try:
-            with _refusals_explained(optimizer):  # it unscales first, if `unscale` was not called
+            with _refusals_explained(optimizer):  # step unscales first, if `unscale` was not called
                 self.scaler.step(optimizer)
         finally:
             handle.remove()
         self._stepped.add(id(optimizer))
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            # It is always called, and itself skips the update on overflow.
+            # A fused optimizer's step is always called, and skips the update itself on overflow.
             found = self._overflows(optimizer).values()
             return torch.stack([flag.to(self._device_type) for flag in found]).sum() == 0
         return bool(made)
 
     def wrap_forward(self, model: nn.Module) -> None:
-        """Make the model's forward pass run under autocast and return float32, for any caller.
+        """Replace the model's ``forward`` by one that runs under autocast and returns float32.
 
-        A wrapper of an earlier call is replaced. Pickling a wrapped model leaves the wrapper out.
+        A wrapper of an earlier call is replaced. A pickle of the model does not contain the
+        wrapper.
         """
         unwrap_forward(model)
         if not self.autocasts:
@@ -286,13 +304,13 @@ class Precision:
 
         def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with self.autocast():
-                # Read it from the model: a copy of the model must use its own weights.
+                # Read `forward` from the model, because a copy of the model has its own.
                 outputs = vars(model)["_original_forward"](*args, **kwargs)
             return map_tree(_to_float32, outputs)
 
         functools.update_wrapper(forward, function)
         if function is original:
-            with suppress(ValueError):  # that of a builtin is unknown
+            with suppress(ValueError):  # a builtin has no signature
                 _add_first_parameter(forward)
         vars(forward)["replaces"] = "forward" in vars(model)
         vars(model).update(_original_forward=original, forward=MethodType(forward, model))
@@ -310,17 +328,17 @@ class Precision:
 
 
 def unwrap_forward(model: nn.Module) -> None:
-    """Restore the ``forward`` that a model had before `Precision.wrap_forward`, if wrapped."""
+    """Restore a model's ``forward`` from before `Precision.wrap_forward`, if it was wrapped."""
     original = vars(model).pop("_original_forward", None)
     if original is None:
         return
     wrapper = vars(model).pop("forward")
-    if getattr(wrapper, "replaces", False):  # the user's own was an instance attribute too
+    if getattr(wrapper, "replaces", False):  # the original was an instance attribute too
         vars(model)["forward"] = original
 
 
 def _add_first_parameter(function: Callable[..., Any]) -> None:
-    """Let a function that will be bound show what it wraps: binding hides the first parameter."""
+    """Add a first parameter to a wrapper's signature, because binding to a model removes one."""
     signature = inspect.signature(function)
     first = inspect.Parameter("model", inspect.Parameter.POSITIONAL_ONLY)
     parameters = [first, *signature.parameters.values()]
@@ -332,12 +350,13 @@ _REFUSALS = ("unscale FP16", "not implemented")
 
 @contextmanager
 def _refusals_explained(optimizer: Optimizer) -> Iterator[None]:
-    """Tell which gradients the scaler refused, and what to do about it."""
+    """Re-raise the scaler's error about gradients of a low-precision dtype, with a fix."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        # Torch names no parameter: "Attempting to unscale FP16 gradients", and for bfloat16 on CUDA
-        # "…_unscale_cuda not implemented" (pytorch#127176). Any other error is the optimizer's own.
+        # torch's messages are "Attempting to unscale FP16 gradients" and, for bfloat16 on CUDA,
+        # "…_unscale_cuda not implemented" (pytorch#127176). Any other error comes from the
+        # optimizer and is raised unchanged.
         parameters = (each for group in optimizer.param_groups for each in group["params"])
         narrow = {str(each.dtype) for each in parameters if each.grad is not None} & _NARROW
         if not narrow or not any(text in str(error) for text in _REFUSALS):

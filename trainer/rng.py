@@ -1,4 +1,4 @@
-"""Random number generators: seeding, saving and restoring states, and isolating blocks of code."""
+"""Global random generators (Python, numpy, torch): seed, save, restore, and isolate blocks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*values: int) -> int:
-    """Return a 63-bit seed from several numbers; similar inputs give unrelated seeds.
+    """Derive a 63-bit seed from several numbers; similar inputs give unrelated seeds.
 
-    Each number passes through the finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable
+    Each number is mixed in with the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable
     pseudorandom number generators", OOPSLA 2014).
     """
     state = 0
@@ -41,14 +41,14 @@ def mix(*values: int) -> int:
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
-    return state >> 1  # torch takes seeds up to 2**63 - 1 everywhere
+    return state >> 1  # every function of torch accepts seeds below 2**63
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python's, numpy's and torch's generators, on every kind of device.
+    """Seed the global generators of Python, numpy and torch, on all devices.
 
     Args:
-        seed: From 0 to 2**32 - 1, the range that numpy takes.
+        seed: The seed, from 0 to 2**32 - 1 (numpy's range).
         device_specific: Give every process a different seed, ``seed + process_index``.
         deterministic: Make torch raise for operations without a deterministic implementation.
 
@@ -70,17 +70,18 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators."""
+    """Seed the global generators of Python, numpy and torch, on all devices."""
     random.seed(seed)
     torch.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
 
 
 def next_seed(*place: int) -> int:
-    """Return a seed for a new private generator: torch's seed first, then ones derived from it.
+    """Return a seed for a new generator: first torch's own seed, then seeds derived from it.
 
-    The count restarts after `set_seed`, with another seed, and for a new `Accelerator`: a restarted
-    script gets the same seeds.
+    Calls are counted, and each gives another seed. The count restarts after `set_seed`, after
+    seeding torch with another seed, and for a new `Accelerator`. So a restarted script gets the
+    same seeds.
 
     Args:
         *place: The key under which calls are counted; each key has its own sequence.
@@ -98,7 +99,8 @@ def next_seed(*place: int) -> int:
 def rng_state() -> dict[str, Any]:
     """Return the states of all global generators of this process, for `load_rng_state`.
 
-    Devices that are not initialised are left out: reading their state would allocate memory.
+    Devices that are not initialised are left out, because reading their state would allocate
+    memory on them.
     """
     state = _local_state()
     for name, device in started().items():
@@ -108,7 +110,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def _local_state() -> dict[str, Any]:
-    """As `rng_state`, but only for the current device, from which code draws by default."""
+    """Like `rng_state`, but of the devices only the current one, from which code usually draws."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
@@ -136,33 +138,33 @@ def load_rng_state(state: dict[str, Any]) -> None:
 
 
 def is_rng_state(state: Any) -> bool:
-    """Return whether the CPU's generators take a state of `rng_state`; they are left alone."""
+    """Return whether `load_rng_state` would accept a state's CPU part; nothing is changed."""
     try:
         version, internal, gauss = state["python"]
         random.Random().setstate((version, tuple(internal), gauss))
         torch.Generator().set_state(state["torch"])
         if "numpy" in state:
             numpy.random.RandomState().set_state(tuple(state["numpy"]))
-    except Exception:  # noqa: BLE001 - of any type, as the state may have any form
+    except Exception:  # noqa: BLE001 - any type is possible, because the state may be anything
         return False
     return True
 
 
 def _load_device_state(device: Any, saved: Any) -> None:
-    if isinstance(saved, torch.Tensor):  # only the current device's
+    if isinstance(saved, torch.Tensor):  # the state of the current device only
         device.set_rng_state(saved)
         return
     for number, state in enumerate(saved["states"][: device.device_count()]):
         device.set_rng_state(state, number)
-    # Last: the current device may have a different index than when the states were saved.
+    # Set the current device's state last: its index may differ from the one at the save.
     device.set_rng_state(saved["states"][saved["current"]])
 
 
 def as_types(rng_types: Iterable[str | RNGType] | str) -> list[str | RNGType]:
-    """Return one type of generator or several as a list.
+    """Return one generator type, or several, as a list.
 
     Raises:
-        TypeError: The argument is something else.
+        TypeError: `rng_types` is neither a string nor an iterable.
     """
     if isinstance(rng_types, str):
         return [rng_types]
@@ -177,11 +179,12 @@ def as_types(rng_types: Iterable[str | RNGType] | str) -> list[str | RNGType]:
 def synchronize_rng_states(
     rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:
-    """Copy rank 0's generator states to all processes; collective.
+    """Broadcast rank 0's generator states to all processes; a collective call.
 
     Args:
-        rng_types: The generators: ``"torch"`` (the CPU's), ``"cuda"``, ``"xpu"``, ``"mps"`` (the
-            device's), ``"generator"`` for `generator`.
+        rng_types: The generators to synchronize: ``"torch"`` (torch's CPU generator), ``"cuda"``,
+            ``"xpu"`` or ``"mps"`` (the generator of the device), or ``"generator"`` for the
+            argument `generator`.
         generator: The generator for ``"generator"``.
 
     Raises:
@@ -190,7 +193,7 @@ def synchronize_rng_states(
         TypeError: `rng_types` is neither a type nor a list of them.
     """
     kinds = [_parse_rng_type(kind, generator) for kind in as_types(rng_types)]
-    for kind in kinds:  # all are valid by now: no process is left waiting in a broadcast
+    for kind in kinds:  # all validated above, so that no process waits alone in a broadcast
         if kind == RNGType.GENERATOR:
             assert generator is not None
             generator.set_state(_from_main(generator.get_state()))
@@ -218,13 +221,14 @@ def _from_main(state: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def isolated_rng(seed: int | None = None) -> Iterator[None]:
-    """Restore the global generators after the block, whatever was drawn in it.
+    """Save the states of the global generators, and restore them after the block.
 
-    Of torch's generators these are the CPU's and the current device's, if it is initialised. A
-    device initialised in the block is seeded afterwards as if it were initialised after the block.
+    Of torch's generators, these are the CPU generator and, if it is initialised, that of the
+    current device. A device that is initialised in the block is seeded afterwards as if it had been
+    initialised after the block.
 
     Args:
-        seed: Seeds the generators for the block; None keeps their states. Do not call
+        seed: The seed for the generators inside the block; None keeps their states. Do not call
             `seed_generators` in the block: it seeds devices that are not restored.
     """
     put_back = set_rng_aside(seed)
@@ -235,7 +239,7 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
 
 
 def set_rng_aside(seed: int | None = None) -> Callable[[], None]:
-    """Enter `isolated_rng`, and return the function that leaves it."""
+    """Like entering `isolated_rng`; return a function that restores the generators."""
     again: list[Callable[[], object]] = []
 
     def put_back() -> None:
@@ -243,7 +247,7 @@ def set_rng_aside(seed: int | None = None) -> Callable[[], None]:
             each()
 
     try:
-        again.append(set_devices_aside(seed))  # restored last: new devices need torch's seed
+        again.append(set_devices_aside(seed))  # restored last: needs torch's seed
         again.append(set_torch_aside(seed))
         again.append(set_python_aside(seed))
         again.append(set_numpy_aside(seed))
@@ -254,10 +258,10 @@ def set_rng_aside(seed: int | None = None) -> Callable[[], None]:
 
 
 def seed_local(seed: int) -> None:
-    """As `seed_generators`, but of torch's only the CPU's and initialised devices' generators.
+    """Like `seed_generators`, but without devices that are not initialised.
 
-    This takes a few microseconds. Registering a seed for devices that may be initialised later
-    takes torch hundreds.
+    This takes a few microseconds. `torch.manual_seed` takes hundreds, because it registers a seed
+    for devices that may be initialised later.
     """
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
@@ -269,10 +273,10 @@ def seed_local(seed: int) -> None:
 
 
 def seeded_iteration(iterable: Iterable[T], seed: int) -> Iterator[T]:
-    """Iterate with private states of the global generators, seeded with `seed`.
+    """Iterate with separate states of the global generators, seeded with `seed`.
 
-    For iterators that draw from the global generators at any time: they then yield the same on
-    every process, and leave the caller's states alone.
+    It is for iterators that draw from the global generators. They then yield the same values on
+    every process, and the caller's generator states do not change.
     """
     iterator = None
     inside: dict[str, Any] | None = None

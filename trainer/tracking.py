@@ -1,4 +1,4 @@
-"""The trackers of a custom training loop: the `log_with` argument of `Accelerator`."""
+"""Experiment trackers of the `Accelerator`: its `log_with` argument, for the user's own loop."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _Options = Mapping[str, Mapping[str, Any]]
 
 
 def on_main_process(method: Callable[..., _T]) -> Callable[..., _T | None]:
-    """Decorate a tracker's method to run on the main process only if `main_process_only` is True.
+    """Decorator: a tracker's method runs on the main process only, if `main_process_only` is True.
 
-    On other processes it then returns None. Trackers need this only for a constructor that a script
-    calls on every process.
+    On other processes the method returns None. It is needed only for a tracker whose constructor a
+    script calls on every process.
     """
 
     @functools.wraps(method)
@@ -57,21 +57,22 @@ def on_main_process(method: Callable[..., _T]) -> Callable[..., _T | None]:
 class RunTrackers:
     """The trackers that `log_with` names, from `init_trackers` to `end_training`.
 
-    Each runs on its own thread, see `trackers.BackgroundTracker`: no call here waits for a disk or
-    network, and a tracker's error is reported once and does not end the run. A tracker runs on the
-    main process, or on every process if its `main_process_only` is False; other processes have a
-    `NullTracker` instead.
+    Each tracker runs on a thread of its own (see `trackers.BackgroundTracker`). So no call here
+    waits for a disk or a network, and an error of a tracker is logged once and does not stop the
+    run. A tracker runs on the main process, or on every process if its `main_process_only` is
+    False. Other processes have a `NullTracker` instead.
 
-    Trackers still running when the interpreter exits or the object is garbage-collected are
-    finished then, as failed if an error ended the script.
+    Trackers that are still running when the interpreter exits, or when this object is
+    garbage-collected, are finished then. Their runs are marked as failed if an error ended the
+    script.
 
     Args:
         log_with: See `trackers.select_trackers`.
         logging_dir: The directory for trackers that write files.
 
     Attributes:
-        log_with: The instances and classes chosen.
-        logging_dir: As given; it may be changed until `init_trackers`.
+        log_with: The selected trackers, as instances and classes.
+        logging_dir: The directory as given; it may be changed until `init_trackers`.
 
     Raises:
         TypeError: An entry of `log_with` is not a tracker.
@@ -95,7 +96,7 @@ class RunTrackers:
         self._trackers: list[GeneralTracker] = []
         self._end: weakref.finalize[Any, RunTrackers] | None = None
         self._warned = False
-        self._seen: set[str] = set()  # names of options that are not those of trackers
+        self._seen: set[str] = set()  # unknown tracker names in options, to warn once
         self._number = next(_numbers)
         self._starts = 0
 
@@ -110,12 +111,13 @@ class RunTrackers:
         config: Any = None,
         init_kwargs: _Options | None = None,
     ) -> None:
-        """Create and start the trackers; called on every process, or on the main process alone.
+        """Create and start the trackers; call it on every process, or only on the main process.
 
         Args:
             project_name: The name of the run.
-            config: A dict, a namespace or a dataclass, stored by the trackers; may be nested.
-            init_kwargs: Further constructor arguments for each tracker name, such as
+            config: The configuration that the trackers store: a dict, a namespace or a dataclass,
+                which may be nested.
+            init_kwargs: Further constructor arguments by tracker name, such as
                 ``{"tensorboard": {"filename_suffix": ".mine"}}``.
 
         Raises:
@@ -123,7 +125,7 @@ class RunTrackers:
                 failed in this call.
             TypeError: An argument has the wrong type.
             ValueError: The logging directory cannot be created, or `project_name` leads out of it.
-            Exception: The constructor of a tracker failed; its error is raised as it is.
+            Exception: The constructor of a tracker failed; its error is raised unchanged.
         """
         check_name("project_name", project_name, self.log_with)
         configuration = named_values(config)
@@ -151,21 +153,21 @@ class RunTrackers:
                 tracker.store_init_configuration(configuration)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker of that name, which also has the attributes of your own class.
+        """Return the tracker with this name; attributes of a custom tracker class are available.
 
         Args:
             name: The `name` of the tracker.
-            unwrap: Return the SDK's own object. This waits until the tracker has started and has
-                recorded everything up to this call, the configuration included.
+            unwrap: Return the tracker's underlying SDK object, such as a run. This waits until the
+                tracker has started and has recorded everything up to this call.
 
         Returns:
-            The tracker or the SDK's object; on processes that do not run it, and without
+            The tracker or its SDK object. On processes that do not run the tracker, and without
             `log_with`, an object that does nothing.
 
         Raises:
-            ValueError: There is no such tracker.
+            ValueError: There is no tracker with this name.
             RuntimeError: `init_trackers` was not called.
-            Exception: With `unwrap`, the tracker failed to start; its error is raised as it is.
+            Exception: With `unwrap`, the tracker failed to start; its error is raised unchanged.
         """
         names = [tracker.name for tracker in self.log_with]
         if names and name not in names:
@@ -183,15 +185,15 @@ class RunTrackers:
         *,
         method: str = "log",
     ) -> None:
-        """Record values with all trackers; the loop may write to its tensors afterwards.
+        """Log values to all trackers; the loop may change its tensors afterwards.
 
         Args:
             values: Names mapped to numbers, tensors or arrays of one element, strings, or dicts of
-                these; for another `method`, to the values that it takes.
+                these. For another `method`, names mapped to the values that it takes.
             step: The number of optimizer updates so far.
-            log_kwargs: Further arguments of the method for each tracker name.
-            method: The trackers' method; one such as "log_images" is skipped for trackers that do
-                not have it.
+            log_kwargs: Further arguments of the method by tracker name.
+            method: The trackers' method to call. A method such as "log_images" is skipped for
+                trackers that do not have it.
 
         Raises:
             RuntimeError: `init_trackers` was not called.
@@ -211,9 +213,10 @@ class RunTrackers:
 
         Args:
             method: The name of the method.
-            *arguments: Its positional arguments.
-            log_kwargs: Further arguments for each tracker name.
-            **named: Its keyword arguments; `step` is the number of optimizer updates so far.
+            *arguments: The positional arguments of the method.
+            log_kwargs: Further keyword arguments by tracker name.
+            **named: The keyword arguments of the method; `step` is the number of optimizer updates
+                so far.
 
         Raises:
             RuntimeError: `init_trackers` was not called.
@@ -228,7 +231,7 @@ class RunTrackers:
             getattr(tracker, method)(*arguments, **named, **options)
 
     def end_training(self) -> None:
-        """Wait until everything is recorded, up to each tracker's timeout, and close the runs.
+        """Wait until everything is recorded, at most each tracker's timeout, and close the runs.
 
         Calling it again, or without trackers, does nothing.
         """
@@ -260,7 +263,7 @@ class RunTrackers:
         return made
 
     def _tell_of_unknown(self, what: str, options: _Options | None) -> None:
-        """Warn, once, of options for a name that looks like one of the trackers'."""
+        """Warn once of options for an unknown tracker name that is similar to a known one."""
         if not options:
             return
         names = [tracker.name for tracker in self.log_with]
@@ -279,7 +282,11 @@ class RunTrackers:
                 )
 
     def _begun(self, what: str) -> list[GeneralTracker]:
-        """Return the trackers running on this process; raise or warn if there should be some."""
+        """Return the trackers that run on this process.
+
+        Raises:
+            RuntimeError: `init_trackers` was not called; after `end_training` there is a warning.
+        """
         if self._end is None:
             # Only the main process must have called init_trackers, and only with log_with.
             if self.log_with and PartialState().is_main_process:
@@ -297,11 +304,16 @@ class RunTrackers:
 def check_name(
     what: str, name: object, trackers: Sequence[GeneralTracker | type[GeneralTracker]]
 ) -> None:
-    """Refuse a name of a run or project that the trackers could not use.
+    """Check the name of a run or project.
+
+    Args:
+        what: The argument's name, for the error.
+        name: The name to check.
+        trackers: The selected trackers.
 
     Raises:
-        TypeError: It is not a string.
-        ValueError: A tracker takes it as a folder in its own, but it is absolute or contains "..".
+        TypeError: The name is not a string.
+        ValueError: A tracker uses the name as a subfolder, but it is absolute or contains "..".
     """
     if not isinstance(name, str):
         raise TypeError(f"{what} is {name!r}; it must be a string.")
@@ -334,13 +346,13 @@ def _check_options(what: str, options: Any) -> None:
 
 
 def _with_home(path: str | os.PathLike[str]) -> str | Path:
-    """Expand ``~``; a string stays a string, since a tracker may require one."""
+    """Expand ``~`` in a path; a string stays a string, because a tracker may require one."""
     known = with_home("logging_dir", path)
     return known if isinstance(path, str) else Path(known)
 
 
 def _make_directory(logging_dir: str | os.PathLike[str] | None) -> None:
-    """Create the directory now, so that an error is not raised later on a tracker's thread."""
+    """Create the directory here, where an error reaches the caller, not on a tracker's thread."""
     try:
         Path(logging_dir or ".").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -350,13 +362,18 @@ def _make_directory(logging_dir: str | os.PathLike[str] | None) -> None:
 
 
 def _main_first(make: Callable[[], _T], *, key: str) -> _T:
-    """Call `make` on the main process, then on the others, which raise if it failed there.
+    """Call `make` on the main process first, then on the others if it did not fail.
 
-    They are informed through the process group's store, not by a collective: some scripts start
-    their trackers on the main process alone, where a collective would hang.
+    The result is passed through the process group's store, not by a collective, because some
+    scripts start their trackers only on the main process, where a collective would hang.
+
+    Args:
+        make: The function to call.
+        key: The key in the store, different for each call.
 
     Raises:
-        RuntimeError: On the other processes; the message contains the main process's error.
+        RuntimeError: On the other processes, if `make` failed on the main process; the message
+            contains its error.
     """
     state = PartialState()
     if not state.use_distributed:
@@ -376,7 +393,7 @@ def _main_first(make: Callable[[], _T], *, key: str) -> _T:
 
 
 def _end_unasked(trackers: list[GeneralTracker], process: int) -> None:
-    """Close trackers at exit; not in a forked child, which does not have their threads."""
+    """Finish trackers at exit, but not in a forked child, which does not have their threads."""
     if os.getpid() == process:
         # Python sets sys.last_value when an error ends the script.
         failed = getattr(sys, "last_value", None) is not None

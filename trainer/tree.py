@@ -1,7 +1,7 @@
-"""Nested containers of tensors: map over them, find their batch size, move them to a device.
+"""Nested containers of tensors (trees): map a function, find the batch size, move to a device.
 
-A tree is a tensor, or a list, tuple, named tuple, mapping or dataclass instance that holds trees;
-anything else is a leaf that passes through untouched.
+A tree is a list, tuple, named tuple, mapping or dataclass instance of trees, or a leaf. Tensors and
+all other objects are leaves.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `function` to every leaf; containers keep their classes and attributes.
+    """Return a copy of a tree with `function` applied to every leaf.
+
+    Containers keep their classes and attributes. A ``PackedSequence`` is not a leaf here:
+    `function` is applied to its data and indices.
 
     Args:
-        function: Takes a leaf, returns its replacement.
+        function: Takes a leaf and returns its replacement.
         tree: The nested containers; they are not changed. See `rebuild` for how they are copied.
     """
-    if isinstance(tree, PackedSequence):  # batch_sizes must stay on the host
+    if isinstance(tree, PackedSequence):  # torch needs batch_sizes on the host
         indices = map(function, (tree.sorted_indices, tree.unsorted_indices))
         return PackedSequence(function(tree.data), tree.batch_sizes, *indices)
     parts = children(tree)
@@ -36,7 +39,7 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
-    """Return a container's items as (key, field or position; value) pairs; None for a leaf."""
+    """Return a container's items as (key, field or index; value) pairs; None for a leaf."""
     if isinstance(tree, (Tensor, PackedSequence, type)):
         return None
     if isinstance(tree, Mapping):
@@ -52,10 +55,14 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
 
 
 def rebuild(like: Any, values: Sequence[Any]) -> Any:
-    """Return a copy of the container `like` with `values` in place of its `children`.
+    """Return a copy of the container `like`, with `values` in place of its `children`.
 
-    The copy has the same class and attributes. Its constructor, which may take other arguments, is
-    called only where neither the class nor an attribute says how else to store the values.
+    The copy has the same class and attributes. The constructor of a user's class may take other
+    arguments, so it is called only if there is no other way to store the values.
+
+    Args:
+        like: The container.
+        values: The new values, in the order of `children`.
     """
     kind: Any = type(like)
     if kind in (list, tuple):
@@ -90,14 +97,14 @@ def _rebuild_mapping(like: Any, items: dict[Any, Any]) -> Any:
     if isinstance(like, MutableMapping):
         try:
             for key, value in items.items():
-                made[key] = value  # it may be stored as an attribute as well
-        except (TypeError, RuntimeError):  # it is read-only, or the shapes in a TensorDict changed
+                made[key] = value  # the class may also store the value as an attribute
+        except (TypeError, RuntimeError):  # read-only, or a TensorDict whose shapes changed
             return kind(items)
     return made
 
 
 def _store(mapping: Any) -> str | None:
-    """Return the name of the attribute in which a mapping that is no dict stores its items."""
+    """Return the attribute in which a mapping other than a dict stores its items, or None."""
     values = [value for _, value in mapping.items()]
     names: list[str] = [*getattr(mapping, "__dict__", ()), *_slots(type(mapping))]
     for name in names:
@@ -110,7 +117,7 @@ def _store(mapping: Any) -> str | None:
 
 
 def _copy_attributes(like: Any, made: Any) -> Any:
-    """Give a new object the attributes of another, and return it."""
+    """Copy the attributes and slots of `like` to the new object `made`, and return it."""
     if getattr(like, "__dict__", None) is like:  # a dict whose items are its attributes
         made.__dict__ = made
     elif hasattr(like, "__dict__"):
@@ -131,7 +138,7 @@ def _slots(kind: type) -> list[str]:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Yield all leaves in order; a packed sequence is one leaf."""
+    """Yield all leaves of a tree in order; here a ``PackedSequence`` is one leaf."""
     parts = children(tree)
     if parts is None:
         yield tree
@@ -146,15 +153,16 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """Copy every tensor of a tree, and every other object with a ``.to``, to `device`.
+    """Move every tensor of a tree, and every other object with a ``.to`` method, to `device`.
 
-    A container with its own ``.to`` (a tokenizer's encoding, a dataclass that defines it) is moved
-    with it, unless it holds one of `skip_keys`.
+    A container with its own ``.to`` (a tokenizer's encoding or a dataclass, for example) is moved
+    by calling it, unless the container has one of `skip_keys`.
 
     Args:
         tensor: The nested containers; they are not changed.
         device: The target device.
-        non_blocking: Do not wait for copies from pinned memory. Passed to a ``.to`` that takes it.
+        non_blocking: Do not wait for copies from pinned memory; default False. It is passed to
+            every ``.to`` method that accepts it.
         skip_keys: Keys of mappings and fields of dataclasses whose values are not moved, at any
             depth.
     """
@@ -163,11 +171,11 @@ def send_to_device(
     def send(tree: Any) -> Any:
         if isinstance(tree, Tensor):
             return tree.to(device, non_blocking=non_blocking)
-        if type(tree) is list and not skipped:  # fast path: what loaders yield
+        if type(tree) is list and not skipped:  # fast path, because loaders yield lists
             return [send(value) for value in tree]
         parts = children(tree)
         keeps = bool(skipped and parts and any(key in skipped for key, _ in parts))
-        owner = tree if parts is None else type(tree)  # keys may be attributes of a mapping
+        owner = tree if parts is None else type(tree)  # a mapping may expose a key "to" as .to
         if not keeps and not isinstance(tree, type) and callable(getattr(owner, "to", None)):
             return _send_by_itself(tree, device, non_blocking=non_blocking)
         if parts is None:
@@ -198,23 +206,22 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return the values as a new tensor would hold them, in the same memory if they lie so.
+    """Return a detached, contiguous tensor with the same values, sharing memory if possible.
 
-    They are contiguous, conjugated and negated where that was still to be done, and without a
-    graph. This is the form in which tensors are sent and written.
+    Lazy conjugation and negation are resolved. Tensors are sent and written in this form.
     """
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # A dimension of size 1 may have any stride, with which torch does not view values as bytes.
+    # A dimension of size 1 may have any stride; torch then refuses to view the values as bytes.
     return values.as_strided((values.numel(),), (1,)).view(values.shape)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """View a dense tensor as bytes; shape [bytes]."""
+    """View a dense tensor as a uint8 tensor of shape (bytes,)."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def own_memory(module: nn.Module) -> None:
-    """Give expanded parameters and buffers memory for each element, or they cannot be loaded."""
+    """Copy expanded parameters and buffers, whose elements share memory and cannot be loaded."""
     for tensor in chain(module.parameters(), module.buffers()):
         if not is_lazy(tensor) and tensor.layout == torch.strided and 0 in tensor.stride():
             tensor.data = tensor.data.clone()
@@ -222,7 +229,7 @@ def own_memory(module: nn.Module) -> None:
 
 def detach(tree: Any) -> Any:
     """Return the tree with every tensor detached."""
-    if isinstance(tree, Tensor):  # fast path: what most modules' steps return
+    if isinstance(tree, Tensor):  # fast path, because most steps return one tensor
         return tree.detach()
     return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
@@ -247,15 +254,15 @@ def slice_tensors(
     process_index: int | None = None,
     num_processes: int | None = None,
 ) -> Any:
-    """Index every tensor of a tree along its first dimension.
+    """Slice every tensor of a tree along its first dimension.
 
-    It can be the ``slice_fn_for_dispatch`` of a prepared loader.
+    It can be used as the ``slice_fn_for_dispatch`` of a prepared loader.
 
     Args:
-        data: The tree. Tensors without dimensions, and leaves that are not tensors, stay whole.
-        tensor_slice: A slice, or any other tensor index.
-        process_index: Passed to ``slice_fn_for_dispatch`` functions; ignored.
-        num_processes: Passed to ``slice_fn_for_dispatch`` functions; ignored.
+        data: The tree. 0-d tensors, and leaves that are not tensors, are not sliced.
+        tensor_slice: A slice, or any other index of a tensor.
+        process_index: Ignored; ``slice_fn_for_dispatch`` functions get it.
+        num_processes: Ignored; ``slice_fn_for_dispatch`` functions get it.
     """
     del process_index, num_processes
     return map_tree(
@@ -264,11 +271,11 @@ def slice_tensors(
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenate trees of the same structure: join their tensors along `dim`.
+    """Concatenate the tensors of trees of the same structure along a dimension.
 
     Args:
         data: The trees, at least one; their leaves are tensors with at least one dimension.
-        dim: The dimension to join along.
+        dim: The dimension along which to concatenate; default 0.
 
     Raises:
         TypeError: A leaf is not a tensor.
@@ -318,7 +325,7 @@ def required_batch_size(data: Any) -> int:
 
 
 def find_batch_size(tree: Any) -> int | None:
-    """As `required_batch_size`, but return None if there is no batch size."""
+    """Like `required_batch_size`, but return None if there is no batch size."""
     first = tree[0] if type(tree) in (list, tuple) and tree else tree
     if type(first) is Tensor and first.ndim > 0:  # fast path: most batches
         return len(first)
@@ -331,10 +338,10 @@ def find_batch_size(tree: Any) -> int | None:
 
 
 def count_samples(tree: Any) -> int | None:
-    """Return the first dimension's length of the first tensor that has one; None if unknown.
+    """Return the number of samples, the first dimension of the first tensor; None if unknown.
 
-    It is also unknown if that tensor has no rows and others have some: it is then a part of a
-    sample, such as the boxes in an image.
+    It is also unknown if that tensor has no rows but other tensors have some. The tensor is then a
+    part of one sample, such as the boxes of an image without objects.
     """
     found = find_batch_size(tree)
     if found == 0 and any(isinstance(t, Tensor) and t.ndim > 0 and len(t) for t in leaves(tree)):

@@ -1,7 +1,9 @@
-"""The state of the process: its device, its peers, its precision, its accumulation window.
+"""Process state: `PartialState`, `AcceleratorState` and `GradientState`.
 
-These are three singletons: all instances of a class share one state, created by the first instance.
-They are read-only; for other values start another process (tests call ``_reset_state``).
+`PartialState` has the device, rank and world size. `AcceleratorState` adds the settings of the
+`Accelerator`, such as the precision. `GradientState` has the position in the gradient accumulation
+window. All instances of one class share one state, which the first instance creates. The state is
+read-only; to change a value, start another process (tests call ``_reset_state``).
 """
 
 from trainer.choices import DistributedType

@@ -1,4 +1,4 @@
-"""The process, its peers, and the settings of the `Accelerator`."""
+"""`AcceleratorState`: the process state with the settings of the `Accelerator`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ _PLUGINS = ("dynamo_plugin", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plu
 
 
 class AcceleratorState(PartialState):
-    """The process, its peers, and the settings of the `Accelerator`.
+    """The process state (see `PartialState`) and the settings of the `Accelerator`.
+
+    Users only read it; the `Accelerator` creates it.
 
     Args:
-        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``; None takes
-            ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``. None takes the environment variable
+            ``ACCELERATE_MIXED_PRECISION``, or ``"no"`` without it.
         cpu: See `PartialState`.
-        dynamo_plugin: How the first `Accelerator` compiles models; each later one has its own. None
-            takes the environment's settings.
-        deepspeed_plugin: The plugin of this engine.
-        fsdp_plugin: The plugin of this engine.
-        megatron_lm_plugin: The plugin of this engine.
-        _from_accelerator: The caller is the `Accelerator`; users only read the state.
+        dynamo_plugin: The settings of ``torch.compile`` of the first `Accelerator`; each later one
+            has its own. None takes the settings from the environment.
+        deepspeed_plugin: The settings of the DeepSpeed engine.
+        fsdp_plugin: The settings of the FSDP engine.
+        megatron_lm_plugin: The settings of the Megatron-LM engine.
+        _from_accelerator: Whether the caller is the `Accelerator`.
         **kwargs: See `PartialState`.
 
     Raises:
@@ -49,8 +51,8 @@ class AcceleratorState(PartialState):
     fsdp_plugin: Any
     megatron_lm_plugin: Any
     _mixed_precision: str
-    _of_trainer: bool = False  # created by a `Trainer` that was given no `Accelerator`
-    _runs: bool = False  # a `Trainer` with this state is running
+    _of_trainer: bool = False  # whether a `Trainer` without an `accelerator=` argument created it
+    _runs: bool = False  # whether a `Trainer` with this state is running
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class AcceleratorState(PartialState):
         **kwargs: Any,
     ) -> None:
         self.__dict__ = AcceleratorState._shared_state
-        if _from_accelerator:  # its loaders get the same seeds as in a new process
+        if _from_accelerator:  # so that its loaders get the same seeds as in a new process
             PartialState._shared_state.pop("_seeds_taken", None)
         given = (dynamo_plugin, deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
         plugins = dict(zip(_PLUGINS, given, strict=True))
@@ -110,7 +112,7 @@ class AcceleratorState(PartialState):
 
     @property
     def use_ipex(self) -> bool:
-        """Whether Intel's extension of torch is used: always False, torch now includes it."""
+        """Whether Intel's extension for PyTorch is used: always False, since torch includes it."""
         return False
 
     def _picklable(self) -> dict[str, Any]:
@@ -118,7 +120,7 @@ class AcceleratorState(PartialState):
 
     @contextmanager
     def _in_force(self) -> Iterator[None]:
-        """Make this the process's shared state during a Trainer's run, for code in its hooks."""
+        """Make this the process's shared state while a `Trainer` runs, for code in its hooks."""
         before, own = AcceleratorState._shared_state, self.__dict__
         AcceleratorState._shared_state, own["_runs"] = own, True
         try:
@@ -130,11 +132,14 @@ class AcceleratorState(PartialState):
 
     @staticmethod
     def _leave_to_trainer(asked: str | None = None, *, shares: bool = True) -> dict[str, Any]:
-        """Give the next instance a new state if the shared one is a `Trainer`'s, which keeps it.
+        """Start a new shared state for the next instance, if a `Trainer` owns the current one.
+
+        The `Trainer` keeps its own state.
 
         Args:
-            asked: The precision requested for the next instance, if any.
-            shares: In a hook of a running `Trainer` the next instance may share its state.
+            asked: The precision requested for the next instance; None if any will do.
+            shares: Whether the next instance may share the state of a running `Trainer`, in a hook
+                of it.
 
         Returns:
             The state that was shared until now.

@@ -1,4 +1,4 @@
-"""The run's position in its window of accumulated micro-batches."""
+"""`GradientState`: the position in the gradient accumulation window."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from trainer.state.shared import Shared
 
 
 class GradientState(Shared):
-    """The run's position in its window of accumulated micro-batches.
+    """The position in the gradient accumulation window, and the prepared loader being read.
 
     Args:
-        gradient_accumulation_plugin: The window's configuration; a later one replaces it.
+        gradient_accumulation_plugin: The settings of gradient accumulation. Settings given to a
+            later instance replace them. None keeps the current ones; the default is one
+            micro-batch per update.
 
     Attributes:
-        sync_gradients: Whether this micro-batch ends its window: gradients are synchronised and
-            applied. It may be set.
-        plugin: The window's configuration.
+        sync_gradients: Whether this micro-batch is the last of its window, so that gradients are
+            all-reduced and the optimizer steps. It may be set.
+        plugin: The settings of gradient accumulation.
 
     Raises:
         TypeError: The argument is not a `GradientAccumulationPlugin`.
@@ -38,7 +40,7 @@ class GradientState(Shared):
     plugin: GradientAccumulationPlugin
     _loaders: list[weakref.ref[Any]]
     _kept_end: tuple[int, int | None] | None
-    _joins: bool  # inside a block in which processes without a batch join the others' reductions
+    _joins: bool  # whether a `join_uneven_inputs` block is active
 
     def __init__(
         self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
@@ -60,38 +62,38 @@ class GradientState(Shared):
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches per update."""
-        assert self.plugin.num_steps is not None  # the plugin has resolved it
+        """The number of micro-batches per optimizer update."""
+        assert self.plugin.num_steps is not None  # resolved by the plugin
         return self.plugin.num_steps
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether a prepared scheduler counts the calls in which it waits for the window to end."""
+        """Whether a prepared scheduler counts ``step`` calls inside an accumulation window."""
         return self.plugin.adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the end of a prepared loader ends the window."""
+        """Whether the last batch of a prepared loader ends the accumulation window."""
         return self.plugin.sync_with_dataloader
 
     @property
     def sync_each_batch(self) -> bool:
-        """Whether gradients are reduced over the processes after every micro-batch."""
+        """Whether gradients are all-reduced after every micro-batch, not only once per window."""
         return self.plugin.sync_each_batch
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The plugin's values that differ from their defaults."""
+        """The settings of the plugin that differ from their defaults."""
         return self.plugin.to_kwargs()
 
     @property
     def dataloader_references(self) -> list[Any | None]:
-        """The prepared loaders being read, the innermost last, after a first entry of None."""
+        """None, followed by the prepared loaders being read, the innermost last."""
         return [None, *(loader for ref in self._loaders if (loader := ref()) is not None)]
 
     @property
     def active_dataloader(self) -> Any | None:
-        """The prepared loader being read, the innermost if nested; None outside a loop."""
+        """The prepared loader being read, the innermost one if nested; None outside a loop."""
         for reference in reversed(self._loaders):
             if (loader := reference()) is not None:
                 return loader
@@ -110,11 +112,13 @@ class GradientState(Shared):
 
     @property
     def _data_end_window(self) -> bool:
-        """Whether the data end the window with this batch, told alike on all that have a batch.
+        """Whether this batch is the end of the data, and so ends the accumulation window.
 
-        Where processes join, a process's own end would end its window before the others'. There it
-        is the last batch of all, if the loader was dealt to all: a process cannot see the end of
-        those that others read by themselves.
+        All processes that have a batch give the same answer. Inside `join_uneven_inputs`, processes
+        have different numbers of batches, so the end of a process's own data must not count: its
+        window would end before those of the others. There, only a batch of the last global batch
+        counts, and only if the loader is sharded over all processes. If each process reads a loader
+        of its own, it cannot know when the others end.
         """
         loader = self.active_dataloader
         if loader is None or not self.sync_with_dataloader:
@@ -125,7 +129,7 @@ class GradientState(Shared):
 
     @property
     def remainder(self) -> int:
-        """The number of samples in the last global batch that are not repeats; -1 if unknown."""
+        """The number of samples in the last global batch without padding; -1 if unknown."""
         loader = self.active_dataloader
         return -1 if loader is None else int(loader.remainder)
 
@@ -133,22 +137,25 @@ class GradientState(Shared):
         self.sync_gradients = sync_gradients
 
     def _add_dataloader(self, loader: Any) -> None:
-        # Weak references: a loader that was abandoned mid-iteration and garbage-collected is no
+        # Weak references, because a loader that was left mid-iteration and garbage-collected is no
         # longer being read.
         self._loaders = [*(ref for ref in self._loaders if ref() is not None), weakref.ref(loader)]
         self._kept_end = None
 
     def _keep_end(self, loader: Any) -> None:
-        """Keep the last batch's size when a loop is left there, as by ``next(iter(loader))``."""
+        """Keep the last batch's size if the loop is left there, as by ``next(iter(loader))``."""
         innermost = self.active_dataloader is loader
         if innermost and loader.end_of_dataloader:
             self._kept_end = loader.remainder, loader.total_batch_size
 
     def _real_samples(self, samples: int) -> int | None:
-        """Return how many of these gathered samples are not repeats; None for all, -1 if unknown.
+        """Return how many of the gathered samples are not padding; None for all, -1 if unknown.
 
-        Until another loader is read, this is also known for the last batch of a loop that was left
-        there, but not for samples collected from several of its batches.
+        If a loop was left at its last batch, this is known until another loader is read, but only
+        for samples of that one batch, not for samples collected from several batches.
+
+        Args:
+            samples: The number of gathered samples.
         """
         if self.in_dataloader:
             real = self.remainder if self.end_of_dataloader else 0
@@ -159,21 +166,22 @@ class GradientState(Shared):
 
     @property
     def _real_parts(self) -> int | None:
-        """How many processes, from rank 0 on, have a batch that is not repeated whole.
+        """The number of ranks, from rank 0 on, whose batch is not only padding.
 
-        None for all, and where the real samples are counted: see `_real_samples`.
+        It is None if all ranks have such a batch, or if the number of samples without padding is
+        known (see `_real_samples`).
         """
         parts: int | None = getattr(self.active_dataloader, "_real_batches", None)
         return parts
 
     @property
     def _batch_sizes(self) -> frozenset[int]:
-        """The numbers that may count the samples in this process's batch; empty if unknown."""
+        """The numbers that could be the sample count of this process's batch; empty if unknown."""
         sizes: frozenset[int] = getattr(self.active_dataloader, "_batch_sizes", frozenset())
         return sizes
 
     def _remove_dataloader(self, loader: Any) -> None:
-        """Remove the loader's latest iteration; an earlier one of the same loader may end later."""
+        """Remove the latest iteration of a loader; an earlier one may still be running."""
         alive = [ref for ref in self._loaders if ref() is not None]
         for place in reversed(range(len(alive))):
             if alive[place]() is loader:
@@ -182,7 +190,7 @@ class GradientState(Shared):
         self._loaders = alive
 
     def _picklable(self) -> dict[str, Any]:
-        # No loader is being read in the process that unpickles it.
+        # In the process that unpickles it, no loader is being read.
         nothing: dict[str, Any] = {"_loaders": [], "_kept_end": None, "_joins": False}
         return {**self.__dict__, **nothing} if self.initialized else {}
 

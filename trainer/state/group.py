@@ -1,4 +1,4 @@
-"""Choose the device of a process, and join the process group."""
+"""Choose the device of a process, and initialize the process group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.state.network import choose_interface
 
 logger = logging.getLogger(__name__)
 
-_groups = itertools.count()  # each has a file of its own: the last one's addresses are gone
+_groups = itertools.count()  # a new file for each group: the old one has stale addresses
 
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
 _DISTRIBUTED = {
@@ -48,7 +48,11 @@ def default_device() -> torch.device:
 
 
 def pick_device(launch: environment.Launch, *, cpu: bool) -> torch.device:
-    """Return the device of this process: the accelerator with its local rank, else the CPU.
+    """Return the device of this process: the accelerator of its local rank, or the CPU.
+
+    Args:
+        launch: The rank and world size of this process.
+        cpu: Use the CPU even if there is an accelerator.
 
     Raises:
         ValueError: There are more processes than devices, or ``ACCELERATE_TORCH_DEVICE`` names no
@@ -61,7 +65,7 @@ def pick_device(launch: environment.Launch, *, cpu: bool) -> torch.device:
     if kind.type == "cpu":
         return kind
     if kind.type == "mps":
-        # There is only one, and it has no collectives: several processes use the CPU.
+        # There is only one MPS device, and it has no collectives. Several processes use the CPU.
         return torch.device("mps" if launch.world_size == 1 else "cpu")
     if launch.world_size == 1:
         return torch.device(kind.type, torch.accelerator.current_device_index())
@@ -101,7 +105,11 @@ def _named_device(named: str, launch: environment.Launch) -> torch.device:
 
 
 def adopt_group(launch: environment.Launch) -> environment.Launch:
-    """Take the rank from an existing process group; the launcher's variables may be absent."""
+    """Return the rank and world size of an existing process group, if there is one.
+
+    The script may have created the group without a launcher, so the launcher's environment
+    variables may be missing.
+    """
     if not dist.is_initialized():
         return launch
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -117,11 +125,16 @@ def adopt_group(launch: environment.Launch) -> environment.Launch:
 
 
 def join_group(launch: environment.Launch, device: torch.device, kwargs: dict[str, Any]) -> None:
-    """Start the process group with the launcher's address and the device's backend.
+    """Initialize the process group, by default with the backend for the device.
+
+    Args:
+        launch: The rank, world size and rendezvous address from the launcher.
+        device: The device of this process.
+        kwargs: The user's arguments of ``init_process_group``.
 
     Raises:
         ValueError: This build of torch lacks the backend, or there is no rendezvous address.
-        RuntimeError: This is a spawned process that is only importing the script.
+        RuntimeError: This is a spawned process that is importing the script.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
@@ -132,13 +145,13 @@ def join_group(launch: environment.Launch, device: torch.device, kwargs: dict[st
     chosen = {name: value for name, value in kwargs.items() if value is not None}
     backend = chosen.pop("backend", None)
     if backend is None or (backend == "nccl" and device.type != "cuda"):
-        # Scripts for the documented API pass "nccl", its default, on any device.
+        # "nccl" is the default of the documented API, so scripts pass it on any device.
         backend = _BACKENDS.get(device.type, "gloo")
     for part in str(backend).split(","):  # such as cpu:gloo,cuda:nccl
         _check_backend(part.rpartition(":")[2], device)
     if chosen.get("init_method") is None and chosen.get("store") is None:
         chosen |= _meeting_place(launch, chosen.get("timeout"))
-    choose_interface(launch)  # with any backend: background saves have a gloo group of their own
+    choose_interface(launch)  # with any backend, because background saves use a gloo group
     dist.init_process_group(
         backend,
         rank=launch.rank,
@@ -149,11 +162,15 @@ def join_group(launch: environment.Launch, device: torch.device, kwargs: dict[st
 
 
 def _meeting_place(launch: environment.Launch, timeout: timedelta | None) -> dict[str, str | Store]:
-    """Return the rendezvous argument of `init_process_group`.
+    """Return the rendezvous argument (``init_method`` or ``store``) of ``init_process_group``.
 
-    torchrun restarts processes with the store of its agent, which still holds the addresses of the
-    previous attempt: the new processes would wait for those. So each attempt gets its own key
-    prefix, except with agents on several machines, whose counts of attempts may differ.
+    When torchrun restarts the processes, they get the same store from its agent. That store still
+    has the addresses of the previous attempt, and the new processes would wait for those. So each
+    attempt gets a key prefix of its own. With agents on several machines this is not done, because
+    their restart counts may differ.
+
+    Raises:
+        ValueError: ``MASTER_ADDR`` or ``MASTER_PORT`` is not set.
     """
     if launch.master_addr is None or launch.master_port is None:
         raise ValueError(
@@ -184,7 +201,7 @@ def _check_backend(backend: str, device: torch.device) -> None:
 
 
 def warn_of_old_kernel() -> None:
-    """Warn of Linux kernels before 5.5, on which distributed runs may hang."""
+    """Warn if the Linux kernel is older than 5.5, where distributed runs may hang."""
     if platform.system() != "Linux":
         return
     found = re.match(r"(\d+)\.(\d+)", platform.release())
@@ -197,9 +214,10 @@ def warn_of_old_kernel() -> None:
 
 
 def share_out_cores(launch: environment.Launch) -> None:
-    """Divide a machine's cores among its CPU processes, unless ``OMP_NUM_THREADS`` is set.
+    """Limit the threads of each CPU process to its share of the machine's cores.
 
-    Otherwise each process would start as many threads as the machine has cores.
+    Otherwise each process would start as many threads as the machine has cores. Nothing is changed
+    if ``OMP_NUM_THREADS`` is set.
     """
     if environment.read("OMP_NUM_THREADS") is not None:
         return
@@ -215,11 +233,11 @@ def share_out_cores(launch: environment.Launch) -> None:
 
 
 def _let_threads_finish() -> None:
-    """Release the GIL for a moment before the interpreter exits.
+    """Release the GIL for 0.1 seconds before the interpreter exits.
 
-    A gloo thread that has just finished a collective still has to release Python objects, for which
-    it needs the GIL. If it waits for the GIL while the interpreter exits, it is terminated inside
-    C++ code that cannot unwind, and the process aborts: a finished run would be reported as failed.
+    A gloo thread that has just finished a collective needs the GIL to release Python objects. If it
+    waits for the GIL while the interpreter exits, it is terminated inside C++ code that cannot
+    unwind, and the process aborts. A finished run would then be reported as failed.
     """
     with suppress(KeyboardInterrupt):  # the process is ending already
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Choose the network interface through which CPU processes reach other machines."""
+"""Choose the network interface that gloo uses to reach other machines."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from trainer import environment
 logger = logging.getLogger(__name__)
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
-_HERE = ("localhost", "127.0.0.1", "::1")  # addresses that only this machine reaches
+_HERE = ("localhost", "127.0.0.1", "::1")  # loopback addresses
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR on Linux
 
 
 def choose_interface(launch: environment.Launch) -> None:
-    """Make gloo use the interface that reaches the other machines, if its default would not.
+    """Set ``GLOO_SOCKET_IFNAME`` if gloo's default interface cannot reach the other machines.
 
-    gloo binds to the address of the machine's host name. On Debian and Ubuntu this is 127.0.1.1,
-    and in many containers there is none: the other machines then cannot connect.
+    gloo binds to the address to which the machine's host name resolves. On Debian and Ubuntu that
+    is 127.0.1.1, and in many containers the name does not resolve. The other machines then cannot
+    connect. If several interfaces are possible, a warning is logged and nothing is set.
+
+    Args:
+        launch: The processes and machines of the run.
     """
     one_machine = launch.local_world_size == launch.world_size
     master, own = launch.master_addr, _address(socket.gethostname())
@@ -31,7 +35,7 @@ def choose_interface(launch: environment.Launch) -> None:
     there, used = _interfaces(), None if master is None else source(master)
     if used in there:
         fitting = [there[used]]
-    else:  # this is the master, or the interface is unknown: any may be the right one
+    else:  # this machine is the master, or the interface is unknown: any interface is possible
         fitting = list(there.values())
     if len(fitting) == 1:
         os.environ[_VARIABLE] = fitting[0]  # noqa: TID251 - also for groups created later
@@ -47,12 +51,12 @@ def choose_interface(launch: environment.Launch) -> None:
 
 
 def loopback_interface() -> str | None:
-    """Return the name of the interface that reaches only this machine; None if unknown."""
+    """Return the name of the loopback interface; None if unknown."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def _address(name: str) -> str:
-    """Return the address of a host name; if it does not resolve, the loopback's, as gloo does."""
+    """Return the address of a host name; 127.0.0.1 if it does not resolve, as gloo does."""
     try:
         return str(socket.getaddrinfo(name, None)[0][4][0])
     except OSError:
@@ -64,13 +68,16 @@ def _is_loopback(address: str) -> bool:
 
 
 def reachable_from(host: str) -> str | None:
-    """Return this machine's address as another machine can reach it; None if unknown."""
+    """Return the address at which `host` can reach this machine; None if unknown."""
     used = source(host)
     return None if used is None or _is_loopback(used) else used
 
 
 def source(host: str) -> str | None:
-    """Return the address from which this machine would send to a host; nothing is sent."""
+    """Return the local address for connections to `host`; None if it is unreachable.
+
+    Nothing is sent.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, environment.DEFAULT_PORT))
@@ -80,7 +87,7 @@ def source(host: str) -> str | None:
 
 
 def _interfaces() -> dict[str, str]:
-    """Return the interfaces' names by address, without the loopback; empty except on Linux."""
+    """Map the address of each network interface, except the loopback, to its name (Linux only)."""
     if sys.platform != "linux":
         return {}
     import fcntl
@@ -91,7 +98,7 @@ def _interfaces() -> dict[str, str]:
             request = struct.pack("256s", name.encode())
             try:
                 answer = fcntl.ioctl(probe, _ADDRESS_OF, request)
-            except OSError:  # it has no address
+            except OSError:  # the interface has no IPv4 address
                 continue
             address = socket.inet_ntoa(answer[20:24])
             if not _is_loopback(address):

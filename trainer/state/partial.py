@@ -1,4 +1,4 @@
-"""The process and its peers."""
+"""`PartialState`: the device, rank and world size of the process."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ R = TypeVar("R")
 
 
 class PartialState(Shared):
-    """The process and its peers, without any state of the training.
+    """The device, rank and world size of this process, without any settings of the training.
 
-    The first instance detects the launcher (see `trainer.environment`), picks the device and joins
-    the process group. A single process never starts a group.
+    The first instance detects the launcher (see `trainer.environment`), picks the device and
+    initializes the process group. With a single process, no group is created.
 
     Args:
         cpu: Use the CPU even if an accelerator is available, as ``ACCELERATE_USE_CPU=true`` does.
@@ -37,13 +37,13 @@ class PartialState(Shared):
 
     Attributes:
         device: The device of this process.
-        distributed_type: The kind of devices that the processes run on, and whether there are
-            several.
-        backend: The process group's backend; None without a group.
-        num_processes: The number of processes.
+        distributed_type: The kind of device of the processes if there are several; else ``NO``.
+        backend: The backend of the process group; None with one process.
+        num_processes: The number of processes (world size).
         process_index: The global rank of this process.
         local_process_index: The rank of this process on its machine.
-        debug: Whether ``ACCELERATE_DEBUG_MODE`` is true: collectives compare shapes first.
+        debug: Whether ``ACCELERATE_DEBUG_MODE`` is true: all ranks then compare the shapes and
+            dtypes of tensors before each collective.
 
     Raises:
         ValueError: The launcher's variables contradict each other; there are more processes than
@@ -120,14 +120,14 @@ class PartialState(Shared):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision of the `Accelerator`; ``"no"`` before there is one."""
+        """The precision of the `Accelerator`; ``"no"`` before an `Accelerator` is created."""
         from trainer.state.accelerator import AcceleratorState  # a subclass of this class
 
         return str(AcceleratorState._shared_state.get("_mixed_precision", "no"))
 
     @property
     def fork_launched(self) -> bool:
-        """Whether a notebook launcher forked this process, as ``FORK_LAUNCHED`` says."""
+        """Whether a notebook launcher forked this process (``FORK_LAUNCHED`` is set)."""
         return environment.read_flag("FORK_LAUNCHED")
 
     @property
@@ -136,7 +136,7 @@ class PartialState(Shared):
         return joining.default_device()
 
     def set_device(self) -> None:
-        """Make `device` the current device of this thread; every new thread needs this."""
+        """Make `device` the current device of this thread; call it in every new thread."""
         _make_current(self.device)
 
     # -- who runs what, and when ---------------------------------------------------------------
@@ -145,13 +145,13 @@ class PartialState(Shared):
         """Wait until every process has called this method; a no-op with one process.
 
         Raises:
-            DistributedOperationException: A process is in another operation; raised on all.
+            DistributedOperationException: On all processes, if one is in another collective.
         """
         if self.num_processes > 1:
             meet("wait_for_everyone")
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context whose block rank 0 runs first, then the other ranks.
+        """Return a context manager: rank 0 runs the block first, then the other ranks run it.
 
         Raises:
             RuntimeError: On the other processes, if rank 0 failed in the block; they do not run it.
@@ -159,7 +159,7 @@ class PartialState(Shared):
         return going_first(self.is_main_process, "main_process_first")
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context whose block local rank 0 of each machine runs first, then the others.
+        """Return a context manager: local rank 0 of each machine runs the block before the others.
 
         Raises:
             RuntimeError: On all other processes, if a local rank 0 failed in the block.
@@ -167,7 +167,10 @@ class PartialState(Shared):
         return going_first(self.is_local_main_process, "local_main_process_first")
 
     def on_main_process(self, function: Callable[P, R] | None = None) -> Callable[P, R | None]:
-        """Decorator: the function runs on rank 0 only; it returns None elsewhere.
+        """Decorator: the function runs only on rank 0, and returns None on other ranks.
+
+        Args:
+            function: The function to decorate.
 
         Raises:
             ValueError: There is no function, or the state was reset.
@@ -177,7 +180,10 @@ class PartialState(Shared):
     def on_local_main_process(
         self, function: Callable[P, R] | None = None
     ) -> Callable[P, R | None]:
-        """Decorator: the function runs on the first process of each machine only.
+        """Decorator: the function runs only on local rank 0 of each machine, else returns None.
+
+        Args:
+            function: The function to decorate.
 
         Raises:
             ValueError: There is no function, or the state was reset.
@@ -185,7 +191,10 @@ class PartialState(Shared):
         return self._where(lambda: self.is_local_main_process, function, "on_local_main_process")
 
     def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorator: the function runs on the highest rank only; it returns None elsewhere.
+        """Decorator: the function runs only on the highest rank, and returns None on other ranks.
+
+        Args:
+            function: The function to decorate.
 
         Raises:
             ValueError: There is no function, or the state was reset.
@@ -195,11 +204,12 @@ class PartialState(Shared):
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorator: the function runs on one rank only; with one process it always runs.
+        """Decorator: the function runs only on one global rank; with one process it always runs.
 
         Args:
-            function: If omitted, a decorator is returned: ``@state.on_process(process_index=1)``.
-            process_index: The global rank.
+            function: The function to decorate. If omitted, a decorator is returned:
+                ``@state.on_process(process_index=1)``.
+            process_index: The global rank; required.
 
         Raises:
             ValueError: There is no such rank, or the state was reset.
@@ -218,11 +228,11 @@ class PartialState(Shared):
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorator: the function runs on one rank of each machine; one process always runs it.
+        """Decorator: the function runs only on one local rank; with one process it always runs.
 
         Args:
-            function: If omitted, a decorator is returned.
-            local_process_index: The rank on the machine.
+            function: The function to decorate. If omitted, a decorator is returned.
+            local_process_index: The rank on the machine; required.
 
         Raises:
             ValueError: This machine has no such rank, or the state was reset.
@@ -263,16 +273,16 @@ class PartialState(Shared):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Return a context that yields this process's part of `inputs`.
+        """Return a context manager that yields this process's part of `inputs`.
 
         See `trainer.distributed.split.split`.
 
         Args:
-            inputs: What has a length and an index, such as a list, a tensor, an array or a
-                map-style dataset; or a dictionary of those.
-            apply_padding: Repeat the last item so that every process has the same number, for
-                example to gather the results; drop the repeats afterwards. Tensors are then moved
-                to `device`.
+            inputs: An object with a length and an index, such as a list, a tensor, an array or a
+                map-style dataset; or a dictionary of these.
+            apply_padding: Repeat the last item so that every process has the same number of items,
+                for example to gather the results; drop the repeated items afterwards. Tensors are
+                then moved to `device`. Default False.
 
         Raises:
             ValueError: The values of a dictionary have different numbers of items.
@@ -288,10 +298,10 @@ class PartialState(Shared):
         )
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print``, on the local main process of each machine only.
+        """Call ``print`` on the local main process of each machine only.
 
-        Characters that the output's encoding lacks are printed as escapes: a folder's name must not
-        end a run.
+        Characters that the output's encoding cannot represent are printed as escapes, because an
+        unusual folder name, for example, must not stop a run.
         """
         if self.is_local_main_process:
             file = kwargs.get("file") or sys.stdout
@@ -302,11 +312,11 @@ class PartialState(Shared):
             builtins.print(*texts, **kwargs)  # noqa: T201 - printing is what this method is for
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Leave the process group, if there is one.
+        """Destroy the process group, if there is one.
 
         Args:
-            group: The group; None means the default group, which belongs to the launcher and is
-                kept if `fork_launched` is true.
+            group: The group; None means the default group. If `fork_launched` is true, the default
+                group belongs to the launcher and is kept.
         """
         if group is None and self.fork_launched:
             return
@@ -336,9 +346,13 @@ def _make_current(device: torch.device) -> None:
 
 
 def _check_index(name: str, index: object, count: int, distributed: bool) -> None:
-    """Refuse a rank that does not exist, on which the function would silently never run.
+    """Check that a rank exists; on a missing rank, the function would silently never run.
 
     With one process any rank is accepted, so that a script can be tried without a launcher.
+
+    Raises:
+        ValueError: The rank is None or out of range.
+        TypeError: The rank is not an int.
     """
     if index is None:
         raise ValueError(f"{name} is missing; pass the rank that runs the function.")
@@ -349,7 +363,7 @@ def _check_index(name: str, index: object, count: int, distributed: bool) -> Non
 
 
 def _printable(text: str, file: Any) -> str:
-    """Return the text with escapes for what a file cannot encode and would refuse."""
+    """Return the text with escapes for characters that the file's encoding cannot represent."""
     encoding = getattr(file, "encoding", None)
     if encoding is None or getattr(file, "errors", "strict") != "strict":
         return text

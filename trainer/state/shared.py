@@ -1,4 +1,4 @@
-"""The base of the state classes: one read-only state for all instances of a class."""
+"""Base class of the state classes: all instances of a class share one read-only state."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 
 
 class Shared:
-    """An object that shares its attributes with all instances of its class.
+    """An object that shares its attributes with all instances of its class (a Borg singleton).
 
-    Its attributes cannot be assigned to, a deep copy is the object itself, and unpickling returns
-    the state of the process that unpickles it. If that process has none (such as a worker spawned
-    with a pickled object), the object describes the process that pickled it, and starts nothing.
+    Documented attributes are read-only. A deep copy is the object itself. Unpickling gives the
+    state of the process that unpickles it. If that process has no state (a spawned worker, for
+    example), the object has the values of the process that pickled it, and initializes nothing.
     """
 
     _shared_state: ClassVar[dict[str, Any]]
-    _how_to_change: ClassVar[str]  # what a user who assigns to an attribute should do instead
-    _key: ClassVar[str]  # an attribute that exists once the state is initialised
+    _how_to_change: ClassVar[str]  # for the error: what to do instead of assigning an attribute
+    _key: ClassVar[str]  # the name of an attribute that exists once the state is initialised
     _settable: ClassVar[frozenset[str]] = frozenset()
 
     @property
@@ -39,7 +39,7 @@ class Shared:
         object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Called for missing names, and for properties that read one.
+        # Called for a missing attribute, and for a property that reads a missing attribute.
         owner = type(self).__name__
         if self._documents(name):
             raise AttributeError(
@@ -60,7 +60,7 @@ class Shared:
 
 
 def _revive(kind: type[Shared], values: Mapping[str, Any]) -> Shared:
-    """Return the live state of this process or, without one, an object with these values."""
+    """Unpickle a state: return this process's own state or, without one, the pickled values."""
     state = object.__new__(kind)
     live = kind._key in kind._shared_state
     object.__setattr__(state, "__dict__", kind._shared_state if live else dict(values))

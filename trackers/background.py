@@ -332,7 +332,7 @@ class BackgroundTracker(GeneralTracker):
         self._worker.end(Call("finish", partial(_finish, status=status), record=False))
 
     def finish(self) -> None:
-        """Wait until everything is recorded and the tracker closed, at most `finish_timeout` seconds.
+        """Wait until all is recorded and the tracker closed, at most `finish_timeout` seconds.
 
         The tracker's `status` is set to this object's, or "finished" if it was not set. A warning
         reports what was lost. Later calls record nothing; they are counted as dropped.

@@ -318,7 +318,8 @@ def check_name(
     if not isinstance(name, str):
         raise TypeError(f"{what} is {name!r}; it must be a string.")
     leads_out = Path(name).is_absolute() or ".." in Path(name).parts
-    named = [tracker for tracker in trackers if isinstance(tracker, type)]  # not the instances
+    # Instances were created with a directory of their own.
+    named = [tracker for tracker in trackers if isinstance(tracker, type)]
     if leads_out and any(tracker.requires_logging_directory for tracker in named):
         raise ValueError(
             f"{what} is {name!r}; trackers that write files take it as a folder in theirs, so it "

@@ -171,7 +171,7 @@ def send_to_device(
     def send(tree: Any) -> Any:
         if isinstance(tree, Tensor):
             return tree.to(device, non_blocking=non_blocking)
-        if type(tree) is list and not skipped:  # fast path, because loaders yield lists
+        if type(tree) is list and not skipped:  # fast path: loaders yield lists
             return [send(value) for value in tree]
         parts = children(tree)
         keeps = bool(skipped and parts and any(key in skipped for key, _ in parts))

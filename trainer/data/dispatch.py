@@ -131,7 +131,7 @@ class DataLoaderDispatcher(PreparedLoader):
             )
         return batch if self.world_size == 1 else unmarked(take(batch, start, stop))
 
-    # -- between the processes -----------------------------------------------------------------
+    # -- sending from rank 0 to the others -----------------------------------------------------
 
     def _exchange(self, plans: Iterator[tuple[Plan, Plan | None]]) -> tuple[Message, Any]:
         """Broadcast the next global batch from rank 0; a collective call.
@@ -188,7 +188,7 @@ class DataLoaderDispatcher(PreparedLoader):
             pickle.dumps(message),
         )  # pickled here, where the caller sends errors to the other ranks
 
-    # -- on rank 0 -----------------------------------------------------------------------------
+    # -- reading on rank 0 ---------------------------------------------------------------------
 
     def _sent(self) -> Iterator[Plan]:
         """Yield the global batches of a pass, copied ahead of use if the device has streams."""

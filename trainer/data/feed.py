@@ -124,7 +124,7 @@ class Feed:
     ) -> None:
         if not isinstance(source, Iterable):
             wrap = " Wrap it: DataLoader(dataset, batch_size=32)." * isinstance(source, Dataset)
-            if hasattr(source, "train_dataloader"):  # Lightning's, for one
+            if hasattr(source, "train_dataloader"):  # a data module of Lightning, for example
                 wrap = " To hold several loaders, derive its class from trainer.DataModule."
             raise TypeError(
                 f"A loader is {source!r} of type {type(source).__name__}; it must be a DataLoader "
@@ -250,8 +250,8 @@ class Feed:
         if not isinstance(self.limit, float):
             return self.limit
         total = self.length_now.batches
-        assert total is not None  # `apply_limit` refuses a fraction of what is unknown
-        return math.floor(round(total * self.limit, 6))  # 100 * 0.29 is a little less than 29
+        assert total is not None  # `apply_limit` refuses a fraction of an unknown number
+        return math.floor(round(total * self.limit, 6))  # in floats, 100 * 0.29 is below 29
 
     @property
     def num_all_batches(self) -> int | None:
@@ -385,7 +385,7 @@ class Feed:
         )
 
     def close(self) -> None:
-        """End persistent workers."""
+        """Shut down persistent workers."""
         if isinstance(self.loader, DataLoader):
             self.loader._iterator = None
 
@@ -419,7 +419,7 @@ class Feed:
         return twin
 
     def reseed(self, seed: int) -> None:
-        """Take the seed of the run that is resumed."""
+        """Use the seed of the run that is resumed."""
         self.seed = seed = mix(seed, self._place) if self._place else seed
         if self.sampler is not None:
             self.sampler.reseed(seed)

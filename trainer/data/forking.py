@@ -78,7 +78,7 @@ if sys.platform != "win32":
             self.close()
 
     class _Process(ForkProcess):
-        here: Connection  # the parent's end
+        here: Connection  # the parent's end of the pipe
         there: Connection
 
         @staticmethod

@@ -305,7 +305,7 @@ def _attributes(thing: Any, descriptors: list[tuple[str, Any]]) -> Iterator[tupl
     """Yield the attributes in an object's ``__dict__`` and slots, without calling properties."""
     skipped = _OF_TORCH if issubclass(type(thing), nn.Module) else ()
     for name, descriptor in descriptors:
-        with suppress(AttributeError):  # an unset slot
+        with suppress(AttributeError):  # the slot is unset
             value = descriptor.__get__(thing)
             if name != "__dict__":
                 yield name, value
@@ -321,12 +321,13 @@ def _descriptors(kind: type) -> list[tuple[str, Any]]:
         for name, value in list(vars(each).items())
         if type(value) in (GetSetDescriptorType, MemberDescriptorType)
         and (name == "__dict__" or "__slots__" in vars(each))
-        and name != "__weakref__"  # a dataclass with slots has another class's in Python 3.10
+        # In Python 3.10, a dataclass with slots has the descriptor of another class.
+        and name != "__weakref__"
     ]
 
 
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # an unset variable
+    except ValueError:  # the variable is unset
         return None

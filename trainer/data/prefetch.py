@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from trainer.tree import children, leaves
 
-_WITH_STREAMS = ("cuda", "xpu")  # whose allocators support record_stream
+_WITH_STREAMS = ("cuda", "xpu")  # device types whose allocators support record_stream
 _LEAD = 4  # batches by which the host may run ahead of the device
 
 

@@ -1,4 +1,4 @@
-"""Loaders that skip their first batches, to resume inside an epoch."""
+"""`skip_first_batches` and the loaders behind it, to resume inside an epoch."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Stream:
         self._fresh = True  # nothing has been read from the stream yet
         self._resumed = False
         self._pending: dict[str, Any] | None = None
-        self._position: dict[str, Any] | None = None  # as loaded, until a batch is used
+        self._position: dict[str, Any] | None = None  # the loaded position, until a batch is used
         self._epoch = 0
         self._used: Place | None = None
         self._over = ""
@@ -289,7 +289,7 @@ def _say_where_it_begins(iterator: str, epoch: int) -> None:
 
 def _progress(batches: Iterator[Any], total: int, *, shown: bool) -> Iterator[Any]:
     """Yield the batches, with a progress bar if standard error is a terminal."""
-    if not (shown and sys.stderr and sys.stderr.isatty()):  # a service may have none
+    if not (shown and sys.stderr and sys.stderr.isatty()):  # a service may have no stderr
         yield from batches
         return
     from tqdm import tqdm

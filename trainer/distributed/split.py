@@ -107,7 +107,7 @@ def _refusal(value: Any, name: str) -> TypeError:
 
 
 def _take(value: Any, items: range, repeats: int, device: torch.device | None) -> Any:
-    """Return these items of a value, then its last item `repeats` times."""
+    """Return the given items of a value, followed by its last item `repeats` times."""
     if isinstance(value, Mapping):
         return rebuild(value, [_take(each, items, repeats, device) for each in value.values()])
     if not _has_items(value):

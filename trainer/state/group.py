@@ -91,7 +91,7 @@ def _named_device(named: str, launch: environment.Launch) -> torch.device:
             "The environment variable ACCELERATE_TORCH_DEVICE is 'mps', which has no collectives "
             f"for {launch.world_size} processes. Start one process, or name cpu."
         )
-    module = getattr(torch, device.type, None)  # meta, for example, has none
+    module = getattr(torch, device.type, None)  # the device type "meta", for example, has no module
     if device.type != "cpu" and not (module is not None and module.is_available()):
         raise ValueError(
             f"The environment variable ACCELERATE_TORCH_DEVICE is {named!r}, which this machine or "

@@ -96,7 +96,7 @@ class PartialState(Shared):
             _local_world_size=launch.local_world_size,
         )
 
-    # -- what this process is ------------------------------------------------------------------
+    # -- properties of this process ------------------------------------------------------------
 
     @property
     def use_distributed(self) -> bool:
@@ -139,7 +139,7 @@ class PartialState(Shared):
         """Make `device` the current device of this thread; call it in every new thread."""
         _make_current(self.device)
 
-    # -- who runs what, and when ---------------------------------------------------------------
+    # -- running code on some ranks, or in order -----------------------------------------------
 
     def wait_for_everyone(self) -> None:
         """Wait until every process has called this method; a no-op with one process.

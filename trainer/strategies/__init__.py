@@ -1,4 +1,5 @@
-"""Engines: how the module runs, and how its gradients are averaged over the processes.
+"""Engines: run the module and average its gradients over the processes.
 
-Each has the methods of `single.SingleDevice`, the simplest of them.
+There is one engine for a single device, and there are several for data parallelism (DDP). Each has
+the methods of `single.SingleDevice`, the simplest engine.
 """

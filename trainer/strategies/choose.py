@@ -1,4 +1,4 @@
-"""Choose the engine of a run."""
+"""Choose the engine of a run: one device, DDP, DDP with a static graph, or manual optimisation."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class StaticDataParallel(DataParallel):
         broadcast([*self.module.parameters(), *self.module.buffers()])
 
     def _fix_layout(self, order: list[nn.Parameter]) -> None:
-        """Lay out the buckets and make the graph known to DDP."""
+        """Lay out DDP's buckets and teach DDP the static graph."""
         ballot_and_parameters = [1, *(self.graph[name] for name in reversed(self._names()))]
         fix_layout(self._ddp, order, ballot_and_parameters)
 
@@ -99,7 +99,7 @@ class StaticDataParallel(DataParallel):
         torch.autograd.backward(ride, ballot)
 
     def begin_epoch(self) -> None:
-        """Adopt the graph of a resumed run; see `DataParallel.begin_epoch`."""
+        """Take over the static graph of a resumed run; see `DataParallel.begin_epoch`."""
         trained = {id(parameter) for parameter in self._trained()}
         if trained != self._wrapped or (self.graph and not self._told):
             self._wrap()

@@ -1,4 +1,4 @@
-"""Open files by a known name, in a folder where somebody else may have put something else there."""
+"""Open files safely in folders where others may have put symlinks, pipes or other files."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-LARGEST = 1 << 26  # bytes of a file of JSON that describes something
+LARGEST = 1 << 26  # bytes; the limit for JSON files that are read whole
 
 _HIDDEN = ".cadence-writing-"
 
 
 def regular(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file; to be passed to `open` and `io.FileIO` as their ``opener``.
+    """Open a regular file; pass it to `open` or `io.FileIO` as their ``opener``.
 
-    A link in the file's place is not followed, and a pipe is not waited for. The folders on the way
-    may be links.
+    A symlink in the file's place is not followed, and opening a pipe does not block. The parent
+    folders may be symlinks.
 
     Args:
         path: the file.
@@ -30,7 +30,7 @@ def regular(path: str | os.PathLike[str], flags: int) -> int:
         The descriptor.
 
     Raises:
-        OSError: it is a link, a folder, a device or a pipe, or it cannot be opened.
+        OSError: it is a symlink, a folder, a device or a pipe, or it cannot be opened.
     """
     if os.path.islink(path):
         raise OSError(errno.ELOOP, "It is a link, which is not followed", os.fspath(path))
@@ -48,14 +48,14 @@ def regular(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def hidden_beside(file: Path) -> Path:
-    """Create an empty file beside another, under an unused name, to be renamed to it."""
+    """Create an empty hidden temporary file beside `file`, to be renamed to it later."""
     hidden = file.with_name(f"{_HIDDEN}{os.getpid()}-{uuid.uuid4().hex[:12]}-{file.name}")
-    hidden.touch(exist_ok=False)  # exclusive: neither a link nor a file of somebody else is used
+    hidden.touch(exist_ok=False)  # exclusive creation: never opens an existing file or symlink
     return hidden
 
 
 def sweep_hidden(file: Path) -> None:
-    """Remove what killed processes left of `hidden_beside`; no other may be writing this file."""
+    """Remove temporary files that killed processes left; no process may be writing `file`."""
     for left in file.parent.glob(f"{_HIDDEN}*-{glob.escape(file.name)}"):
         left.unlink(missing_ok=True)
 
@@ -75,7 +75,7 @@ def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
         size = os.fstat(stream.fileno()).st_size
         if size > limit:
             raise ValueError(f"it has {size:,} bytes, more than the {limit:,} that are read")
-        return stream.read(size)  # no more: the buffer is allocated first
+        return stream.read(size)  # not more, since the buffer is allocated first
 
 
 def read_json(path: str | os.PathLike[str], limit: int = LARGEST) -> Any:

@@ -1,4 +1,4 @@
-"""The local record: one JSON object per line, appended, readable even if the writer was killed."""
+"""The local record of a run, ``metrics.jsonl``: one JSON object is appended per line."""
 
 import io
 import json
@@ -21,7 +21,7 @@ FIELDS = frozenset({"step", "epoch", "time"})  # in every record, beside its met
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the records that `JsonlTracker` wrote.
 
-    A last line without its line break was torn by a crash and is left out. The texts "NaN",
+    A last line without a line break was cut off by a crash and is left out. The texts "NaN",
     "Infinity" and "-Infinity" become floats.
 
     Args:
@@ -32,7 +32,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a whole line is not JSON; the message gives its number.
+        ValueError: a complete line is not JSON; the message gives its number.
     """
     with open(path, "rb", opener=regular) as lines:
         return [
@@ -56,7 +56,7 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
 
 
 def unused_name(path: Path) -> Path:
-    """Return an unused numbered name to keep another run's file under: ``metrics.1.jsonl``."""
+    """Return an unused numbered name for another run's file, such as ``metrics.1.jsonl``."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.stem}.{number}{path.suffix}")):
         number += 1
@@ -72,7 +72,7 @@ def is_at(file: os.stat_result, path: Path) -> bool:
 
 
 def append_whole(file: io.FileIO, record: bytes) -> None:
-    """Append a record to a file, or nothing of it: the next one would be appended to a part.
+    """Append a record to a file completely or, if that fails, not at all.
 
     Raises:
         OSError: the record could not be written, for example to a full disk.
@@ -88,17 +88,17 @@ class JsonlTracker(GeneralTracker):
 
     Every line is JSON that any parser reads, see `trackers.strict_json.to_json`: non-finite numbers
     are the texts "NaN", "Infinity" and "-Infinity", tensors and arrays of one element are numbers,
-    longer ones lists. Other objects are their `str`, rather than losing the record's other metrics.
-    Each record is one write to the operating system, so a crash can tear only the last line, and
-    `start` cuts off a torn one. If the file is deleted or moved away meanwhile, the next record
-    begins a new one, with a warning.
+    longer ones lists. Other objects are written as their `str`, so that the record's other metrics
+    are not lost. Each record is one write system call, so a crash can cut off only the last line,
+    and `start` removes such a partial line. If the file is deleted or moved during the run, the
+    next record creates a new file, with a warning.
 
     Args:
         path: the file; `start` creates it and its directory if they do not exist.
     """
 
     name = "jsonl"
-    requires_logging_directory = False  # it takes the path of its file instead
+    requires_logging_directory = False  # it takes a file path instead
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()  # the working directory may change
@@ -112,11 +112,11 @@ class JsonlTracker(GeneralTracker):
 
     @property
     def offset(self) -> int:
-        """The size of the file in bytes: where the next record begins."""
+        """The size of the file in bytes, which is the offset of the next record."""
         return self.path.stat().st_size if self.path.exists() else 0
 
     def start(self) -> None:
-        """Open the file for appending, after cutting off a last line that a crash tore."""
+        """Open the file for appending, after removing a partial last line."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = io.FileIO(self.path, "a+", opener=regular)
         size = self.offset
@@ -140,9 +140,9 @@ class JsonlTracker(GeneralTracker):
                 since 1970; now by default), and any other.
 
         Raises:
-            ValueError: a name in `values` is also that of a field.
+            ValueError: a name in `values` is also the name of a field.
             RuntimeError: the tracker is not started, or is finished.
-            OSError: the record could not be written. The file is left without it.
+            OSError: the record could not be written; the file contains no part of it.
         """
         fields = {"step": step, "epoch": None, "time": time(), **kwargs}
         if clash := values.keys() & fields.keys():
@@ -157,15 +157,15 @@ class JsonlTracker(GeneralTracker):
         self._lacks = False
 
     def sync(self) -> int:
-        """Wait until every record is synced to the disk.
+        """Sync every record to the disk (fsync).
 
         Returns:
             The offset after the last record, in bytes.
 
         Raises:
             RuntimeError: the tracker is not started, or is finished.
-            OSError: the disk failed; or the last record could not be written, but may be later:
-                truncating at this offset would then remove it.
+            OSError: the disk failed, or the last record could not be written. A retry may still
+                write it, and truncating at this offset would then remove it.
         """
         os.fsync(self._opened().fileno())
         if self._lacks:
@@ -173,7 +173,7 @@ class JsonlTracker(GeneralTracker):
         return self.offset
 
     def ends_record(self, offset: int) -> bool:
-        """Return whether a record ends at an offset in bytes, or the first one begins there (0)."""
+        """Return whether an offset in bytes is the end of a record, or 0."""
         if not 0 < offset <= self.offset:
             return offset == 0
         with open(self.path, "rb", opener=regular) as content:
@@ -181,10 +181,10 @@ class JsonlTracker(GeneralTracker):
             return content.read(1) == b"\n"
 
     def truncate(self, offset: int) -> None:
-        """Cut off the records after an offset, as a run does that resumes from before them.
+        """Remove the records after an offset, for a run that resumes from an earlier checkpoint.
 
-        A file without records has nothing to cut off: a run that resumes in another folder begins a
-        new record there, with a warning.
+        Does nothing for a file without records: a run that resumes in another folder begins a new
+        file there, with a warning.
 
         Args:
             offset: in bytes, as returned by `offset` or `sync`.
@@ -206,10 +206,10 @@ class JsonlTracker(GeneralTracker):
             file.truncate(offset)
 
     def offset_behind(self, step: int) -> int:
-        """Return the offset at which records of later steps begin, in bytes, for `truncate`.
+        """Return the offset, in bytes, of the first record of a later step, for `truncate`.
 
         Args:
-            step: the last step whose records are wanted.
+            step: the last step whose records are kept.
         """
         offset = 0
         with open(self.path, "rb", opener=regular) as lines:
@@ -231,7 +231,7 @@ class JsonlTracker(GeneralTracker):
     def _opened(self) -> io.FileIO:
         if self._file is None:
             raise RuntimeError(f"The record {self.path} is not open. Call `start` first.")
-        # What is written to a file that is gone would be lost.
+        # Records written to a deleted file would be lost.
         if not is_at(os.fstat(self._file.fileno()), self.path):
             left = self._file
             self.start()

@@ -1,7 +1,8 @@
-"""Secrets are masked in what is written about a run, which others may read.
+"""Mask secrets, such as API keys, in files about a run and in values for trackers.
 
-That is `run.json`, the manifests of checkpoints, reports, and what trackers are given. A value is a
-secret if its name says so, see `is_secret`; passwords and tokens in URLs are masked in every text.
+Secrets are masked in `run.json`, the manifests of checkpoints, reports and tracker data, because
+others may read them. A value is a secret if its name suggests it, see `is_secret`. Passwords and
+tokens in URLs are masked in every text.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from trackers.media import named_values
 
 MASK = "***"
 
-# Names whose last word ends in one of these are those of secrets: "password", "dbpassword".
+# A name whose last word ends in one of these names a secret: "password", "dbpassword".
 _SECRETS = ("password", "passwd", "pwd", "passphrase", "secret", "credential", "authorization")
-# These also name columns ("image_key") and parts of texts ("pad_token"). They are secrets alone,
-# after one of the words below, or if the value looks random.
+# These words have other meanings too ("image_key", "pad_token"). They name a secret if they stand
+# alone or follow one of the words below, or if the value looks random.
 _OFTEN = ("key", "token")
 _WHOSE = re.compile(
     "access|account|admin|api|app|auth|aws|azure|bearer|bot|client|comet|deploy|encryption|gcp|git|"
@@ -34,13 +35,13 @@ _named: dict[str, bool] = {}
 
 
 def name_secrets(*names: str, secret: bool = True) -> None:
-    """Have the values of further names masked in what is written about a run.
+    """Mark additional names as secrets, so that their values are masked.
 
     Call it before the run begins.
 
     Args:
         names: Names of hyper-parameters and of keys of a configuration, in any case.
-        secret: False: they are not secrets, although their names resemble those of secrets.
+        secret: False marks the names as not secret, although they look like names of secrets.
     """
     _named.update((name.lower(), secret) for name in names)
 
@@ -48,8 +49,8 @@ def name_secrets(*names: str, secret: bool = True) -> None:
 def is_secret(name: str, value: Any) -> bool:
     """Return whether a value is a secret, by its name.
 
-    The last word of the name decides: ``db_password`` is one, and ``num_keys``, ``key_dim`` and
-    ``tokenizer`` are not. None, booleans and empty texts are no secrets.
+    The last word of the name decides: ``db_password`` is a secret; ``num_keys``, ``key_dim`` and
+    ``tokenizer`` are not. None, booleans and empty texts are never secrets.
     """
     is_text = isinstance(value, (str, bytes))
     if value is None or isinstance(value, bool) or (is_text and not value):
@@ -75,12 +76,12 @@ def masked(value: Any, name: str = "") -> Any:
     """Return a value with `MASK` in place of secrets; the object itself if there are none.
 
     Args:
-        value: Plain values in mappings, namespaces, dataclasses, lists, tuples and sets. Those with
-            names are copied as dicts if they contain a secret.
-        name: Its name.
+        value: Plain values in mappings, namespaces, dataclasses, lists, tuples and sets. A mapping,
+            namespace or dataclass that contains a secret is copied as a dict.
+        name: The name of the value.
     """
     if (named := named_values(value)) is not None:
-        # Whatever is in `credentials` is one.
+        # All values inside a secret container such as `credentials` are secrets.
         secret = is_secret(name, MASK)
         items = {key: masked(each, name if secret else str(key)) for key, each in named.items()}
         return items if any(items[key] is not named[key] for key in named) else value
@@ -95,7 +96,7 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def masked_texts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values to be logged, with secrets in their texts masked; numbers are none."""
+    """Return values to be logged, with secrets in texts masked; numbers are not masked."""
     return {
         name: masked(value, name) if isinstance(value, str) else value
         for name, value in values.items()
@@ -103,7 +104,7 @@ def masked_texts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_masked(value: Any) -> bool:
-    """Return whether a value, or one in it, is what `masked` has put in place of a secret."""
+    """Return whether a value is, or contains, a secret that `masked` has replaced."""
     if isinstance(value, str):
         return value == MASK or ("://" in value and MASK in value)
     if isinstance(value, Mapping):

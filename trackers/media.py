@@ -1,4 +1,4 @@
-"""Images, figures, tables, histograms and configurations, in the forms that services take."""
+"""Convert images, figures, tables, histograms and configurations for tracking services."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trackers.base import python_number
 
 _logger = logging.getLogger("trackers")
 _CHANNELS = (1, 3, 4)
-# Modes of PIL images whose numbers are not pixel values.
+# Modes of PIL images whose numbers are not gray or RGB(A) values.
 _MODES = ("P", "PA", "LA", "CMYK", "YCbCr", "HSV", "LAB")
 
 
@@ -29,13 +29,13 @@ def named_values(value: Any) -> dict[Any, Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """Return nested dicts, lists and primitive values as such; everything else as its `str`."""
+    """Return nested dicts, lists and primitive values unchanged, anything else as its `str`."""
     value = python_number(value)
     if (named := named_values(value)) is not None:
         return {str(key): plain(item) for key, item in named.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    # The exact types: YAML's safe dumper does not accept subclasses.
+    # Only the exact types, because YAML's safe dumper does not accept subclasses.
     return value if value is None or type(value) in (bool, int, float, str) else str(value)
 
 
@@ -53,7 +53,7 @@ def one_level(values: dict[str, Any], separator: str = "/") -> dict[str, Any]:
 
 
 def array_of(value: Any) -> Any:
-    """Return a tensor, an array or a list as a NumPy array; floats of fewer bits become float32."""
+    """Return a tensor, array or list as a NumPy array; bfloat16 and 8-bit floats become float32."""
     import numpy as np
 
     if hasattr(value, "detach"):
@@ -91,7 +91,7 @@ def image_layout(name: str, images: Any) -> str:
 
 
 def image_bytes(images: Any) -> Any:
-    """Return images of floats in [0, 1], bools, or integers up to 255 as an array of bytes."""
+    """Convert images of floats in [0, 1], bools, or integers up to 255 to a uint8 array."""
     import numpy as np
 
     if getattr(images, "mode", None) in _MODES:
@@ -103,7 +103,7 @@ def image_bytes(images: Any) -> Any:
 
 
 def pixels(name: str, images: Any) -> list[Any]:
-    """Return each image as bytes of shape (height, width) or (height, width, channels).
+    """Return each image as a uint8 array of shape `(H, W)` or `(H, W, C)`.
 
     Args:
         name: the name of the images, for the error.
@@ -131,7 +131,7 @@ def rendered(figure: Any) -> Any:
         figure: the figure, or its pixels, which are returned as they are.
 
     Returns:
-        Bytes of shape (height, width, 3).
+        A uint8 array of shape `(height, width, 3)`.
 
     Raises:
         TypeError: `figure` is neither.
@@ -155,7 +155,7 @@ def rendered(figure: Any) -> Any:
 
 
 def finite(name: str, values: Any) -> Any:
-    """Return the values of a histogram in one dimension; warn if non-finite ones are left out.
+    """Return a histogram's finite values, of shape `(N,)`; warn if non-finite ones are left out.
 
     Raises:
         ValueError: there is no finite value.
@@ -185,15 +185,15 @@ def table_of(
         name: its name.
         columns: the names of the columns; numbers from 1 by default.
         data: the rows.
-        dataframe: of pandas or polars, instead of `columns` and `data`.
+        dataframe: a data frame of pandas or polars, instead of `columns` and `data`.
 
     Raises:
         ValueError: there is neither `data` nor `dataframe`, or a row is not as long as `columns`.
     """
     if dataframe is not None:
         columns = list(dataframe.columns)
-        # For pandas row by row, so that integers beside floats stay integers; checked first, since
-        # a pandas column may be called "rows".
+        # pandas: row by row, so that integers in rows with floats stay integers. It is checked
+        # first, since a pandas column may be called "rows".
         of_pandas = hasattr(dataframe, "itertuples")
         data = dataframe.itertuples(False, None) if of_pandas else dataframe.rows()
     if data is None:

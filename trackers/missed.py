@@ -1,4 +1,4 @@
-"""The records that a tracker missed, read from the local record."""
+"""Read back records that a tracker's full queue dropped, from ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
     from trackers.background import BackgroundTracker
 
-_PATIENCE = 120.0  # seconds for the local record to be written: twice its longest pause
+_PATIENCE = 120.0  # seconds to wait for the local record: twice its longest pause
 
 
 class Missed:
     """Reads the records of a run between two times, in the order written.
 
-    Each tracker has its own instance, which continues where it stopped: each request must be for
-    later records than the one before.
+    Each tracker has its own instance, which continues to read where it stopped. So each request
+    must be for later records than the previous request.
 
     Args:
-        record: the local record, a `JsonlTracker` on its thread.
-        begin: resolves to the offset in bytes at which this run began in the record.
-        private: names of values that trackers do not get.
+        record: the `BackgroundTracker` of the local record, a `JsonlTracker`.
+        begin: a future of the file offset, in bytes, at which this run began.
+        private: names of values logged with ``logger=False``, which trackers do not get.
 
     Attributes:
         path: the path of the record.
@@ -42,7 +42,7 @@ class Missed:
     def between(
         self, first: float, last: float
     ) -> Generator[tuple[dict[str, Any], int], None, None]:
-        """Read records, after waiting for the writer; to be called on the tracker's thread.
+        """Read records, after waiting for their writer; call it on the tracker's thread.
 
         Args:
             first: the field `time` of the first record.
@@ -61,7 +61,7 @@ class Missed:
         with open(self.path, "rb", opener=regular) as lines:
             lines.seek(self._offset)
             for line in lines:
-                if not line.endswith(b"\n"):  # being written, so later than `last`
+                if not line.endswith(b"\n"):  # it is being written, so it is later than `last`
                     return
                 record = parse_record(line, f"{self.path}, byte {self._offset}")
                 if record["time"] > last:

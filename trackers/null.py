@@ -1,4 +1,4 @@
-"""A tracker that does nothing, for processes without a run, so that scripts need no checks."""
+"""A tracker that does nothing, for processes without a tracker run (all but rank 0)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,14 +7,14 @@ from trackers.base import GeneralTracker
 
 
 class Nothing:
-    """Replaces an SDK's object: false and empty; its attributes, items and calls give it again.
+    """Null object in place of an SDK's object: false and empty; attributes and calls return it.
 
-    A script may then use a run's object on every process, as in
-    `get_tracker("wandb", unwrap=True).summary["best"] = 1`, with an effect only where a run is.
+    A script may then use a run's object on every process, as in `get_tracker("wandb",
+    unwrap=True).summary["best"] = 1`. It has an effect only on processes with a run.
     """
 
     def __getattr__(self, name: str) -> "Nothing":
-        # Python's own protocols, such as copying and conversion to an array, must not find it.
+        # Python protocols, such as copying and conversion to an array, must not find an attribute.
         if name.startswith("__"):
             raise AttributeError(name)
         return self
@@ -63,11 +63,11 @@ class NullTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """An object that does nothing and is false: there is no run."""
+        """The null object, because there is no run."""
         return Nothing()
 
     def __getattr__(self, name: str) -> Any:
-        """Return `Nothing` for what the replaced tracker may have beyond the interface."""
+        """Return the null object for attributes that the replaced tracker may have."""
         return getattr(Nothing(), name)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

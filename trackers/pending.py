@@ -1,4 +1,4 @@
-"""The calls that wait for a tracker: a bounded queue, and the gap that a full one leaves."""
+"""The bounded queue of calls that wait for a tracker, and the gap of dropped records in it."""
 
 import math
 import threading
@@ -11,15 +11,16 @@ from trackers.base import GeneralTracker
 
 
 class Call(NamedTuple):
-    """A call of a tracker.
+    """A queued call of a tracker.
 
     Attributes:
-        what: its name, for messages.
-        function: takes the tracker.
-        record: whether a full queue may drop it.
-        time: the field `time` of the same record in the local one, to read it there if dropped.
-        future: what the caller waits for.
-        size: about how much memory its values take, in bytes; 0 for numbers alone.
+        what: the name of the method, for messages.
+        function: makes the call, given the tracker.
+        record: whether a full queue may drop the call.
+        time: the field `time` of the same record in the local record (``metrics.jsonl``), to read
+            it back from there if it is dropped.
+        future: the future that the caller waits for.
+        size: the approximate memory of its values in bytes; 0 for single numbers.
     """
 
     what: str
@@ -31,7 +32,7 @@ class Call(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Consecutive records of the local record: the first and last time, and how many."""
+    """Consecutive dropped records: the first and last `time`, and their number."""
 
     first: float
     last: float
@@ -41,36 +42,36 @@ class Gap(NamedTuple):
 class Pending:
     """The queue of waiting calls, in order.
 
-    A full queue drops its oldest record. What is dropped lies between the record that the tracker
-    is at and the oldest waiting one, so it forms one gap, to be filled before the next call.
+    A full queue drops its oldest record. The dropped records are older than all waiting records, so
+    they form one gap, which is filled (from ``metrics.jsonl``) before the next call.
 
     Args:
-        capacity: how many calls may wait before another record drops the oldest one.
-        memory: how many bytes the values of records may take before another such record drops the
-            oldest ones that take any.
+        capacity: the maximum number of calls. Another record drops the oldest one.
+        memory: the maximum bytes of the records' values (images, tables and so on). Another such
+            record drops the oldest ones that take memory.
         gathering: how many seconds the first record waits for others. Waking the thread for each
-            one costs several times as much as the record itself, also in training time.
+            record costs several times as much as the record itself, also in training time.
 
     Attributes:
-        fills: whether dropped records can be read from the local record.
-        lost: how many dropped records cannot, or came after the end.
+        fills: whether dropped records can be read back from the local record.
+        lost: the number of dropped records that cannot be read back, or that came after the end.
     """
 
     def __init__(self, capacity: int, gathering: float = 0.0, memory: int = 2**30) -> None:
         self.capacity = capacity
         self.memory = memory
-        self._size = 0  # of all waiting calls
+        self._size = 0  # bytes of all waiting calls
         self._gathering = gathering
         self.fills = False
         self.lost = 0
         self._calls: deque[Call] = deque()
         self._gap: Gap | None = None
         self._ended = False
-        self._urgent = False  # whether a call that is not a record, or many records, have come
+        self._urgent = False  # wake the thread: a call that is no record, or many records
         self._changed = threading.Condition()
 
     def put(self, call: Call, *, last: bool = False) -> bool:
-        """Add a call and return True, or return False if the last call was added before."""
+        """Add a call and return True, or return False if the queue has ended."""
         with self._changed:
             if self._ended:
                 self.lost += call.record
@@ -84,12 +85,14 @@ class Pending:
             self._size += call.size
             filling = 2 * len(self._calls) >= self.capacity
             self._urgent = self._urgent or not call.record or filling
-            if self._urgent or len(self._calls) == 1:  # else the thread gathers, or is busy
+            if (
+                self._urgent or len(self._calls) == 1
+            ):  # otherwise the thread gathers records, or is busy
                 self._changed.notify()
             return True
 
     def take(self) -> Call | Gap:
-        """Wait for the next call, or the gap before it, and remove it."""
+        """Wait for the next call, or for the gap before it; remove and return it."""
         with self._changed:
             if not self._calls and self._gap is None:
                 self._urgent = False
@@ -99,18 +102,18 @@ class Pending:
             return gap or self._remove_at(0)
 
     def oldest_record(self) -> Call | None:
-        """Return the next record; None if a gap, or nothing, comes first."""
+        """Return the next record; None if the queue is empty or a gap comes first."""
         with self._changed:
             return None if self._gap else next((c for c in self._calls if c.record), None)
 
     def remove(self, call: Call) -> None:
-        """Remove a record that the tracker got before its turn."""
+        """Remove a record that was sent to the tracker before its turn."""
         with self._changed:
             for position, waiting in enumerate(self._calls):
                 if waiting is call:
                     self._remove_at(position)
                     return
-            # It was dropped meanwhile, as the first of the dropped ones.
+            # In the meantime it was dropped, as the first of the gap.
             if self._gap is None or call.time is None:
                 self.lost -= 1
             elif self._gap.size == 1:
@@ -127,7 +130,7 @@ class Pending:
             return awaited
 
     def clear(self) -> list[Call]:
-        """Remove and return all calls but the last, `finish`; records count as lost."""
+        """Remove and return all calls except the last, `finish`; records are counted as lost."""
         with self._changed:
             cleared = [call for call in self._calls if call.what != "finish"]
             self._calls = deque(call for call in self._calls if call.what == "finish")
@@ -138,7 +141,7 @@ class Pending:
             return cleared
 
     def lose(self, count: int) -> None:
-        """Count records that were taken and will not reach the tracker as lost."""
+        """Count records as lost that were taken from the queue but not logged."""
         with self._changed:
             self.lost += count
 
@@ -149,7 +152,7 @@ class Pending:
         return call
 
     def _make_room(self, size: int) -> None:
-        """Drop the oldest records that take memory until `size` bytes have room."""
+        """Drop the oldest records that take memory until `size` bytes are free."""
         kept: deque[Call] = deque()
         for call in self._calls:
             if call.record and call.size and self._size + size > self.memory:

@@ -1,4 +1,4 @@
-"""How `log_with` finds a tracker: the registry, and the trackers of other packages."""
+"""The registry of trackers that `log_with` uses, and entry points of other packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _logger = logging.getLogger("trackers")
 _REGISTRY: dict[str, type[GeneralTracker]] = {}
 _ALL = "all"
 _GROUP = "cadence.trackers"
-# Services that scripts may name and that no tracker here supports.
+# Known services that no tracker here supports, for a clear error.
 _ELSEWHERE = ("aim", "clearml", "dvclive", "mlflow")
 
 _Class = TypeVar("_Class", bound="type[GeneralTracker]")
@@ -25,7 +25,7 @@ TrackerChoice: TypeAlias = GeneralTracker | type[GeneralTracker] | str
 
 
 def register_tracker(cls: _Class) -> _Class:
-    """Make a tracker class known to `log_with` by its `name`; usable as a decorator.
+    """Register a tracker class for `log_with` under its `name`; usable as a decorator.
 
     Registering a class again replaces it, so that a notebook cell can be run twice.
 
@@ -38,7 +38,7 @@ def register_tracker(cls: _Class) -> _Class:
     Raises:
         TypeError: `cls` is not a subclass of `GeneralTracker`.
         NotImplementedError: a required attribute is missing.
-        ValueError: the name is reserved, or another class has it.
+        ValueError: the name is reserved, or another class is registered under it.
     """
     if not (isinstance(cls, type) and issubclass(cls, GeneralTracker)):
         raise TypeError(f"register_tracker takes a subclass of GeneralTracker, got {cls!r}.")
@@ -58,8 +58,9 @@ def register_tracker(cls: _Class) -> _Class:
 def available_trackers() -> list[str]:
     """Return the sorted names of the registered trackers whose package is installed.
 
-    They include trackers of other packages, which declare them as entry points in the group
-    "cadence.trackers". A warning is logged for one that cannot be loaded or whose name is taken.
+    They include trackers of other packages, declared as entry points in the group
+    "cadence.trackers". A warning is logged for one that cannot be loaded or whose name is already
+    registered.
     """
     for entry in _entries():
         taken = _REGISTRY.get(entry.name)
@@ -84,12 +85,12 @@ def select_trackers(
     *,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> list[GeneralTracker | type[GeneralTracker]]:
-    """Check `log_with` and turn it into tracker instances and classes, without making a tracker.
+    """Check `log_with` and convert it to tracker instances and classes; create no tracker.
 
     Args:
         log_with: None, a registered name, "all" (every registered tracker whose package is
-            installed), a tracker class, a tracker instance, or a list of these. A class is dropped
-            if an instance of it is given as well, and so are repetitions.
+            installed), a tracker class, a tracker instance, or a list of these. Duplicates are
+            dropped, and so is a class if an instance of it is also given.
         logging_dir: the directory for trackers that write files.
 
     Returns:
@@ -106,7 +107,7 @@ def select_trackers(
         log_with = [log_with]
     found = [one for entry in log_with for one in _lookup(entry)]
     instantiated = [type(one) for one in found if isinstance(one, GeneralTracker)]
-    # By identity: a tracker that is a dataclass can be compared, but not hashed.
+    # By identity, because a tracker that is a dataclass cannot be hashed.
     unique = {id(one): one for one in found}.values()
     chosen = [one for one in unique if not (isinstance(one, type) and one in instantiated)]
     for one in chosen:
@@ -115,7 +116,7 @@ def select_trackers(
         check_complete(one)
         check_installed(one)
         made_by: Any = one.__init__
-        if made_by is JsonlTracker.__init__:  # it would take the run's name as the path
+        if made_by is JsonlTracker.__init__:  # it would use the run's name as the path
             raise TypeError(
                 f"log_with has the class {one.__name__}, which takes the path of its file. Pass an "
                 f"instance, {one.__name__}(path). A Trainer needs none: it writes metrics.jsonl in "
@@ -137,19 +138,20 @@ def resolve_trackers(
     logging_dir: str | os.PathLike[str] | None = None,
     init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[GeneralTracker]:
-    """Make the trackers that `log_with` names; the caller starts them.
+    """Create the trackers that `log_with` names; the caller starts them.
 
     A class is called as `cls(run_name, logging_dir, **init_kwargs[cls.name])`, without the
-    directory if it requires none. If it `has_projects`, it is called with the name of the project,
-    and with `name=run_name` where there is one. Instances only get their `service_dir`.
+    directory if it requires none. If it `has_projects`, the first argument is the project's name,
+    and `name=run_name` is passed if there is a run name. For given instances, only `service_dir` is
+    set.
 
     Args:
         log_with: see `select_trackers`.
         project_name: the name of the run where `run_name` is None.
         run_name: the name of the run.
         logging_dir: the directory for trackers that write files.
-        init_kwargs: further constructor arguments for each tracker name. Those for trackers that
-            are not in use are ignored, so that one script serves several trackers.
+        init_kwargs: further constructor arguments by tracker name. Entries for trackers that are
+            not in use are ignored, so that one script can be used with several trackers.
 
     Returns:
         The trackers, not started, in the order given.
@@ -219,12 +221,12 @@ def _load(entry: EntryPoint) -> None:
     """Register the tracker of another package.
 
     Raises:
-        ImportError: it cannot be loaded, or is not a tracker of that name.
+        ImportError: the entry point cannot be loaded, or is not a tracker of that name.
     """
     where = f"The tracker {entry.name!r} of {_package_of(entry)} cannot be used"
     try:
         cls = register_tracker(entry.load())
-    # A foreign module may raise anything; it must not affect the other trackers.
+    # Another package may raise anything; it must not affect the other trackers.
     except Exception as error:
         raise ImportError(f"{where}: {type(error).__name__}: {error}") from error
     if cls.name != entry.name:

@@ -1,10 +1,10 @@
-"""Which errors of a tracker are worth a retry, and how long to wait before it."""
+"""Retries of tracker calls: which errors are retried, and the backoff between attempts."""
 
 import errno
 import random
 
-# A call that raised one of these would raise it again, except for network errors, which may be
-# subclasses of these but are an OSError as well.
+# Errors that a retry would raise again. Network errors may be subclasses of these, but are also an
+# OSError, and are retried.
 _FOR_GOOD = (
     ArithmeticError,
     AssertionError,
@@ -21,10 +21,10 @@ _own = random.SystemRandom()  # not the RNG of the training
 
 
 def may_pass(error: BaseException, what: str) -> bool:
-    """Return whether a call that raised is worth a retry.
+    """Return whether to retry a call that raised.
 
-    A call with a value that the service cannot take is not. One that fails in an outage of a
-    network, a server or a disk is, and so is one that raises an error defined by an SDK.
+    A call with an invalid value is not retried. A call that fails because of a network, server or
+    disk is retried, and so is one that raises an error class of an SDK.
 
     Args:
         error: the error that the call raised.
@@ -38,10 +38,10 @@ def may_pass(error: BaseException, what: str) -> bool:
 
 
 def pause(attempt: int, first: float, longest: float) -> float:
-    """Return how long to wait after an attempt, in seconds: twice as long each time, up to a limit.
+    """Return the pause after an attempt, in seconds: exponential backoff with jitter.
 
-    Up to half of the pause is random: runs that lost the same server should not all return to it at
-    once.
+    It doubles with each attempt, up to a limit. Up to half of it is random, so that many runs do
+    not return to the same server at once.
 
     Args:
         attempt: the number of the attempt, from 1.

@@ -1,8 +1,9 @@
-"""What we write as JSON: text that every parser accepts (RFC 8259, and I-JSON, RFC 7493).
+"""Write JSON that every parser accepts (RFC 8259, and I-JSON, RFC 7493).
 
-JSON has no NaN and no infinity, and parsers differ over integers of more than 64 bits and over
-strings that are not Unicode. In records for people and other programs these are texts, see
-`to_json`; a state that is restored exactly is encoded by `trainer.checkpoint.tensors`.
+JSON has no NaN and no infinity, and parsers differ for integers of more than 64 bits and for
+strings that are not valid Unicode. In records for people and other programs, such values are
+written as texts, see `to_json`. State that must be restored exactly is encoded by
+`trainer.checkpoint.tensors`.
 """
 
 import json
@@ -12,30 +13,31 @@ from typing import Any
 
 from trackers.base import python_number
 
-# The texts of numbers that JSON does not have; `float` parses them.
+# Texts for numbers that JSON does not have; `float` parses them.
 _NON_FINITE = {"NaN", "Infinity", "-Infinity"}
 
 
 def dumps(
     value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None
 ) -> str:
-    """Return a value as JSON, in ASCII; the arguments are those of `json.dumps` and `to_json`."""
+    """Return a value as ASCII JSON; for the arguments, see `json.dumps` and `to_json`."""
     return json.dumps(to_json(value, default), indent=indent, allow_nan=False)
 
 
 def to_json(value: Any, default: Callable[[Any], Any] | None = None) -> Any:
-    """Return a value as every parser reads it back.
+    """Convert a value to types that every JSON parser reads back unchanged.
 
-    Non-finite floats are the texts "NaN", "Infinity" and "-Infinity", integers of more than 64 bits
-    their digits. Tensors and arrays of one element are numbers, longer ones lists. Keys are
-    strings. Lone surrogates in strings, as in file names that are not UTF-8, are escaped.
+    Non-finite floats become the texts "NaN", "Infinity" and "-Infinity", and integers of more than
+    64 bits become texts of their digits. Tensors and arrays of one element become numbers, longer
+    ones lists. Keys become strings. Lone surrogates in strings, as in file names that are not
+    UTF-8, are escaped.
 
     Args:
         value: the value.
-        default: called with anything else, for a value to encode in its place.
+        default: called with a value of any other type; its result is converted instead.
 
     Raises:
-        TypeError: there is anything else, and no `default`.
+        TypeError: a value has another type, and there is no `default`.
     """
     value = python_number(value)
     if isinstance(value, str):
@@ -58,7 +60,7 @@ def to_json(value: Any, default: Callable[[Any], Any] | None = None) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Return a value that `to_json` encoded, with its non-finite numbers as floats."""
+    """Convert a value from `to_json` back, with non-finite numbers as floats."""
     if isinstance(value, dict):
         return {key: from_json(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -76,5 +78,5 @@ def is_unicode(text: str) -> bool:
 
 
 def fits_64_bits(value: int) -> bool:
-    """Return whether an integer is one of 64 bits, signed or not."""
+    """Return whether an integer fits into 64 bits, signed or unsigned."""
     return -(2**63) <= value < 2**64

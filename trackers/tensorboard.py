@@ -1,4 +1,4 @@
-"""TensorBoard, through torch's own writer."""
+"""The tracker for TensorBoard, based on torch's ``SummaryWriter``."""
 
 import contextlib
 import logging
@@ -35,7 +35,7 @@ def _cell(value: Any) -> str:
 
 
 def _shown(name: str, value: Any) -> dict[str, Any]:
-    """Return the images to write by name: one entry for a batch that torch's writer can join."""
+    """Return the images to write by name; a batch of equal layout is one entry."""
     import numpy as np
 
     each = [np.atleast_3d(image) for image in pixels(name, value)]
@@ -63,8 +63,8 @@ class TensorBoardTracker(GeneralTracker):
     Args:
         run_name: the name of the run and of its folder.
         logging_dir: the folder of all runs.
-        purge_step: for a run that resumes, the first step that it logs again: TensorBoard hides
-            what was logged before at this step and later ones.
+        purge_step: for a run that resumes, the first step that it logs again. TensorBoard hides
+            values that were logged earlier for this step and later ones.
         **writer_options: for `torch.utils.tensorboard.SummaryWriter`; `max_queue` and `flush_secs`
             have no effect, since each event is written at once.
 
@@ -84,16 +84,16 @@ class TensorBoardTracker(GeneralTracker):
         purge_step: int | None = None,
         **writer_options: Any,
     ) -> None:
-        # Absolute: the file may be begun again, and the working directory may change.
+        # Absolute, because a new file may be created after the working directory has changed.
         self.log_dir = Path(os.path.expanduser(logging_dir)).absolute() / run_name
         self.writer_options = {"purge_step": purge_step, **writer_options}
         self._purge_step: int | None = None
         self._anew = False
         self._writer: Any = None
         self._file: Any = None  # set with the writer
-        self._told = 0  # of the file's renewals
+        self._told = 0  # the file's renewals that were logged
         self._stored: tuple[dict[str, Any], str | None] | None = None  # the configuration
-        self._configured = 0  # the renewals of the file in which it was stored last
+        self._configured = 0  # `renewals` of the file when it was last stored
         self._success: Any = None
 
     @property
@@ -111,7 +111,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @property
     def writer(self) -> Any:
-        """The `SummaryWriter`, under the name that scripts for the documented API use."""
+        """The `SummaryWriter`, under the name that accelerate's tracker has for it."""
         return self.tracker
 
     def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002  # an interface
@@ -124,7 +124,7 @@ class TensorBoardTracker(GeneralTracker):
         self._anew = self.writer_options["purge_step"] is None
 
     def start(self) -> None:
-        """Make the folder and the writer, and begin a file."""
+        """Create the folder, the writer and an event file."""
         from trackers.event_file import EventFile, Writer
 
         anew, self._anew = self._anew, False
@@ -147,27 +147,27 @@ class TensorBoardTracker(GeneralTracker):
         The commit of the git repository around the working folder, if any, is the text "code".
 
         Args:
-            values: names and values. Nested names are joined by dots in the table of
-                hyperparameters; what is not a number is stored there as its `str`.
+            values: names and values. In the table of hyperparameters, nested names are joined by
+                dots, and values that are not numbers are stored as their `str`.
         """
         self._opened()
         self._store(plain(values), git_commit("."))
-        self._opened()  # tells if the file was taken away meanwhile
+        self._opened()  # warns if the file was deleted or moved
 
     def _store(self, values: dict[str, Any], commit: str | None) -> None:
         import yaml
         from torch.utils.tensorboard.summary import hparams
 
         writer = self.tracker
-        # The writer's own add_hparams opens a separate run, in a folder named by the time. The
-        # summary of the experiment is left out: TensorBoard would use that of one run for all, and
-        # show no metrics. Without it, it finds the names of hyperparameters and metrics itself.
+        # Not the writer's add_hparams, which opens a separate run in a folder named by the time.
+        # The experiment summary is left out, because TensorBoard would use one run's summary for
+        # all runs and show no metrics. Without it, TensorBoard finds the names itself.
         table = one_level(values, ".")
         shown = {k: v if type(v) in (int, float) else str(v) for k, v in table.items()}
         _, begun, self._success = hparams(shown, {})
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         writer._get_file_writer().add_summary(begun)
-        in_file = self._file.renewals  # this one, unless it is taken away again below
+        in_file = self._file.renewals  # this file, unless it is deleted again below
         writer.add_text("configuration", f"```yaml\n{text}```")
         if commit is not None:
             writer.add_text("code", commit)
@@ -207,7 +207,7 @@ class TensorBoardTracker(GeneralTracker):
             )
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record images; those of a batch as one, or as "name/0", "name/1" if they do not fit.
+        """Record images; a batch as one picture, or as "name/0", "name/1" if sizes differ.
 
         Args:
             values: names and tensors or arrays of shape (height, width), (channels, height, width)
@@ -221,7 +221,7 @@ class TensorBoardTracker(GeneralTracker):
         """
         writer, given = self._opened(), kwargs.get("dataformats")
         for name, value in values.items():
-            # Always bytes: torch's writer multiplies other integers by 255.
+            # Always uint8: torch's writer multiplies other integers by 255.
             shown = {name: image_bytes(value)} if given else _shown(name, value)
             for label, images in shown.items():
                 layout = given or ("HWC" if images.ndim == 3 else "NHWC")
@@ -271,30 +271,30 @@ class TensorBoardTracker(GeneralTracker):
             Exception: what tracing raises: a model that branches on values cannot be traced.
         """
         with warnings.catch_warnings():
-            # torch's writer has no other way to see a graph.
+            # torch's writer can only trace a graph.
             warnings.filterwarnings("ignore", r"`torch\.jit\.trace")
             self._opened().add_graph(model, example)
 
     def finish(self) -> None:
-        """Write what is pending, with `status` as a text, and close the files."""
+        """Write pending events and `status` as a text, and close the files."""
         if self._writer is None:
             return
         try:
             with contextlib.closing(self._file) as file, contextlib.closing(self.tracker):
-                if file.is_there:  # nobody wants another one now
+                if file.is_there:  # do not create a new file now
                     self._write_end(self._opened())
         finally:  # also if the disk fails
             self._writer = self._file = None
 
     def _write_end(self, writer: Any) -> None:
-        if self.status != "running":  # otherwise it is unknown how the run ended
+        if self.status != "running":  # "running": it is unknown how the run ended
             writer.add_text("status", self.status)
-        # TensorBoard reads only the first end: write none for a run that may continue.
+        # TensorBoard reads only the first end marker, so write none for a run that may continue.
         if self.status == "finished" and self._success is not None:
             writer._get_file_writer().add_summary(self._success)
 
     def _opened(self) -> Any:
-        """Return the writer. If its file is another one now, tell, and store the configuration."""
+        """Return the writer. After a new file, warn and store the configuration again."""
         writer, renewals = self.tracker, self._file.renewals
         if renewals > self._told:
             self._told = renewals

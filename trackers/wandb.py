@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The tracker for Weights & Biases (wandb)."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from trackers.registry import register_tracker
 
 
 class Rows:
-    """Assigns each record to a row of a W&B history.
+    """Assigns each record to a row (W&B's ``step``) of a W&B history.
 
-    Rows can only be appended, and W&B drops values for an earlier one. The number of a row is its
-    step, and consecutive records of a step share a row. Values that arrive late, for a past step,
-    get their own row at the end, whose ``global_step`` is the step that they belong to; later rows
-    move by one until the steps leave room again.
+    Rows can only be appended, and W&B drops values for an earlier row. The number of a row is the
+    record's step, and consecutive records of a step share a row. Values that arrive late, for an
+    earlier step, get their own row at the end; its ``global_step`` is the step that they belong to.
+    Later rows are shifted by one until a gap in the steps makes up for it.
 
     Args:
-        begun: how many rows the service already has.
+        begun: the number of rows that the service already has.
         step: the update from which the run resumes, if it does.
-        told: the last update that the service has, if it reports it. The number of rows may be
-            larger, since late values have rows too.
+        told: the last update that the service reports, if known. The number of rows may be larger,
+            since late values also have rows.
     """
 
     def __init__(self, begun: int = 0, step: int | None = None, told: int | None = None) -> None:
         self._last = begun - 1
         self._step: int | None = None
-        # What a killed run logged after its last checkpoint. Its last row may be incomplete.
+        # Steps that a killed run logged after its last checkpoint. Its last row may be incomplete.
         end = begun - 1 if told is None else min(begun - 1, told)
         self._known = range(0) if step is None else range(step + 1, end)
 
@@ -48,17 +48,17 @@ class Rows:
 
 
 def _cell(value: Any) -> Any:
-    """Return a value as W&B takes it in a table; what W&B cannot represent becomes a string."""
+    """Return a value for a cell of a W&B table; types that W&B does not support become strings."""
     kept = hasattr(value, "shape") or isinstance(value, date)
     kept = kept or type(value).__module__.partition(".")[0] == "wandb"
     return value if kept else plain(value)
 
 
 def _forget_what_failed() -> bool:
-    """End W&B's own process, which refuses to reuse the id of a run that failed to start.
+    """End W&B's service process, which does not reuse the id of a run that failed to start.
 
     Returns:
-        Whether the process was ended, which is not done while it has another run.
+        Whether the process was ended. It is not ended while it has another run.
     """
     import wandb
 
@@ -72,13 +72,13 @@ def _forget_what_failed() -> bool:
 class WandBTracker(GeneralTracker):
     """A run at Weights & Biases, or on disk with ``mode="offline"``.
 
-    Every value is recorded under its ``global_step``, which is the horizontal axis of the charts.
-    A run that resumes continues the same W&B run, and logs no step again that W&B has. W&B itself
-    records the version of the code, the output and the machine.
+    Every value is recorded with its ``global_step``, which is the horizontal axis of the charts. A
+    run that resumes continues the same W&B run, and does not log steps again that W&B already has.
+    W&B itself records the version of the code, the output and the machine.
 
-    A W&B run that the script already has open is reused, as `wandb.init` does; pass
-    `reinit="create_new"` for a separate one. In a notebook, W&B ends such a run and begins another;
-    there, `reinit="return_previous"` reuses it.
+    If the script has a W&B run open, it is reused, as in `wandb.init`; pass `reinit="create_new"`
+    for a separate run. In a notebook, W&B ends the open run and begins another; there,
+    `reinit="return_previous"` reuses it.
 
     Args:
         run_name: the name of the project.
@@ -98,7 +98,7 @@ class WandBTracker(GeneralTracker):
         self.init_kwargs = kwargs
         self._run: Any = None
         self._previous: tuple[str | None, int | None] = (None, None)
-        self._new_id: str | None = None  # of a run that has not begun yet
+        self._new_id: str | None = None  # the id of a run that has not begun yet
         self._tried = False  # whether `start` failed before
         self._rows = Rows()
 
@@ -115,7 +115,7 @@ class WandBTracker(GeneralTracker):
 
     @property
     def run(self) -> Any:
-        """The `wandb.Run`, under the name that scripts for the documented API use."""
+        """The `wandb.Run`, under the name that accelerate's tracker has for it."""
         return self.tracker
 
     def resume(self, run_id: str | None, step: int | None) -> None:
@@ -131,15 +131,16 @@ class WandBTracker(GeneralTracker):
         if self._tried and not _forget_what_failed():
             self._new_id = None
         options = {"project": self.run_name, **self.init_kwargs}
-        known = wandb.setup().settings.model_fields_set  # by the environment, for example
+        known = wandb.setup().settings.model_fields_set  # set by the environment, for example
         if self.service_dir is not None and "dir" not in options and "root_dir" not in known:
-            os.makedirs(self.service_dir, exist_ok=True)  # or W&B would use another folder
+            os.makedirs(self.service_dir, exist_ok=True)  # otherwise W&B would use another folder
             options["dir"] = self.service_dir
         if previous is not None:
             options = {"id": previous, "resume": "allow", **options}
         elif "run_id" not in known:
-            # Known before W&B responds, which may take longer than the first checkpoint. The same
-            # in each attempt: W&B may have begun the run although the call failed.
+            # Choose the id here: W&B may respond only after the first checkpoint, which stores it.
+            # Use the same id in each attempt, since W&B may have begun the run although the call
+            # failed.
             self._new_id = self._new_id or secrets.token_hex(4)
             options.setdefault("id", self._new_id)
         self.run_id = options.get("id")
@@ -155,8 +156,8 @@ class WandBTracker(GeneralTracker):
         """Store the configuration in the run's `config`.
 
         Args:
-            values: names and values; what is not a number, a string, a bool or a dict or list of
-                these is stored as its `str`.
+            values: names and values. Values other than numbers, strings, bools and dicts or lists
+                of these are stored as their `str`.
         """
         self.tracker.config.update(plain(values), allow_val_change=True)
 
@@ -164,8 +165,8 @@ class WandBTracker(GeneralTracker):
         """Record values.
 
         Args:
-            values: names and what `wandb.Run.log` takes: numbers, texts, wandb objects, dicts of
-                these.
+            values: names and values that `wandb.Run.log` accepts: numbers, texts, wandb objects,
+                dicts of these.
             step: the number of optimizer updates so far.
             **kwargs: for `wandb.Run.log`, for example `commit`.
         """
@@ -218,7 +219,7 @@ class WandBTracker(GeneralTracker):
         cells = [[_cell(one) for one in row] for row in rows]
         try:
             table = wandb.Table(columns=headers, data=cells)
-        except TypeError:  # W&B wants one type per column, but one mixes numbers and texts
+        except TypeError:  # a column mixes types, which W&B does not allow
             table = wandb.Table(columns=headers, data=cells, allow_mixed_types=True)
         self.log({table_name: table}, step, **kwargs)
 
@@ -257,7 +258,7 @@ class WandBTracker(GeneralTracker):
 
         Args:
             path: the file or the folder.
-            name: the name of the artifact; by default that of the path, with dashes in place of
+            name: the name of the artifact; by default the path's name, with dashes in place of
                 characters that W&B does not allow.
             kind: the artifact's type at W&B.
             step: the number of optimizer updates so far: the version has the alias ``step-100``.
@@ -298,6 +299,6 @@ class WandBTracker(GeneralTracker):
             return
         if self.status == "preempted":
             run.mark_preempting()  # with a non-zero exit code, W&B then shows it as preempted
-        if self.status != "running":  # otherwise it is unknown how the run ended
+        if self.status != "running":  # "running": it is unknown how the run ended
             run.summary["status"] = self.status
         run.finish(exit_code=0 if self.status in ("running", "finished") else 1)

@@ -1,4 +1,4 @@
-"""The thread that makes a tracker's calls, one after the other, and retries them in outages."""
+"""The thread that makes a tracker's calls one after the other, and retries failed ones."""
 
 import contextlib
 import logging
@@ -14,11 +14,11 @@ from trackers.missed import Missed
 from trackers.pending import Call, Gap, Pending
 
 _logger = logging.getLogger("trackers")
-_ONCE = ("submit", "settle", "finish")  # callers get the error; a run at a service closes once
-_MANY = 5  # attempts that fail before others are tried ahead of a call
-_SURE = 3  # others that pass before a call is given up: after one, the service may just be back
-_SILENT = 5.0  # seconds to wait for the end before a warning
-_LAST = 0.5  # share of the time limit of the end that is left to the tracker's own `finish`
+_ONCE = ("submit", "settle", "finish")  # not retried: callers get the error; a run closes once
+_MANY = 5  # failed attempts of a call before the next record is tried ahead of it
+_SURE = 3  # later records that must succeed before a failing call is dropped
+_SILENT = 5.0  # seconds that `finish` waits before a warning
+_LAST = 0.5  # fraction of the time limit reserved for the tracker's own `finish`
 
 
 def log(tracker: GeneralTracker, *, values: dict[str, Any], step: int | None) -> None:
@@ -29,24 +29,24 @@ def log(tracker: GeneralTracker, *, values: dict[str, Any], step: int | None) ->
 class Worker:
     """Makes queued calls on a daemon thread.
 
-    A call that fails as in an outage is retried, with growing pauses, while all others wait, except
-    those of `submit`. A call that keeps failing while the next records get through is left out.
+    A call that fails because of an outage is retried with increasing pauses, while all other calls
+    except those of `submit` wait. A call that keeps failing while later records succeed is dropped.
 
     Args:
         tracker: the tracker.
         capacity: see `Pending`.
         memory: see `Pending`.
-        limit: how long the end may take, in seconds.
+        limit: the time limit of `join`, in seconds.
         pauses: the first and the longest pause, in seconds.
         gathering: see `Pending`.
 
     Attributes:
         pending: the waiting calls.
-        missed: where to find the records that `pending` dropped.
+        missed: reads records that `pending` dropped.
         running: the name of the current call.
         thread: the thread, None until `start`.
-        failures: how many attempts raised.
-        replayed: how many records came from `missed`.
+        failures: the number of attempts that raised.
+        replayed: the number of records from `missed`.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Worker:
         self._deadline: float | None = None  # set when the end is requested
         self._gave_up = False  # whether an outage lasted beyond the end
         self._left_behind = False
-        self._refused = False  # whether `start` failed for good: no later call is retried
+        self._refused = False  # whether `start` failed for good; later calls are not retried
         self._hurry = threading.Event()  # ends a pause
-        self._untold = 0  # records of the current gap that were not logged yet
+        self._untold = 0  # records of the current gap that are not logged yet
 
     def start(self, call: Call, missed: Missed | None) -> None:
         """Start the thread with a call that precedes all waiting ones."""
@@ -85,13 +85,13 @@ class Worker:
         self.thread.start()
 
     def submit(self, call: Call) -> bool:
-        """Queue a call that does not wait for the end of an outage; False after the last call."""
+        """Queue a call that does not wait during an outage; return False after the last call."""
         taken = self.pending.put(call)
         self._hurry.set()
         return taken
 
     def settle(self, timeout: float) -> None:
-        """Wait until all calls queued by now are made or lost, at most `timeout` seconds."""
+        """Wait until all calls queued so far are made or lost, at most `timeout` seconds."""
         done: Future[None] = Future()
         if self.submit(Call("settle", lambda _: None, record=False, future=done)):
             wait([done], timeout)
@@ -99,13 +99,13 @@ class Worker:
             self.thread.join(timeout)
 
     def end(self, call: Call) -> None:
-        """Queue the last call; the time limit runs from here."""
+        """Queue the last call; its time limit begins now."""
         self._deadline = time.monotonic() + self._limit
         self.pending.put(call, last=True)
         self._hurry.set()
 
     def join(self) -> bool:
-        """Wait for the end, within its limit; return whether the tracker hangs, and give it up."""
+        """Wait for the thread to end within the limit; return True if the tracker hangs."""
         assert self._deadline is not None
         if self.thread is not None:
             self.thread.join(max(0.0, min(_SILENT, self._deadline - time.monotonic())))
@@ -128,7 +128,7 @@ class Worker:
         return self.thread is not None
 
     def abandon(self) -> None:
-        """Drop all waiting calls but `finish`: a thread that hangs may still close the run."""
+        """Drop all waiting calls except `finish`, so that the thread may still close the run."""
         for call in self.pending.clear():
             if call.future is not None:
                 call.future.set_exception(
@@ -150,7 +150,7 @@ class Worker:
             call = self.pending.take()
 
     def _make(self, call: Call) -> None:
-        """Make a call, and retry it while it fails as in an outage."""
+        """Make a call, and retry it while its errors are worth a retry."""
         self.running = call.what
         attempt = 0  # since the pauses began to grow
         failed = passed_over = 0
@@ -187,9 +187,9 @@ class Worker:
         return True
 
     def _others_pass(self) -> bool:
-        """Return whether the service takes the next record, and so is available.
+        """Try the next record, and return whether the service accepts it and so is available.
 
-        That record thus gets ahead of the call that fails, and of some that are replayed.
+        That record is then logged before the failing call, and before some replayed records.
         """
         other = self.pending.oldest_record()
         if other is None:
@@ -201,7 +201,7 @@ class Worker:
 
     def _replay(self, gap: Gap) -> None:
         """Let the tracker log the records that a full queue dropped."""
-        assert self.missed is not None  # or there would be no gap
+        assert self.missed is not None  # otherwise there would be no gap
         self._untold = gap.size
         self.running = "log"
         try:
@@ -219,11 +219,11 @@ class Worker:
         self._untold = 0
 
     def _attempt(self, call: Call) -> BaseException | None:
-        """Make a call once; return what it raised, if anything."""
+        """Make a call once; return the error that it raised, or None."""
         try:
             result = call.function(self._tracker)
-        # SystemExit too, which some SDKs raise: it would end the thread silently, and whoever waits
-        # for a future would wait forever.
+        # Including SystemExit, which some SDKs raise. It would end the thread silently, and callers
+        # would wait for their futures forever.
         except BaseException as error:  # noqa: BLE001
             self._report(call.what, error)
             if call.future is not None:

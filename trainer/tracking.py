@@ -318,7 +318,7 @@ def check_name(
     if not isinstance(name, str):
         raise TypeError(f"{what} is {name!r}; it must be a string.")
     leads_out = Path(name).is_absolute() or ".." in Path(name).parts
-    # Instances were created with a directory of their own.
+    # Only classes: an instance was created by the user, so the name is not passed to it.
     named = [tracker for tracker in trackers if isinstance(tracker, type)]
     if leads_out and any(tracker.requires_logging_directory for tracker in named):
         raise ValueError(

@@ -83,8 +83,8 @@ class Feed:
         rank: The rank of this process.
         world_size: The number of processes.
         seed: The run's seed. The order of samples is a function of the seed and the epoch.
-        place: The number of this loader in the run, mixed into the seed so that each loader has its
-            own random numbers; 0 is the training loader.
+        place: A number that identifies the loader in the run. It is mixed into the seed, so that
+            each loader has its own random numbers; 0 is the training loader.
         shuffle: See `ShardedSampler`.
         even: See `Dealing`.
         split: See `Dealing`.

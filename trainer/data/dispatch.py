@@ -205,6 +205,8 @@ class DataLoaderDispatcher(PreparedLoader):
         return islice(self._all_plans(), 0 if indexed else self.first_round, None)
 
     def _all_plans(self) -> Iterator[Plan]:
+        # `held` has the samples that were left over by the even split of the previous global batch;
+        # `first` is the first global batch, which pads the last one.
         first = held = None
         for (group, place), following in ahead(self._groups(self.feed)):
             if self.world_size == 1:

@@ -83,13 +83,16 @@ class Stream:
             limit: The number of batches after which the epoch ends, including the skipped ones;
                 None means no limit.
         """
+        # 1. Choose the saved position to start from, if there is one.
         pending, self._pending = self._pending, None
         if pending is not None and pending["epoch"] == epoch:
+            # At the end of the pass, or beyond the batches to skip: start at the pass's beginning.
             behind = bool(pending["over"]) or pending["batches"] > skip
             self._begin = pending.get("begin") if pending["batches"] else pending
             pending = self._begin if behind else pending
         elif self._rereads:
             self._begin = pending or self._beginning(epoch)
+        # 2. Bring the stream to it, or to the end of the pass before this one.
         self._epoch = epoch
         place, found = Place(), False
         if pending is not None and pending["over"]:
@@ -104,6 +107,7 @@ class Stream:
         if not found:
             place = self._reading.start(first=self._fresh)
         self._fresh = False
+        # 3. Read, discarding batches that were used after the position.
         batches = self._reading.read(place, mix(seed, epoch, 2), load=found)
         if again := skip - (place.batches if found else 0):
             if self._shown:

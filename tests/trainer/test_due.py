@@ -392,7 +392,14 @@ def test_a_metric_of_which_the_worst_would_be_kept_is_told(name, mode, word, cap
         ("val", {"max_epochs": 1, "num_sanity_val_steps": 0}, None),
     ],
 )
-@pytest.mark.parametrize("of", [iter, lambda batches: (batch for batch in batches)])
+@pytest.mark.parametrize(
+    "of",
+    [
+        iter,
+        lambda batches: (batch for batch in batches),
+        lambda batches: iter(DataLoader(batches, batch_size=None)),
+    ],
+)
 def test_an_iterator_that_would_be_read_twice_is_refused_before_the_first_step(
     which, options, told, of
 ):

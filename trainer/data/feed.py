@@ -197,8 +197,8 @@ class Feed:
         Iterators of user classes do not count: they may restart when iterated again.
         """
         kind = type(self._source)
-        pythons = kind.__module__ in ("builtins", "itertools")
-        return issubclass(kind, Generator) or (pythons and issubclass(kind, Iterator))
+        known = kind.__module__ in ("builtins", "itertools", "torch.utils.data.dataloader")
+        return issubclass(kind, Generator) or (known and issubclass(kind, Iterator))
 
     @property
     def even(self) -> bool:

@@ -82,10 +82,13 @@ class Monitor:
             hint += " No validation has run yet."
         if trainer.current_epoch == 0 and not trainer.epoch_complete:
             hint += " No epoch has ended yet."
+        if of_epoch in names:
+            fix = f"With on_step and on_epoch it is {self.name}_step and {of_epoch}: name one."
+        else:
+            fix = f"Log it with self.log({self.name!r}, value)."
         return (
             f"The monitored metric {self.name!r} was never logged. "
-            f"Logged so far: {', '.join(sorted(names)) or 'nothing'}.{hint} "
-            f"Log it with self.log({self.name!r}, value)."
+            f"Logged so far: {', '.join(sorted(names)) or 'nothing'}.{hint} {fix}"
         )
 
     def warn_of_no_value(self, trainer: Trainer, callback: str) -> None:

@@ -390,6 +390,10 @@ def test_values_are_linked_between_the_data_and_the_module(linked):
         ("model.init_args.scale: trainer.project_dir", "must be of type float. Got value: runs/"),
         ("model.init_args.scael: data.classes", "there is no model.init_args.scael"),
         ("model.init_args.scale: data.init_args.sise", "there is no data.init_args.sise"),
+        (
+            "model.init_args.scale: data.sise",
+            "fit: links: model.init_args.scale: data.sise: 'Counted'",
+        ),
         ("modle.x: seed", 'links: modle.x: seed: No action for key "modle.x"'),
         ("model.init_args.scale: 3", "links:\n    - must be of type str. Got value: 3"),
     ],

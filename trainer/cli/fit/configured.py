@@ -7,7 +7,7 @@ are checked against the annotations before anything is created.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -151,7 +151,7 @@ class ConfiguredLine:
             part, _, name = source.partition(".")
             try:
                 if _is_attribute(source):  # by a function, since a missing one would be ignored
-                    get = attrgetter(name)
+                    get = _getter(name, f"links: {target}: {source}")
                     parser.link_arguments(part, target, get, apply_on="instantiate")
                 else:
                     parser.link_arguments(source, target)
@@ -207,7 +207,12 @@ class ConfiguredLine:
         if self._stage != "fit":
             config = self._parsed(namespace=self._saved(config, trainer))
         rest = Namespace(model=config.model, data=config.data)
-        made = self._parser.instantiate(rest, instantiate_groups=False)
+        try:
+            made = self._parser.instantiate(rest, instantiate_groups=False)
+        except ValueError as error:
+            if isinstance(error.__cause__, CommandError):  # of a link's function
+                raise error.__cause__ from None
+            raise
         return Made(trainer=trainer, module=made.model, data=made.data, ckpt_path=config.ckpt_path)
 
     def _saved(self, config: Namespace, trainer: Trainer) -> Namespace:
@@ -262,6 +267,18 @@ def _is_attribute(source: str) -> bool:
     """Return whether the source of a link is an attribute of the module or the data once made."""
     part, _, name = source.partition(".")
     return part in ("model", "data") and bool(name) and not name.startswith("init_args.")
+
+
+def _getter(name: str, link: str) -> Callable[[Any], Any]:
+    """Return a function that gets an attribute; one that is missing is an error of the link."""
+
+    def get(made: Any) -> Any:
+        try:
+            return attrgetter(name)(made)
+        except AttributeError as error:
+            raise CommandError(f"{link}: {error}", code=2) from error
+
+    return get
 
 
 def _files_first(words: Sequence[str]) -> list[str]:

@@ -301,7 +301,8 @@ def test_names_are_listed_in_groups_and_nothing_is_loaded():
         "  unexpected in the file (2): 1.weight, 1.bias",
         "  of another shape (1): 0.weight ([3, 2] in the file, [3, 4] in the module)",
         "Create the module as it was when the file was saved, or load what fits: "
-        "load_from_checkpoint(…, strict=False), or strict_loading = False in the module.",
+        "load_from_checkpoint(…, strict=False), or strict_loading = False in the module, which "
+        "does not count where fit resumes a run.",
     ]
     assert_equal(other.state_dict(), before)
 

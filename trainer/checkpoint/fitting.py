@@ -114,7 +114,8 @@ def load_into(
         raise CheckpointError(
             f"{os.fspath(where)} does not fit the module, a {type(module).__name__}:\n"
             f"{told}\nCreate the module as it was when the file was saved, or load what fits: "
-            "load_from_checkpoint(…, strict=False), or strict_loading = False in the module."
+            "load_from_checkpoint(…, strict=False), or strict_loading = False in the module, which "
+            "does not count where fit resumes a run."
         )
     if not translates:
         _load(module, _without(weights, misfits.misshaped), where)

@@ -523,7 +523,8 @@ def test_a_process_that_the_launcher_had_to_kill_is_no_sign_of_full_memory():
 
 
 def test_a_wrong_configuration_is_said_once_and_not_tried_again(capfd):
-    words = "--model trainer.TrainModule --trainer.max_epochs=-3"
+    Path("mine.py").write_text("import trainer\nclass Net(trainer.TrainModule): pass\n")
+    words = "--model mine.Net --trainer.max_epochs=-3"
     options = ("--num_processes", "2", "--max_restarts", "1", "--monitor_interval", "1")
     assert launch(*options, "-m", "trainer", "fit", *words.split()) == 2
     text = capfd.readouterr().err

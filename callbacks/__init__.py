@@ -1,4 +1,4 @@
-"""Callbacks: when a run is saved, stopped, shown and summarised."""
+"""Callbacks: checkpointing, early stopping, progress bars, monitoring and weight averaging."""
 
 from callbacks.backbone_finetuning import BackboneFinetuning, BaseFinetuning
 from callbacks.base import Callback

@@ -1,4 +1,4 @@
-"""Calls with arguments that a function does not have: what to write in their place."""
+"""Better errors for calls with unknown arguments: they say what to write instead."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ R = TypeVar("R")
 
 
 def explained(**instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make the errors of wrong calls to a method say what is right.
+    """Return a decorator that improves a method's errors for unknown or missing arguments.
 
     Args:
-        **instead: Arguments of other trainers, and what to write in their place.
+        **instead: Argument names of other trainers, each with what to write instead.
 
     Returns:
-        A decorator. The method's calls raise a TypeError that names each unknown argument with
-        its replacement, or all arguments that there are. A method that takes any keywords says so
-        only if an argument is missing.
+        The decorator. A call with an unknown argument raises a TypeError that gives its
+        replacement, or lists the valid arguments. A method with ``**kwargs`` raises only for
+        missing arguments.
     """
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:

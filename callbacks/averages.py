@@ -1,4 +1,4 @@
-"""Averages of a module's weights, which can be swapped with the weights."""
+"""Running averages of a module's weights, which can be swapped with the weights."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 class Averages:
-    """The average of each trained weight of a module, kept name by name.
+    """The average of each trained weight of a module, stored by name.
 
-    Frozen weights are their own average and cost nothing; one that is trained later is averaged
-    from then on, and so is one with a new name or shape, such as a pruned weight, or a lazy one
-    after its first use. The average of a tensor that is gone is dropped. Averages of 16-bit weights
-    are kept in float32, in which a small step towards the weights is not rounded away.
+    Frozen weights need no average. A weight that is trained later is averaged from then on, and so
+    is one with a new name or shape, such as a pruned weight or a lazy weight after its first use.
+    The average of a removed tensor is dropped. Averages of 16-bit weights are kept in float32,
+    because a small step would be rounded away in 16 bits.
 
     Args:
         use_buffers: Average floating-point buffers that are part of the ``state_dict`` too, such as
             the statistics of batch normalisation.
 
     Attributes:
-        values: The averages by name; after `put_in`, those of a weight's own dtype hold the trained
-            weight until `take_out`.
-        in_place: Whether the module holds the averages.
+        values: The averages by name. Between `put_in` and `take_out`, an entry with the weight's
+            own dtype holds the trained weight instead.
+        in_place: Whether the module currently holds the averages.
     """
 
     def __init__(self, *, use_buffers: bool) -> None:
         self.use_buffers = use_buffers
         self.values: dict[str, Tensor] = {}
         self.in_place = False
-        # Tensors for `take_out` to put back that `values` cannot hold.
+        # Tensors that `take_out` restores and that `values` cannot hold.
         self._aside: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def update(self, module: nn.Module, weight: float) -> None:
-        """Move each average by ``weight`` of the way to the module's; new ones start as copies."""
+        """Update each average: ``average += weight * (value - average)``; new ones are copies."""
         named = self._matched(self._averaged(module))
         known = [name for name in named if name in self.values]
         averages = [self.values[name] for name in known]
@@ -54,9 +54,9 @@ class Averages:
     def begin_at(
         self, module: nn.Module, names: Iterable[str], values: Mapping[str, Tensor]
     ) -> None:
-        """Set the averages of ``names`` to what the module holds, or to those in ``values``.
+        """Set the averages of ``names`` to ``values``, or else to the module's current weights.
 
-        Names are the user's own, as those of `exact`.
+        Names are the user's own, without wrapper prefixes, as in `exact`.
         """
         named = _named(module)
         own = dict(bare_names(module, zip(named, named, strict=True)))
@@ -71,7 +71,7 @@ class Averages:
 
         Args:
             module: The module.
-            keep_buffers: Store the other buffers as they are now, for `take_out` to put back.
+            keep_buffers: Save the other buffers too, so that `take_out` restores them.
         """
         named = self._matched(_named(module))
         if keep_buffers:
@@ -109,7 +109,8 @@ class Averages:
 
         Args:
             module: The module.
-            only_narrow: Only those of 16-bit weights, which are more precise than the weights.
+            only_narrow: Return only averages of 16-bit weights, which are more precise than the
+                weights.
         """
         named = self._matched(_named(module))
         exact = (
@@ -120,7 +121,7 @@ class Averages:
         return dict(bare_names(module, exact))
 
     def state_dicts(self, module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the module's ``state_dict()`` with the averages, and with the trained weights."""
+        """Return two ``state_dict()``s: one with the averages, one with the trained weights."""
         names = {id(tensor): name for name, tensor in self._matched(_named(module)).items()}
         held = module.state_dict(keep_vars=True)
         here = {key: _detached(value) for key, value in held.items()}
@@ -140,7 +141,7 @@ class Averages:
             self.values[name] = named[name].detach().to(dtype, copy=True)
 
     def _matched(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Drop what ``named`` does not have, or has in another shape; return ``named``."""
+        """Drop averages that are not in ``named`` or differ in shape; return ``named``."""
         for kept in (self.values, self._aside):
             for name, tensor in list(kept.items()):
                 if name not in named or named[name].shape != tensor.shape:
@@ -148,7 +149,7 @@ class Averages:
         return named
 
     def _averaged(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return what to average: trained weights, once-trained ones, and buffers if asked for."""
+        """Return the tensors to average: weights that are or were trained, and optional buffers."""
         named: dict[str, Tensor] = {
             name: parameter.detach()
             for name, parameter in module.named_parameters()
@@ -160,7 +161,7 @@ class Averages:
             for name, each in buffers.items()
             if not is_lazy(each) and each.is_floating_point()
         }
-        if floating:  # building the `state_dict` takes longer than all else here
+        if floating:  # building a `state_dict` is the slowest part
             held = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
             named |= {name: each for name, each in floating.items() if id(each) in held}
         return named

@@ -1,4 +1,4 @@
-"""Train with frozen parts, and unfreeze them later with a learning rate of their own."""
+"""Fine-tuning: train with frozen layers, and unfreeze them later with their own learning rate."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class BaseFinetuning(Callback):
 
     Override :meth:`freeze_before_training` and :meth:`finetune_function`, and use :meth:`freeze`,
     :meth:`make_trainable` and :meth:`unfreeze_and_add_param_group` in them. Frozen batch
-    normalisation uses its running statistics and does not update them; other modules keep their
-    mode, so that dropout between frozen layers stays on. A checkpoint holds what is frozen and the
-    groups that were added, so that a resumed run continues exactly. After the fit, the module is as
-    trainable as it was before.
+    normalisation uses its running statistics and does not update them. Other modules keep their
+    mode, so dropout between frozen layers stays active. Checkpoints store which parts are frozen
+    and which parameter groups were added, so that a resumed run continues exactly. After the fit,
+    all ``requires_grad`` flags are restored.
     """
 
     _trainer: Trainer | None = None  # while a fit runs
@@ -61,7 +61,7 @@ class BaseFinetuning(Callback):
                 self._freeze_statistics(module)
 
     def make_trainable(self, modules: Modules, train_bn: bool = True) -> None:
-        """Undo :meth:`freeze`; what the user had frozen, or put into evaluation mode, stays so.
+        """Undo :meth:`freeze`. Parts that the user froze or set to evaluation mode are unchanged.
 
         Args:
             modules: A module, or an iterable of modules, nested to any depth.
@@ -83,8 +83,8 @@ class BaseFinetuning(Callback):
     ) -> None:
         """Undo :meth:`freeze`, and add the parameters to the optimizer in a new group.
 
-        The group follows the schedule of the first group, scaled, and has its other options.
-        Parameters that an optimizer already has stay in their group.
+        The group follows the schedule of the first group, scaled, and has the first group's other
+        options. Parameters that an optimizer already has stay in their group.
 
         Args:
             modules: A module, or an iterable of modules, nested to any depth.
@@ -113,7 +113,7 @@ class BaseFinetuning(Callback):
             self._trainer.add_param_group(optimizer, new, ratio=ratio)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is frozen, by name, and the last epoch that was begun."""
+        """Return the names of the frozen parts, and the last epoch that was begun."""
         if self._trainer is None:
             return getattr(self, "_final", {})
         return {
@@ -123,11 +123,11 @@ class BaseFinetuning(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep ``state`` until `on_load_checkpoint`, which has the module."""
+        """Store ``state`` until `on_load_checkpoint`, which gets the module."""
         self._loaded = state
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Record what is trainable, and freeze."""
+        """Record the ``requires_grad`` flags and modes, and freeze."""
         if stage != "fit":
             return
         self._trainer, self._module = trainer, module
@@ -142,7 +142,7 @@ class BaseFinetuning(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Freeze exactly what was frozen."""
+        """Freeze the parts that were frozen at the save."""
         if not self._loaded:
             return
         self._epoch = self._loaded["epoch"]
@@ -168,7 +168,7 @@ class BaseFinetuning(Callback):
                 self.finetune_function(module, trainer.current_epoch, optimizer)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Leave the module as it was found."""
+        """Restore the module's ``requires_grad`` flags and modes."""
         if self._trainer is None:
             return
         self._final = self.state_dict()  # for a checkpoint that is saved after the fit
@@ -186,7 +186,7 @@ class BaseFinetuning(Callback):
 
     def _freeze_statistics(self, module: nn.Module) -> None:
         if isinstance(module, _BatchNorm) and module not in self._norms:
-            # A hook, as the user's code may call `train()` of a parent at any time.
+            # A forward hook, because the user's code may call `train()` of a parent at any time.
             self._norms[module] = module.register_forward_pre_hook(_enter_evaluation_mode)
 
     def _unfreeze_statistics(self, module: nn.Module) -> None:
@@ -205,33 +205,35 @@ def _expect_positive(name: str, value: float) -> None:
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Train the head alone, then the backbone too, with a smaller learning rate that grows.
+    """Train the head alone, then the backbone too, with a smaller learning rate that increases.
 
-    The backbone is frozen from the start to ``unfreeze_backbone_at_epoch`` (from 0); its dropout
-    stays on. Then it joins the (first) optimizer in a group of its own, whose learning rate is a
-    fraction of the first group's. The fraction is multiplied by ``lambda_func(epoch)`` at each
-    further epoch until it is 1. A schedule of the optimizer continues for both.
+    The backbone is frozen until epoch ``unfreeze_backbone_at_epoch`` (from 0); its dropout stays
+    active. Then its parameters are added to the first optimizer as a parameter group, whose
+    learning rate is a fraction of the first group's. The fraction is multiplied by
+    ``lambda_func(epoch)`` at each further epoch until it is 1. A learning rate schedule continues
+    for both groups.
 
-    ``configure_optimizers`` is called while the backbone is frozen and should pass the optimizer
-    the parameters that require a gradient. If it passes those of the backbone in separate groups,
-    these keep their learning rates and schedules, and the callback only freezes and unfreezes.
+    ``configure_optimizers`` is called while the backbone is frozen, and should pass only parameters
+    with ``requires_grad`` to the optimizer. If it passes the backbone's parameters in separate
+    groups, these groups keep their learning rates and schedules, and the callback only freezes and
+    unfreezes.
 
     The module must have its backbone when ``fit`` begins, not only after ``configure_model``.
 
     Args:
         unfreeze_backbone_at_epoch: The first epoch, from 0, in which the backbone is trained.
-        lambda_func: Returns the factor of the fraction for an epoch.
+        lambda_func: Returns the factor by which the fraction grows at an epoch.
         backbone_initial_ratio_lr: The initial fraction.
         backbone_initial_lr: The backbone's initial learning rate, instead of a fraction.
-        should_align: False lets the backbone's learning rate grow above the head's.
-        train_bn: Train the backbone's batch normalisation from the start, and update
-            the running statistics, although the rest of it is frozen.
-        verbose: Print the learning rates when an epoch begins, from the unfreezing on.
+        should_align: False allows a learning rate of the backbone above the head's.
+        train_bn: Train the backbone's batch normalisation from the start, and update its running
+            statistics, while the other layers are frozen.
+        verbose: Print the learning rates at the start of each epoch once the backbone is unfrozen.
         backbone: The path of the backbone in the module, such as ``"model.encoder"``.
 
     Raises:
-        ValueError: An argument is invalid; in ``fit``, if the module has no such submodule, or the
-            optimizer has its parameters and others in one group.
+        ValueError: An argument is invalid; in ``fit``, if the module has no such submodule, or an
+            optimizer has parameters of the backbone and others in the same group.
         TypeError: ``lambda_func`` is not callable.
     """
 
@@ -272,7 +274,7 @@ class BackboneFinetuning(BaseFinetuning):
 
     def _begin(self) -> None:
         self._unfrozen = False
-        self._group: int | None = None  # in the first optimizer; None if this callback added none
+        self._group: int | None = None  # index in the first optimizer; None if none was added
         self._fraction = 0.0
 
     @property
@@ -281,7 +283,7 @@ class BackboneFinetuning(BaseFinetuning):
         return f"{super().state_key}({self.backbone})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is frozen, and the learning rate's fraction."""
+        """Return the frozen parts and the current fraction of the learning rate."""
         own = {"unfrozen": self._unfrozen, "group": self._group, "fraction": self._fraction}
         return super().state_dict() | own
 
@@ -298,7 +300,7 @@ class BackboneFinetuning(BaseFinetuning):
     def on_load_checkpoint(
         self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Restore what was frozen, and the learning rate's fraction."""
+        """Restore the frozen parts and the current fraction of the learning rate."""
         super().on_load_checkpoint(trainer, module, checkpoint)
         if self._loaded:
             self._unfrozen = self._loaded["unfrozen"]
@@ -306,10 +308,10 @@ class BackboneFinetuning(BaseFinetuning):
             self._fraction = self._loaded["fraction"]
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Check that the backbone can have a learning rate of its own.
+        """Check that the backbone can have its own learning rate.
 
         Raises:
-            ValueError: An optimizer has its parameters and others in one group.
+            ValueError: An optimizer has parameters of the backbone and others in the same group.
         """
         part = self._part(module)
         own = {id(p) for p in part.parameters()}

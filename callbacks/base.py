@@ -1,4 +1,4 @@
-"""The interface of a callback: its hooks, and when the loop calls them."""
+"""`Callback`, the base class of callbacks: its hooks, and when the loop calls them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """The base of all callbacks, which act alongside training: override the hooks that you need.
+    """The base class of all callbacks; override the hooks that you need.
 
-    Only overridden hooks are called. ``[m]`` is the module, which has the same hooks; ``[c]`` are
-    the callbacks, in the order given. Where both are called, the line shows which come first::
+    Only overridden hooks are called. In the loop below, ``[m]`` is the module, which has the same
+    hooks, and ``[c]`` are the callbacks, in the order given. ``[c m]`` means callbacks first::
 
         setup("fit") [c m] · prepare the model, the optimizers and the schedules
         load a checkpoint: load_state_dict, on_load_checkpoint [c]
@@ -51,22 +51,24 @@ class Callback:
         save: state_dict, on_save_checkpoint [c]
         on an error: on_exception [c] · teardown · the error is raised
 
-    Every hook runs on every rank. A callback must base its decisions on values that all ranks share
-    (``trainer.progress``; ``trainer.callback_metrics`` at a boundary), or the ranks deadlock.
+    Every hook runs on every rank. A callback must base its decisions on values that are the same on
+    all ranks (``trainer.progress``; ``trainer.callback_metrics`` at a boundary). Otherwise the
+    ranks deadlock.
 
     Attributes:
-        runs_last: Whether the Trainer calls this callback after those that do not set this. A
-            callback that saves must set it, so that a checkpoint holds what the others decided.
+        runs_last: Whether the Trainer calls this callback after all callbacks without this flag. A
+            callback that saves checkpoints must set it, so that a checkpoint includes the decisions
+            of the others.
     """
 
     runs_last: ClassVar[bool] = False
-    _is_default: bool = False  # added by the Trainer, and removed if the user adds one of its kind
+    _is_default: bool = False  # added by the Trainer; removed if the user adds one of its class
 
     @property
     def state_key(self) -> str:
-        """The name under which a checkpoint holds this callback's state.
+        """The name under which a checkpoint stores this callback's state.
 
-        A class that a run may use more than once must return a different key for each instance.
+        If a run may use several instances of the class, each must return a different key.
         """
         return type(self).__qualname__
 
@@ -75,7 +77,7 @@ class Callback:
         return f"{type(self).__qualname__}{arguments!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to make the same decisions: tensors and JSON values."""
+        """Return the state that a resumed run needs: tensors and JSON values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -106,23 +108,23 @@ class Callback:
         """After the last epoch of this ``fit``; a collective may run here."""
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the first batch of an epoch, or of the rest of it after a resume.
+        """Before the first batch of an epoch, and after a resume inside an epoch.
 
-        It is called again when a run resumes in the middle of an epoch. A callback that changes
-        weights here should keep the epoch in its saved state.
+        Since it is called again when a run resumes inside an epoch, a callback that changes weights
+        here should save the epoch in its state.
 
-        With several processes, add, freeze and unfreeze parameters here or before training:
-        elsewhere in an epoch the processes could not average their gradients.
+        With several processes, add, freeze and unfreeze parameters only here or before training, so
+        that all processes all-reduce the same gradients.
         """
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         """After the metrics of the epoch were reduced."""
 
     def on_train_step_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the first micro-batch of an update."""
+        """Before the first micro-batch of a gradient accumulation window."""
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the last micro-batch of an update; gradients are not cleared yet."""
+        """After the optimizer step at the end of a window; gradients are not zeroed yet."""
 
     def on_train_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int
@@ -132,7 +134,7 @@ class Callback:
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After ``training_step``, backward and, at the end of a window, the update.
+        """After ``training_step``, backward and, at the end of a window, the optimizer step.
 
         ``outputs`` is what ``training_step`` returned, detached.
         """
@@ -146,31 +148,31 @@ class Callback:
     def on_before_optimizer_step(
         self, trainer: Trainer, module: TrainModule, optimizer: Optimizer
     ) -> None:
-        """Before clipping and the update; gradients are unscaled."""
+        """Before clipping and the optimizer step; gradients are unscaled and all-reduced."""
 
     def on_before_zero_grad(
         self, trainer: Trainer, module: TrainModule, optimizer: Optimizer
     ) -> None:
-        """After the update, before its gradients are cleared."""
+        """After the optimizer step, before the gradients are zeroed."""
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
-        """Once per update, when everything else due at it is done: the place to save or to stop.
+        """Once per optimizer step, after logging and validation: the place to save or to stop.
 
-        All processes must save or stop together: one that does so alone waits for the others
-        forever. A run that resumes from a checkpoint that a callback saved here begins by calling
-        the callbacks after that one.
+        All processes must make the same decision; a process that saves alone waits for the others
+        forever. A run that resumes from a checkpoint that a callback saved here first calls this
+        hook of the callbacks after that one.
         """
 
     def monitor_due(self, trainer: Trainer) -> bool:
-        """Return whether ``on_boundary`` is about to judge ``self.monitor``; the same on all ranks.
+        """Return whether ``on_boundary`` will use ``self.monitor`` now; the same on all ranks.
 
-        If so, what the update logged is reduced first, even if ``log_every`` does not make it due.
-        Only callbacks with a ``monitor`` are asked.
+        If so, the values of this update are reduced first, even if ``log_every`` does not make them
+        due. It is called only on callbacks with a ``monitor``.
         """
         return False
 
     def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the update at which a signal ends the run; what is due then is done on resume."""
+        """After the update at which a signal ends the run; ``on_boundary`` is called on resume."""
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Before a validation."""
@@ -272,16 +274,16 @@ class Callback:
         """After ``predict_step``."""
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """After an error, before it is raised; run no collectives: other ranks may be gone."""
+        """After an error, before it is raised. Run no collectives: other ranks may be gone."""
 
     def weights_to_save(
         self, trainer: Trainer, module: TrainModule
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        """Return two state dicts for a checkpoint to hold in place of the module's, or None.
+        """Return two state dicts to save instead of the module's, or None.
 
-        The first is what others load, such as averages; the second is what a run resumes from.
-        `load_state_dict` is called while the module holds the first. At most one callback of a run
-        may return them, and must do so on every process.
+        The first is for other tools and evaluation, such as averaged weights. The second is for a
+        run that resumes, such as the trained weights. `load_state_dict` is called while the module
+        holds the first. At most one callback of a run may return them, and on every process.
         """
         return None
 

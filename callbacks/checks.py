@@ -1,4 +1,4 @@
-"""Checks of the values of arguments: wrong ones are refused where they enter."""
+"""Checks of argument values, which raise a clear error where an invalid value enters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def given(**arguments: object) -> dict[str, object]:
 
 
 def expect_bools(**given: object) -> None:
-    """Raise if an argument is neither True nor False: texts such as "no" count as true.
+    """Raise if an argument is not a bool: a text such as "no" would count as true.
 
     Raises:
-        TypeError: An argument is something else; 1 and 0 are accepted.
+        TypeError: An argument is neither True nor False; 1 and 0 are accepted.
     """
     for name, value in given.items():
         if value not in (True, False):
@@ -23,11 +23,11 @@ def expect_bools(**given: object) -> None:
 
 
 def expect_numbers(**given: object) -> None:
-    """Raise if an argument is not a number, before it is compared with one.
+    """Raise if an argument is not a number.
 
     Raises:
-        TypeError: An argument is something else, for example a text.
-        ValueError: It is NaN, with which nothing compares.
+        TypeError: An argument has another type, for example a text.
+        ValueError: An argument is NaN, for which all comparisons are false.
     """
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, Real):
@@ -37,7 +37,7 @@ def expect_numbers(**given: object) -> None:
 
 
 def expect_counts(least: int, **given: object) -> None:
-    """Raise if an argument is not a whole number of at least `least`; floats such as 1e3 are.
+    """Raise if an argument is not a whole number of at least `least`; 1e3 is accepted.
 
     Raises:
         TypeError: An argument is not a number.

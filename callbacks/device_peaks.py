@@ -29,8 +29,8 @@ class _Peak(NamedTuple):
     source: str
 
 
-# A device is listed only if its maker publishes its numbers. Variants of a chip with another
-# clock, fewer units or for other markets differ (H800, H20, A10G, laptop GPUs).
+# A device is listed only if its vendor publishes its numbers. Variants of a chip with another clock
+# or fewer units have other peaks and are not matched (H800, H20, A10G, laptop GPUs).
 _PEAKS = (
     _Peak(r"\bGB200\b", 80.0, 1250.0, 2500.0, "NVIDIA Blackwell data sheet, GB200 NVL72, per GPU"),
     # The sheet's 2.2 sparse PFLOPS for TF32 are rounded: they are half of the 4.5 for fp16.
@@ -55,10 +55,10 @@ _PEAKS = (
     _Peak(r"\bRTX 4090$", 82.6, 82.6, 165.2, "NVIDIA Ada white paper, appendix A"),
     _Peak(r"\bRTX 3090$", 35.6, 35.6, 71.0, "NVIDIA Ampere GA102 white paper, appendix A"),
     _Peak(r"\bMI3(00|25)X\b", 163.4, 653.7, 1307.4, "AMD Instinct MI300X and MI325X data sheets"),
-    # Half a module, which torch shows as two devices. Its matrix units take unrounded float32.
+    # Half a module, which torch shows as two devices. Its matrix units use full float32, no TF32.
     _Peak(r"\bMI250X$", 47.85, None, 191.5, "AMD Instinct MI200 series data sheet, halved"),
 )
-_SLICE = r"MIG|-\d+[A-Z]$"  # a MIG partition or a vGPU, which has a share of the device
+_SLICE = r"MIG|-\d+[A-Z]$"  # a MIG partition or a vGPU: only a part of the device
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:

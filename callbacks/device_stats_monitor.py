@@ -1,4 +1,4 @@
-"""Log how much of the machine a run uses: CPU time, memory, the accelerator's memory."""
+"""Log the CPU use, the process's memory and the accelerator's memory of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _memory_reader() -> Callable[[], float]:
     """Return a function that reads the resident memory of this process, in bytes.
 
     Raises:
-        ImportError: This system has no way to read it without psutil, which is not installed.
+        ImportError: Only psutil can read it on this system, and it is not installed.
     """
     if find_spec("psutil") is not None:
         import psutil
@@ -53,11 +53,11 @@ def _peak_memory() -> float:
 
 
 def device_memory(device: torch.device) -> dict[str, float]:
-    """Return how much of the accelerator's memory is in use, without waiting for the device.
+    """Return the accelerator's memory use, without waiting for the device.
 
     Returns:
-        GiB under names from ``allocated`` to ``free``; and ``alloc_retries``, how often torch's
-        allocator emptied its cache and tried again. Empty for a CPU.
+        Values in GiB, with names from ``allocated`` to ``free``, and ``alloc_retries``, the number
+        of times that torch's allocator emptied its cache and retried. Empty for a CPU.
     """
     if device.type in ("cuda", "xpu"):
         backend = getattr(torch, device.type)
@@ -80,7 +80,7 @@ def device_memory(device: torch.device) -> dict[str, float]:
 
 
 class DeviceStatsMonitor(Callback):
-    """Log CPU and memory use at updates whose values are recorded.
+    """Log CPU and memory use at updates whose values are logged (``log_every``).
 
     =================================  ============================================================
     ``device/cpu_percent``             this process's threads since the last record; 100 is one core
@@ -92,14 +92,14 @@ class DeviceStatsMonitor(Callback):
     ``device/alloc_retries``           allocations retried after emptying torch's cache
     =================================  ============================================================
 
-    With several processes, the mean of ``cpu_percent``, the smallest ``free_gib`` and the largest
-    of everything else are recorded. Nothing waits for the device.
+    With several processes, the mean of ``cpu_percent``, the minimum of ``free_gib`` and the maximum
+    of all other values are logged. Nothing waits for the device.
 
-    The process's memory is read with psutil if installed, else from ``/proc``; with neither, the
-    peak so far is logged.
+    The process's memory is read with psutil if it is installed, else from ``/proc``. If neither
+    exists, the peak so far is logged.
 
     Args:
-        cpu_stats: Log the first two. None is the same as True, on every device.
+        cpu_stats: Log the first two values. None is the same as True, on every device.
 
     Raises:
         ImportError: In ``fit``, on a system where only psutil can read the memory.
@@ -125,7 +125,7 @@ class DeviceStatsMonitor(Callback):
             wall, processor = self._since
             self._since = now, used = time.monotonic(), time.process_time()
             percent = 100.0 * (used - processor) / max(now - wall, 1e-9)
-            # Weight 1 for each process, however many items its last batch had.
+            # Each process has weight 1, whatever the number of items in its last batch.
             module.log("device/cpu_percent", percent, on_step=True, on_epoch=False, batch_size=1)
             module.log(
                 "device/process_memory_gib",

@@ -1,4 +1,4 @@
-"""Durations as users write them."""
+"""Parse durations such as ``"30 minutes"``."""
 
 from __future__ import annotations
 

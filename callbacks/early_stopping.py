@@ -17,32 +17,33 @@ _STATE = ("best_score", "wait_count", "stopped_step", "stopped_epoch", "reason")
 
 
 class EarlyStopping(Callback):
-    """Ask the Trainer to stop when ``monitor`` has not improved for ``patience`` values.
+    """Stop the run when ``monitor`` has not improved for ``patience`` values.
 
-    It acts in ``on_boundary``, once for every freshly reduced value: ``patience`` counts reductions
-    of the metric (validations or epochs, for example). All ranks see the same value and so decide
-    alike. ``min_epochs`` and ``min_steps`` of the Trainer still apply.
+    It is checked in ``on_boundary``, once for each newly reduced value of the metric. So
+    ``patience`` counts validations or epochs, for example. All ranks have the same value and decide
+    the same. ``min_epochs`` and ``min_steps`` of the Trainer still apply.
 
     Args:
         monitor: Name of a logged metric.
         mode: ``min`` if smaller is better, ``max`` if larger is.
         min_delta: A value must beat the best one by more than this to count as an improvement.
-        patience: The run stops at this many values in a row without improvement (0 acts like 1).
+        patience: The number of values in a row without improvement at which the run stops; 0 acts
+            like 1.
         check_finite: Stop at a NaN or infinite value.
         stopping_threshold: Stop once the metric reaches this value.
         divergence_threshold: Stop once the metric is worse than this value.
-        verbose: Print each improvement too, not only why the run stops.
+        verbose: Also print each improvement, not only the reason for stopping.
 
     Attributes:
         best_score: The best value so far, None before the first.
         wait_count: Values in a row without improvement.
-        stopped_step: ``global_step`` when it last asked to stop, None if it never did.
-        stopped_epoch: ``current_epoch`` at that moment.
-        reason: Why it asked to stop.
+        stopped_step: ``global_step`` when it last requested the stop, None if it never did.
+        stopped_epoch: ``current_epoch`` at that time.
+        reason: The reason for the stop.
 
     Raises:
-        ValueError: If an argument is invalid; during ``fit``, if the metric was never logged when
-            an epoch ends. In a run whose epoch never ends, that is a warning at the end.
+        ValueError: If an argument is invalid; during ``fit``, if an epoch has ended and the metric
+            was never logged. (A run that ends inside its first epoch logs a warning instead.)
         TypeError: If ``patience`` is not a number.
     """
 
@@ -113,12 +114,12 @@ class EarlyStopping(Callback):
             setattr(self, name, state[name])
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Forget the decisions of another run, unless this one resumes."""
+        """Reset the state of an earlier run, unless this run resumes."""
         if trainer.batches_seen == 0:
             self._begin()
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
-        """Judge the metric if it was just reduced."""
+        """Check the metric if it was just reduced."""
         value = self.monitor.read(trainer)
         if value is None:
             return
@@ -127,14 +128,14 @@ class EarlyStopping(Callback):
         if self.verbose and self.best_score != best:
             trainer.accelerator.print(f"Step {step}: {self.monitor.name} improved to {value}.")
         if reason is not None:
-            if not trainer.should_stop:  # min_epochs may make it go on
+            if not trainer.should_stop:  # min_epochs may continue the run
                 trainer.accelerator.print(f"Step {step}: EarlyStopping asks to stop: {reason}.")
             self.reason = reason
             self.stopped_step, self.stopped_epoch = step, trainer.current_epoch
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Warn if there was no value to judge."""
+        """Warn if there was no value of the metric."""
         if self.best_score is None and self.reason is None:
             self.monitor.warn_of_no_value(trainer, type(self).__name__)
 

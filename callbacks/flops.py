@@ -20,8 +20,8 @@ from trainer.names import bare_names
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
-# Names of torch's own operators that take as much work as those that have a formula.
-# Elementwise operators, copies and reductions never count.
+# Names of torch operators that are as expensive as the ones with a FLOP formula, for the warning
+# about uncounted operators. Elementwise operators, copies and reductions never count.
 _HEAVY = re.compile(
     r"^(?!_linalg_check)(.*_)?(mm|bmm|addmm|addbmm|baddbmm|mv|addmv|dot|vdot|addr|linear|transformer"
     r"|convolution|attention|rnn|lstm|gru|fft|linalg|cholesky|lu|triangular|cdist|trilinear)(_|$)"
@@ -31,13 +31,13 @@ _LIGHT_NAMESPACES = frozenset({"prim", "prims", "profiler", "c10d", "_c10d_funct
 
 @dataclass
 class Flops:
-    """How many floating-point operations ran; an addition and a multiplication count as two.
+    """The number of floating-point operations that ran; a multiply-add counts as two.
 
     Attributes:
         total: All operations.
         by_module: Operations of each submodule that was called, by its name, including those of its
             own submodules.
-        uncounted: Operators without a formula, which the counts leave out.
+        uncounted: Operators without a formula, which are not in the counts.
     """
 
     total: int = 0
@@ -81,9 +81,10 @@ class _Uncounted(TorchDispatchMode):
 
 @contextmanager
 def counting_flops() -> Iterator[FlopCounterMode]:
-    """Count what this thread runs in the block with torch's counter, without compiled graphs.
+    """Count the FLOPs of this thread in the block with torch's ``FlopCounterMode``.
 
-    Nothing can be counted inside a graph of ``torch.compile``. Counting changes no result.
+    ``torch.compile`` is disabled in the block, because operators inside a compiled graph cannot be
+    counted. Counting changes no result.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -97,16 +98,16 @@ def counting_flops() -> Iterator[FlopCounterMode]:
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]  # has what is used of it
     with ExitStack() as contexts:
         if "torch._dynamo" in sys.modules:
-            # Under the counter, Dynamo would permanently decide not to compile some functions.
+            # With the counter active, Dynamo would permanently skip compiling some functions.
             contexts.enter_context(torch.compiler.set_stance("force_eager"))
         yield contexts.enter_context(counter)
 
 
 @contextmanager
 def flops_of(module: nn.Module) -> Iterator[Flops]:
-    """Count what runs in the block, in total and for each submodule of ``module`` that is called.
+    """Count the FLOPs in the block, in total and for each submodule of ``module`` that is called.
 
-    Counting runs nothing extra and changes no result::
+    Counting runs no extra operations and changes no result::
 
         with flops_of(net) as flops:
             net(batch)
@@ -118,7 +119,7 @@ def flops_of(module: nn.Module) -> Iterator[Flops]:
     flops = Flops()
     seen: dict[str, int] = defaultdict(int)
     with ExitStack() as contexts:
-        # Outside the counter, which decomposes composite operators.
+        # Entered before the counter, which decomposes composite operators.
         uncounted = contexts.enter_context(_Uncounted({}))
         counter = contexts.enter_context(counting_flops())
         uncounted._formulas = counter.flop_registry

@@ -1,4 +1,4 @@
-"""The paths that users give."""
+"""Resolve paths that users pass, such as ``~/runs``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 
 def with_home(name: str, path: str | os.PathLike[str]) -> str:
-    """Return a given path with the home in place of ``~``.
+    """Return a path with ``~`` replaced by the home directory.
 
     Args:
         name: The argument's name, for errors.
         path: Its value.
 
     Raises:
-        TypeError: It is no path.
-        ValueError: There is no such home.
+        TypeError: The value is not a path.
+        ValueError: The home directory is not known.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{name} is {path!r}; it must be a path.")
-    known = os.path.expanduser(path)  # Path's own takes ./~… for a home too
+    known = os.path.expanduser(path)  # Path.expanduser would also expand ./~
     if known.startswith("~"):
         raise ValueError(
             f"{name} is {known!r}, but the home that it begins with is not known here. Give the "
@@ -29,10 +29,10 @@ def with_home(name: str, path: str | os.PathLike[str]) -> str:
 
 
 def given_path(name: str, path: str | os.PathLike[str]) -> Path:
-    """Return `with_home` as an absolute path: hooks may leave the working directory.
+    """Return `with_home` as an absolute path, because hooks may change the working directory.
 
     Raises:
-        ValueError: There is no such home, or the working directory was deleted.
+        ValueError: The home directory is not known, or the working directory was deleted.
     """
     try:
         return Path(with_home(name, path)).absolute()
@@ -44,5 +44,5 @@ def given_path(name: str, path: str | os.PathLike[str]) -> Path:
 
 
 def given_folder(dirpath: str | os.PathLike[str] | None) -> Path | None:
-    """Return a callback's ``dirpath`` by `given_path`; None if none, or an empty one, is given."""
+    """Return a callback's ``dirpath`` as an absolute path; None if it is None or empty."""
     return None if dirpath is None or dirpath == "" else given_path("dirpath", dirpath)

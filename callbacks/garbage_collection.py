@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collection on all ranks at the same update."""
+"""Run Python's garbage collection on all ranks at the same update."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class GarbageCollection(Callback):
-    """Switch automatic collection off while training, and collect on all ranks at the same update.
+    """Collect garbage on all ranks at the same update, instead of automatically.
 
-    Left to itself, each process collects at a different moment, and all others wait for it at their
-    next all-reduce. Automatic collection is restored after the fit, also after an error. Tensors
-    that are part of no reference cycle are freed at once, as always; a step that makes many cycles
-    needs a smaller interval.
+    With automatic collection, each process collects at a different time, and all others wait for it
+    at the next all-reduce. Automatic collection is restored after the fit, also after an error.
+    Tensors that are not part of a reference cycle are freed at once, as always. A step that creates
+    many reference cycles needs a smaller interval.
 
     Args:
-        every: How often to collect, besides once before the first update.
+        every: The interval of collections, besides one before the first update.
         generation: The oldest generation to collect, from 0 (the youngest objects) to 2 (all).
 
     Raises:
@@ -38,7 +38,7 @@ class GarbageCollection(Callback):
         self._handled = Progress()
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Collect once, and switch automatic collection off."""
+        """Collect once, and disable automatic collection."""
         self._was_enabled = gc.isenabled()
         gc.disable()
         gc.collect(self.generation)

@@ -18,12 +18,12 @@ class GradientAccumulationScheduler(Callback):
     ``GradientAccumulationScheduler({0: 8, 4: 4, 8: 1})`` makes an update from every 8 micro-batches
     in epochs 0 to 3, from every 4 in epochs 4 to 7, and from each one from epoch 8 on. Without an
     entry for epoch 0, the Trainer's own ``gradient_accumulation_steps`` applies until the first
-    entry. As always, the gradient is that of the whole window, whatever its length; the learning
-    rate is not changed.
+    entry. The gradient is the mean over the whole window, whatever its length; the learning rate is
+    not changed.
 
     Args:
-        scheduling: The number of micro-batches per process and update, by the epoch (from 0) from
-            which it applies.
+        scheduling: A dict from epoch (from 0) to the number of micro-batches per process and update
+            from that epoch on.
 
     Raises:
         ValueError: ``scheduling`` is empty, an epoch is below 0 or a number of micro-batches below
@@ -52,7 +52,7 @@ class GradientAccumulationScheduler(Callback):
         return list(self.scheduling.values())[place - 1] if place else otherwise
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Refuse manual optimisation, where the module decides when to step."""
+        """Raise for manual optimisation, in which the module decides when to step."""
         if stage == "fit" and not module.automatic_optimization:
             raise ValueError(
                 "GradientAccumulationScheduler has no effect in manual optimisation, where "

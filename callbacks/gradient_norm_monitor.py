@@ -20,20 +20,20 @@ Per = Literal["module", "parameter", "group", "optimizer"]
 
 
 class GradientNormMonitor(Callback):
-    """Log the norm of the gradients, before clipping, at updates whose values are recorded.
+    """Log the norm of the gradients, before clipping, at updates whose values are logged.
 
-    ``grad_norm`` is the norm of all gradients as one vector, over the whole window and all
-    processes, unscaled: the value that ``max_grad_norm`` limits. Norms of parts are named
-    ``grad_norm/<part>``. Nothing is computed at other updates, and nothing waits for the device. An
-    update that fp16 skips because of overflow has an infinite or NaN norm.
+    ``grad_norm`` is the norm of all gradients as one vector, after accumulation, all-reduce and
+    unscaling: the value that ``max_grad_norm`` limits. Norms of parts are named
+    ``grad_norm/<part>``. Nothing is computed at other updates (``log_every``), and nothing waits
+    for the device. An update that fp16 skips because of overflow has an infinite or NaN norm.
 
     Args:
         per: Also log the norm of the parameters below each ``"module"``, of each ``"parameter"``,
             of each ``"optimizer"``, or of each ``"group"`` of the optimizers (its ``"name"``, or
             ``pg1``, ``pg2``, … as `LearningRateMonitor` calls them; with several optimizers
             ``<optimizer>/pg1``, …).
-        depth: How many components of the path name a module: 1 for ``"net"``, 2 for ``"net.0"``.
-            Parameters that the root module holds itself are named after themselves.
+        depth: The number of path components in a module's name: 1 for ``"net"``, 2 for ``"net.0"``.
+            Parameters directly in the root module have their own names.
         norm_type: The order of the norm; ``inf`` is the largest magnitude.
 
     Raises:
@@ -60,7 +60,7 @@ class GradientNormMonitor(Callback):
         self.norm_type = order
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Refuse manual optimisation, where no hook sees all gradients of an update."""
+        """Raise for manual optimisation, in which no hook sees all gradients of an update."""
         if not module.automatic_optimization:
             raise ValueError(
                 "GradientNormMonitor does not support manual optimisation, where training_step "
@@ -70,7 +70,7 @@ class GradientNormMonitor(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, module: TrainModule, optimizer: Optimizer
     ) -> None:
-        """Log the norms if this update's values will be recorded; once for all optimizers."""
+        """Log the norms if this update's values will be logged; once for all optimizers."""
         if not trainer.log_due or optimizer is not trainer.optimizers[0]:
             return
         norms = _norms(module.parameters(), self.norm_type)
@@ -81,7 +81,7 @@ class GradientNormMonitor(Callback):
             if own := [norms[id(member)] for member in members if id(member) in norms]:
                 values[f"grad_norm/{part}"] = self._together(own)
         for name, value in values.items():
-            # All processes have the same gradients: a maximum is exact where a mean may round.
+            # All processes have the same gradients. Reduce with max, because a mean may round.
             module.log(name, value, on_step=True, on_epoch=False, reduce="max")
 
     def _together(self, norms: Iterable[Tensor]) -> Tensor:

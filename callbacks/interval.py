@@ -1,4 +1,4 @@
-"""The progress of a run, and how often something is due."""
+"""`Progress` of a run and `Interval`, such as ``"500 steps"`` or ``"1 epoch"``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 
 Unit = Literal["steps", "epochs", "items", "seconds"]
 
-# unit as written (plural) -> unit of Progress, and how many of that it equals
+# unit as written (plural) -> unit of Progress, and the factor
 _UNITS: dict[str, tuple[Unit, int]] = {
     "steps": ("steps", 1),
     "epochs": ("epochs", 1),
@@ -48,9 +48,9 @@ class Progress(NamedTuple):
 
     Attributes:
         steps: Optimizer updates.
-        epochs: Whole epochs, plus the fraction of the current one where its length is known.
+        epochs: Complete epochs, plus the fraction of the current one if its length is known.
         items: What the loss was averaged over (samples or tokens), over all ranks.
-        seconds: Training time by the clock of rank 0, the same number on every rank.
+        seconds: Training time in seconds by rank 0's clock; the same number on every rank.
     """
 
     steps: int = 0
@@ -89,7 +89,7 @@ class Interval:
 
     @classmethod
     def given(cls, name: str, value: Interval | str | int) -> Interval:
-        """Return `parse` of an argument, which errors name.
+        """Parse the argument `name`; error messages contain its name.
 
         Raises:
             ValueError: See `parse`.
@@ -129,10 +129,10 @@ class Interval:
     def due(self, before: Progress, now: Progress) -> bool:
         """Return whether a multiple of the interval lies in ``(before, now]``.
 
-        A multiple that was passed between two checks is due once, at the later one. ``before`` is
-        the progress at the previous check, or when this was last due.
+        If several multiples lie between two checks, it is due once, at the later check. ``before``
+        is the progress at the previous check, or when it was last due.
         """
-        if self.unit == "steps":  # a fast path, as the next one: these are asked at every update
+        if self.unit == "steps":  # a fast path, like the next one: called at every update
             return before.steps // self.every < now.steps // self.every
         if self.unit == "epochs" and self.every == 1:
             return before.epochs // 1 < now.epochs // 1

@@ -1,4 +1,4 @@
-"""A callback made from functions."""
+"""A callback created from functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from callbacks.base import Callback
 
-# The methods that the loop calls with the trainer; the others handle the state in checkpoints.
+# The hooks, which the loop calls with the trainer; the other methods handle checkpoint state.
 HOOKS = tuple(
     name
     for name, method in vars(Callback).items()
@@ -18,7 +18,7 @@ HOOKS = tuple(
 
 
 class LambdaCallback(Callback):
-    """Call a function at a hook, without a class: ``LambdaCallback(on_train_end=function)``.
+    """Call functions at hooks, without a class: ``LambdaCallback(on_train_end=function)``.
 
     A function takes the arguments of the :class:`Callback` hook of its name: the trainer, the
     module, and any others that the hook has. Checkpoints hold no state of this callback.

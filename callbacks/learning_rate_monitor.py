@@ -1,4 +1,4 @@
-"""Log the learning rates that a schedule sets."""
+"""Log the learning rates of the optimizers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def _momentum(group: dict[str, Any]) -> Any:
 
 
 class LearningRateMonitor(Callback):
-    """Log every parameter group's learning rate at updates whose values are recorded.
+    """Log every parameter group's learning rate at updates whose values are logged (``log_every``).
 
-    A value is named ``lr-<optimizer>``, where the optimizer is named by the ``"name"`` that
-    ``configure_optimizers`` gives it, else by its class, with ``-1``, ``-2`` for further ones of
+    A value is named ``lr-<optimizer>``. The optimizer's name is the ``"name"`` that
+    ``configure_optimizers`` gives it, else its class, with ``-1``, ``-2`` for further optimizers of
     that class. With several groups, ``/pg1``, ``/pg2`` (or the group's ``"name"``) is added. A
-    ``"name"`` in the scheduler's own dict replaces ``lr-<optimizer>``. The record of step *n* has
-    the rate after *n* ticks of the schedule.
+    ``"name"`` in the scheduler's own dict replaces ``lr-<optimizer>``. The value at step *n* is the
+    learning rate after *n* steps of the scheduler.
 
     Args:
         log_momentum: Also log ``<name>-momentum`` (``betas[0]`` where the optimizer has betas).
@@ -54,11 +54,12 @@ class LearningRateMonitor(Callback):
         self.log_weight_decay = log_weight_decay
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Log the rates if this update's values will be recorded."""
+        """Log the learning rates if this update's values will be logged."""
         if not trainer.log_due:
             return
-        # All processes have the same rates. A mean is reduced with the other values: of rank 0
-        # alone, since a mean of several may round; with weight 1, since a batch may have no items.
+        # All processes have the same rates. They are logged as a mean, so that they are reduced
+        # with the other values. Only rank 0 has weight, since a mean over several ranks may round.
+        # The weight is 1, since a batch may have no items.
         weight = float(trainer.accelerator.is_main_process)
         for name, value in self._values(trainer).items():
             # an optimizer that keeps its rate in a tensor changes it in place later

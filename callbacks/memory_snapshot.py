@@ -1,4 +1,4 @@
-"""Record what holds the memory of a CUDA device."""
+"""Record the allocations of a CUDA device's memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class MemorySnapshot(Callback):
     never read by Cadence. If memory runs out during the recording, the history is written to
     ``memory-…-oom.pickle``; with ``steps=None`` that can be at any time of the run.
 
-    Only CUDA's allocator keeps such a history: on other devices one warning says so and nothing is
-    recorded, so that a script can be tried anywhere. With ``fast_dev_run`` nothing is recorded.
+    Only CUDA's allocator keeps such a history. On other devices nothing is recorded, with one
+    warning, so that a script runs anywhere. With ``fast_dev_run`` nothing is recorded.
 
     Args:
         dirpath: The folder, by default ``memory`` in the Trainer's ``project_dir``.
@@ -35,7 +35,7 @@ class MemorySnapshot(Callback):
             ``steps`` is None.
         steps: Updates to record. None records up to the end and writes only if memory runs out.
         all_ranks: Record every process, each to its own file; otherwise only the main process.
-        max_entries: How many allocations and releases to keep, the newest; each takes some hundred
+        max_entries: The number of newest allocations and releases to keep. Each takes a few hundred
             bytes of host memory.
 
     Attributes:
@@ -93,13 +93,13 @@ class MemorySnapshot(Callback):
         self._record_if_due()
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Write a recording that the end of the run cut short."""
+        """Write a recording that is incomplete at the end of the run."""
         if self._recording and self.steps is not None and self._updates > self.skip_steps:
             self._write(trainer, "")
         self._stop()
 
     def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
-        """Count the update, in place of a boundary, and write a recording that was cut short."""
+        """Count the update, as at a boundary, and write an incomplete recording."""
         self.on_boundary(trainer, module)
         self.on_train_end(trainer, module)
 

@@ -85,9 +85,7 @@ class Pending:
             self._size += call.size
             filling = 2 * len(self._calls) >= self.capacity
             self._urgent = self._urgent or not call.record or filling
-            if (
-                self._urgent or len(self._calls) == 1
-            ):  # otherwise the thread gathers records, or is busy
+            if self._urgent or len(self._calls) == 1:  # otherwise it gathers, or is busy
                 self._changed.notify()
             return True
 

@@ -1,4 +1,4 @@
-"""When to save a run, and which of its checkpoints to keep."""
+"""`ModelCheckpoint`: when to save checkpoints, and which of them to keep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The ranked names with their scores, the newest names, and those no longer wanted.
+# Ranked names with their scores, the newest names, and the names to remove.
 _Decisions = tuple[dict[str, float], list[str], list[str]]
 
 
@@ -38,42 +38,43 @@ def _name_at(step: int) -> str:
 
 
 class ModelCheckpoint(Callback):
-    """Save when due; keep the best, the newest, and nothing else that it wrote.
+    """Save checkpoints at an interval; keep the best and the newest, and remove the others.
 
-    It acts in ``on_boundary`` and only decides; the Trainer writes. A checkpoint is ranked if the
-    metric was reduced at the very update that it holds (make ``every`` a multiple of ``val_every``)
-    and is finite; otherwise it only counts among the newest. Of equal ones the earlier stays. What
-    a save displaces is removed after the save is committed. The final update is saved by the same
-    rules even if no save is due.
+    It decides in ``on_boundary``; the Trainer writes. A checkpoint is ranked if the metric is
+    finite and was reduced at the same update (make ``every`` a multiple of ``val_every``).
+    Otherwise it only counts among the newest. Of two with equal values, the earlier one is kept.
+    Checkpoints that are no longer kept are removed after the new one is committed. The final update
+    is saved by the same rules even if no save is due.
 
     Args:
         monitor: Name of the metric that ranks the checkpoints. None ranks the newest first.
         mode: ``min`` if smaller is better, ``max`` if larger is.
-        every: When to save, an interval such as ``"1 epoch"``, ``500`` or ``"30 minutes"``.
-        save_top_k: How many of the best to keep, without ``monitor`` of the newest; -1 keeps every
-            checkpoint, 0 none for its rank.
+        every: When to save, an interval such as ``"1 epoch"``, ``500`` (steps) or ``"30 minutes"``.
+        save_top_k: The number of best checkpoints to keep (without ``monitor``, of the newest); -1
+            keeps every checkpoint, 0 keeps none because of its rank.
         save_last: Save whenever due, whatever the rank, and keep this many newest ones; True is 1.
-        on_preemption: Save when a signal ends the run. Such a checkpoint is not ranked: the run
-            that resumes from it ranks the update itself, and removes it if it would not be kept.
+        on_preemption: Save when a signal ends the run. Such a checkpoint is not ranked. The run
+            that resumes from it ranks the update, and removes the checkpoint if it is not to be
+            kept.
         on_exception: Save the weights of a process that fails, for inspection, as
-            ``exception-<step>-rank-<rank>``. No run resumes from them.
-        save_weights_only: Leave out what a run needs to resume; ``ckpt_path="auto"`` and ``"last"``
-            skip such checkpoints, and are an error if there are no others.
-        background: Write while training continues: the update that saves waits only until the state
-            is copied to host memory. The checkpoint is complete a little later, at the latest when
-            the next is due or `fit` ends.
-        on_save_error: What happens if a save fails, on a full disk for example: ``raise`` ends the
-            run, ``warn`` logs a warning and keeps the checkpoints that exist.
-        dirpath: Folder of the checkpoints, by default the Trainer's. Two instances in one run need
-            two folders.
+            ``exception-<step>-rank-<rank>``. No run can resume from them.
+        save_weights_only: Save only weights, from which no run can resume. ``ckpt_path="auto"`` and
+            ``"last"`` skip such checkpoints, and raise an error if there are no others.
+        background: Write while training continues: training waits only until the state is copied to
+            host memory. The checkpoint is committed at the latest when the next save is due or
+            `fit` ends.
+        on_save_error: What to do if a save fails, for example on a full disk: ``raise`` ends the
+            run, ``warn`` logs a warning and keeps the existing checkpoints.
+        dirpath: The folder of the checkpoints; None takes the Trainer's. Two instances in one run
+            need different folders.
 
     Attributes:
         directory: The folder in use, None before ``fit``.
 
     Raises:
         ValueError: If an argument is invalid, if two instances share a folder, and during ``fit``
-            if the metric was never logged when an epoch ends. In a run whose epoch never ends, that
-            is a warning at the end.
+            if an epoch has ended and the metric was never logged. (A run that ends inside its first
+            epoch logs a warning instead.)
         TypeError: If ``monitor``, ``save_top_k``, ``save_last`` or ``every`` is of another type.
     """
 
@@ -149,11 +150,11 @@ class ModelCheckpoint(Callback):
         self.on_save_error = on_save_error
         self.dirpath = dirpath
         self.directory: Path | None = None
-        # All names are relative to the directory, so that a project may move.
+        # All names are relative to the directory, so that a project folder can be moved.
         self._scores: dict[str, float] = {}  # the k best, best first
         self._newest: list[str] = []  # oldest first
-        self._displaced: list[str] = []  # no longer wanted, but perhaps still on disk
-        self._before: _Decisions | None = None  # until the latest save is known to have succeeded
+        self._displaced: list[str] = []  # to remove; perhaps still on disk
+        self._before: _Decisions | None = None  # to undo, until the latest save has succeeded
         self._saving: Path | None = None  # the path of that save
         self._failed = False  # whether the latest save is known to have failed
         self._handled: Progress | None = None  # at the last boundary
@@ -162,22 +163,22 @@ class ModelCheckpoint(Callback):
 
     @property
     def dirpath(self) -> Path | None:
-        """The given folder, as an absolute path; None for the Trainer's."""
+        """The argument `dirpath` as an absolute path; None for the Trainer's folder."""
         return self._dirpath
 
     @dirpath.setter
     def dirpath(self, dirpath: str | os.PathLike[str] | None) -> None:
         self._dirpath = given_folder(dirpath)
-        self._folder_name = Path(dirpath).name if dirpath else None  # "." stays "" where it moves
+        self._folder_name = Path(dirpath).name if dirpath else None  # "" for "."
 
     @property
     def best_k_models(self) -> dict[Path, float]:
-        """The ranked checkpoints that are kept, best first, with their scores (or steps)."""
+        """The ranked checkpoints, best first, with their scores (steps if without ``monitor``)."""
         return {self._path(name): score for name, score in self._scores.items()}
 
     @property
     def best_model_path(self) -> Path | None:
-        """The best checkpoint; without ``monitor`` the newest."""
+        """The path of the best checkpoint; without ``monitor``, of the newest."""
         return next(iter(self.best_k_models), None)
 
     @property
@@ -192,15 +193,15 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        """The name of the class with what identifies the instance, even in a resumed run."""
+        """The class name, the metric and the folder's name, which identify the instance."""
         ranked = f"{self.monitor.name}, {self.monitor.mode}" if self.monitor else "newest"
-        # Not the folder's whole path: a project may move.
+        # Not the folder's whole path, because a project folder can be moved.
         folder = "" if self._folder_name is None else f", in {self._folder_name}"
         return f"{super().state_key}({ranked}{folder})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the decisions so far, with names relative to the directory."""
-        # Only the unit of `every`: the clocks of runs differ, but their decisions must not.
+        # Only the unit of `every`, because clocks differ between runs and decisions must not.
         unit = self.every.unit
         return {
             "scores": dict(self._scores),
@@ -213,10 +214,10 @@ class ModelCheckpoint(Callback):
         """Restore the decisions in ``state``.
 
         Raises:
-            ValueError: A checkpoint that it may remove is none of those that it names.
+            ValueError: A name to remove is not the name of a checkpoint.
         """
         for name in (*state["scores"], *state["newest"], *state["displaced"]):
-            if not _NAME.fullmatch(name):  # such as a path that leads to another folder
+            if not _NAME.fullmatch(name):  # for example a path to another folder
                 raise ValueError(f"{name!r} is not the name of a checkpoint of this callback")
         self._scores = self._rank(state["scores"])
         self._newest = list(state["newest"])
@@ -244,17 +245,17 @@ class ModelCheckpoint(Callback):
                 )
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Continue from the decisions of the run that resumes, or forget those of another run."""
+        """Continue with the decisions from the checkpoint, or reset those of an earlier run."""
         if trainer.batches_seen == 0 or not self._restored:
             self._scores, self._newest, self._displaced, self._handled = {}, [], [], None
         else:
             here = _name_at(trainer.global_step)
             if here not in self._newest and here not in self._scores:
-                # Saved at a signal, for this start alone.
+                # Saved when a signal ended the run, only for this start.
                 self._displaced = sorted({*self._displaced, here})
             self._forget_missing(trainer)
-            # The run may have died between a commit and the removal of what it displaced. Never
-            # remove the checkpoint from which this one resumes.
+            # The earlier run may have been killed between a commit and the removal of old
+            # checkpoints. Never remove the checkpoint from which this run resumes.
             for displaced in self._displaced:
                 if displaced != here and not trainer.fast_dev_run:
                     trainer.remove_checkpoint(self._path(displaced))
@@ -274,26 +275,26 @@ class ModelCheckpoint(Callback):
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
         """Save if due."""
         before, self._handled = self._handled or Progress(), trainer.progress
-        if self.monitor is not None:  # even if no save is due: a wrong name shows early
+        if self.monitor is not None:  # also if no save is due, to find a wrong name early
             self.monitor.read(trainer)
         if self.every.due(before, self._handled):
             self._save(trainer, self._score(trainer))
 
     def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
-        """Save a checkpoint, only for the next start to resume from."""
+        """Save a checkpoint from which the next start resumes."""
         self._settle(trainer)
         if not self.saves_on_preemption or self.save_weights_only or trainer.fast_dev_run:
             return
         name = _name_at(trainer.global_step)
         path = trainer.save_checkpoint(self._path(name), required=self.on_save_error == "raise")
         if path is not None:
-            with suppress(OSError):  # the same Ctrl-C may have ended the reader of the output
+            with suppress(OSError):  # Ctrl-C may also have ended the reader of the output
                 trainer.accelerator.print(
                     f"Saved to {path}; fit(ckpt_path='auto') resumes from there."
                 )
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """Save this process's weights if asked for, unless the run was interrupted."""
+        """Save this process's weights if `on_exception` is set and the run was not interrupted."""
         if self.saves_on_exception and self._training:
             save_weights_at(exception, trainer, self._path(""))
 
@@ -302,12 +303,12 @@ class ModelCheckpoint(Callback):
         self._training = False
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Save the final update if it was not saved, and wait until all is written."""
+        """Save the final update if it was not saved, and wait for background saves."""
         if trainer.global_step > 0 and _name_at(trainer.global_step) not in self._newest[-1:]:
             self._save(trainer, self._score(trainer))
         self._settle(trainer)
         if not (self._failed or trainer.fast_dev_run) and (self._scores or self._newest):
-            for displaced in self._displaced:  # saved at a signal, and worth no later save
+            for displaced in self._displaced:  # saved at a signal, and not to be kept
                 trainer.remove_checkpoint(self._path(displaced))
             self._displaced = []
         saved = trainer.global_step > 0 and not trainer.fast_dev_run
@@ -325,7 +326,7 @@ class ModelCheckpoint(Callback):
         return self.directory / name
 
     def _rank(self, scores: dict[str, float]) -> dict[str, float]:
-        """Return the scores sorted best first; of equals the older, which is already on disk."""
+        """Return the scores sorted best first; of equal ones the older first, as it is on disk."""
         by_age = sorted(scores.items())
         falling = self.monitor is None or self.monitor.mode == "max"
         return dict(sorted(by_age, key=lambda entry: entry[1], reverse=falling))
@@ -338,7 +339,7 @@ class ModelCheckpoint(Callback):
         return value if value is not None and math.isfinite(value) else None
 
     def _save(self, trainer: Trainer, score: float | None) -> None:
-        """Save this update if it is worth keeping, and remove what it displaces."""
+        """Save this update if it is to be kept, and remove the checkpoints that it replaces."""
         self._settle(trainer)
         name, keep_all = _name_at(trainer.global_step), self.save_top_k == -1
         scores = self._scores
@@ -347,15 +348,15 @@ class ModelCheckpoint(Callback):
             scores = ranked if keep_all else dict(list(ranked.items())[: self.save_top_k])
         if trainer.fast_dev_run or not (self.save_last or keep_all or name in scores):
             return
-        # Decide first: the checkpoint must hold its own decisions, and if the run dies between the
-        # commit and the removal, the next one knows what is left to remove.
+        # Decide before saving, because the checkpoint must contain these decisions. If the run is
+        # killed between the commit and the removal, the next start then knows what to remove.
         self._before = self._scores, self._newest, self._displaced
         newest = [*(each for each in self._newest if each != name), name][-max(self.save_last, 1) :]
         if not keep_all:
             ours = {*self._scores, *self._newest, *self._displaced}
             kept = {*scores, name, *(newest if self.save_last else [])}
             self._displaced = sorted(ours - kept)
-        else:  # a checkpoint that a signal saved at this very update is now kept
+        else:  # keep a checkpoint that a signal saved at this update
             self._displaced = [each for each in self._displaced if each != name]
         self._scores, self._newest = scores, newest
         self._saving = self._path(name)
@@ -381,10 +382,10 @@ class ModelCheckpoint(Callback):
             self._displaced = []
 
     def _forget_missing(self, trainer: Trainer) -> None:
-        """Forget checkpoints that do not exist: the run may resume in another folder.
+        """Drop names of checkpoints that do not exist, as when a run resumes in another folder.
 
-        A folder counts as missing if a process that keeps checkpoints lacks it, so that all ranks
-        decide alike. The others do not look: they may have other working directories.
+        A checkpoint is missing if it does not exist for any writer rank, so that all ranks decide
+        the same. Other ranks do not check, because they may have other working directories.
         """
         looks = trainer.keeps_checkpoints
         names = sorted({*self._scores, *self._newest, *self._displaced})

@@ -1,4 +1,4 @@
-"""What a model consists of and how large it is."""
+"""A table of a model's submodules with their parameter counts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def _numel(parameter: nn.Parameter) -> int:
-    """Return the size of the whole parameter; 0 while a lazy module has not seen its input."""
+    """Return a parameter's number of elements; 0 for an uninitialised lazy parameter."""
     if is_lazy(parameter):
         return 0
-    # DeepSpeed's stage 3 leaves an empty tensor here and the whole size in ds_numel
+    # DeepSpeed's ZeRO stage 3 leaves an empty tensor, and the whole size in ds_numel
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -51,7 +51,7 @@ def _row(name: str, kind: str, parameters: list[nn.Parameter], flops: Flops | No
 
 
 def _rows(module: nn.Module, max_depth: int, flops: Flops | None) -> Iterator[Row]:
-    # what the module holds itself is in none of its children's rows
+    # parameters directly in the module are in none of its children's rows
     for name, parameter in module.named_parameters(recurse=False):
         yield _row(name, type(parameter).__name__, [parameter], flops)
     for name, child in dict(bare_names(module, module.named_modules())).items():
@@ -60,7 +60,7 @@ def _rows(module: nn.Module, max_depth: int, flops: Flops | None) -> Iterator[Ro
 
 
 def _table(rows: list[Row]) -> list[str]:
-    """Return lines with aligned columns; those of numbers are flush right."""
+    """Return lines with aligned columns; numbers are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     signs = "<<><>"
     columns = list(zip(signs, widths, strict=False))  # without FLOPs one sign is left over
@@ -74,14 +74,14 @@ def _table(rows: list[Row]) -> list[str]:
 def summarize(module: nn.Module, max_depth: int = 1, flops: Flops | None = None) -> str:
     """Return a table of the submodules of ``module`` with their parameter counts, and the totals.
 
-    A row counts everything below it. A parameter that several submodules share (tied weights) is
-    counted in the row of each, but once in the totals.
+    A row includes all of its submodules. A parameter that several submodules share (tied weights)
+    is counted in the row of each, but only once in the totals.
 
     Args:
         module: Any module.
-        max_depth: Levels of nesting to show; 0 shows the totals alone, -1 every level.
-        flops: What :func:`callbacks.flops.flops_of` counted. It adds a column: the operations of
-            each submodule that was called, an addition and a multiplication counted as two.
+        max_depth: Levels of nesting to show; 0 shows only the totals, -1 every level.
+        flops: The result of :func:`callbacks.flops.flops_of`. It adds a column with the FLOPs of
+            each submodule that was called; a multiply-add counts as two.
 
     Raises:
         ValueError: If ``max_depth`` is less than -1.
@@ -109,16 +109,15 @@ def summarize(module: nn.Module, max_depth: int = 1, flops: Flops | None = None)
 
 
 class ModelSummary(Callback):
-    """Print what the model consists of when ``fit`` begins, see :func:`summarize`.
+    """Print a table of the model's submodules when ``fit`` begins, see :func:`summarize`.
 
     Args:
         max_depth: Levels of nesting to show; 0 shows the totals alone, -1 every level.
-        flops: Count the floating-point operations of the first batch's forward pass, up to its
-            first backward, in total and by module, and print the table then. Nothing runs a second
-            time, and no result changes; only that batch runs without the graphs of
-            ``torch.compile``. Each process counts its own batch, the main one prints. Custom
-            kernels are not counted, but named; an operation outside any module's call is only in
-            the total.
+        flops: Count the FLOPs of the first batch's forward pass, up to its first backward, in total
+            and by module, and print the table then. Nothing runs twice and no result changes, but
+            this batch runs without ``torch.compile``. Each process counts its own batch; the main
+            process prints. Custom kernels are not counted, but listed. An operation outside any
+            module's call is only in the total.
 
     Attributes:
         flops: The counts, a :class:`callbacks.flops.Flops`; None before.

@@ -1,4 +1,4 @@
-"""A metric that a decision depends on, and which of its values is better."""
+"""`Monitor`: a metric for decisions, and whether smaller or larger values are better."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Monitor:
             raise ValueError("monitor must name a logged metric, for example 'val/loss'; got ''.")
 
     def is_better(self, value: float, than: float, min_delta: float = 0.0) -> bool:
-        """Return whether ``value`` beats ``than`` by more than ``min_delta``; NaN beats nothing."""
+        """Return whether ``value`` beats ``than`` by more than ``min_delta``; a NaN never does."""
         if math.isnan(value) or math.isnan(than):
             return not math.isnan(value)
         gain = than - value if self.mode == "min" else value - than
         return gain > min_delta
 
     def read(self, trainer: Trainer) -> float | None:
-        """Return the value if it was reduced at this very boundary, else None.
+        """Return the value if it was reduced at this boundary, else None.
 
-        It is the validation's if training and validation both log the name.
+        If training and validation log the same name, it is the value of the validation.
 
         Raises:
             ValueError: If the metric should have been logged by now but never was: an epoch has
@@ -65,14 +65,14 @@ class Monitor:
         return None
 
     def never_logged(self, trainer: Trainer) -> str:
-        """Return an error message: that the metric was never logged, what was, and what to do.
+        """Return an error message if the metric was never logged, else an empty string.
 
-        It is empty if the metric was logged.
+        The message lists the logged names and says what to do.
         """
         names = {*trainer.callback_metrics, *trainer.logged_names}
         if self.name in names:
             return ""
-        of_epoch = f"{self.name}_epoch"  # its name if the step's value is logged too
+        of_epoch = f"{self.name}_epoch"  # the name if the step value is also logged
         near = [of_epoch] if of_epoch in names else []
         near = near or difflib.get_close_matches(self.name, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -92,14 +92,14 @@ class Monitor:
         )
 
     def warn_of_no_value(self, trainer: Trainer, callback: str) -> None:
-        """Log that a callback had no value to judge in a run that has ended, and why."""
+        """Warn that a callback had no value of the metric during the whole run, and why."""
         if trainer.global_step == 0:
             return
         hint = self.never_logged(trainer) or self.never_reduced(trainer)
         logger.warning(f"{callback} saw no value of {self.name!r} in this run. {hint}".rstrip())
 
     def never_reduced(self, trainer: Trainer) -> str:
-        """Return an error message: that it was logged, but not for a decision; else nothing."""
+        """Return an error message if it was logged but never reduced; else an empty string."""
         if self.name not in trainer.logged_names or self.name in trainer.metric_updates:
             return ""
         when = (

@@ -20,9 +20,9 @@ class OnExceptionCheckpoint(Callback):
     """Save the weights of each process in which training fails, for inspection.
 
     They are saved to ``exception-<step>-rank-<rank>`` as that process has them, possibly in the
-    middle of an update. No run resumes from them: that is what the checkpoints of `ModelCheckpoint`
-    are for, which can be used as well, and whose ``on_exception=True`` does the same in its own
-    folder. An interrupt is not a failure: then the run itself is saved.
+    middle of an update. No run can resume from them; use `ModelCheckpoint` for that, whose
+    ``on_exception=True`` also does the same in its own folder. An interrupt (Ctrl-C) is not a
+    failure: it saves the run itself.
 
     Args:
         dirpath: The folder, by default the run's checkpoints folder.
@@ -33,7 +33,7 @@ class OnExceptionCheckpoint(Callback):
         self._training = False
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Save at exceptions from here on."""
+        """Enable saving at exceptions."""
         self._training = True
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:

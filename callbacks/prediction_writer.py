@@ -1,4 +1,4 @@
-"""Stream predictions to files, so that no process holds or gathers them."""
+"""Write predictions to files batch by batch, so that no process gathers all of them."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ WriteInterval = Literal["batch", "epoch"]
 
 
 class PredictionWriter(Callback):
-    """Write what ``predict_step`` returns, from each process, in the order of the loader.
+    """Write the results of ``predict_step`` from each process, in the order of the loader.
 
-    With this callback, ``Trainer.predict`` returns None unless ``return_predictions=True``: memory
-    stays that of one batch, whatever the number of samples, and processes exchange only sizes.
+    With this callback, ``Trainer.predict`` returns None unless ``return_predictions=True``. So only
+    one batch is in memory, whatever the number of samples, and processes exchange only sizes.
 
-    A prediction is a tensor, or containers of tensors, NumPy arrays and lists of plain values (for
-    texts), each with one row or entry per sample. Tensors and arrays go to ``*.safetensors``, under
-    their keys joined by dots, or ``predictions`` if there is only one; lists to ``*.jsonl``, one
-    object per sample. Row *i* belongs to sample *i* of the loader, on any number of processes.
-    Files appear only when complete; a prediction that fails leaves no merged files. Each of several
-    loaders has its own folder, ``dataloader_idx_0`` and so on. With ``fast_dev_run`` nothing is
+    A prediction is a tensor, or nested containers of tensors, NumPy arrays and lists of plain
+    values (such as texts), each with one row or entry per sample: tensors have shape `(N, ...)`.
+    Tensors and arrays are written to ``*.safetensors``, under their keys joined by dots, or
+    ``predictions`` if there is only one. Lists are written to ``*.jsonl``, one object per sample.
+    Row *i* belongs to sample *i* of the loader, for any number of processes. Files appear only when
+    they are complete; if the prediction fails, there are no merged files. With several loaders,
+    each has its own folder, ``dataloader_idx_0`` and so on. With ``fast_dev_run`` nothing is
     written.
 
     Args:
         dirpath: The folder, by default ``predictions`` in the Trainer's ``project_dir``.
-        write_interval: ``"epoch"``: at the end, rank 0 merges what was streamed into
-            ``predictions.safetensors`` and ``predictions.jsonl``, which needs a folder that all
-            processes share and rows of one shape. ``"batch"``: each batch is written at once to
-            ``batch-<number in the loader>.*``, and not merged.
-        overwrite: Replace the predictions that are in the folder.
+        write_interval: ``"epoch"``: at the end, rank 0 merges all batches into
+            ``predictions.safetensors`` and ``predictions.jsonl``. This requires a folder on a
+            shared disk and rows of the same shape. ``"batch"``: each batch is written to
+            ``batch-<number in the loader>.*`` and not merged.
+        overwrite: Replace existing predictions in the folder.
 
     Attributes:
         directories: The folder of each loader of the latest prediction.
 
     Raises:
-        ValueError: ``write_interval`` is neither; in ``predict``, if the folder has predictions, or
+        ValueError: ``write_interval`` is invalid; in ``predict``, if the folder has predictions, or
             rows differ in shape.
-        TypeError: In ``predict``, if a prediction holds anything else.
+        TypeError: In ``predict``, if a prediction contains a value of another type.
     """
 
     @explained(output_dir="dirpath", write_on="write_interval")
@@ -104,6 +105,6 @@ class PredictionWriter(Callback):
             self._files.pop(0)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Discard what a failed prediction has streamed."""
+        """Delete the incomplete files of a failed prediction."""
         while self._files:
             self._files.pop().discard()

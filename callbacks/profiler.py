@@ -17,27 +17,29 @@ if TYPE_CHECKING:
 
 
 class Profiler(Callback):
-    """Profile a few updates of a ``fit`` and write the results.
+    """Profile a few updates of a ``fit`` with ``torch.profiler`` and write the results.
 
-    The schedule counts the updates of this start, each with all of its micro-batches, its data
-    loading and what is due after it: ``wait`` updates are skipped, ``warmup`` warm up the profiler
-    and ``active`` are recorded; this happens ``repeat`` times. Every recording makes two files,
-    named after its last update: ``trace-step-00000005-rank-00000.json.gz`` for
-    https://ui.perfetto.dev or ``chrome://tracing``, and ``operators-….txt``, a table of the
-    operators that took longest, which is printed as well. Afterwards the profiler is off. A run
-    that ends in the middle of a recording writes what there is; one that fails stops the profiler
-    and writes nothing. With ``fast_dev_run`` nothing is recorded.
+    The schedule counts the updates since this start: ``wait`` updates are skipped, ``warmup`` warm
+    up the profiler and ``active`` are recorded; this is repeated ``repeat`` times, and then the
+    profiler is off. An update includes all of its micro-batches, its data loading, and validations
+    or saves after it.
+
+    Every recording writes two files, named after its last update:
+    ``trace-step-00000005-rank-00000.json.gz`` for https://ui.perfetto.dev or ``chrome://tracing``,
+    and ``operators-….txt``, a table of the operators that took longest, which is also printed. If
+    the run ends during a recording, the incomplete recording is written. If the run fails, nothing
+    is written. With ``fast_dev_run`` nothing is recorded.
 
     Args:
         dirpath: The folder, by default ``profile`` in the Trainer's ``project_dir``.
-        wait: Updates to skip before each recording: the first ones compile and allocate.
+        wait: Updates to skip before each recording, because the first ones compile and allocate.
         warmup: Updates that warm up the profiler, at least 1.
         active: Updates to record.
         repeat: The number of recordings.
         all_ranks: Record every process, each to its own files; otherwise only the main process.
-        top_operators: Rows of the table.
+        top_operators: The number of rows in the table of operators.
         record_shapes: Record the shapes of inputs, and group operators by them.
-        profile_memory: Record what operators allocate.
+        profile_memory: Record the memory that operators allocate.
         with_stack: Record source lines; slow.
         with_flops: Estimate the FLOPs of matrix products and convolutions.
 
@@ -84,7 +86,7 @@ class Profiler(Callback):
             "with_flops": with_flops,
         }
         self._profile: profile | None = None  # only while it warms up or records
-        self._updates: int | None = None  # of this start; None where nothing is recorded
+        self._updates: int | None = None  # since this start; None if nothing is recorded
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Start counting updates."""
@@ -99,7 +101,7 @@ class Profiler(Callback):
             return
         self._updates += 1
         if self._profile is not None:
-            # If its own step fails, the profiler is in no state to be stopped.
+            # If its `step` fails, the profiler cannot be stopped.
             running, self._profile = self._profile, None
             running.step()
             self._profile = running
@@ -108,11 +110,11 @@ class Profiler(Callback):
         self._begin_if_due()
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Write a recording that the end of the run cut short."""
+        """Write a recording that is incomplete at the end of the run."""
         self._stop(trainer)
 
     def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
-        """Count the update, in place of a boundary, and write a recording that was cut short."""
+        """Count the update, as at a boundary, and write an incomplete recording."""
         self.on_boundary(trainer, module)
         self._stop(trainer)
 

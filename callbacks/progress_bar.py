@@ -30,20 +30,20 @@ class View(Protocol):
         """Close the bar, after this many batches."""
 
 
-# Takes a bar's name, its number of batches if known, and whether it stays on screen when closed.
+# Arguments: the bar's name, the number of batches if known, and whether it stays when closed.
 OpenView = Callable[[str, int | None, bool], View]
 
 
 def in_notebook() -> bool:
     """Return whether output goes to the cells of a notebook."""
-    # a notebook has loaded IPython; nothing else needs it loaded
+    # do not import IPython: in a notebook it is already imported
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython else None
     return shell is not None and "IPKernelApp" in shell.config
 
 
 class CellOutput:
-    """An output of a notebook cell, which is replaced each time."""
+    """An output of a notebook cell whose content is replaced at each call of `show`."""
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -66,7 +66,7 @@ def _choose_tqdm(*, notebook: bool) -> tuple[type[tqdm[Any]], dict[str, Any]]:
     """
     from tqdm import tqdm
 
-    # tqdm would start a thread that redraws bars that have not moved, and outlives them.
+    # Disable tqdm's monitor thread, which redraws unchanged bars and outlives them.
     ours: dict[str, Any] = {"monitor_interval": 0}
     if not notebook:
         return type("Bar", (tqdm,), ours), {}
@@ -87,7 +87,7 @@ class _TqdmView:
 
     def show(self, done: int, text: str) -> None:
         if self._fresh and done > 1:
-            # a resumed epoch: batches done before must not count towards the speed
+            # in a resumed epoch, batches of the earlier run must not count for the speed
             self._bar.initial = self._bar.n = self._bar.last_print_n = done - 1
         self._fresh = False
         self._bar.set_postfix_str(text, refresh=False)
@@ -102,9 +102,9 @@ class _TqdmView:
 class _CellView(_TqdmView):
     """A tqdm bar in a notebook: a widget if ipywidgets is installed, else text.
 
-    What remains of it is text: a widget lives in the kernel, and a notebook that is reopened, or
-    shown elsewhere, has an error in its place. Standard error of the cell is not used: it would get
-    a new line whenever two bars alternate.
+    A finished bar becomes text, because a widget lives in the kernel: a notebook that is reopened
+    or shown elsewhere has an error in its place. The cell's standard error is not used, because it
+    would get a new line whenever two bars alternate.
     """
 
     def __init__(self, bar: tqdm[Any]) -> None:
@@ -132,7 +132,7 @@ class _CellView(_TqdmView):
 
 
 class _NoBar:
-    """Takes the place of a bar where nothing is shown."""
+    """A bar that shows nothing."""
 
     done = 0
 
@@ -147,10 +147,10 @@ class _NoBar:
 
 
 class _Bar(_NoBar):
-    """One bar, redrawn at most once every ``seconds``: only then are the metrics read.
+    """One bar, redrawn at most once every ``seconds``; the metrics are read only then.
 
-    ``lose`` is called with the error when the bar can no longer be shown: a closed terminal must
-    not end the run.
+    ``lose`` is called with the error if the bar can no longer be shown, because a closed terminal
+    must not end the run.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class _Bar(_NoBar):
     def draw(self, *, last: bool = False) -> None:
         if not self.done:
             return
-        values = self._values(wait=last)  # what stays on the screen is up to date
+        values = self._values(wait=last)  # the final text shows up-to-date values
         text = printable(", ".join(f"{name}={value:.4g}" for name, value in values.items()))
         try:
             self._view.show(self.done, text)
@@ -183,7 +183,7 @@ class _Bar(_NoBar):
         self._next_draw = monotonic() + self._seconds
 
     def close(self) -> None:
-        # no metrics here: after an error their device may not respond
+        # do not read metrics: after an error their device may not respond
         try:
             self._view.close(self.done)
         except OSError as error:
@@ -191,12 +191,13 @@ class _Bar(_NoBar):
 
 
 class ProgressBar(Callback):
-    """A bar for the epoch with its metrics, speed and remaining time, and one for each evaluation.
+    """Show a progress bar for each epoch, with metrics, speed and remaining time.
 
-    It shows what was logged with ``prog_bar=True``. The bar of a finished epoch stays on the
-    screen, that of a validation inside it does not. Only the main process shows bars. In a notebook
-    a finished bar becomes text. Where standard error is not a terminal (a log file, CI), each
-    finished bar that stays is a line of plain text, and an unfinished one gets a line a minute.
+    Each validation, test and prediction has its own bar. It shows values logged with
+    ``prog_bar=True``. The bar of a finished epoch stays on the screen; the bar of a validation
+    inside an epoch is removed. Only the main process shows bars. In a notebook a finished bar
+    becomes text. If standard error is not a terminal (a log file, CI), each finished bar that stays
+    is a line of plain text, and an unfinished bar prints a line every minute.
 
     Args:
         refresh_rate: The maximum number of redraws per second; 0 shows nothing.
@@ -222,12 +223,12 @@ class ProgressBar(Callback):
         self._open_view = self.choose_view() if show else None
 
     def choose_view(self) -> OpenView | None:
-        """Return the function that opens a bar here; None if nothing can be shown.
+        """Return the function that opens a bar in this terminal or notebook; None if impossible.
 
-        Override this to draw bars in another way.
+        Override it to draw bars in another way.
         """
         notebook = in_notebook()
-        if not notebook and sys.stderr is None:  # as in a service, or where it was closed
+        if not notebook and sys.stderr is None:  # in a service, or if it was closed
             return None
         if not notebook and not sys.stderr.isatty():
             return Board(Lines()).open
@@ -259,21 +260,21 @@ class ProgressBar(Callback):
         return _Bar(view, values, 1 / self.refresh_rate, self._lose)
 
     def _open_evaluation(self, trainer: Trainer, name: str, *, leave: bool) -> None:
-        self._train.draw()  # it does not move meanwhile: show where it stands
+        self._train.draw()  # show its current position, since it stops meanwhile
         totals = trainer.num_eval_batches
         known = [total for total in totals if total is not None]
         total = sum(known) if len(known) == len(totals) else None
         self._evaluation = self._open(trainer, name, total, leave=leave)
 
     def _close(self) -> None:
-        """Close the open bars, the inner one first."""
+        """Close the open bars, innermost first."""
         bars = (self._evaluation, self._train)
         self._evaluation = self._train = _NoBar()
         for bar in bars:
             bar.close()
 
     def _lose(self, error: OSError) -> None:
-        """Show nothing from here on."""
+        """Show no bars from now on."""
         shown, self._open_view = self._open_view, None
         self._close()
         if shown is not None:
@@ -293,23 +294,23 @@ class ProgressBar(Callback):
         self._train.advance(batch_idx + 1)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Leave the epoch on the screen."""
+        """Close the bar of the epoch, which stays on the screen."""
         self._train.draw(last=True)
         self._close()
 
     on_train_end = on_train_epoch_end  # the epoch may not be finished
-    on_preemption = on_train_epoch_end  # what a save prints begins on a new line
+    on_preemption = on_train_epoch_end  # so that messages of a save begin on a new line
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         """Close the bars, so that the error begins on a new line."""
         self._close()
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Close whatever is still open."""
+        """Close all open bars."""
         self._close()
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Open a bar below that of the epoch, or one by itself."""
+        """Open the bar of the validation, below the epoch's if there is one."""
         if trainer.sanity_checking:
             self._open_evaluation(trainer, "sanity check", leave=False)
         else:

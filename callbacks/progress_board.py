@@ -1,4 +1,4 @@
-"""Progress bars as rows of one picture, and plain lines where no picture can be drawn."""
+"""Several progress bars drawn together, or as plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-_SPEED_OVER = 30.0  # seconds: long enough to be steady, short enough to follow the run
+_SPEED_OVER = 30.0  # seconds over which the speed is averaged
 _LINE_EVERY = 60.0  # seconds between the lines of one bar
 
 
@@ -23,13 +23,13 @@ class Row:
         self.done = 0
         self.text = ""
         self.seconds = 0.0
-        self.printed: tuple[int, str] | None = None  # what the last plain line of it told
+        self.printed: tuple[int, str] | None = None  # the content of its last plain line
         self._began = monotonic()
         self._first = 0  # batches done before the bar was opened, in a resumed epoch
         self._marks: deque[tuple[float, int]] = deque()
 
     def update(self, done: int, text: str) -> None:
-        """Take in how many batches are done, and the metrics."""
+        """Set the number of batches done and the metrics text."""
         self.seconds = monotonic() - self._began
         if not self.done:
             self._first = done - 1
@@ -41,18 +41,18 @@ class Row:
             self._marks.popleft()
 
     def finish(self, done: int) -> None:
-        """Freeze the bar, with the speed over all of its batches."""
+        """Set the final state, with the speed over all batches of the bar."""
         if done:
             self.done = done
             self._marks = deque([(0.0, self._first), (self.seconds, done)])
 
     def pause(self, seconds: float) -> None:
-        """Leave out time that was spent on another bar."""
+        """Exclude time that was spent on another bar."""
         self._began += seconds
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """The name, how much is done, the speed, and the elapsed and remaining time."""
+        """The texts for name, batches done, speed, and elapsed and remaining time."""
         count = str(self.done) if self.total is None else f"{self.done}/{self.total}"
         time = tqdm.format_interval(self.seconds)
         speed = ""
@@ -69,21 +69,21 @@ class Canvas(Protocol):
     """Where bars are drawn."""
 
     def draw(self, rows: list[Row]) -> None:
-        """Draw these rows in place of the last drawing."""
+        """Draw these rows, replacing the last drawing."""
 
     def end(self, *, leave: bool) -> None:
-        """Leave the last drawing or remove it; the next one goes to a new place."""
+        """Keep or remove the last drawing; the next drawing is a new one."""
 
 
 class Lines:
-    """Plain lines, for a log file: one now and then, and one for each finished bar that stays."""
+    """Plain lines for a log file: one every minute, and one for each finished bar that stays."""
 
     def __init__(self) -> None:
         self._row: Row | None = None
         self._next = monotonic() + _LINE_EVERY
 
     def draw(self, rows: list[Row]) -> None:
-        """Print a line for the inner bar, which moves, if it is due."""
+        """Print a line for the innermost bar (the active one) if it is due."""
         self._row = rows[0]
         if monotonic() >= self._next:
             self._print(rows[-1])
@@ -100,7 +100,7 @@ class Lines:
         said = ", ".join(part for part in (*others, row.text) if part)
         try:
             print(f"{name}: {said}", file=sys.stderr, flush=True)  # noqa: T201 - its purpose
-        except ValueError as error:  # it is closed, or cannot encode a metric's name
+        except ValueError as error:  # closed stream, or a name that it cannot encode
             raise OSError(str(error)) from error
         row.printed = row.done, row.text
         self._next = monotonic() + _LINE_EVERY
@@ -133,7 +133,7 @@ class Board:
         if len(self._rows) == 1:
             try:
                 self.draw()
-            finally:  # restore the streams even if the terminal is gone
+            finally:  # restore the streams even if the terminal was closed
                 self._rows.clear()
                 self._canvas.end(leave=row.leave)
             return

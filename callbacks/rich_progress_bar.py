@@ -1,4 +1,4 @@
-"""Show the progress of a run on the screen, drawn by rich."""
+"""Show the progress of a run on the screen, drawn with the package rich."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.live import Live
 
-_BAR = (10, 40)  # the least and the most columns of the moving part
+_BAR = (10, 40)  # minimum and maximum width of the bar, in columns
 _NOTEBOOK_COLUMNS = 100
 
 
 def _taken(widths: list[int]) -> int:
-    """Return the columns that the texts of a row take, with the spaces beside the bar."""
+    """Return the width of a row's texts in columns, including the spaces beside the bar."""
     return sum(widths) + len(widths) + 1
 
 
 class _Picture:
-    """Bars one below the other, with the metrics beside them, or below if there is no room."""
+    """All bars, with the metrics to the right of each bar, or below it if there is no room."""
 
     def __init__(self, rows: list[Row]) -> None:
         self._rows = rows
@@ -43,7 +43,7 @@ class _Picture:
         cells = [row.cells for row in self._rows]
         text = next((row.text for row in self._rows if row.text), "")
         widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
-        while len(widths) > 2 and _taken(widths) > options.max_width:  # the count matters most
+        while len(widths) > 2 and _taken(widths) > options.max_width:  # keep at least the count
             widths.pop()
         room = options.max_width - _taken(widths)
         beside = bool(text) and room - cell_len(text) >= _BAR[0]
@@ -68,10 +68,10 @@ class _Picture:
 
 
 class _Terminal:
-    """The last lines of a terminal; what is printed meanwhile appears above them.
+    """The last lines of a terminal; other output appears above them.
 
-    No thread redraws them, so that a debugger's prompt stays in place. The cursor is never hidden,
-    so that a killed process leaves the terminal intact.
+    There is no redraw thread, so that a debugger's prompt stays in place. The cursor is never
+    hidden, so that a killed process leaves the terminal intact.
     """
 
     def __init__(self, console: Console) -> None:
@@ -123,20 +123,20 @@ class _Terminal:
 
 
 def _above(console: Console, stream: Any) -> Any:
-    """Return a stream that writes what is meant for ``stream`` above the bars."""
+    """Return a stream that replaces ``stream`` and writes above the bars."""
     from rich.file_proxy import FileProxy
 
     class Above(FileProxy):
         @property
         def rich_proxied_file(self) -> Any:
-            """The stream itself, which other consoles of rich must not bypass."""
+            """This stream, so that other consoles of rich also write above the bars."""
             return self
 
     return Above(console, stream)
 
 
 def _move_handlers(old: Any, new: Any) -> None:
-    """Make log handlers write to ``new``: they keep the stream that they were created with."""
+    """Make log handlers that hold the stream ``old`` write to ``new``."""
     loggers = [logging.root, *logging.Logger.manager.loggerDict.values()]
     handlers = {one for log in loggers if isinstance(log, logging.Logger) for one in log.handlers}
     for handler in handlers:
@@ -145,7 +145,7 @@ def _move_handlers(old: Any, new: Any) -> None:
 
 
 class _Notebook:
-    """A cell output that is replaced; it needs no widgets and is saved with the notebook."""
+    """A notebook output that is replaced; it needs no widgets and is saved in the notebook."""
 
     def __init__(self) -> None:
         self._output = CellOutput()
@@ -175,11 +175,11 @@ class _Notebook:
 
 
 class RichProgressBar(ProgressBar):
-    """Show what :class:`ProgressBar` shows, drawn by rich.
+    """Show the same progress as :class:`ProgressBar`, drawn with the package rich.
 
-    Besides colours: metrics that do not fit beside the bar get lines of their own, what is printed
-    or logged meanwhile appears above the bars, the clock of an epoch is paused during validations,
-    and a notebook needs no widgets. Needs the package rich.
+    Differences: colours; metrics that do not fit beside the bar have their own lines; printed and
+    logged text appears above the bars; the clock of an epoch is paused during validations; and a
+    notebook needs no widgets.
 
     Args:
         refresh_rate: The maximum number of redraws per second; 0 shows nothing.
@@ -204,7 +204,7 @@ class RichProgressBar(ProgressBar):
             )
 
     def choose_view(self) -> OpenView | None:
-        """Return the function that opens a bar here; None if nothing can be shown."""
+        """Return the function that opens a bar in this terminal or notebook; None if impossible."""
         from rich.console import Console
 
         if in_notebook():
@@ -213,7 +213,7 @@ class RichProgressBar(ProgressBar):
             return None
         console = Console(
             file=sys.stderr,
-            force_terminal=sys.stderr.isatty(),  # whatever environment variables say
+            force_terminal=sys.stderr.isatty(),  # ignore environment variables
             force_interactive=True,
             force_jupyter=False,
             markup=False,

@@ -1,4 +1,4 @@
-"""Find the process that the others wait for."""
+"""Find slow ranks (stragglers), for which all other ranks wait."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Slow(NamedTuple):
     Attributes:
         rank: Its rank.
         host: The name of its machine.
-        work: What it is slow at, ``"data"`` or ``"forward"``.
-        seconds: Its mean time per update for this work.
+        work: The slow part, ``"data"`` or ``"forward"``.
+        seconds: Its mean time per update for this part, in seconds.
         others: The median of the other processes' times, in seconds.
     """
 
@@ -49,9 +49,9 @@ class Slow(NamedTuple):
 
 
 class _Stopwatch:
-    """Sums up intervals, by the host's clock or by events of the accelerator.
+    """Adds up time intervals, with the host's clock or with events of the accelerator.
 
-    On an accelerator, two events are recorded for each interval and read once they have completed.
+    On an accelerator, two events are recorded for each interval and read once they are complete.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class _Stopwatch:
         self._collect()
 
     def _collect(self) -> None:
-        """Add the intervals that have completed, without waiting for the rest."""
+        """Add the intervals whose events are complete, without waiting for the others."""
         while self._passing:
             begun, ended = self._passing[0]
             if not self._events:
@@ -96,23 +96,24 @@ class _Stopwatch:
 
 
 class SlowRankDetector(Callback):
-    """Compare how long processes take for their own work, and name the slow one.
+    """Compare the times of all processes, and warn about a slow one (a straggler).
 
-    All processes of a run are as fast as the slowest: their updates take equally long, so the speed
-    does not show which one is to blame. What is compared happens before they wait for each other:
-    the wait for data, and the forward pass (the backward pass ends in the gradient all-reduce). On
-    an accelerator, the forward pass is timed with events.
+    All processes wait for the slowest one in each all-reduce. Their updates take equally long, so
+    the speed does not show which process is slow. So this callback compares the time before the
+    all-reduce: the wait for data, and the forward pass (the backward pass ends in the all-reduce).
+    On an accelerator, the forward pass is timed with events.
 
-    Whenever an update's values are recorded, each process shares its mean times per update since
-    the last record. ``slow_rank/data`` and ``slow_rank/forward`` are logged: the slowest process's
-    time ÷ the median of the others'. A process that is slow in ``patience`` records in a row is
-    named in the log, with its machine and the work. With one process nothing happens. On an
-    accelerator, the times are compared at the next record, so that nothing waits for them.
+    Whenever an update's values are logged (``log_every``), all processes gather their mean times
+    per update since the last time. ``slow_rank/data`` and ``slow_rank/forward`` are logged: the
+    slowest process's time ÷ the median of the others. If a process is slow ``patience`` times in a
+    row, a warning names it, its machine and the part. With one process nothing happens. On an
+    accelerator, the times are compared one log interval later, so that nothing waits for them.
 
     Args:
         threshold: A process is slow if its time exceeds this multiple of the others' median.
-        min_share: The difference must also exceed this share of the time of an update.
-        patience: Records in a row before a process is named; it is named once until it recovers.
+        min_share: The difference must also exceed this fraction of the time of an update.
+        patience: The number of slow comparisons in a row before the warning. It is repeated only
+            after the process has recovered.
 
     Attributes:
         slow: The slow processes in the latest comparison, the same on all processes.
@@ -154,14 +155,14 @@ class SlowRankDetector(Callback):
         self._since = time.perf_counter(), trainer.global_step
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Do not count the wait for an epoch's first batch, while workers start."""
+        """Exclude the wait for an epoch's first batch, in which workers start."""
         if self._active:
             self._watches["data"]._begun = None
 
     def on_save_checkpoint(
         self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Do not count a save as a wait for data."""
+        """Exclude the time of a save from the wait for data."""
         if self._active:
             self._watches["data"]._begun = None
 
@@ -186,7 +187,7 @@ class SlowRankDetector(Callback):
             self._watches["data"].start()
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Compare the processes if this update's values will be recorded."""
+        """Compare the processes if this update's values will be logged."""
         if not self._active or not trainer.log_due:
             return
         on_host = trainer.accelerator.device.type == "cpu"
@@ -202,7 +203,7 @@ class SlowRankDetector(Callback):
             self._watches["data"].start()
 
     def _share(self, trainer: Trainer) -> None:
-        """Start gathering the mean times of all processes."""
+        """Start the all-gather of the mean times of all processes."""
         accelerator = trainer.accelerator
         now, step = time.perf_counter(), trainer.global_step
         updates = max(step - self._since[1], 1)
@@ -230,7 +231,7 @@ class SlowRankDetector(Callback):
             return
         (shared, event), self._pending = self._pending, None
         if event is not None:
-            event.synchronize()  # from the previous record, completed long ago
+            event.synchronize()  # from the previous log interval, so it is complete
         rows = shared.reshape(-1, 1 + len(_WORK)).tolist()
         update = max(row[0] for row in rows)
         self.slow = []
@@ -256,6 +257,6 @@ class SlowRankDetector(Callback):
 
 
 def _median(values: list[float]) -> float:
-    from statistics import median  # five modules, which `import trainer` does not need
+    from statistics import median  # imported here to keep `import trainer` fast
 
     return median(values)

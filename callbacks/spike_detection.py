@@ -1,4 +1,4 @@
-"""Detect sudden jumps of a metric."""
+"""Detect spikes (sudden jumps) of a metric, such as the training loss."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ _STOPS_BY = (
     "check_finite",
     "patience",
 )
-_SIGMA = 1.4826  # a normal distribution's standard deviation in median absolute deviations
+_SIGMA = 1.4826  # standard deviation ÷ MAD of a normal distribution
 
 
 class SpikeDetection(Callback):
-    """Compare each recorded value of a metric with the median of the values before it.
+    """Compare each logged value of a metric with the median of the values before it.
 
-    A value is a spike if it is worse than that median by more than each of: ``deviations`` standard
+    A value is a spike if it is worse than the median by more than all of: ``deviations`` standard
     deviations, estimated from the window's median absolute deviation (MAD; Leys et al., "Detecting
-    outliers", 2013), ``rtol`` times the median, and ``atol``. Every finite value then enters the
-    window: a few spikes hardly move a median, and a lasting new level becomes the normal one.
+    outliers", 2013), ``rtol`` times the median, and ``atol``. Every finite value, spikes included,
+    is then added to the window: a few spikes hardly change the median, and a lasting new level
+    becomes the normal one.
 
-    It uses values when they are recorded anyway (``log_every``, or the epoch's end) and never waits
-    for the device. They are reduced over all processes, which therefore decide alike. On an
-    accelerator, a single process reads a step's value one update late.
+    It uses values when they are logged anyway (``log_every``, or the end of an epoch) and never
+    waits for the device. They are reduced over all processes, so that all decide the same. In a run
+    with one process on an accelerator, a step's value is read one update later.
 
     Args:
         monitor: Name of a logged metric, the training loss for example.
         mode: ``min`` if smaller is better, so that a spike is a rise; ``max`` if it is a fall.
         window: The number of values over which the median is taken.
         warmup: The number of values before the first comparison.
-        deviations: See above; 0 switches this bound off.
+        deviations: See above; 0 disables this bound.
         rtol: See above.
         atol: See above.
         check_finite: Whether a NaN or infinite value is a spike, also during the warm-up; otherwise
@@ -62,8 +63,8 @@ class SpikeDetection(Callback):
         reason: A description of the latest spike.
 
     Raises:
-        ValueError: If an argument is invalid; during ``fit``, if the metric was never logged when
-            an epoch ends. In a run whose epoch never ends, that is a warning at the end.
+        ValueError: If an argument is invalid; during ``fit``, if an epoch has ended and the metric
+            was never logged. (A run that ends inside its first epoch logs a warning instead.)
     """
 
     def __init__(
@@ -136,12 +137,12 @@ class SpikeDetection(Callback):
         self.window_values = self.window_values[-self.window :]
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Forget the values of another run, unless this one resumes."""
+        """Reset the values of an earlier run, unless this run resumes."""
         if trainer.batches_seen == 0:
             self._begin()
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
-        """Judge the metric if it was just reduced."""
+        """Check the metric if it was just reduced."""
         value = self.monitor.read(trainer)
         if value is None:
             return
@@ -164,13 +165,13 @@ class SpikeDetection(Callback):
             logger.warning("Step %d: %s.%s", trainer.global_step, reason, after)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Warn if there was no value to judge."""
+        """Warn if there was no value of the metric."""
         if not self.window_values and self.monitor.name not in trainer.metric_updates:
             self.monitor.warn_of_no_value(trainer, type(self).__name__)
 
     def _judge(self, value: float) -> str | None:
         """Return why the value is a spike, or None if it is not."""
-        from statistics import median  # five modules, which `import trainer` does not need
+        from statistics import median  # imported here to keep `import trainer` fast
 
         name = self.monitor.name
         if not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Finish a fit with the average of the weights of its last epochs."""
+"""Stochastic weight averaging (SWA): end a fit with the mean of the last epochs' weights."""
 
 from __future__ import annotations
 
@@ -23,27 +23,29 @@ Strategy = Literal["cos", "linear"]
 
 
 class StochasticWeightAveraging(Callback):
-    """Average the weights of the last epochs, trained at a rate that does not decay to zero.
+    """Average the weights of the last epochs, trained with a constant learning rate (SWA).
 
-    From the epoch `swa_epoch_start` on, the learning rates move from their current values to
-    `swa_lrs`, in place of the module's own schedules, which are paused, and the weights at the end
-    of each epoch enter a plain mean (Izmailov et al., "Averaging Weights Leads to Wider Optima and
-    Better Generalization", 2018; the rates follow ``torch.optim.swa_utils.SWALR``). When the run
-    ends, the mean replaces the weights, and the statistics of batch normalisation are recomputed
-    for it by a pass over the training data like that of ``swa_utils.update_bn``: `training_step` is
-    called without a backward pass, what it logs is dropped, and RNG states, metric objects and
-    other buffers are restored. Layers that it does not use keep their statistics.
+    From the epoch `swa_epoch_start` on, the module's schedulers are paused, and the learning rates
+    are annealed from their current values to `swa_lrs`, as by ``torch.optim.swa_utils.SWALR``. The
+    weights at the end of each epoch are added to an equally weighted mean (Izmailov et al.,
+    "Averaging Weights Leads to Wider Optima and Better Generalization", 2018).
 
-    Validations during the fit use the trained weights, the only ones for which the statistics are
-    right. The last checkpoint's ``model.safetensors`` holds the final mean, those before it the
-    trained weights; the run can resume exactly from each. Put callbacks that may stop the run
-    before this one, so that it recognises the last update.
+    When the run ends, the mean replaces the weights. Then the statistics of batch normalisation are
+    recomputed by a pass over the training data, like ``swa_utils.update_bn``: `training_step` is
+    called without a backward pass, its logged values are dropped, and RNG states, metric objects
+    and other buffers are restored. Layers that are not called keep their statistics.
+
+    Validations during the fit use the trained weights, because only for these the batch
+    normalisation statistics are correct. The last checkpoint's ``model.safetensors`` holds the
+    final mean; earlier checkpoints hold the trained weights. A run can resume exactly from each.
+    Put callbacks that may stop the run before this one, so that it recognises the last update.
 
     Args:
         swa_lrs: The learning rate, or one for each parameter group (of all optimizers in turn).
         swa_epoch_start: The first epoch, counted from 1, or as a fraction of ``max_epochs``.
-        annealing_epochs: How many epochs the rates take to reach `swa_lrs`; 0 sets them at once.
-        annealing_strategy: How the rates move, ``"cos"`` or ``"linear"``.
+        annealing_epochs: The number of epochs until the learning rates reach `swa_lrs`; 0 sets them
+            at once.
+        annealing_strategy: The shape of the annealing, ``"cos"`` or ``"linear"``.
         update_batch_norm: Recompute the statistics of batch normalisation at the end.
 
     Attributes:
@@ -95,7 +97,7 @@ class StochasticWeightAveraging(Callback):
         self.num_averaged = 0
         self._averages = Averages(use_buffers=False)
         self._started: int | None = None  # the epoch, from 0
-        self._epoch = -1  # the one whose rates are set
+        self._epoch = -1  # the epoch whose rates are set
         self._rates: list[list[float]] = []  # initial rates of each optimizer's groups
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,11 +124,11 @@ class StochasticWeightAveraging(Callback):
     def weights_to_save(
         self, trainer: Trainer, module: TrainModule
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        """Return the final mean for others to load, and the trained weights to resume from."""
+        """Return the final mean for other tools, and the trained weights to resume from."""
         return self._averages.state_dicts(module) if self._averages.in_place else None
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Forget the mean of an earlier fit."""
+        """Reset the mean of an earlier fit."""
         if stage != "fit":
             return
         if any(isinstance(other, WeightAveraging) for other in trainer.callbacks):
@@ -150,7 +152,7 @@ class StochasticWeightAveraging(Callback):
             trainer.check_batch_norm()
         if self._started is not None:
             trainer.pause_schedulers()
-        if trainer.ending:  # resumed in its last boundary, after this callback's turn
+        if trainer.ending:  # resumed at the last boundary, after this callback's call
             self._finish(trainer, module)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -166,7 +168,7 @@ class StochasticWeightAveraging(Callback):
             self._rates = [[] for _ in trainer.optimizers]
             trainer.pause_schedulers()
         for optimizer, rates in zip(trainer.optimizers, self._rates, strict=True):
-            # Another callback may have added a group of unfrozen weights meanwhile.
+            # Another callback may have added a parameter group of unfrozen weights.
             rates += [float(group["lr"]) for group in optimizer.param_groups[len(rates) :]]
         self._check_number(trainer)
         share = self._share(epoch - self._started)
@@ -182,12 +184,12 @@ class StochasticWeightAveraging(Callback):
             self.num_averaged += 1
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
-        """Put the mean in place before the last update is saved."""
+        """Replace the weights by the mean before the last update is saved."""
         if trainer.ending:
             self._finish(trainer, module)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Put the mean in place if the last update was not known to be the last."""
+        """Replace the weights by the mean if the last boundary was not recognised as the last."""
         self._finish(trainer, module)
 
     def _finish(self, trainer: Trainer, module: TrainModule) -> None:
@@ -234,7 +236,7 @@ class StochasticWeightAveraging(Callback):
         return max(int(start) - 1, 0)
 
     def _share(self, epochs: int) -> float:
-        """Return how far the rates have moved to `swa_lrs` after so many epochs, from 0 to 1."""
+        """Return the progress of the annealing after this many epochs, from 0 to 1."""
         time = 1.0 if self.annealing_epochs == 0 else min(epochs / self.annealing_epochs, 1.0)
         return time if self.annealing_strategy == "linear" else (1 - math.cos(math.pi * time)) / 2
 
@@ -248,7 +250,7 @@ def _groups(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], Tensor):  # a captured step reads the rate from this tensor
+    if isinstance(group["lr"], Tensor):  # a captured graph reads the rate from this tensor
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate

@@ -1,4 +1,4 @@
-"""Log how fast a run is, and how much of the device's arithmetic it uses."""
+"""Log the throughput of a run, its FLOP/s and the model FLOPs utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _Mark(NamedTuple):
-    """The end of one update: totals over all processes, and this one's training clock."""
+    """The end of one update: totals over all processes, and this process's training time."""
 
     seconds: float
     updates: int
@@ -38,7 +38,7 @@ class _Mark(NamedTuple):
 
 
 class ThroughputMonitor(Callback):
-    """Log the speed over the last updates, at updates whose values are recorded.
+    """Log the throughput over the last updates, at updates whose values are logged.
 
     ====================================  =========================================================
     ``throughput/updates_per_sec``        optimizer updates
@@ -48,17 +48,17 @@ class ThroughputMonitor(Callback):
     ``throughput/device/mfu``             model FLOPs utilisation: this ÷ the device's dense peak
     ====================================  =========================================================
 
-    The first update is a warm-up and is not measured. The clock is paused during validations. It is
-    the host's: nothing waits for the device, so a single update may look too fast, but the mean
-    over the window is right.
+    The first update is a warm-up and is not measured. The clock is the host's and is paused during
+    validations. Nothing waits for the device, so a single update may look too fast, but the mean
+    over the window is correct.
 
-    FLOPs are those of the forward and backward pass of one micro-batch, the second of each process,
-    counted by ``torch.utils.flop_counter`` (matrix products, convolutions, attention; an addition
-    and a multiplication count as two) and assumed for every micro-batch. It runs without the graphs
-    of ``torch.compile``, in which nothing can be counted; counting changes no result.
-    Recomputation for activation checkpointing counts, since it runs. Custom kernels are not
-    counted: give ``flops_per_batch`` then, by a formula such as that of Chowdhery et al., "PaLM",
-    2022, appendix B. A resumed run keeps the number in its checkpoint.
+    FLOPs are counted once, for the forward and backward pass of the second micro-batch of each
+    process, and assumed for every micro-batch. They are counted by ``torch.utils.flop_counter``:
+    matrix products, convolutions and attention; a multiply-add counts as two. This micro-batch runs
+    without ``torch.compile``, since operators inside a compiled graph cannot be counted. Counting
+    changes no result. Recomputation for activation checkpointing is included. Custom kernels are
+    not counted: pass ``flops_per_batch`` then, from a formula such as in Chowdhery et al., "PaLM",
+    2022, appendix B. Checkpoints store the number for resumed runs.
 
     Args:
         window_size: The number of updates over which speeds are averaged.
@@ -116,7 +116,7 @@ class ThroughputMonitor(Callback):
             self.flops_per_batch = state["flops_per_batch"]
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Reset, and agree on whether every process knows its device's peak."""
+        """Reset, and find out whether every process knows its device's peak; collective."""
         self._begin()
         if trainer.batches_seen == 0 and not self._given:
             self.flops_per_batch = None
@@ -126,7 +126,7 @@ class ThroughputMonitor(Callback):
             return
         device = trainer.accelerator.device
         peak = self.peak_flops or _peak_of(device, trainer.accelerator.mixed_precision)
-        # A name that some processes log and others do not would be an error.
+        # All processes must log the same names.
         unknown = torch.tensor(float(peak is None), device=device)
         if not float(trainer.accelerator.reduce(unknown, "sum")):
             self._peak = peak
@@ -144,7 +144,7 @@ class ThroughputMonitor(Callback):
         if not self._counting:
             return
         self._batches += 1
-        if self._batches == 2:  # the first may compile, and must run as without counting
+        if self._batches == 2:  # the first may compile, so it runs without counting
             self._counter = self._contexts.enter_context(counting_flops())
 
     def on_train_batch_end(
@@ -156,7 +156,7 @@ class ThroughputMonitor(Callback):
             self._stop_counting()
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Record the time, and log if this update's values will be recorded."""
+        """Record the time, and log if this update's values will be logged."""
         self._marks.append(
             _Mark(
                 time.monotonic() - self._paused,
@@ -215,5 +215,5 @@ def _peak_of(device: torch.device, mixed_precision: str) -> float | None:
     return peak_flops(
         torch.cuda.get_device_name(device),
         _DTYPES.get(mixed_precision, torch.float32),
-        tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",  # whichever way it was set
+        tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",  # however it was set
     )

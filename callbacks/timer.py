@@ -20,10 +20,10 @@ TimedStage = Literal["train", "validate", "test", "predict", "sanity_check"]
 class Timer(Callback):
     """Measure the time of training, validation, test and prediction; stop after a duration.
 
-    The training time is that of all starts of the run by rank 0's clock, including validations, as
-    ``max_time`` of the Trainer counts it. All ranks ask for the stop at the same boundary; like
-    every request to stop, it waits for ``min_epochs`` and ``min_steps``. A running validation is
-    finished first.
+    The training time is added up over all starts of the run, by rank 0's clock, and includes
+    validations, as for ``max_time`` of the Trainer. All ranks request the stop at the same
+    boundary. Like every stop request, it waits for ``min_epochs`` and ``min_steps``. A running
+    validation is finished first.
 
     Args:
         duration: How long to train: ``"30 minutes"``, ``"00:12:00:00"`` (days, hours, minutes,
@@ -57,7 +57,7 @@ class Timer(Callback):
         return () if self.duration is None else ("duration", "interval")
 
     def time_elapsed(self, stage: TimedStage = "train") -> float:
-        """Return the seconds spent in a stage so far, which checkpoints keep.
+        """Return the seconds spent in a stage so far, over all starts of the run.
 
         Raises:
             ValueError: There is no such stage.
@@ -88,7 +88,7 @@ class Timer(Callback):
         self._since["train"] = time.monotonic()
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
-        """Read the clock that all ranks share, and stop the run when the time is over."""
+        """Read rank 0's clock, which all ranks share, and stop the run when the time is over."""
         elapsed = self._elapsed["train"] = trainer.progress.seconds
         self._since["train"] = time.monotonic()
         if self.duration is None or elapsed < self.duration:

@@ -1,4 +1,4 @@
-"""Evaluate, save and end with a moving average of the weights."""
+"""Exponential moving average (EMA) of the weights, for evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ Final = Literal["average", "trained"]
 
 
 class WeightAveraging(Callback):
-    """Keep an exponential moving average (EMA) of the weights beside the trained ones.
+    """Keep an exponential moving average (EMA) of the weights besides the trained weights.
 
-    After an update the average becomes ``decay * average + (1 - decay) * weights``; the first one
-    is the weights themselves. Each validation of the fit runs on the averages, which are swapped
-    with the weights meanwhile. Checkpoints match: ``model.safetensors`` holds the averages, for
-    ``load_from_checkpoint``, ``ckpt_path`` of `test` and other tools, and ``trained.safetensors``
-    the exact trained weights, from which the run resumes, with or without this callback. Outside a
-    fit, `validate`, `test` and `predict` use the module as it is.
+    After an optimizer step the average becomes ``decay * average + (1 - decay) * weights``; the
+    first average is the weights themselves. During each validation of the fit, the averages are
+    swapped with the weights. In checkpoints, ``model.safetensors`` holds the averages, for
+    ``load_from_checkpoint``, ``ckpt_path`` of `test` and other tools. ``trained.safetensors`` holds
+    the exact trained weights, from which a run resumes, with or without this callback. Outside a
+    fit, `validate`, `test` and `predict` use the module's weights as they are.
 
-    It needs memory for one copy of the trained weights (in float32 for 16-bit ones).
+    It needs memory for one copy of the trained weights (float32 for 16-bit weights).
 
     Args:
-        decay: The weight of the old average at each update, from 0 to 1; 0.999 remembers about the
-            last 1000 updates.
+        decay: The weight of the old average at each update, from 0 to 1; 0.999 averages over about
+            the last 1000 updates.
         decay_warmup: Begin with a smaller decay, ``min(decay, (1 + n) / (10 + n))`` after *n*
             updates of the average, so that early weights are forgotten sooner (the rule of
             TensorFlow's ``ExponentialMovingAverage`` with ``num_updates``).
-        update_every_n_steps: The number of optimizer updates from one update of the average to the
-            next.
-        update_starting_at_step: The first ``global_step`` at which to update the average; until
-            then the weights themselves are used.
-        update_starting_at_epoch: The first epoch, counted from 0, in which to update the average;
-            with both, both must be reached.
-        use_buffers: Average floating-point buffers too, such as the statistics of batch
-            normalisation; otherwise the averaged weights use the buffers of the trained ones. Pass
-            False if weights are pruned in several steps: a mask is a buffer too.
-        final_weights: What the module holds after the fit, ``"average"`` or ``"trained"``.
+        update_every_n_steps: The number of optimizer steps between updates of the average.
+        update_starting_at_step: The first ``global_step`` at which to update the average; before,
+            the trained weights are used.
+        update_starting_at_epoch: The first epoch, counted from 0, in which to update the average.
+            If both are given, both must be reached.
+        use_buffers: Also average floating-point buffers, such as the statistics of batch
+            normalisation. False uses the buffers of the trained model. Pass False if weights are
+            pruned in several steps, because a pruning mask is a buffer too.
+        final_weights: The weights that the module has after the fit, ``"average"`` or
+            ``"trained"``.
 
     Attributes:
-        num_updates: How often the average was updated.
+        num_updates: The number of updates of the average.
 
     Raises:
         ValueError: An argument is invalid.
@@ -102,15 +102,15 @@ class WeightAveraging(Callback):
     def _begin(self) -> None:
         self.num_updates = 0
         self._averages = Averages(use_buffers=self.use_buffers)
-        self._seen_step = 0  # in manual optimisation not every training_step is an update
+        self._seen_step = 0  # in manual optimisation not every training_step steps
 
     @property
     def state_key(self) -> str:
-        """The same for every decay, which a resumed run may change."""
+        """A key without the decay, which a resumed run may change."""
         return WeightAveraging.__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the saved weights do not contain."""
+        """Return the state besides the weights that the checkpoint contains."""
         if self._module is None or not self.num_updates:
             return {"num_updates": 0}
         return {
@@ -120,7 +120,7 @@ class WeightAveraging(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the averages, which the module holds when this is called."""
+        """Restore the averages from the module, which holds them when this is called."""
         self._begin()
         self.num_updates = state["num_updates"]
         if self.num_updates:
@@ -130,18 +130,18 @@ class WeightAveraging(Callback):
     def weights_to_save(
         self, trainer: Trainer, module: TrainModule
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        """Return the averages for others to load, and the trained weights to resume from."""
+        """Return the averages for other tools, and the trained weights to resume from."""
         return self._averages.state_dicts(module) if self.num_updates else None
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Forget the averages of an earlier fit."""
+        """Reset the averages of an earlier fit."""
         self._fitting = stage == "fit"
         if self._fitting:
             self._module = module
             self._begin()
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Record the current step, and warn if the average will not begin."""
+        """Record the current step, and warn if the run ends before averaging begins."""
         self._seen_step = trainer.global_step
         every, epoch = self.update_every_n_steps, self.update_starting_at_epoch or 0
         step = -(-(self.update_starting_at_step or 1) // every) * every
@@ -190,7 +190,7 @@ class WeightAveraging(Callback):
         self._end_evaluation(module)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """Swap the trained weights back in if a validation raised: they may be saved."""
+        """Swap the trained weights back in if a validation raised, since they may be saved."""
         self._end_evaluation(module)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -199,13 +199,13 @@ class WeightAveraging(Callback):
             self._put_in(trainer, module)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Swap the trained weights in if a validation was abandoned; keep averages to be saved."""
+        """Swap the trained weights back in after an interrupted validation; keep the averages."""
         self._end_evaluation(module)
         self._fitting = False
 
     def _put_in(self, trainer: Trainer, module: TrainModule) -> None:
         self._averages.put_in(module)
-        if self.use_buffers:  # each process averages its own; rank 0's are used
+        if self.use_buffers:  # each process averages its own buffers; rank 0's are used
             trainer.broadcast_buffers()
 
     def _end_evaluation(self, module: TrainModule) -> None:
@@ -217,10 +217,10 @@ class WeightAveraging(Callback):
 class EMA(WeightAveraging):
     """`WeightAveraging` under its usual name.
 
-    A class, not an alias, so that a configuration file may name it without its module.
+    It is a class and not an alias, so that a configuration file can use its short name.
     """
 
     @property
     def state_key(self) -> str:
-        """That of a `WeightAveraging`: the state is the same."""
+        """The key of `WeightAveraging`, because the state is the same."""
         return WeightAveraging.__qualname__

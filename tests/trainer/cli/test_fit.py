@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import os
@@ -429,6 +430,35 @@ data: linked.Counted
     shown = error_of(capsys, "test-model", "short.yaml")
     assert "are required: classes, batch_size\n" in shown
     assert "pass --model.classes ..." in shown
+
+
+def test_a_checkpoint_names_no_class_to_an_evaluation(capsys):
+    Path("acting.py").write_text("""
+from typing import Any
+
+from fitted import Line
+
+
+class Acting(Line):
+    def __init__(self, act: Any = None):
+        super().__init__(1)
+""")
+    base = yaml.safe_load(Path("base.yaml").read_text())
+    Path("acting.yaml").write_text(yaml.safe_dump(base | {"model": "acting.Acting"}))
+    words = ["acting.yaml", "--trainer.project_dir=runs/acting"]
+    assert main(["fit", *words]) == 0
+    manifest = next(Path("runs/acting/checkpoints").glob("*/manifest.json"))
+    assert main(["validate", *words, "--ckpt_path=last"]) == 0
+    fields = json.loads(manifest.read_text())
+    fields["hyper_parameters"]["arguments"]["act"] = {
+        "class_path": "torch.nn.Linear",
+        "init_args": {"in_features": 1, "out_features": 1},
+    }
+    del fields["sha256"]
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    manifest.write_text(json.dumps({**fields, "sha256": digest}))
+    assert main(["validate", *words, "--ckpt_path=last"]) == 1
+    assert "model.init_args.act: the value in" in capsys.readouterr().err
 
 
 def test_a_prediction_writer_of_ones_own_is_the_only_one():

@@ -205,7 +205,7 @@ class ConfiguredLine:
         settings["callbacks"] = self._callbacks(settings, config)
         trainer = Trainer(seed=config.seed, **settings)
         if self._stage != "fit":
-            config = self._parsed(namespace=self._saved(config, trainer))
+            config = self._complete(config, trainer)
         rest = Namespace(model=config.model, data=config.data)
         try:
             made = self._parser.instantiate(rest, instantiate_groups=False)
@@ -215,22 +215,33 @@ class ConfiguredLine:
             raise
         return Made(trainer=trainer, module=made.model, data=made.data, ckpt_path=config.ckpt_path)
 
-    def _saved(self, config: Namespace, trainer: Trainer) -> Namespace:
-        """Return the arguments of the module in the checkpoint, if there is one; collective.
+    def _complete(self, config: Namespace, trainer: Trainer) -> Namespace:
+        """Return the configuration with the module's arguments in the checkpoint; collective.
 
         Values that equal the configuration's are left out: it may have them in another type.
+
+        Raises:
+            CommandError: A value of the checkpoint, which may be anybody's, names a class or a
+                function to the parser.
         """
         parts = trainer._parts
         chosen = parts.choose(parts.project.given_checkpoint(config.ckpt_path))
         if chosen is None or not config.model:
-            return Namespace()
+            return self._parsed()
         saved = saved_arguments(read_manifest(chosen).get("hyper_parameters", {}), chosen)
         takes = vars(config.model.get("init_args", Namespace()))
         kept = {
             name: value for name, value in saved.items() if name in takes and takes[name] != value
         }
         module = Namespace(class_path=config.model.class_path, init_args=Namespace(**kept))
-        return Namespace(model=module)
+        complete = self._parsed(namespace=Namespace(model=module))
+        for name in kept:
+            if not _is_data(complete.model.init_args[name]):
+                raise CommandError(
+                    f"model.init_args.{name}: the value in {chosen} names a class or a function. "
+                    "Write it into a configuration file if you trust it."
+                )
+        return complete
 
     def _callbacks(self, settings: dict[str, Any], config: Namespace) -> list[Callback]:
         given = settings["callbacks"] or []
@@ -261,6 +272,15 @@ def _links_in(files: Sequence[str]) -> dict[str, str]:
         if isinstance(found, dict) and all(isinstance(each, str) for each in found.values()):
             links = found  # as of any dict, the last file's
     return links
+
+
+def _is_data(value: Any) -> bool:
+    """Return whether the parser has found no class and no function in a value."""
+    if isinstance(value, dict):
+        return all(map(_is_data, value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_data, value))
+    return not (callable(value) or isinstance(value, Namespace))
 
 
 def _is_attribute(source: str) -> bool:

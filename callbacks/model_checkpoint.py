@@ -245,7 +245,7 @@ class ModelCheckpoint(Callback):
                 )
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Continue with the decisions from the checkpoint, or reset those of an earlier run."""
+        """Continue with the decisions from the checkpoint; for a new run, reset them."""
         if trainer.batches_seen == 0 or not self._restored:
             self._scores, self._newest, self._displaced, self._handled = {}, [], [], None
         else:

@@ -209,7 +209,7 @@ class CometMLTracker(GeneralTracker):
 
         Args:
             path: the file or the folder.
-            name: the name of the artifact; by default that of the path.
+            name: the name of the artifact; by default the path's name.
             kind: the artifact's type at Comet.
             step: the number of optimizer updates so far.
             **kwargs: for `comet_ml.Artifact`, for example `aliases`.

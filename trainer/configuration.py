@@ -319,7 +319,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         PowerSGDState(None, **options)  # torch raises for invalid options
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a copy of the arguments of DDP's constructor, without those of its hooks."""
+        """Return a copy of the arguments of DDP's constructor, without the hook arguments."""
         hooks = ("comm_hook", "comm_wrapper", "comm_state_option")
         return {name: value for name, value in super().to_dict().items() if name not in hooks}
 

@@ -305,7 +305,7 @@ class TrainModule(nn.Module):
                 False, loaders must log different names.
             **ported: Further arguments of a LightningModule's ``log``. ``sync_dist`` has no effect
                 (values are always reduced), ``reduce_fx`` is `reduce`, ``metric_attribute`` is not
-                needed; ``rank_zero_only=True`` and ``enable_graph=True`` are refused.
+                needed; ``rank_zero_only=True`` and ``enable_graph=True`` raise an error.
 
         Raises:
             RuntimeError: There is no run, or this hook cannot log (`MetricError`).
@@ -391,7 +391,7 @@ class TrainModule(nn.Module):
             ``"frequency"`` and ``"monitor"``; or a list of optimizers, pairs or dicts. A dict may
             also have ``"max_grad_norm"`` and ``"max_grad_value"``, which replace the Trainer's
             limits for this optimizer's gradients, and a ``"name"`` for records and checkpoints.
-            Several optimizers must not share parameters, and step together.
+            Several optimizers must not share parameters; all of them step at every update.
         """
         raise NotImplementedError
 

@@ -837,9 +837,9 @@ class Trainer:
 
         Values are reduced over all processes when an update is logged (`log_every`), at the end of
         an epoch before the callbacks' ``on_train_epoch_end``, and at a boundary where a callback or
-        scheduler uses its `monitor`. Until then, a value is this process's own; that of an epoch is
-        the value so far. In ``on_boundary`` with several processes, the last reduced value is given
-        instead, so that all processes decide the same. Reading never communicates.
+        scheduler uses its `monitor`. Until then, a value is this process's own; the value of an
+        epoch is its value so far. In ``on_boundary`` with several processes, the last reduced value
+        is given instead, so that all processes decide the same. Reading never communicates.
         """
         latest = {} if self._recorder is None else self._recorder.latest_values()
         run = self._run
@@ -1232,7 +1232,7 @@ class Trainer:
     def _evaluation(
         self, stage: str, module: TrainModule, dataloaders: Any, datamodule: Any, ckpt_path: Any
     ) -> Iterator[tuple[Run, list[Feed]]]:
-        """Set up a run of validate, test or predict; yield it and its feeds, then tear it down."""
+        """Set up an evaluation, yield the run and its epoch iterators, then tear it down."""
         self._check_idle(stage)
         ckpt_path = self._given_checkpoint(ckpt_path, WORDS)
         dataloaders, datamodule = take_datamodule("dataloaders", dataloaders, datamodule)

@@ -49,7 +49,7 @@ def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
         folder: The folder.
 
     Yields:
-        A function that records the run's id, for the error message of a refused run.
+        A function that records the run's id, for the error message of a run that cannot start.
 
     Raises:
         ValueError: Another run, perhaps of this process, uses the folder. The message names it.

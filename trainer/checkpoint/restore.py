@@ -88,7 +88,7 @@ class Stored:
         gradients: Gradients of an incomplete accumulation window or of optimizers that had not
             stepped, see `trainer.checkpoint.gradients`. None if there were none, or if the folder's
             format does not have them.
-        window_open: Whether they are those of an incomplete accumulation window.
+        window_open: Whether these gradients belong to an incomplete accumulation window.
         communication: This rank's states of the communication hooks.
         lost: Warnings about contents of the folder that cannot be restored.
     """

@@ -96,7 +96,7 @@ def save_checkpoint(
 def remove_or_tell(path: Path) -> None:
     """Delete an obsolete checkpoint; a failure is only logged, so that the run continues."""
     try:
-        if path.exists():  # otherwise somebody has deleted it
+        if path.exists():  # otherwise it was deleted by somebody else
             remove(path)
     except (CheckpointError, OSError):
         logger.warning("An old checkpoint was not removed.", exc_info=True)

@@ -440,6 +440,16 @@ def test_tensors_that_may_be_samples_are_refused(ranks2, kind, rows):
     assert found.value.failures.keys() == {0, 1}
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 5)])
+def test_as_many_single_values_as_samples_are_refused(ranks2, shape):
+    def evaluate() -> Any:
+        for _ in loader(range(9), 4):
+            gather_for_metrics([torch.zeros(shape)] * 4)
+
+    with pytest.raises(RankError, match=r"ValueError: .* pass use_gather_object=True"):
+        ranks2(evaluate)
+
+
 def test_one_process_returns_them(ranks):
     def evaluate() -> Any:
         return [

@@ -116,6 +116,8 @@ def _has_columns(thing: Any, use_gather_object: bool) -> bool:
     of_process = set() if use_gather_object else {1}  # length 1 may be one value per process
     of_columns = lengths <= batch | of_process
     fit = len(lengths - of_process) <= 1 and (of_columns or not of_samples)
+    if isinstance(thing, list) and of_samples and len(thing) > 1 and not lengths & batch:
+        fit = False  # as many single values as samples: one per sample, or one per process
     if use_gather_object or not any(isinstance(value, Tensor) for value in values):
         return fit and (isinstance(thing, tuple) or (bool(batch) and of_columns and not of_samples))
     if not fit and PartialState().num_processes > 1:

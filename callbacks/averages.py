@@ -105,7 +105,7 @@ class Averages:
         self.in_place = False
 
     def exact(self, module: nn.Module, *, only_narrow: bool = False) -> dict[str, Tensor]:
-        """Return the averages in full precision, whether in the module or not.
+        """Return the averages in full precision, also while they are in the module.
 
         Args:
             module: The module.

@@ -51,7 +51,7 @@ class ModelCheckpoint(Callback):
         mode: ``min`` if smaller is better, ``max`` if larger is.
         every: When to save, an interval such as ``"1 epoch"``, ``500`` (steps) or ``"30 minutes"``.
         save_top_k: The number of best checkpoints to keep (without ``monitor``, of the newest); -1
-            keeps every checkpoint, 0 keeps none because of its rank.
+            keeps every checkpoint, 0 keeps only those of ``save_last``.
         save_last: Save whenever due, whatever the rank, and keep this many newest ones; True is 1.
         on_preemption: Save when a signal ends the run. Such a checkpoint is not ranked. The run
             that resumes from it ranks the update, and removes the checkpoint if it is not to be

@@ -113,7 +113,7 @@ class Trainer:
         limit_val_batches: The same for each validation loader; 0 disables validation.
         limit_test_batches: The same for each test loader.
         limit_predict_batches: The same for each prediction loader.
-        overfit_batches: Train and validate on only the first this many batches of each loader,
+        overfit_batches: Train and validate on only this many batches, the first of each loader,
             unshuffled.
         reload_dataloaders_every_n_epochs: Get new training and validation loaders from the module
             or the `DataModule` at the beginning of every n-th epoch; 0 for never. A run that
@@ -150,9 +150,9 @@ class Trainer:
             one line per epoch.
         callbacks: Called in this order, except that callbacks that save checkpoints come last.
         profile: ``"simple"`` prints a table at the end of a fit, validation, test or prediction:
-            the time of each part, which add up to the total, and advice for the largest part. It is
-            also written to ``profile-<stage>.json`` in `project_dir`. Times are those of rank 0,
-            measured on CUDA with events in the device's stream, without synchronising, and
+            the time of each part (the parts add up to the total), and advice for the largest part.
+            It is also written to ``profile-<stage>.json`` in `project_dir`. Times are those of rank
+            0, measured on CUDA with events in the device's stream, without synchronising, and
             elsewhere with the host's clock.
         barebones: Disable everything optional, to measure the training alone: progress bar,
             checkpoints, trackers, ``metrics.jsonl``, the sanity check, the check of `non_finite`,

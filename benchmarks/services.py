@@ -18,7 +18,7 @@ from trackers import (
     TensorBoardTracker,
     WandBTracker,
 )
-from trainer.loops.record import Recorder
+from trainer.loops.recorder import Recorder
 from trainer.tracking import RunTrackers
 
 VALUES = {"train/loss": 0.5, "train/accuracy": 0.75, "grad_norm": 1.5, "lr": 1e-3}

@@ -7,7 +7,6 @@ from callbacks.early_stopping import EarlyStopping
 from callbacks.garbage_collection import GarbageCollection
 from callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from callbacks.gradient_norm_monitor import GradientNormMonitor
-from callbacks.interval import Interval, Progress
 from callbacks.lambda_callback import LambdaCallback
 from callbacks.learning_rate_monitor import LearningRateMonitor
 from callbacks.memory_snapshot import MemorySnapshot
@@ -25,6 +24,7 @@ from callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from callbacks.throughput_monitor import ThroughputMonitor
 from callbacks.timer import Timer
 from callbacks.weight_averaging import EMA, WeightAveraging
+from trainer.interval import Interval, Progress
 
 __all__ = [
     "EMA",

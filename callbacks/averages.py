@@ -37,7 +37,7 @@ class Averages:
         self.values: dict[str, Tensor] = {}
         self.in_place = False
         # Tensors that `take_out` restores and that `values` cannot hold.
-        self._aside: dict[str, Tensor] = {}
+        self._trained: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def update(self, module: nn.Module, weight: float) -> None:
@@ -75,7 +75,7 @@ class Averages:
         """
         named = self._matched(_named(module))
         if keep_buffers:
-            self._aside = {
+            self._trained = {
                 name: buffer.clone()
                 for name, buffer in module.named_buffers()
                 if name not in self.values and not is_lazy(buffer)
@@ -87,7 +87,7 @@ class Averages:
             if average.dtype == tensor.dtype:
                 average.copy_(trained)
             else:
-                self._aside[name] = trained
+                self._trained[name] = trained
         self.in_place = True
 
     @torch.no_grad()
@@ -95,17 +95,17 @@ class Averages:
         """Put the trained weights back."""
         named = self._matched(_named(module))
         for name, average in self.values.items():
-            if name not in self._aside:
+            if name not in self._trained:
                 now = named[name].detach().clone()
                 named[name].copy_(average)
                 average.copy_(now)
-        for name, trained in self._aside.items():
+        for name, trained in self._trained.items():
             named[name].copy_(trained)
-        self._aside = {}
+        self._trained = {}
         self.in_place = False
 
     def exact(self, module: nn.Module, *, only_narrow: bool = False) -> dict[str, Tensor]:
-        """Return the averages in full precision, also while they are in the module.
+        """Return the averages in full precision, whether in the module or not.
 
         Args:
             module: The module.
@@ -114,7 +114,7 @@ class Averages:
         """
         named = self._matched(_named(module))
         exact = (
-            (name, named[name].detach() if self.in_place and name not in self._aside else value)
+            (name, named[name].detach() if self.in_place and name not in self._trained else value)
             for name, value in self.values.items()
             if not only_narrow or value.dtype != named[name].dtype
         )
@@ -128,7 +128,7 @@ class Averages:
         other: dict[str, Tensor] = {}  # by name: a tied weight is cast once
         for tensor in held.values():
             name = names.get(id(tensor))
-            value = None if name is None else self._aside.get(name, self.values.get(name))
+            value = None if name is None else self._trained.get(name, self.values.get(name))
             if name is not None and value is not None and name not in other:
                 other[name] = value.to(tensor.dtype)
         there = {key: other.get(names.get(id(held[key]), ""), here[key]) for key in held}
@@ -142,7 +142,7 @@ class Averages:
 
     def _matched(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """Drop averages that are not in ``named`` or differ in shape; return ``named``."""
-        for kept in (self.values, self._aside):
+        for kept in (self.values, self._trained):
             for name, tensor in list(kept.items()):
                 if name not in named or named[name].shape != tensor.shape:
                     del kept[name]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from callbacks.base import Callback
-from callbacks.checks import expect_bools, expect_counts, expect_numbers, given
+from trainer.checks import check_bools, check_counts, check_numbers, given
 from trainer.names import bare_names
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _enter_evaluation_mode(module: nn.Module, _: Any) -> None:
     module.training = False
 
 
-def _expect_positive(name: str, value: float) -> None:
+def _check_positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} is {value!r}; it must be a finite number above 0.")
 
@@ -249,15 +249,15 @@ class BackboneFinetuning(BaseFinetuning):
         verbose: bool = False,
         backbone: str = "backbone",
     ) -> None:
-        expect_counts(0, unfreeze_backbone_at_epoch=unfreeze_backbone_at_epoch)
-        expect_bools(should_align=should_align, train_bn=train_bn, verbose=verbose)
+        check_counts(0, unfreeze_backbone_at_epoch=unfreeze_backbone_at_epoch)
+        check_bools(should_align=should_align, train_bn=train_bn, verbose=verbose)
         if not callable(lambda_func):
             raise TypeError(f"lambda_func is {lambda_func!r}; it must be a function of the epoch.")
-        expect_numbers(backbone_initial_ratio_lr=backbone_initial_ratio_lr)
-        expect_numbers(**given(backbone_initial_lr=backbone_initial_lr))
-        _expect_positive("backbone_initial_ratio_lr", backbone_initial_ratio_lr)
+        check_numbers(backbone_initial_ratio_lr=backbone_initial_ratio_lr)
+        check_numbers(**given(backbone_initial_lr=backbone_initial_lr))
+        _check_positive("backbone_initial_ratio_lr", backbone_initial_ratio_lr)
         if backbone_initial_lr is not None:
-            _expect_positive("backbone_initial_lr", backbone_initial_lr)
+            _check_positive("backbone_initial_lr", backbone_initial_lr)
         if not isinstance(backbone, str) or not backbone:
             raise ValueError(
                 f"backbone is {backbone!r}; it must be the path of a submodule, as 'model.encoder'."
@@ -337,8 +337,8 @@ class BackboneFinetuning(BaseFinetuning):
             self._unfreeze(module, optimizer)
         elif self._group is not None:
             factor = self.lambda_func(epoch)
-            expect_numbers(**{f"lambda_func({epoch})": factor})
-            _expect_positive(f"lambda_func({epoch})", factor)
+            check_numbers(**{f"lambda_func({epoch})": factor})
+            _check_positive(f"lambda_func({epoch})", factor)
             grown = self._fraction * factor
             if self.should_align:
                 grown = min(grown, max(self._fraction, 1.0))

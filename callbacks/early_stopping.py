@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from callbacks.arguments import explained
 from callbacks.base import Callback
-from callbacks.checks import expect_bools, expect_counts, expect_numbers, given
 from callbacks.monitor import Mode, Monitor
+from trainer.checks import check_bools, check_counts, check_numbers, explained, given
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -75,14 +74,14 @@ class EarlyStopping(Callback):
         divergence_threshold: float | None = None,
         verbose: bool = False,
     ) -> None:
-        expect_bools(check_finite=check_finite, verbose=verbose)
+        check_bools(check_finite=check_finite, verbose=verbose)
         thresholds = given(
             stopping_threshold=stopping_threshold, divergence_threshold=divergence_threshold
         )
-        expect_numbers(min_delta=min_delta, **thresholds)
+        check_numbers(min_delta=min_delta, **thresholds)
         if not (math.isfinite(min_delta) and min_delta >= 0):
             raise ValueError(f"min_delta must be finite and at least 0, got {min_delta!r}.")
-        expect_counts(0, patience=patience)
+        check_counts(0, patience=patience)
         self.monitor = Monitor(monitor, mode)
         self.min_delta = min_delta
         self.patience = patience

@@ -6,7 +6,7 @@ import gc
 from typing import TYPE_CHECKING
 
 from callbacks.base import Callback
-from callbacks.interval import Interval, Progress
+from trainer.interval import Interval, Progress
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule

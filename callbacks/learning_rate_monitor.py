@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from callbacks.arguments import explained
 from callbacks.base import Callback
-from callbacks.checks import expect_bools
+from trainer.checks import check_bools, explained
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -49,7 +48,7 @@ class LearningRateMonitor(Callback):
 
     @explained(logging_interval="nothing: it records as often as the Trainer's log_every")
     def __init__(self, *, log_momentum: bool = False, log_weight_decay: bool = False) -> None:
-        expect_bools(log_momentum=log_momentum, log_weight_decay=log_weight_decay)
+        check_bools(log_momentum=log_momentum, log_weight_decay=log_weight_decay)
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
 

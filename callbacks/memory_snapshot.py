@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from callbacks.base import Callback
-from callbacks.checks import expect_bools, expect_counts, given
-from callbacks.folder import given_folder
+from trainer.checks import check_bools, check_counts, given
+from trainer.files import absolute_folder
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -56,10 +56,10 @@ class MemorySnapshot(Callback):
     ) -> None:
         if skip_steps is None:
             skip_steps = 0 if steps is None else 1
-        expect_bools(all_ranks=all_ranks)
-        expect_counts(0, skip_steps=skip_steps)
-        expect_counts(1, max_entries=max_entries, **given(steps=steps))
-        self.dirpath = given_folder(dirpath)
+        check_bools(all_ranks=all_ranks)
+        check_counts(0, skip_steps=skip_steps)
+        check_counts(1, max_entries=max_entries, **given(steps=steps))
+        self.dirpath = absolute_folder(dirpath)
         self.skip_steps, self.steps = skip_steps, steps
         self.all_ranks = all_ranks
         self.max_entries = int(max_entries)  # torch requires an int

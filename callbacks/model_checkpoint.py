@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from callbacks.arguments import explained
 from callbacks.base import Callback
-from callbacks.checks import expect_bools
-from callbacks.folder import given_folder
-from callbacks.interval import Interval, Progress
 from callbacks.monitor import Mode, Monitor
 from callbacks.on_exception_checkpoint import save_weights_at
+from trainer.checks import check_bools, explained
+from trainer.files import absolute_folder
+from trainer.interval import Interval, Progress
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -51,7 +50,7 @@ class ModelCheckpoint(Callback):
         mode: ``min`` if smaller is better, ``max`` if larger is.
         every: When to save, an interval such as ``"1 epoch"``, ``500`` (steps) or ``"30 minutes"``.
         save_top_k: The number of best checkpoints to keep (without ``monitor``, of the newest); -1
-            keeps every checkpoint, 0 keeps only those of ``save_last``.
+            keeps every checkpoint, 0 keeps none because of its rank.
         save_last: Save whenever due, whatever the rank, and keep this many newest ones; True is 1.
         on_preemption: Save when a signal ends the run. Such a checkpoint is not ranked. The run
             that resumes from it ranks the update, and removes the checkpoint if it is not to be
@@ -117,7 +116,7 @@ class ModelCheckpoint(Callback):
         on_save_error: Literal["raise", "warn"] = "raise",
         dirpath: str | Path | None = None,
     ) -> None:
-        expect_bools(
+        check_bools(
             on_preemption=on_preemption,
             on_exception=on_exception,
             save_weights_only=save_weights_only,
@@ -168,7 +167,7 @@ class ModelCheckpoint(Callback):
 
     @dirpath.setter
     def dirpath(self, dirpath: str | os.PathLike[str] | None) -> None:
-        self._dirpath = given_folder(dirpath)
+        self._dirpath = absolute_folder(dirpath)
         self._folder_name = Path(dirpath).name if dirpath else None  # "" for "."
 
     @property

@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 from tqdm import tqdm
 
 from callbacks.base import Callback
-from callbacks.checks import expect_bools, expect_numbers
 from callbacks.flops import Flops, flops_of
+from trainer.checks import check_bools, check_numbers
 from trainer.names import bare_names
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, max_depth: int = 1, *, flops: bool = False) -> None:
-        expect_bools(flops=flops)
-        expect_numbers(max_depth=max_depth)
+        check_bools(flops=flops)
+        check_numbers(max_depth=max_depth)
         if max_depth < -1 or max_depth % 1:
             raise ValueError(f"max_depth must be -1 (all levels), 0 or more, got {max_depth!r}.")
         self.max_depth = max_depth

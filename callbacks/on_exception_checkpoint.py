@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from callbacks.base import Callback
-from callbacks.folder import given_folder
+from trainer.files import absolute_folder
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -29,7 +29,7 @@ class OnExceptionCheckpoint(Callback):
     """
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
-        self.dirpath = given_folder(dirpath)
+        self.dirpath = absolute_folder(dirpath)
         self._training = False
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from callbacks.arguments import explained
 from callbacks.base import Callback
-from callbacks.checks import expect_bools
-from callbacks.folder import given_folder
+from trainer.checks import check_bools, explained
+from trainer.files import absolute_folder
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -58,8 +57,8 @@ class PredictionWriter(Callback):
     ) -> None:
         if write_interval not in get_args(WriteInterval):
             raise ValueError(f"write_interval must be 'batch' or 'epoch', got {write_interval!r}.")
-        expect_bools(overwrite=overwrite)
-        self.dirpath = given_folder(dirpath)
+        check_bools(overwrite=overwrite)
+        self.dirpath = absolute_folder(dirpath)
         self.write_interval = write_interval
         self.overwrite = overwrite
         self.directories: list[Path] = []

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from torch.profiler import profile, schedule
 
 from callbacks.base import Callback
-from callbacks.checks import expect_bools, expect_counts
-from callbacks.folder import given_folder
-from trackers.files import regular
+from trainer.checks import check_bools, check_counts
+from trainer.files import absolute_folder, regular
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -65,16 +64,16 @@ class Profiler(Callback):
         with_stack: bool = False,
         with_flops: bool = False,
     ) -> None:
-        expect_counts(0, wait=wait)
-        expect_counts(1, warmup=warmup, active=active, repeat=repeat, top_operators=top_operators)
-        expect_bools(
+        check_counts(0, wait=wait)
+        check_counts(1, warmup=warmup, active=active, repeat=repeat, top_operators=top_operators)
+        check_bools(
             all_ranks=all_ranks,
             record_shapes=record_shapes,
             profile_memory=profile_memory,
             with_stack=with_stack,
             with_flops=with_flops,
         )
-        self.dirpath = given_folder(dirpath)
+        self.dirpath = absolute_folder(dirpath)
         self.all_ranks = all_ranks
         self.top_operators = top_operators
         self.traces: list[Path] = []

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from callbacks.arguments import explained
 from callbacks.progress_bar import CellOutput, OpenView, ProgressBar, in_notebook
 from callbacks.progress_board import Board, Lines, Row
+from trainer.checks import explained
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from callbacks.base import Callback
-from callbacks.checks import expect_counts, expect_numbers
+from trainer.checks import check_counts, check_numbers
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -125,12 +125,12 @@ class SlowRankDetector(Callback):
     def __init__(
         self, threshold: float = 1.5, *, min_share: float = 0.05, patience: int = 2
     ) -> None:
-        expect_numbers(threshold=threshold, min_share=min_share)
+        check_numbers(threshold=threshold, min_share=min_share)
         if not 1.0 < threshold < math.inf:
             raise ValueError(f"threshold must be finite and above 1, got {threshold!r}.")
         if not 0.0 <= min_share < 1.0:
             raise ValueError(f"min_share must be at least 0 and below 1, got {min_share!r}.")
-        expect_counts(1, patience=patience)
+        check_counts(1, patience=patience)
         self.threshold, self.min_share, self.patience = threshold, min_share, int(patience)
         self.slow: list[Slow] = []
         self._active = False

@@ -7,8 +7,8 @@ import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.base import Callback
-from callbacks.checks import expect_bools, expect_counts, expect_numbers
 from callbacks.monitor import Mode, Monitor
+from trainer.checks import check_bools, check_counts, check_numbers
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -81,9 +81,9 @@ class SpikeDetection(Callback):
         action: Action = "log",
         patience: int = 1,
     ) -> None:
-        expect_bools(check_finite=check_finite)
-        expect_counts(1, window=window, warmup=warmup, patience=patience)
-        expect_numbers(deviations=deviations, rtol=rtol, atol=atol)
+        check_bools(check_finite=check_finite)
+        check_counts(1, window=window, warmup=warmup, patience=patience)
+        check_numbers(deviations=deviations, rtol=rtol, atol=atol)
         if warmup > window:
             raise ValueError(
                 f"warmup is {warmup}, but a window of {window} never holds that many values."

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from callbacks.averages import Averages
 from callbacks.base import Callback
-from callbacks.checks import expect_bools, expect_counts
 from callbacks.weight_averaging import WeightAveraging
+from trainer.checks import check_bools, check_counts
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -79,8 +79,8 @@ class StochasticWeightAveraging(Callback):
                 "swa_epoch_start must be the number of an epoch from 1, or a fraction of "
                 f"max_epochs from 0.0 to 1.0; got {swa_epoch_start!r}."
             )
-        expect_counts(0, annealing_epochs=annealing_epochs)
-        expect_bools(update_batch_norm=update_batch_norm)
+        check_counts(0, annealing_epochs=annealing_epochs)
+        check_bools(update_batch_norm=update_batch_norm)
         if annealing_strategy not in get_args(Strategy):
             raise ValueError(
                 f"annealing_strategy must be 'cos' or 'linear', got {annealing_strategy!r}."
@@ -147,7 +147,7 @@ class StochasticWeightAveraging(Callback):
                 "statistics, which manual optimisation does not allow. Use WeightAveraging."
             )
         self._check_number(trainer)
-        self._say_if_never(trainer)
+        self._warn_if_never(trainer)
         if self.update_batch_norm:
             trainer.check_batch_norm()
         if self._started is not None:
@@ -207,7 +207,7 @@ class StochasticWeightAveraging(Callback):
                 "for each, or a single number."
             )
 
-    def _say_if_never(self, trainer: Trainer) -> None:
+    def _warn_if_never(self, trainer: Trainer) -> None:
         first = self._first_epoch(trainer)
         never = (
             not trainer.fast_dev_run

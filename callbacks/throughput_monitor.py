@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from callbacks.arguments import explained
 from callbacks.base import Callback
-from callbacks.checks import expect_counts, expect_numbers, given
 from callbacks.device_peaks import peak_flops
 from callbacks.flops import counting_flops
+from trainer.checks import check_counts, check_numbers, explained, given
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -84,8 +83,8 @@ class ThroughputMonitor(Callback):
         flops_per_batch: float | None = None,
         peak_flops: float | None = None,
     ) -> None:
-        expect_counts(1, window_size=window_size)
-        expect_numbers(**given(flops_per_batch=flops_per_batch, peak_flops=peak_flops))
+        check_counts(1, window_size=window_size)
+        check_numbers(**given(flops_per_batch=flops_per_batch, peak_flops=peak_flops))
         if flops_per_batch is not None and not 0 <= flops_per_batch < math.inf:
             raise ValueError(f"flops_per_batch must be finite and at least 0: {flops_per_batch!r}.")
         if peak_flops is not None and not 0 < peak_flops < math.inf:

@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.base import Callback
-from callbacks.checks import expect_bools
-from callbacks.duration import seconds_of
+from trainer.checks import check_bools
+from trainer.interval import seconds_of
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -44,7 +44,7 @@ class Timer(Callback):
     ) -> None:
         if interval not in ("step", "epoch"):
             raise ValueError(f"interval is {interval!r}; it must be 'step' or 'epoch'.")
-        expect_bools(verbose=verbose)
+        check_bools(verbose=verbose)
         self.duration = None if duration is None else seconds_of("duration", duration)
         self.interval = interval
         self.verbose = verbose

@@ -6,10 +6,9 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from callbacks.arguments import explained
 from callbacks.averages import Averages
 from callbacks.base import Callback
-from callbacks.checks import expect_bools, expect_counts, expect_numbers, given
+from trainer.checks import check_bools, check_counts, check_numbers, explained, given
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,16 +73,16 @@ class WeightAveraging(Callback):
         use_buffers: bool = True,
         final_weights: Final = "average",
     ) -> None:
-        expect_bools(decay_warmup=decay_warmup, use_buffers=use_buffers)
-        expect_numbers(decay=decay)
+        check_bools(decay_warmup=decay_warmup, use_buffers=use_buffers)
+        check_numbers(decay=decay)
         if not (math.isfinite(decay) and 0 <= decay <= 1):
             raise ValueError(f"decay must be a number from 0 to 1, for example 0.999; got {decay}.")
-        expect_counts(1, update_every_n_steps=update_every_n_steps)
+        check_counts(1, update_every_n_steps=update_every_n_steps)
         starts = given(
             update_starting_at_step=update_starting_at_step,
             update_starting_at_epoch=update_starting_at_epoch,
         )
-        expect_counts(0, **starts)
+        check_counts(0, **starts)
         if final_weights not in get_args(Final):
             raise ValueError(
                 f"final_weights must be 'average' or 'trained', got {final_weights!r}."

@@ -162,9 +162,9 @@ def test_every_field_of_a_configuration_is_told_with_its_default():
         for name in row.names if row.section == "Configurations and handlers" else ():
             if name in REFUSED or not dataclasses.is_dataclass(kind := of(name)):
                 continue
-            told = dict(re.findall(r"`(\w+)=(.+?)`", row.text))
+            messages = dict(re.findall(r"`(\w+)=(.+?)`", row.text))
             fields = dataclasses.fields(kind)
-            assert told == {field.name: default_of(field) for field in fields}
+            assert messages == {field.name: default_of(field) for field in fields}
 
 
 def test_objects_are_where_the_page_says():

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import Callback, ModelCheckpoint, ProgressBar
 from callbacks import progress_bar as bars
 from trainer import Accelerator, Trainer, TrainModule
-from trainer.loops.record import Recorder
+from trainer.loops.recorder import Recorder
 
 ROOT = Path(__file__).parents[1]
 OURS = tuple(f"{ROOT / package}/" for package in ("trainer", "callbacks", "trackers"))

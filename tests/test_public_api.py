@@ -191,5 +191,5 @@ def test_an_undocumented_name_is_noticed():
 
 def test_submodules_are_attributes_of_the_package_imported_alone():
     """As `accelerate.utils` is in scripts that import the package and nothing else."""
-    code = "import trainer; trainer.utils.set_seed, trainer.state.PartialState, trainer.logs"
+    code = "import trainer; trainer.utils.set_seed, trainer.state.PartialState, trainer.logging"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

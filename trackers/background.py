@@ -166,7 +166,7 @@ class BackgroundTracker(GeneralTracker):
         self._waited = False
         self._unsupported: set[str] = set()  # methods with a warning already logged
         self._started: Future[None] | None = None
-        self._told_first: Callable[[GeneralTracker], None] | None = None  # before it starts
+        self._key_metrics: Callable[[GeneralTracker], None] | None = None  # before it starts
 
     @property
     def dropped(self) -> int:
@@ -220,11 +220,11 @@ class BackgroundTracker(GeneralTracker):
 
     def resume(self, run_id: str | None, step: int | None) -> None:
         """Call `resume` of the tracker on the thread, before its `start`."""
-        self._told_first = lambda tracker: tracker.resume(run_id, step)
+        self._key_metrics = lambda tracker: tracker.resume(run_id, step)
 
     def begin_anew(self) -> None:
         """Call `begin_anew` of the tracker on the thread, before its `start`."""
-        self._told_first = lambda tracker: tracker.begin_anew()
+        self._key_metrics = lambda tracker: tracker.begin_anew()
 
     def start(self) -> None:
         """Start the thread, and the tracker on it.
@@ -365,8 +365,8 @@ class BackgroundTracker(GeneralTracker):
             self._started = Future()
         try:
             _mark(tracker, "running")  # an instance may have been used for a run before
-            if self._told_first is not None:
-                self._told_first(tracker)
+            if self._key_metrics is not None:
+                self._key_metrics(tracker)
             tracker.start()
         except BaseException as error:
             self._started.set_exception(error)

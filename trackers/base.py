@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -16,12 +15,6 @@ _REQUIRED = {
 
 _Instance = TypeVar("_Instance", bound="GeneralTracker")
 Status: TypeAlias = Literal["running", "finished", "failed", "preempted"]
-
-
-def python_number(value: Any) -> Any:
-    """Convert a tensor or array of one element to a Python number; return other values as is."""
-    shape = getattr(value, "shape", None)
-    return value.item() if shape is not None and math.prod(shape) == 1 else value
 
 
 class GeneralTracker:

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path, PurePosixPath
 
-from trackers.files import read_bytes
+from trainer.files import read_bytes
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _LARGEST = 1 << 26  # bytes of the packed references

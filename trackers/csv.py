@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from trackers.base import GeneralTracker
-from trackers.files import hidden_beside, regular
 from trackers.jsonl import is_at, unused_name
 from trackers.media import one_level
 from trackers.registry import register_tracker
+from trainer.files import hidden_beside, regular
 
 _logger = logging.getLogger("trackers")
 
@@ -88,7 +88,7 @@ class CSVTracker(GeneralTracker):
         with _locked(self.path):
             if self.path.exists():
                 if purge_step is None:
-                    self._set_aside()
+                    self._quarantine()
                 else:
                     rows = [row for row in self._read() if int(row["step"] or 0) < purge_step]
             self._write_anew(rows, self._columns)
@@ -147,7 +147,7 @@ class CSVTracker(GeneralTracker):
             return
         self._write(merged, at, file)
 
-    def _set_aside(self) -> None:
+    def _quarantine(self) -> None:
         aside = self.path.rename(unused_name(self.path))
         if not self._anew:
             _logger.warning(
@@ -239,7 +239,7 @@ def _locked(table: Path) -> Iterator[None]:
                 # Unlock explicitly: a process forked in between also has the file open.
                 held.callback(fcntl.flock, file, fcntl.LOCK_UN)
             except OSError as error:
-                _tell_without_lock(table, str(error))
+                _warn_without_lock(table, str(error))
             else:
                 if not is_at(os.fstat(file.fileno()), lock):
                     continue
@@ -249,7 +249,7 @@ def _locked(table: Path) -> Iterator[None]:
 
 
 @functools.cache
-def _tell_without_lock(table: Path, why: str) -> None:
+def _warn_without_lock(table: Path, why: str) -> None:
     _logger.warning(
         "The table %s cannot be locked (%s): if another process writes to it at the same time, as "
         "an evaluation during a fit does, rows may be lost.",

@@ -19,8 +19,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import FileWriter, SummaryWriter
 
-from trackers.files import regular
 from trackers.jsonl import append_whole, is_at
+from trainer.files import regular
 
 _VERSION = "brain.Event:2"  # since version 2, only SessionLog.START purges steps
 

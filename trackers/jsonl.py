@@ -10,8 +10,8 @@ from time import time
 from typing import Any
 
 from trackers.base import GeneralTracker
-from trackers.files import regular
-from trackers.strict_json import dumps, from_json
+from trainer.files import regular
+from trainer.strict_json import dumps, from_json
 
 _logger = logging.getLogger("trackers")
 
@@ -86,7 +86,7 @@ def append_whole(file: io.FileIO, record: bytes) -> None:
 class JsonlTracker(GeneralTracker):
     """Appends `{"step", "epoch", "time", name: value, ...}` to a file, one JSON object per line.
 
-    Every line is JSON that any parser reads, see `trackers.strict_json.to_json`: non-finite numbers
+    Every line is JSON that any parser reads, see `trainer.strict_json.to_json`: non-finite numbers
     are the texts "NaN", "Infinity" and "-Infinity", tensors and arrays of one element are numbers,
     longer ones lists. Other objects are written as their `str`, so that the record's other metrics
     are not lost. Each record is one write system call, so a crash can cut off only the last line,

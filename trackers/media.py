@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from trackers.base import python_number
+from trainer.strict_json import python_number
 
 _logger = logging.getLogger("trackers")
 _CHANNELS = (1, 3, 4)

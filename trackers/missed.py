@@ -6,8 +6,8 @@ from collections.abc import Generator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trackers.files import regular
 from trackers.jsonl import FIELDS, parse_record
+from trainer.files import regular
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

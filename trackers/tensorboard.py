@@ -46,7 +46,7 @@ def _shown(name: str, value: Any) -> dict[str, Any]:
     return {f"{name}/{number}": image for number, image in enumerate(each)}
 
 
-def _set_aside(folder: Path) -> None:
+def _quarantine(folder: Path) -> None:
     """Rename a folder's event files: TensorBoard reads all files with "tfevents" in their names."""
     for path in sorted(folder.glob("*tfevents*")):
         aside = path.with_name(path.name.replace("tfevents", "earlier"))
@@ -91,7 +91,7 @@ class TensorBoardTracker(GeneralTracker):
         self._anew = False
         self._writer: Any = None
         self._file: Any = None  # set with the writer
-        self._told = 0  # the file's renewals that were logged
+        self._logged_renewals = 0  # the file's renewals that were logged
         self._stored: tuple[dict[str, Any], str | None] | None = None  # the configuration
         self._configured = 0  # `renewals` of the file when it was last stored
         self._success: Any = None
@@ -129,7 +129,7 @@ class TensorBoardTracker(GeneralTracker):
 
         anew, self._anew = self._anew, False
         if anew:
-            _set_aside(self.log_dir)
+            _quarantine(self.log_dir)
         options = dict(self.writer_options)
         if self._purge_step is not None:
             options["purge_step"] = self._purge_step
@@ -139,7 +139,7 @@ class TensorBoardTracker(GeneralTracker):
         file.begin()
         self._writer, self._file = writer, file
         self._stored = self._success = self._purge_step = None
-        self._told = 0
+        self._logged_renewals = 0
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration as hyperparameters, and as YAML text in "configuration".
@@ -296,8 +296,8 @@ class TensorBoardTracker(GeneralTracker):
     def _opened(self) -> Any:
         """Return the writer. After a new file, warn and store the configuration again."""
         writer, renewals = self.tracker, self._file.renewals
-        if renewals > self._told:
-            self._told = renewals
+        if renewals > self._logged_renewals:
+            self._logged_renewals = renewals
             _logger.warning(
                 "TensorBoard's event file in %s was deleted, moved or replaced while it was open. "
                 "The curves continue in another one, without the earlier values.",

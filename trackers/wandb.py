@@ -10,9 +10,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from trackers.base import GeneralTracker, python_number
+from trackers.base import GeneralTracker
 from trackers.media import finite, pixels, plain, rendered, table_of
 from trackers.registry import register_tracker
+from trainer.strict_json import python_number
 
 
 class Rows:
@@ -26,15 +27,17 @@ class Rows:
     Args:
         begun: the number of rows that the service already has.
         step: the update from which the run resumes, if it does.
-        told: the last update that the service reports, if known. The number of rows may be larger,
-            since late values also have rows.
+        reported: the last update that the service reports, if known. The number of rows may be
+            larger, since late values also have rows.
     """
 
-    def __init__(self, begun: int = 0, step: int | None = None, told: int | None = None) -> None:
+    def __init__(
+        self, begun: int = 0, step: int | None = None, reported: int | None = None
+    ) -> None:
         self._last = begun - 1
         self._step: int | None = None
         # Steps that a killed run logged after its last checkpoint. Its last row may be incomplete.
-        end = begun - 1 if told is None else min(begun - 1, told)
+        end = begun - 1 if reported is None else min(begun - 1, reported)
         self._known = range(0) if step is None else range(step + 1, end)
 
     def place(self, step: int | None) -> int | None:
@@ -147,8 +150,8 @@ class WandBTracker(GeneralTracker):
         self._tried = True
         self._run = run = wandb.init(**options)
         self.run_id, self._new_id, self._tried = run.id, None, False
-        told = self._run.summary.get("global_step")
-        self._rows = Rows(run.starting_step, step, told if isinstance(told, int) else None)
+        reported = self._run.summary.get("global_step")
+        self._rows = Rows(run.starting_step, step, reported if isinstance(reported, int) else None)
         run.define_metric("global_step", hidden=True)
         run.define_metric("*", step_metric="global_step", step_sync=True)
 

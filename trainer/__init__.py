@@ -14,14 +14,6 @@ check_siblings()
 if TYPE_CHECKING:
     from trainer.accelerator import Accelerator
     from trainer.checkpoint import load_checkpoint_in_model
-    from trainer.choices import (
-        DDPCommunicationHookType,
-        DistributedType,
-        DynamoBackend,
-        LoggerType,
-        PrecisionType,
-        RNGType,
-    )
     from trainer.configuration import (
         AutocastKwargs,
         DataLoaderConfiguration,
@@ -33,9 +25,17 @@ if TYPE_CHECKING:
         KwargsHandler,
         ProjectConfiguration,
     )
-    from trainer.data.skip import skip_first_batches
+    from trainer.data.prepare import skip_first_batches
     from trainer.datamodule import DataModule
     from trainer.distributed.objects import gather_object
+    from trainer.enums import (
+        DDPCommunicationHookType,
+        DistributedType,
+        DynamoBackend,
+        LoggerType,
+        PrecisionType,
+        RNGType,
+    )
     from trainer.errors import (
         CheckpointError,
         DistributedOperationException,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         Preempted,
     )
     from trainer.launchers import debug_launcher, notebook_launcher
-    from trainer.logs import get_logger
+    from trainer.logging import get_logger
     from trainer.memory import find_executable_batch_size, release_memory
     from trainer.module import TrainModule
     from trainer.plugins import (
@@ -62,14 +62,14 @@ _HOME = {
     "AcceleratorState": "state",
     "AutocastKwargs": "configuration",
     "CheckpointError": "errors",
-    "DDPCommunicationHookType": "choices",
+    "DDPCommunicationHookType": "enums",
     "DataLoaderConfiguration": "configuration",
     "DataModule": "datamodule",
     "DeepSpeedPlugin": "plugins",
     "DistributedDataParallelKwargs": "configuration",
     "DistributedOperationException": "errors",
-    "DistributedType": "choices",
-    "DynamoBackend": "choices",
+    "DistributedType": "enums",
+    "DynamoBackend": "enums",
     "FP8RecipeKwargs": "configuration",
     "FullyShardedDataParallelPlugin": "plugins",
     "GradScalerKwargs": "configuration",
@@ -77,14 +77,14 @@ _HOME = {
     "GradientState": "state",
     "InitProcessGroupKwargs": "configuration",
     "KwargsHandler": "configuration",
-    "LoggerType": "choices",
+    "LoggerType": "enums",
     "MegatronLMPlugin": "plugins",
     "MetricError": "errors",
     "PartialState": "state",
-    "PrecisionType": "choices",
+    "PrecisionType": "enums",
     "Preempted": "errors",
     "ProjectConfiguration": "configuration",
-    "RNGType": "choices",
+    "RNGType": "enums",
     "TorchDynamoPlugin": "plugins",
     "TrainModule": "module",
     "Trainer": "trainer",
@@ -92,16 +92,16 @@ _HOME = {
     "debug_launcher": "launchers",
     "find_executable_batch_size": "memory",
     "gather_object": "distributed.objects",
-    "get_logger": "logs",
+    "get_logger": "logging",
     "load_checkpoint_in_model": "checkpoint",
     "notebook_launcher": "launchers",
     "release_memory": "memory",
     "set_seed": "rng",
-    "skip_first_batches": "data.skip",
+    "skip_first_batches": "data.prepare",
     "synchronize_rng_states": "rng",
 }
 
-_MODULES = ("launchers", "logs", "state", "tracking", "utils")  # after ``import trainer`` alone
+_MODULES = ("launchers", "logging", "state", "tracking", "utils")  # after ``import trainer`` alone
 
 __all__ = [
     "Accelerator",

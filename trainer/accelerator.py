@@ -25,14 +25,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from callbacks.arguments import explained
-from callbacks.checks import expect_bools, expect_numbers, given
 from trackers import GeneralTracker
 from trainer.checkpoint import project as states
-from trainer.checkpoint.model import parse_size, save_model
 from trainer.checkpoint.objects import save
 from trainer.checkpoint.restore import Prepared
-from trainer.choices import DistributedType, RNGType, SchedulerTick
+from trainer.checkpoint.weights import parse_size, save_model
+from trainer.checks import check_bools, check_numbers, explained, given
 from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -44,14 +42,17 @@ from trainer.configuration import (
     KwargsHandler,
     ProjectConfiguration,
     at_least,
-    refuse_fp8,
+    check_not_fp8,
 )
-from trainer.data.loader import PreparedLoader
-from trainer.data.prepare import prepare_data_loader
-from trainer.data.skip import skip_first_batches
+from trainer.data.dataloader import PreparedLoader
+from trainer.data.prepare import prepare_data_loader, skip_first_batches
 from trainer.distributed import collectives
+from trainer.distributed.collectives import Trigger
 from trainer.distributed.metrics import gather_for_metrics
-from trainer.distributed.trigger import Trigger
+from trainer.engines import join
+from trainer.engines import model as models
+from trainer.engines.model import accumulating
+from trainer.enums import DistributedType, RNGType, SchedulerTick
 from trainer.errors import expect
 from trainer.memory import release_memory
 from trainer.optim.clipping import as_list, clip_
@@ -63,15 +64,12 @@ from trainer.plugins import (
     FullyShardedDataParallelPlugin,
     MegatronLMPlugin,
     TorchDynamoPlugin,
-    refuse_engine,
+    check_engine,
 )
 from trainer.precision import Precision
 from trainer.rng import as_types
 from trainer.state import AcceleratorState, GradientState, is_initialized
 from trainer.state.group import warn_of_old_kernel
-from trainer.strategies import join
-from trainer.strategies import model as models
-from trainer.strategies.model import accumulating
 from trainer.tracking import RunTrackers
 
 _STEPS = attrgetter("steps")
@@ -175,12 +173,12 @@ class Accelerator:
         dynamo_plugin: TorchDynamoPlugin | None = None,
         scheduler_tick: str = "process",
     ) -> None:
-        expect_bools(
+        check_bools(
             device_placement=device_placement,
             cpu=cpu,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         )
-        refuse_engine(deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
+        check_engine(deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
         expect("dataloader_config", dataloader_config, DataLoaderConfiguration)
         expect("project_config", project_config, ProjectConfiguration)
         handlers = _by_type(kwargs_handlers or [])
@@ -477,7 +475,7 @@ class Accelerator:
                 "give one for each."
             )
         for number, place in enumerate(device_placement):
-            expect_bools(**given(**{f"device_placement[{number}]": place}))
+            check_bools(**given(**{f"device_placement[{number}]": place}))
         first = [
             self._prepare_one(obj, place) for obj, place in zip(args, device_placement, strict=True)
         ]
@@ -499,7 +497,7 @@ class Accelerator:
         return obj
 
     def _placed(self, device_placement: bool | None) -> torch.device | None:
-        expect_bools(**given(device_placement=device_placement))
+        check_bools(**given(device_placement=device_placement))
         chosen = self.device_placement if device_placement is None else device_placement
         return self.device if chosen else None
 
@@ -519,7 +517,7 @@ class Accelerator:
         Raises:
             TypeError: `model` is not a module.
         """
-        _expect_of("prepare_model", "model", model, isinstance(model, nn.Module))
+        _check_parameters_of("prepare_model", "model", model, isinstance(model, nn.Module))
         for known in self._models:
             if model is known or models.unwrap_model(known) is model:
                 return known
@@ -544,7 +542,9 @@ class Accelerator:
         Raises:
             TypeError: `optimizer` is not an optimizer.
         """
-        _expect_of("prepare_optimizer", "optimizer", optimizer, hasattr(optimizer, "param_groups"))
+        _check_parameters_of(
+            "prepare_optimizer", "optimizer", optimizer, hasattr(optimizer, "param_groups")
+        )
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         for known in self._optimizers:
@@ -565,7 +565,7 @@ class Accelerator:
             TypeError: `scheduler` is not a scheduler.
         """
         fits = hasattr(scheduler, "optimizer") and not isinstance(scheduler, AcceleratedOptimizer)
-        _expect_of("prepare_scheduler", "scheduler", scheduler, fits)
+        _check_parameters_of("prepare_scheduler", "scheduler", scheduler, fits)
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         for known in self._schedulers:
@@ -626,7 +626,7 @@ class Accelerator:
         Raises:
             TypeError: `joinables` is not a list of models and optimizers (also with one process).
         """
-        expect_bools(**given(even_batches=even_batches))
+        check_bools(**given(even_batches=even_batches))
         if isinstance(joinables, (str, nn.Module)) or not isinstance(joinables, Iterable):
             raise TypeError(
                 f"joinables is {reprlib.repr(joinables)}; it must be a list of models and "
@@ -635,12 +635,12 @@ class Accelerator:
         joinables = list(joinables)
         for each in joinables:
             fits = isinstance(each, (nn.Module, Joinable)) or hasattr(each, "param_groups")
-            _expect_of("join_uneven_inputs", "joinable", each, fits)
+            _check_parameters_of("join_uneven_inputs", "joinable", each, fits)
         return join.join_uneven_inputs(joinables, self._dataloaders, even_batches, self)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether a device map has already spread the model over several devices."""
-        _expect_of("verify_device_map", "model", model, isinstance(model, nn.Module))
+        _check_parameters_of("verify_device_map", "model", model, isinstance(model, nn.Module))
         return models.verify_device_map(model)
 
     def unwrap_model(
@@ -698,7 +698,7 @@ class Accelerator:
 
     @sync_gradients.setter
     def sync_gradients(self, sync: bool) -> None:
-        expect_bools(sync_gradients=sync)
+        check_bools(sync_gradients=sync)
         self.gradient_state.sync_gradients = sync
 
     @property
@@ -795,7 +795,7 @@ class Accelerator:
             TypeError: `loss` is not a tensor.
         """
         if self.sync_gradients:
-            self._refuse_unfrozen()
+            self._check_unfrozen()
         steps = self.gradient_state.num_steps
         self._steps_at_backward = list(map(_STEPS, self._optimizers))
         try:
@@ -805,10 +805,10 @@ class Accelerator:
             else:
                 self.precision.scale(scaled).backward(**kwargs)
         except (AttributeError, TypeError, ValueError):  # check the type only after a failure
-            _expect_of("backward", "loss", loss, hasattr(loss, "backward"))
+            _check_parameters_of("backward", "loss", loss, hasattr(loss, "backward"))
             raise
 
-    def _refuse_unfrozen(self) -> None:
+    def _check_unfrozen(self) -> None:
         """Raise if parameters were unfrozen after `prepare`: DDP would not all-reduce them."""
         count = sum(parameter.requires_grad for parameter in self._frozen)
         if count:
@@ -835,7 +835,9 @@ class Accelerator:
         single = isinstance(chosen, (Optimizer, nn.Module, str))
         ours: list[Any] = [chosen] if single or not isinstance(chosen, Iterable) else list(chosen)
         for one in ours:
-            _expect_of("unscale_gradients", "optimizer", one, hasattr(one, "param_groups"))
+            _check_parameters_of(
+                "unscale_gradients", "optimizer", one, hasattr(one, "param_groups")
+            )
         scaled = self.scaler is not None and self.scaler.is_enabled()
         if scaled and not self.sync_gradients:
             raise ValueError(
@@ -861,8 +863,8 @@ class Accelerator:
             ValueError: `max_norm` is negative or NaN, or `norm_type` is 0.
             TypeError: `max_norm` or `norm_type` is not a number.
         """
-        _expect_limit("max_norm", max_norm)
-        expect_numbers(norm_type=math.inf if norm_type == "inf" else norm_type)
+        _check_limit("max_norm", max_norm)
+        check_numbers(norm_type=math.inf if norm_type == "inf" else norm_type)
         if norm_type == 0:
             raise ValueError(
                 f"norm_type is {norm_type!r}, which counts the elements that are not zero: scaling "
@@ -880,7 +882,7 @@ class Accelerator:
             ValueError: `clip_value` is negative or NaN.
             TypeError: `clip_value` is not a number.
         """
-        _expect_limit("clip_value", clip_value)
+        _check_limit("clip_value", clip_value)
         clip_(self._unscaled(parameters), max_value=clip_value)
 
     def _unscaled(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -946,8 +948,8 @@ class Accelerator:
             TypeError: `model` is not a module; raised on every process.
             ValueError: `max_shard_size` is not a size; raised on every process.
         """
-        _expect_of("save_model", "model", model, isinstance(model, nn.Module))
-        expect_bools(safe_serialization=safe_serialization)
+        _check_parameters_of("save_model", "model", model, isinstance(model, nn.Module))
+        check_bools(safe_serialization=safe_serialization)
         parse_size(max_shard_size, "max_shard_size")  # a bad size raises on every rank
         if self._writes:
             save_model(_bare(model), save_directory, max_shard_size, safe_serialization)
@@ -979,7 +981,7 @@ class Accelerator:
                 f"save_state got {', '.join(save_model_func_kwargs)}, arguments of an engine that "
                 "this release does not support. Remove them."
             )
-        expect_bools(safe_serialization=safe_serialization)
+        check_bools(safe_serialization=safe_serialization)
         if output_dir == "" and not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError(
                 "output_dir is ''; it must be a folder. Pass '.' for the current one, or a name."
@@ -1053,14 +1055,14 @@ class Accelerator:
         Files that the hook writes to `output_dir` become part of the checkpoint. State dicts that
         it removes from `weights` are not saved.
         """
-        _expect_of("register_save_state_pre_hook", "hook", hook, callable(hook))
+        _check_parameters_of("register_save_state_pre_hook", "hook", hook, callable(hook))
         handle = RemovableHandle(self._save_hooks)
         self._save_hooks[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` before a load; models that it removes are not loaded."""
-        _expect_of("register_load_state_pre_hook", "hook", hook, callable(hook))
+        _check_parameters_of("register_load_state_pre_hook", "hook", hook, callable(hook))
         handle = RemovableHandle(self._load_hooks)
         self._load_hooks[handle.id] = hook
         return handle
@@ -1213,7 +1215,7 @@ class Accelerator:
         return f"Accelerator(\n{self.state})"
 
 
-def _expect_of(method: str, what: str, given: object, fits: bool) -> None:
+def _check_parameters_of(method: str, what: str, given: object, fits: bool) -> None:
     if not fits:
         raise TypeError(
             f"{method} was given {reprlib.repr(given)} of type {type(given).__name__} as its "
@@ -1263,11 +1265,11 @@ def _chosen_dynamo(backend: str | None, plugin: TorchDynamoPlugin | None) -> Tor
     return plugin
 
 
-def _expect_limit(name: str, limit: Any) -> None:
+def _check_limit(name: str, limit: Any) -> None:
     """Raise for an invalid limit; a tensor is not read, since that would wait for the device."""
     if isinstance(limit, Tensor):
         return
-    expect_numbers(**{name: limit})
+    check_numbers(**{name: limit})
     if limit < 0:
         raise ValueError(f"{name} is {limit!r}; it must be 0 or more.")
 
@@ -1280,7 +1282,7 @@ def _by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     found: dict[type, Any] = {}
     for handler in handlers:
         if isinstance(handler, FP8RecipeKwargs):
-            refuse_fp8("FP8RecipeKwargs")
+            check_not_fp8("FP8RecipeKwargs")
         if type(handler) not in _HANDLERS:
             raise TypeError(
                 f"kwargs_handlers holds {handler!r}; it takes "

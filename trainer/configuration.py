@@ -11,10 +11,9 @@ from datetime import timedelta
 from os import PathLike
 from typing import Any, TypeVar
 
-from callbacks.arguments import explained
-from callbacks.checks import expect_bools, expect_numbers
 from trainer import environment
-from trainer.choices import DDPCommunicationHookType
+from trainer.checks import check_bools, check_numbers, explained
+from trainer.enums import DDPCommunicationHookType
 from trainer.errors import choose
 
 _T = TypeVar("_T")
@@ -35,7 +34,7 @@ def at_least(minimum: int, what: str, value: object) -> None:
         raise ValueError(f"{what} is {value}; it must be at least {minimum}.")
 
 
-def _expect_bools(configuration: object, *names: str) -> None:
+def _check_bools(configuration: object, *names: str) -> None:
     for name in names:
         value = getattr(configuration, name)
         if not isinstance(value, bool):
@@ -43,7 +42,7 @@ def _expect_bools(configuration: object, *names: str) -> None:
             raise TypeError(f"{owner}: {name} is {value!r}; it must be True or False.")
 
 
-def refuse_fp8(what: str) -> None:
+def check_not_fp8(what: str) -> None:
     """Raise an error: fp8 training is not supported yet. The message names the alternatives.
 
     Args:
@@ -93,12 +92,12 @@ class DataLoaderConfiguration:
 
     def __post_init__(self) -> None:
         """Check the types."""
-        _expect_bools(self, "split_batches", "even_batches", "use_seedable_sampler", "non_blocking")
-        _expect_bools(self, "use_stateful_dataloader")
+        _check_bools(self, "split_batches", "even_batches", "use_seedable_sampler", "non_blocking")
+        _check_bools(self, "use_stateful_dataloader")
         if isinstance(self.data_seed, bool) or not isinstance(self.data_seed, int | None):
             raise TypeError(f"data_seed is {self.data_seed!r}; it must be an int or None.")
         if self.dispatch_batches is not None:
-            _expect_bools(self, "dispatch_batches")
+            _check_bools(self, "dispatch_batches")
 
 
 @explains_itself
@@ -130,7 +129,7 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         """Check types and ranges, and fill in `logging_dir`."""
-        _expect_bools(self, "automatic_checkpoint_naming", "save_on_each_node")
+        _check_bools(self, "automatic_checkpoint_naming", "save_on_each_node")
         if self.total_limit is not None:
             at_least(1, "total_limit", self.total_limit)
         at_least(0, "iteration", self.iteration)
@@ -198,7 +197,7 @@ class GradientAccumulationPlugin(KwargsHandler):
             named = environment.read_int(what)
             self.num_steps = 1 if named is None else named
         at_least(1, what, self.num_steps)
-        _expect_bools(self, "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
+        _check_bools(self, "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
 
 
 @explains_itself
@@ -216,9 +215,9 @@ class AutocastKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         """Check the types."""
-        _expect_bools(self, "enabled")
+        _check_bools(self, "enabled")
         if self.cache_enabled is not None:
-            _expect_bools(self, "cache_enabled")
+            _check_bools(self, "cache_enabled")
 
 
 @explains_itself
@@ -258,7 +257,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """Check types, ranges and the combination of hooks."""
         at_least(0, "dim", self.dim)
         at_least(1, "bucket_cap_mb", self.bucket_cap_mb)
-        _expect_bools(
+        _check_bools(
             self,
             "broadcast_buffers",
             "find_unused_parameters",
@@ -306,7 +305,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             at_least(least, f"comm_state_option[{name!r}]", options.get(name, least))
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
             value = options.get(name, 0)
-            expect_numbers(**{f"comm_state_option[{name!r}]": value})
+            check_numbers(**{f"comm_state_option[{name!r}]": value})
             if value < 0:
                 raise ValueError(f"comm_state_option[{name!r}] is {value}; it must be 0 or more.")
         if math.isinf(value := options.get("orthogonalization_epsilon", 0)):
@@ -315,7 +314,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
                 "would be divided; it must be a small number, such as 1e-8."
             )
         for name in ("use_error_feedback", "warm_start", "batch_tensors_with_same_shape"):
-            expect_bools(**{f"comm_state_option[{name!r}]": options.get(name, True)})
+            check_bools(**{f"comm_state_option[{name!r}]": options.get(name, True)})
         PowerSGDState(None, **options)  # torch raises for invalid options
 
     def to_dict(self) -> dict[str, Any]:
@@ -348,11 +347,11 @@ class GradScalerKwargs(KwargsHandler):
             ("backoff_factor", 0, 1, "between 0 and 1"),
         ):
             value = getattr(self, name)
-            expect_numbers(**{name: value})
+            check_numbers(**{name: value})
             if not low < value < high:
                 raise ValueError(f"{name} is {value}; it must be {range_}.")
         at_least(1, "growth_interval", self.growth_interval)
-        _expect_bools(self, "enabled")
+        _check_bools(self, "enabled")
 
 
 @explains_itself

@@ -102,5 +102,5 @@ def expect(what: str, value: object, kind: type, fix: str = "") -> None:
         TypeError: It is something else.
     """
     if not isinstance(value, (kind, type(None))):
-        told = f" {fix}" if fix else ""
-        raise TypeError(f"{what} is {value!r}; it must be a {kind.__name__}.{told}")
+        advice = f" {fix}" if fix else ""
+        raise TypeError(f"{what} is {value!r}; it must be a {kind.__name__}.{advice}")

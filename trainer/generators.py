@@ -38,7 +38,7 @@ def started() -> dict[str, Any]:
     return {name: device for name, device in devices().items() if device.is_initialized()}
 
 
-def set_torch_aside(seed: int | None) -> Callable[[], object]:
+def isolate_torch(seed: int | None) -> Callable[[], object]:
     """Save and seed torch's CPU generator; return a function that restores it."""
     generator = torch.default_generator
     state = generator.get_state()
@@ -47,7 +47,7 @@ def set_torch_aside(seed: int | None) -> Callable[[], object]:
     return partial(generator.set_state, state)
 
 
-def set_devices_aside(seed: int | None) -> Callable[[], object]:
+def isolate_devices(seed: int | None) -> Callable[[], object]:
     """Save and seed the generator of each initialised device type's current device."""
     if not DEVICES_CAN_START:
         return _nothing
@@ -61,10 +61,10 @@ def set_devices_aside(seed: int | None) -> Callable[[], object]:
         states["mps"] = (torch.mps.get_rng_state(),)
         if seed is not None:
             torch.mps.manual_seed(seed)
-    return partial(_put_devices_back, states)
+    return partial(_restore_devices, states)
 
 
-def _put_devices_back(states: dict[str, tuple[Any, ...]]) -> None:
+def _restore_devices(states: dict[str, tuple[Any, ...]]) -> None:
     for name, state in states.items():
         getattr(torch, name).set_rng_state(*state)
     for name, device in started().items():
@@ -77,7 +77,7 @@ def _put_devices_back(states: dict[str, tuple[Any, ...]]) -> None:
 _SIZE_OF_MT19937 = 625 * 4
 
 
-def set_python_aside(seed: int | None) -> Callable[[], object]:
+def isolate_python(seed: int | None) -> Callable[[], object]:
     """Save and seed Python's global generator; return a function that restores it.
 
     `random.getstate` and `random.setstate` convert to and from a tuple of 625 integers, which takes
@@ -129,7 +129,7 @@ def _memory_at(address: int) -> _Words:
 # clear it, set the same bit generator again.
 
 
-def set_numpy_aside(seed: int | None) -> Callable[[], object]:
+def isolate_numpy(seed: int | None) -> Callable[[], object]:
     """Save and seed numpy's global generator; return a function that restores it."""
     module: Any = numpy.random
     if seed is None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from callbacks import Callback
-from trainer.ported.signatures import refuse_signature, with_loader_number
+from trainer.ported.signatures import check_signature, with_loader_number
 
 Hook = Callable[..., None]
 logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class HookTable:
             if not is_overridden(owner, name, base):
                 return []
             hook: Hook = getattr(owner, name)
-            refuse_signature(hook := with_loader_number(hook), name, getattr(base, name))
+            check_signature(hook := with_loader_number(hook), name, getattr(base, name))
             if name == "on_train_batch_start":
                 hook = _ends_no_epoch(hook, owner)
             return [hook]

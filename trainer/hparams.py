@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import torch
 
 from trackers.masking import masked
-from trainer.checkpoint.tensors import decode_tree, encode_tree
+from trainer.checkpoint.serialization import decode_tree, encode_tree
 from trainer.errors import CheckpointError, choose
 
 _KEY = "_hyper_parameters"
@@ -219,17 +219,17 @@ def make(
             if name not in takes:
                 raise TypeError(choose(f"An argument for {cls.__name__}", name, takes))
         if foreign := [name for name in arguments if name not in takes]:
-            told = (
+            text = (
                 f"{where} was saved by a class with the {_listed(foreign)}, which {cls.__name__} "
                 f"does not take: it takes {', '.join(takes) or 'none'}."
             )
             # If an argument of the class is not given, a saved one may have been renamed to it.
             if strict and not (given and arguments.keys() | given.keys() >= set(takes)):
                 raise CheckpointError(
-                    f"{told} Load it with the class that saved it; or leave them out, by giving "
+                    f"{text} Load it with the class that saved it; or leave them out, by giving "
                     "the class's other arguments or strict=False."
                 )
-            logger.warning("%s They are left out.", told)
+            logger.warning("%s They are left out.", text)
             arguments = {name: value for name, value in arguments.items() if name in takes}
     arguments |= given
     empty = [n for n in takes if parameters[n].default is inspect.Parameter.empty]
@@ -334,11 +334,11 @@ def _all_plain(values: Mapping[str, Any]) -> dict[str, Any]:
     if not wrong:
         return plain
     kinds = {place: type(value) for place, value in wrong.items()}
-    told = ", ".join(
+    text = ", ".join(
         f"{place} is a {kind.__module__}.{kind.__qualname__}" for place, kind in kinds.items()
     )
     what = (
-        f"hyper-parameter {told}, which is" if len(wrong) == 1 else f"hyper-parameters ({told}) are"
+        f"hyper-parameter {text}, which is" if len(wrong) == 1 else f"hyper-parameters ({text}) are"
     )
     names = list(dict.fromkeys(place.partition("[")[0] for place in wrong))
     spaces = [name for name in names if isinstance(wrong.get(name), Namespace)]

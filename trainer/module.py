@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from callbacks.arguments import explained
-from callbacks.folder import with_home
 from trainer import checkpoint as disk
-from trainer.checkpoint.manifest import MANIFEST, check_form
+from trainer.checkpoint.storage import MANIFEST, check_form
+from trainer.checks import explained
 from trainer.distributed.collectives import gather
 from trainer.errors import CheckpointError, choose
+from trainer.files import with_home
 from trainer.hparams import HyperParameters, keep, kept_by, make
 from trainer.metrics import Kind
 from trainer.optim.optimizer import parameters_of
@@ -317,8 +317,8 @@ class TrainModule(nn.Module):
             reduce = log_arguments(name, ported).get("reduce", reduce)
         metrics = self.trainer.metrics
         if logger is False or not add_dataloader_idx:
-            told = logger is not False
-            with metrics.renamed(name, logger=told, add_dataloader_idx=add_dataloader_idx):
+            is_logged = logger is not False
+            with metrics.renamed(name, logger=is_logged, add_dataloader_idx=add_dataloader_idx):
                 self.log(
                     name,
                     value,

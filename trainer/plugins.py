@@ -1,7 +1,7 @@
 """Plugins that configure compilation and other training engines of an `Accelerator`.
 
 `TorchDynamoPlugin` configures ``torch.compile``. The other three describe engines that are not
-supported yet. They validate their arguments, and `refuse_engine` raises an error, so that no run
+supported yet. They validate their arguments, and `check_engine` raises an error, so that no run
 trains without the requested engine.
 """
 
@@ -14,10 +14,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from callbacks.checks import expect_numbers
 from trainer import environment
-from trainer.choices import DynamoBackend
+from trainer.checks import check_numbers
 from trainer.configuration import at_least, explains_itself
+from trainer.enums import DynamoBackend
 from trainer.errors import choose, expect
 
 _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
@@ -393,7 +393,7 @@ class MegatronLMPlugin:
             *("lr_warmup_fraction", "min_lr", "lr_mult"),
         ):
             if (value := getattr(self, name)) is not getattr(type(self), name):
-                expect_numbers(**{name: value})
+                check_numbers(**{name: value})
                 if value < 0:
                     raise ValueError(f"{name} is {value}; it must be 0 or more.")
         for name, choices in (
@@ -407,7 +407,7 @@ class MegatronLMPlugin:
         _expect(self, "return_logits", bool)
 
 
-def refuse_engine(
+def check_engine(
     deepspeed_plugin: object | None = None,
     fsdp_plugin: object | None = None,
     megatron_lm_plugin: object | None = None,

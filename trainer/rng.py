@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 import numpy
 import torch
 
-from trainer.choices import RNGType
 from trainer.distributed.collectives import broadcast
+from trainer.enums import RNGType
 from trainer.errors import choose
 from trainer.generators import (
     devices,
-    set_devices_aside,
-    set_numpy_aside,
-    set_python_aside,
-    set_torch_aside,
+    isolate_devices,
+    isolate_numpy,
+    isolate_python,
+    isolate_torch,
     started,
 )
 from trainer.state import PartialState
@@ -231,14 +231,14 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
         seed: The seed for the generators inside the block; None keeps their states. Do not call
             `seed_generators` in the block: it seeds devices that are not restored.
     """
-    put_back = set_rng_aside(seed)
+    put_back = isolate_rng(seed)
     try:
         yield
     finally:
         put_back()
 
 
-def set_rng_aside(seed: int | None = None) -> Callable[[], None]:
+def isolate_rng(seed: int | None = None) -> Callable[[], None]:
     """Like entering `isolated_rng`; return a function that restores the generators."""
     again: list[Callable[[], object]] = []
 
@@ -247,10 +247,10 @@ def set_rng_aside(seed: int | None = None) -> Callable[[], None]:
             each()
 
     try:
-        again.append(set_devices_aside(seed))  # restored last: needs torch's seed
-        again.append(set_torch_aside(seed))
-        again.append(set_python_aside(seed))
-        again.append(set_numpy_aside(seed))
+        again.append(isolate_devices(seed))  # restored last: needs torch's seed
+        again.append(isolate_torch(seed))
+        again.append(isolate_python(seed))
+        again.append(isolate_numpy(seed))
     except BaseException:
         put_back()
         raise

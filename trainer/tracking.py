@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from callbacks.folder import with_home
 from trackers import (
     BackgroundTracker,
     GeneralTracker,
@@ -28,6 +27,7 @@ from trackers import (
 from trackers.background import finish_all
 from trackers.media import named_values
 from trackers.registry import TrackerChoice
+from trainer.files import with_home
 from trainer.state import PartialState
 
 __all__ = ["GeneralTracker", "RunTrackers", "on_main_process"]
@@ -135,7 +135,7 @@ class RunTrackers:
                 "a dataclass."
             )
         _check_options("init_kwargs", init_kwargs)
-        self._tell_of_unknown("init_kwargs", init_kwargs)
+        self._warn_of_unknown("init_kwargs", init_kwargs)
         if self._end is not None and self._end.alive:
             raise RuntimeError(
                 "init_trackers was called while its trackers are running. Call end_training() "
@@ -146,7 +146,7 @@ class RunTrackers:
             lambda: self._make(project_name, init_kwargs),
             key=f"cadence/trackers/{self._number}/{self._starts}",
         )
-        self._end = weakref.finalize(self, _end_unasked, self._trackers, os.getpid())
+        self._end = weakref.finalize(self, _end_at_exit, self._trackers, os.getpid())
         self._warned = False
         if configuration is not None:
             for tracker in self._trackers:
@@ -225,7 +225,7 @@ class RunTrackers:
         if "step" in named:
             named["step"] = _as_step(named["step"])
         _check_options("log_kwargs", log_kwargs)
-        self._tell_of_unknown("log_kwargs", log_kwargs)
+        self._warn_of_unknown("log_kwargs", log_kwargs)
         for tracker in self._begun(method):
             options = (log_kwargs or {}).get(tracker.name, {})
             getattr(tracker, method)(*arguments, **named, **options)
@@ -262,7 +262,7 @@ class RunTrackers:
             raise
         return made
 
-    def _tell_of_unknown(self, what: str, options: _Options | None) -> None:
+    def _warn_of_unknown(self, what: str, options: _Options | None) -> None:
         """Warn once of options for an unknown tracker name that is similar to a known one."""
         if not options:
             return
@@ -393,7 +393,7 @@ def _main_first(make: Callable[[], _T], *, key: str) -> _T:
     return made
 
 
-def _end_unasked(trackers: list[GeneralTracker], process: int) -> None:
+def _end_at_exit(trackers: list[GeneralTracker], process: int) -> None:
     """Finish trackers at exit, but not in a forked child, which does not have their threads."""
     if os.getpid() == process:
         # Python sets sys.last_value when an error ends the script.

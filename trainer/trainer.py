@@ -23,50 +23,46 @@ from callbacks import (
     PredictionWriter,
     Progress,
 )
-from callbacks.arguments import explained
-from callbacks.checks import expect_bools
-from callbacks.folder import given_path
 from trackers import GeneralTracker
 from trackers.base import Status
 from trackers.registry import TrackerChoice
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
+from trainer.checks import check_bools, explained
 from trainer.configuration import DataLoaderConfiguration, KwargsHandler, ProjectConfiguration
-from trainer.data.feed import Feed
-from trainer.distributed.meeting import meet
+from trainer.data.epoch_iterator import EpochIterator
+from trainer.distributed.guards import check_collective
 from trainer.distributed.watchdog import watched
+from trainer.engines.compile import compiled_steps
 from trainer.errors import Preempted
+from trainer.files import absolute_path
 from trainer.hooks import HookTable
-from trainer.loops import assemble
-from trainer.loops.arguments import (
+from trainer.loops import setup
+from trainer.loops.batch_norm import require_readable, update_batch_norm
+from trainer.loops.config import (
+    Limit,
+    Profile,
+    Settings,
+    check_barebones,
     chosen_accelerator,
     chosen_window,
     complete,
     listed,
     project_dir_of,
-    refuse_beside_barebones,
 )
-from trainer.loops.batch_norm import require_readable, update_batch_norm
-from trainer.loops.bottleneck import Begin, profiling
-from trainer.loops.choosing import WORDS
-from trainer.loops.differing import refuse_differing_names
+from trainer.loops.dataloaders import Sources, check_hooks, check_module, steps_of, take_datamodule
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.fit import finished, fit
-from trainer.loops.loaders import check_hooks, check_module, steps_of, take_datamodule
-from trainer.loops.modes import detecting_anomalies, deterministic, sharing_the_process
+from trainer.loops.fit_state import require_space, save_run, save_weights_alone
 from trainer.loops.parts import Parts
-from trainer.loops.predict import predict
-from trainer.loops.predictions import PredictionFiles
-from trainer.loops.project import Project
-from trainer.loops.record import Recorder
-from trainer.loops.reload import Sources
-from trainer.loops.requeue import requeue
-from trainer.loops.run import Counters, FitRun, Run
-from trainer.loops.settings import Limit, Profile, Settings
-from trainer.loops.signals import told_to_end, watch_signals
-from trainer.loops.snapshot import require_space, save_run, save_weights_alone
-from trainer.loops.stage import stage_of
-from trainer.loops.timing import SAVING
+from trainer.loops.predict import PredictionFiles, predict
+from trainer.loops.preemption import requeue, should_end, watch_signals
+from trainer.loops.preflight import check_optimizer_names
+from trainer.loops.profiler import SAVING, Begin, profiling
+from trainer.loops.recorder import Recorder
+from trainer.loops.run_directory import WORDS, Project
+from trainer.loops.setup import detecting_anomalies, deterministic, sharing_the_process, stage_of
+from trainer.loops.state import Counters, FitRun, Run
 from trainer.metrics import MetricStore, to_floats
 from trainer.module import TrainModule
 from trainer.optim.clipping import clip_, validate_limits
@@ -80,11 +76,10 @@ from trainer.plugins import (
     MegatronLMPlugin,
     TorchDynamoPlugin,
 )
-from trainer.ported.arguments import IN_A_FIT, IN_AN_EVALUATION, refuse_trainer_arguments
-from trainer.ported.attributes import refuse_to_set, trainer_attribute_hint
-from trainer.ported.hooks import refuse_uncalled
+from trainer.ported.arguments import IN_A_FIT, IN_AN_EVALUATION, check_trainer_arguments
+from trainer.ported.attributes import check_settable, trainer_attribute_hint
+from trainer.ported.hooks import check_uncalled_hooks
 from trainer.rng import set_seed
-from trainer.strategies.compiled import compiled_steps
 
 logger = logging.getLogger(__name__)
 _NOT_IN_A_TRIAL = {"reload_dataloaders_every_n_epochs": 0, "profile": None, "barebones": False}
@@ -113,7 +108,7 @@ class Trainer:
         limit_val_batches: The same for each validation loader; 0 disables validation.
         limit_test_batches: The same for each test loader.
         limit_predict_batches: The same for each prediction loader.
-        overfit_batches: Train and validate on only this many batches, the first of each loader,
+        overfit_batches: Train and validate on only the first this many batches of each loader,
             unshuffled.
         reload_dataloaders_every_n_epochs: Get new training and validation loaders from the module
             or the `DataModule` at the beginning of every n-th epoch; 0 for never. A run that
@@ -150,9 +145,9 @@ class Trainer:
             one line per epoch.
         callbacks: Called in this order, except that callbacks that save checkpoints come last.
         profile: ``"simple"`` prints a table at the end of a fit, validation, test or prediction:
-            the time of each part (the parts add up to the total), and advice for the largest part.
-            It is also written to ``profile-<stage>.json`` in `project_dir`. Times are those of rank
-            0, measured on CUDA with events in the device's stream, without synchronising, and
+            the time of each part, which add up to the total, and advice for the largest part. It is
+            also written to ``profile-<stage>.json`` in `project_dir`. Times are those of rank 0,
+            measured on CUDA with events in the device's stream, without synchronising, and
             elsewhere with the host's clock.
         barebones: Disable everything optional, to measure the training alone: progress bar,
             checkpoints, trackers, ``metrics.jsonl``, the sanity check, the check of `non_finite`,
@@ -243,9 +238,9 @@ class Trainer:
         **unknown: NoReturn,
     ) -> None:
         if unknown:
-            refuse_trainer_arguments(unknown, inspect.signature(Trainer).parameters)
-        refuse_uncalled(self, "trainer")
-        expect_bools(
+            check_trainer_arguments(unknown, inspect.signature(Trainer).parameters)
+        check_uncalled_hooks(self, "trainer")
+        check_bools(
             progress_bar=progress_bar, checkpointing=checkpointing, slurm_requeue=slurm_requeue
         )
         if not isinstance(accelerator, (Accelerator, type(None))):
@@ -286,7 +281,7 @@ class Trainer:
         if fast_dev_run:
             settings = settings.for_a_trial(fast_dev_run)
         if barebones:
-            refuse_beside_barebones(
+            check_barebones(
                 inspect.signature(Trainer).parameters,
                 {
                     "callbacks": callbacks,
@@ -344,7 +339,7 @@ class Trainer:
         self._counters = Counters()
         self._run: Run | None = None  # the current run
         self._fit: FitRun | None = None  # the latest fit, perhaps finished
-        self._feed: Feed | None = None
+        self._feed: EpochIterator | None = None
         self._recorder: Recorder | None = None
         self._stop_requested = False
         self._datamodule: Any = None
@@ -361,7 +356,7 @@ class Trainer:
                 self.callbacks[:] = listed(value)
                 return
             if not hasattr(type(self), name):
-                refuse_to_set(name, Trainer.__init__.__kwdefaults__)
+                check_settable(name, Trainer.__init__.__kwdefaults__)
             super().__setattr__(name, value)
 
     def _trial(
@@ -451,22 +446,22 @@ class Trainer:
             self._stage("fit", module, datamodule) as hooks,
         ):
             lock_added()
-            chosen = assemble.choose_start(self._parts, ckpt_path, module, datamodule)
+            chosen = setup.choose_start(self._parts, ckpt_path, module, datamodule)
             origin = sources.origin(chosen)
             self._counters = Counters(epoch=origin.epoch, global_step=origin.step)  # for the hooks
             self._feed, val_feeds = sources.make(origin)
-            run = assemble.make_fit_run(
+            run = setup.make_fit_run(
                 self._parts,
                 hooks,
                 sources,
                 chosen,
                 origin=origin,
-                feed=self._feed,
+                epoch_iterator=self._feed,
                 val_feeds=val_feeds,
                 stop_requested=lambda: self._stop_requested,
-                told=told_to_end(watch, self._parts.settings.budget),
+                signalled=should_end(watch, self._parts.settings.budget),
             )
-            assemble.start_fit(self._parts, run, chosen, ckpt_path)
+            setup.start_fit(self._parts, run, chosen, ckpt_path)
             self._run = self._fit = run
             self._recorder, self._counters = run.recorder, run.counters
             tell_run_id(run.run_id)
@@ -544,9 +539,9 @@ class Trainer:
         if return_predictions is None:
             return_predictions = not any(isinstance(c, PredictionWriter) for c in self.callbacks)
         with self._evaluation("predict", module, dataloaders, datamodule, ckpt_path) as at_hand:
-            run, feeds = at_hand
-            outputs = predict(run, feeds, keep=return_predictions)
-        return outputs[0] if outputs is not None and len(feeds) == 1 else outputs
+            run, epoch_iterators = at_hand
+            outputs = predict(run, epoch_iterators, keep=return_predictions)
+        return outputs[0] if outputs is not None and len(epoch_iterators) == 1 else outputs
 
     def save_checkpoint(
         self,
@@ -592,7 +587,7 @@ class Trainer:
         if run is None:
             raise RuntimeError("save_checkpoint has nothing to save before the first fit.")
         # Absolute, because the working directory may change before a pending save is made.
-        target = given_path("path", path)
+        target = absolute_path("path", path)
         if self._parts.trial_steps is not None:
             return target  # a trial of a `Tuner` must not replace the user's checkpoint
         if not run.in_boundary:
@@ -602,7 +597,7 @@ class Trainer:
                     "where the run is between two states. ModelCheckpoint(on_exception=True) saves "
                     "the weights of that moment; to resume, use an earlier checkpoint."
                 )
-            run.asked.add(
+            run.pending_saves.add(
                 target,
                 weights_only=weights_only,
                 background=background,
@@ -611,9 +606,9 @@ class Trainer:
             )
             return target
         if run.world_size > 1:
-            meet("save_checkpoint")
+            check_collective("save_checkpoint")
             if not self._parts.project.on_each_node:  # where paths may differ
-                refuse_differing_names(target.name)
+                check_optimizer_names(target.name)
         with run.timing.part(SAVING):
             saved = save_run(
                 run,
@@ -650,7 +645,7 @@ class Trainer:
         Raises:
             CheckpointError: A required save failed; raised on all processes.
         """
-        name = None if path is None else given_path("path", path)
+        name = None if path is None else absolute_path("path", path)
         return self._fit is None or self._fit.writer.wait(name)
 
     def save_own_weights(self, path: str | os.PathLike[str]) -> Path:
@@ -730,7 +725,7 @@ class Trainer:
         not reach the other processes.
         """
         if self.keeps_checkpoints:
-            disk.remove_or_tell(Path(path))
+            disk.remove_or_warn(Path(path))
 
     # -- state of the run ----------------------------------------------------------------------
 
@@ -813,7 +808,7 @@ class Trainer:
     @property
     def items_seen(self) -> float:
         """The number of items trained on, over all processes; see `TrainModule.count_items`."""
-        return 0.0 if self._fit is None else self._fit.agreement.items_seen
+        return 0.0 if self._fit is None else self._fit.step_sync.items_seen
 
     @property
     def skipped_updates(self) -> int:
@@ -986,14 +981,14 @@ class Trainer:
     @property
     def num_training_batches(self) -> int | None:
         """The number of micro-batches of this process per epoch of the fit; None if unknown."""
-        feed = self._run.feed if isinstance(self._run, FitRun) else self._feed
-        return None if feed is None else feed.num_own_batches
+        epoch_iterator = self._run.epoch_iterator if isinstance(self._run, FitRun) else self._feed
+        return None if epoch_iterator is None else epoch_iterator.num_own_batches
 
     @property
     def estimated_stepping_batches(self) -> int | None:
         """The number of optimizer steps of the whole fit; None if unknown before reading data."""
-        feed = self._run.feed if isinstance(self._run, FitRun) else self._feed
-        rounds = None if feed is None else feed.num_rounds
+        epoch_iterator = self._run.epoch_iterator if isinstance(self._run, FitRun) else self._feed
+        rounds = None if epoch_iterator is None else epoch_iterator.num_global_batches
         by_epochs = None
         if rounds is not None and self.max_epochs is not None:
             by_epochs = sum(
@@ -1098,7 +1093,7 @@ class Trainer:
             )
         for optimizer in run.optimizers:
             optimizer.note_backward()
-        if run.weightless:
+        if run.is_dummy:
             run.engine.backward(run.precision.scale(loss) * 0.0, *args, **kwargs)
             return
         run.own_hooks.on_before_backward(loss)
@@ -1154,7 +1149,7 @@ class Trainer:
     @contextmanager
     def _stage(self, name: str, module: TrainModule, datamodule: Any) -> Iterator[HookTable]:
         check_module(module, name)
-        check = partial(check_hooks, tells=self._parts.tells and self.accelerator.is_main_process)
+        check = partial(check_hooks, warns=self._parts.warns and self.accelerator.is_main_process)
         check(module, self.callbacks, datamodule)
         self._stop_requested = False
         self._datamodule, self._module = datamodule, module
@@ -1203,12 +1198,12 @@ class Trainer:
         self._module = None if self._fit is None else self._fit.module
         try:
             if isinstance(run, FitRun):
-                self._feed = run.feed
-                run.asked.give_up()
+                self._feed = run.epoch_iterator
+                run.pending_saves.give_up()
                 run.writer.close()
-                run.agreement.settle()
-                for feed in (run.feed, *run.val_feeds):
-                    feed.close()
+                run.step_sync.settle()
+                for epoch_iterator in (run.epoch_iterator, *run.val_feeds):
+                    epoch_iterator.close()
         except BaseException as late:
             status, error = "failed", error or late
             raise
@@ -1225,13 +1220,16 @@ class Trainer:
         datamodule: Any,
         ckpt_path: Any,
     ) -> list[dict[str, float]]:
-        with self._evaluation(stage, module, dataloaders, datamodule, ckpt_path) as (run, feeds):
-            return evaluate(run, phase, feeds)
+        with self._evaluation(stage, module, dataloaders, datamodule, ckpt_path) as (
+            run,
+            epoch_iterators,
+        ):
+            return evaluate(run, phase, epoch_iterators)
 
     @contextmanager
     def _evaluation(
         self, stage: str, module: TrainModule, dataloaders: Any, datamodule: Any, ckpt_path: Any
-    ) -> Iterator[tuple[Run, list[Feed]]]:
+    ) -> Iterator[tuple[Run, list[EpochIterator]]]:
         """Set up an evaluation, yield the run and its epoch iterators, then tear it down."""
         self._check_idle(stage)
         ckpt_path = self._given_checkpoint(ckpt_path, WORDS)
@@ -1240,7 +1238,7 @@ class Trainer:
             self._profiling(stage) as begin_profile,
             self._stage(stage, module, datamodule) as hooks,
         ):
-            self._run, feeds = assemble.prepare_evaluation(
+            self._run, epoch_iterators = setup.prepare_evaluation(
                 self._parts,
                 stage,
                 module,
@@ -1251,5 +1249,5 @@ class Trainer:
                 self._counters,
             )
             self._recorder = self._run.recorder
-            begin_profile(self._run, feeds)
-            yield self._run, feeds
+            begin_profile(self._run, epoch_iterators)
+            yield self._run, epoch_iterators

@@ -70,13 +70,13 @@ def test_an_error_reaches_on_exception():
     def fail(trainer, module):
         raise ZeroDivisionError("here")
 
-    told = []
+    messages = []
     callback = LambdaCallback(
-        on_train_end=fail, on_exception=lambda trainer, module, error: told.append(str(error))
+        on_train_end=fail, on_exception=lambda trainer, module, error: messages.append(str(error))
     )
     with pytest.raises(ZeroDivisionError, match="here"):
         quiet_trainer(max_epochs=1, callbacks=callback).fit(Line(), loader())
-    assert told == ["here"]
+    assert messages == ["here"]
 
 
 def test_several_may_be_given_and_a_run_with_them_goes_on():

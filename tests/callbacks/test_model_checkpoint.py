@@ -107,13 +107,13 @@ def test_what_a_signal_saved_goes_at_the_end_unless_a_save_failed(
         "on_save_error": "warn",
         "background": background,
     }
-    told, callback = trainer_with(tmp_path, **arguments)
-    told.start()
-    told.updates([2.0, 4.0])
-    callback.on_preemption(told, told.module)
-    assert steps(told.on_disk()) == [1, 2]
+    messages, callback = trainer_with(tmp_path, **arguments)
+    messages.start()
+    messages.updates([2.0, 4.0])
+    callback.on_preemption(messages, messages.module)
+    assert steps(messages.on_disk()) == [1, 2]
     resumed, _ = trainer_with(tmp_path, **arguments)
-    resumed.states = told.states
+    resumed.states = messages.states
     resumed.fail_saves = {f"step-{step:08d}" for step in fails}
     resumed.resume("step-00000002")
     resumed.start()

@@ -383,7 +383,7 @@ def write_differently(where):
     ("where", "text"), [("columns", "predictions of rank 1"), ("disks", "do not share the folder")]
 )
 def test_what_cannot_be_merged_is_an_error_on_all_processes(ranks2, where, text):
-    assert all(text in told for told in ranks2(write_differently, where, timeout=30))
+    assert all(text in messages for messages in ranks2(write_differently, where, timeout=30))
 
 
 def test_wrong_arguments():

@@ -450,10 +450,10 @@ def test_a_whole_run(terminal, monkeypatch):
     trainer = make(RichProgressBar(), save)
     trainer.fit(Line(), data, data, ckpt_path="auto")
     trainer.predict(Line(), data)
-    told = [re.sub(rf" {BAR} ", " ", line) for line in terminal.screen() if line]
+    messages = [re.sub(rf" {BAR} ", " ", line) for line in terminal.screen() if line]
     patterns = ["epoch 1/2 5/6 ", "epoch 1/2 6/6 .*val=", "epoch 2/2 6/6 .*val=", "predict 6/6 "]
-    assert len(told) == len(patterns)
-    for pattern, line in zip(patterns, told, strict=True):
+    assert len(messages) == len(patterns)
+    for pattern, line in zip(patterns, messages, strict=True):
         assert re.match(pattern, line)
 
 

@@ -121,8 +121,8 @@ def test_a_process_that_waits_for_its_data_is_named(ranks3):
     assert (rank, work) == (1, "data")
     assert (seconds, others) == (pytest.approx(4.0), pytest.approx(1.25))
     assert len(messages) == 1  # once, at the second record in a row
-    told = f"Step 4: rank 1 on {host} spends 4000.0 ms per update waiting for data"
-    assert messages[0].startswith(told)
+    logged = f"Step 4: rank 1 on {host} spends 4000.0 ms per update waiting for data"
+    assert messages[0].startswith(logged)
     for other in results[1:]:
         assert other[0] == found
         assert other[1] == metrics

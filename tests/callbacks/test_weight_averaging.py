@@ -291,7 +291,7 @@ def test_changing_places_makes_no_second_copy():
     places = {name: tensor.data_ptr() for name, tensor in module.named_parameters()}
     averages.put_in(module)
     assert {name: value.data_ptr() for name, value in averages.values.items()} == before
-    assert averages._aside == {}
+    assert averages._trained == {}
     averages.take_out(module)
     assert {name: tensor.data_ptr() for name, tensor in module.named_parameters()} == places
 
@@ -380,11 +380,11 @@ def test_what_is_not_averaged_yet_is_saved_as_ever():
 def test_an_average_that_would_never_begin_is_told_of(caplog, arguments, options, text):
     average = EMA(**arguments)
     train(average, **({"max_epochs": 2} | options))
-    told = [each for each in caplog.messages if "will not average any weights" in each]
-    assert len(told) == (text is not None)
+    logged = [each for each in caplog.messages if "will not average any weights" in each]
+    assert len(logged) == (text is not None)
     assert bool(average.num_updates) == (text is None)
     if text:
-        assert f"it begins with {text}." in told[0]
+        assert f"it begins with {text}." in logged[0]
 
 
 def test_weights_alone_are_the_averages():

@@ -232,7 +232,7 @@ def test_a_value_that_cannot_be_gathered_is_named(ranks2):
 
 
 def test_everybody_waits_for_everyone(ranks2):
-    def meet() -> bool:
+    def check_collective() -> bool:
         import os
 
         accelerator = Accelerator()
@@ -240,7 +240,7 @@ def test_everybody_waits_for_everyone(ranks2):
         accelerator.wait_for_everyone()
         return {"here-0", "here-1"} <= set(os.listdir())
 
-    assert ranks2(meet) == [True, True]
+    assert ranks2(check_collective) == [True, True]
 
 
 def test_buffers_and_weights_start_as_those_of_the_first(ranks2):

@@ -46,8 +46,8 @@ from trainer import (
     load_checkpoint_in_model,
     set_seed,
 )
-from trainer.data.dispatch import DataLoaderDispatcher
-from trainer.data.loader import DataLoaderShard
+from trainer.data.dataloader import DataLoaderShard
+from trainer.data.dispatcher import DataLoaderDispatcher
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.scheduler import AcceleratedScheduler
 

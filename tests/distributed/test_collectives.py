@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from tests.helpers import layouts
 from tests.helpers.ranks import RankError
-from trainer.distributed import collectives, debug, meeting, transport
+from trainer.distributed import collectives, guards, transport
 from trainer.distributed.objects import (
     all_gather_object,
     broadcast_object,
@@ -558,18 +558,18 @@ def test_an_error_of_one_rank_is_told_to_the_others(ranks3):
 
 
 def test_devices_are_checked_in_debug_mode_alone(monkeypatch):
-    monkeypatch.setattr(meeting, "side_device", lambda: torch.device("cuda"))
-    assert not debug.is_checked()
+    monkeypatch.setattr(guards, "side_device", lambda: torch.device("cuda"))
+    assert not collectives.is_checked()
     PartialState._reset_state()
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "true")
-    assert debug.is_checked()
+    assert collectives.is_checked()
 
 
 def test_without_the_check_everything_works_that_fits(ranks2):
     def travel() -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(collectives, "is_checked", lambda: False)
-            patch.setattr(collectives, "meet", None)
+            patch.setattr(collectives, "check_collective", None)
             rank = dist.get_rank()
             own = torch.arange(1 + rank)
             results = [

@@ -20,10 +20,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from tests.helpers.ranks import RankError
 from trainer.accelerator import Accelerator
 from trainer.configuration import DataLoaderConfiguration
-from trainer.data import forking
-from trainer.data.dispatch import DataLoaderDispatcher
-from trainer.data.prepare import prepare_data_loader
-from trainer.data.skip import skip_first_batches
+from trainer.data import workers
+from trainer.data.dispatcher import DataLoaderDispatcher
+from trainer.data.prepare import prepare_data_loader, skip_first_batches
 from trainer.distributed.collectives import gather
 from trainer.rng import set_seed
 from trainer.state import GradientState, PartialState
@@ -183,7 +182,7 @@ def test_only_the_first_process_reads_also_with_workers(ranks2):
         staying = DataLoader(Stream(5), 2, num_workers=1, persistent_workers=True)
         again = dispatched(staying)
         passes = [[batch.tolist() for batch in again] for _ in range(2)]
-        again.feed.close()
+        again.epoch_iterator.close()
         return [found, *passes, again.gradient_state.in_dataloader]
 
     first, second = ranks2(read)
@@ -533,7 +532,7 @@ old_forks = pytest.mark.skipif(
 def test_a_worker_that_does_not_begin_is_forked_again(ranks2, late):
     def read() -> tuple[list[int], int, list[str]]:
         forks: list[int] = []
-        told: list[str] = []
+        messages: list[str] = []
 
         # This runs before the child's first instruction, where the lock is waited for.
         def in_child() -> None:
@@ -547,18 +546,18 @@ def test_a_worker_that_does_not_begin_is_forked_again(ranks2, late):
         loader = prepare_data_loader(source)
         with pytest.MonkeyPatch.context() as patch:
             if late == "a little":  # until it is doubled often enough, children begin too late
-                patch.setattr(forking, "_PATIENCE", 1e-5)
-            patch.setattr(logging.Handler, "emit", lambda _, record: told.append(record.msg))
-            forking.logger.addHandler(handler := logging.Handler())
+                patch.setattr(workers, "_PATIENCE", 1e-5)
+            patch.setattr(logging.Handler, "emit", lambda _, record: messages.append(record.msg))
+            workers.logger.addHandler(handler := logging.Handler())
             values = [int(batch) for batch in loader]
-            forking.logger.removeHandler(handler)
+            workers.logger.removeHandler(handler)
         assert loader.multiprocessing_context is source.multiprocessing_context
-        return values, len(forks), told
+        return values, len(forks), messages
 
-    for rank, (values, forks, told) in enumerate(ranks2(read)):
+    for rank, (values, forks, messages) in enumerate(ranks2(read)):
         assert values == [rank, rank + 2, rank + 4, rank + 6]
         assert forks >= 3
-        assert "did not begin within %g s after its fork" in told[0]
+        assert "did not begin within %g s after its fork" in messages[0]
 
 
 @old_forks
@@ -580,7 +579,7 @@ def test_an_interrupt_while_a_worker_is_awaited_leaves_no_process(ranks2):
         hangs.append(True)
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(forking, "_PATIENCE", 60.0)
+                patch.setattr(workers, "_PATIENCE", 60.0)
                 with pytest.raises(KeyboardInterrupt):
                     list(loader)
         finally:
@@ -595,9 +594,9 @@ def test_an_interrupt_while_a_worker_is_awaited_leaves_no_process(ranks2):
 @pytest.mark.parametrize("how", [None, "fork", "spawn"])
 def test_how_workers_start_is_as_the_user_says(monkeypatch, how):
     context = None if how is None else multiprocessing.get_context(how)
-    assert forking.safe_context(context) is context  # without a process group
+    assert workers.safe_context(context) is context  # without a process group
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    safe = forking.safe_context(context)
+    safe = workers.safe_context(context)
     assert (safe is context) == (how == "spawn" or sys.version_info >= (3, 11, 8))
     if safe is not context:
-        assert forking.safe_context(safe) is safe
+        assert workers.safe_context(safe) is safe

@@ -17,15 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from tests.helpers.ranks import RankError
 from tests.helpers.reducing import reducing
 from trainer.configuration import DistributedDataParallelKwargs
-from trainer.distributed.agreement import Agreement, Tally
+from trainer.distributed.step_sync import StepStats, StepSync
+from trainer.engines import ddp
+from trainer.engines.averaging import average_gradients, sparse_weights
+from trainer.engines.choose import choose_engine
+from trainer.engines.ddp import DataParallel, Replicas, StaticDataParallel
+from trainer.engines.single import SingleDevice
 from trainer.state import PartialState
-from trainer.strategies import ddp
-from trainer.strategies.averaging import average_gradients
-from trainer.strategies.choose import choose_engine
-from trainer.strategies.ddp import DataParallel, Replicas
-from trainer.strategies.single import SingleDevice
-from trainer.strategies.static import StaticDataParallel
-from trainer.strategies.zeros import sparse_weights
 
 CPU = torch.device("cpu")
 
@@ -77,9 +75,9 @@ class Single(Model):
         self.float()
 
 
-def tally(items: float, *, stop: bool, seconds: float) -> Tally:
+def tally(items: float, *, stop: bool, seconds: float) -> StepStats:
     """What this rank says of its window."""
-    return Tally(items, float(stop), 0.0, seconds, ended=0.0)
+    return StepStats(items, float(stop), 0.0, seconds, ended=0.0)
 
 
 def data(rows: int) -> torch.Tensor:
@@ -89,11 +87,11 @@ def data(rows: int) -> torch.Tensor:
 
 def engine(
     module: nn.Module, *, whole: bool = False, **kwargs: Any
-) -> tuple[DataParallel, Agreement]:
-    agreement = Agreement(CPU, whole_items=whole)
+) -> tuple[DataParallel, StepSync]:
+    step_sync = StepSync(CPU, whole_items=whole)
     handler = DistributedDataParallelKwargs(**kwargs)
     kind = StaticDataParallel if handler.static_graph else DataParallel
-    return kind(module, agreement, handler), agreement
+    return kind(module, step_sync, handler), step_sync
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -134,20 +132,20 @@ def mean_gradients(losses: Callable[[Model], list[torch.Tensor]], ranks: int) ->
 def test_ballots_are_summed_exactly(ranks3):
     numbers = [0.0, 1.0, 3.0, 7.0, 23.0, 1e6 + 1, 2.0**40 + 1]
 
-    def sums() -> list[tuple[Any, Tally, float]]:
+    def sums() -> list[tuple[Any, StepStats, float]]:
         rank = dist.get_rank()
-        own, agreement = engine(Model())
+        own, step_sync = engine(Model())
         found = []
         for number in numbers:
             total = window(own, [data(2)], items=number + rank, stop=rank == 2)
-            found.append((total, agreement.latest, agreement.items_seen))
+            found.append((total, step_sync.latest, step_sync.items_seen))
         return found
 
     for found in ranks3(sums):
         expected = [3 * number + 3 for number in numbers]
         assert [total for total, _, _ in found] == expected
         assert [tally for _, tally, _ in found] == [
-            Tally(total, 1.0, 0.0, 3.0, 0.0) for total in expected
+            StepStats(total, 1.0, 0.0, 3.0, 0.0) for total in expected
         ]
         assert found[-1][2] == sum(expected)
 
@@ -159,14 +157,14 @@ def test_whole_numbers_are_summed_exactly_among_gradients_in_float32(ranks, size
 
     def sums() -> tuple[Any, ...]:
         rank = dist.get_rank()
-        own, agreement = engine(Single(), whole=True, **kwargs)
+        own, step_sync = engine(Single(), whole=True, **kwargs)
         buckets = own._ddp._get_ddp_logging_data()["bucket_sizes"]
         found = []
         for n, number in enumerate(numbers):
             mine = None if n == rank else data(2).float() + rank
             total = window(own, [mine], items=number + rank, stop=rank == 1)
-            found.append((total, agreement.latest))
-        return buckets, found, agreement.items_seen, gradients(own.module)
+            found.append((total, step_sync.latest))
+        return buckets, found, step_sync.items_seen, gradients(own.module)
 
     found = ranks(size)(sums)
     expected = [sum(number + rank for rank in range(size)) for number in numbers]
@@ -178,7 +176,7 @@ def test_whole_numbers_are_summed_exactly_among_gradients_in_float32(ranks, size
         seconds = [tally.seconds for _, tally in sums_of_rank]
         assert seconds == pytest.approx([clock] * len(numbers), rel=1e-6)
         for total, (_, tally) in zip(expected, sums_of_rank, strict=True):
-            assert tally._replace(seconds=0.0) == Tally(total, 1.0, 0.0, 0.0, 0.0)
+            assert tally._replace(seconds=0.0) == StepStats(total, 1.0, 0.0, 0.0, 0.0)
         assert seen == sum(expected)
         assert own_gradients.keys() == found[0][3].keys()
         assert all(torch.equal(g, found[0][3][name]) for name, g in own_gradients.items())
@@ -186,8 +184,8 @@ def test_whole_numbers_are_summed_exactly_among_gradients_in_float32(ranks, size
 
 def test_items_that_the_user_counts_may_be_fractions(ranks2):
     def sums() -> tuple[Any, float]:
-        own, agreement = engine(Single())
-        return window(own, [data(2).float()], items=0.1 + dist.get_rank()), agreement.items_seen
+        own, step_sync = engine(Single())
+        return window(own, [data(2).float()], items=0.1 + dist.get_rank()), step_sync.items_seen
 
     assert ranks2(sums) == [(0.1 + 1.1, 0.1 + 1.1)] * 2
 
@@ -612,7 +610,7 @@ def test_fixing_the_layout_changes_nothing_else(ranks2):
 def test_buffers_become_those_of_the_first_rank_when_asked(ranks2, kind):
     def buffers() -> float:
         model = Model()
-        own = engine(model)[0] if kind == "engine" else Replicas(model, Agreement(CPU))
+        own = engine(model)[0] if kind == "engine" else Replicas(model, StepSync(CPU))
         model.seen.fill_(dist.get_rank() + 3.0)
         own.broadcast_buffers()
         return model.seen.item()
@@ -673,8 +671,8 @@ def test_settings_reach_torch(ranks2):
 @pytest.mark.parametrize("handler", [None, DistributedDataParallelKwargs()])
 def test_gradients_lie_in_the_buckets_unless_arguments_of_ddp_are_given(ranks2, handler):
     def memory() -> tuple[int, list[int]]:
-        model, agreement = Single(), Agreement(CPU, whole_items=True)
-        own = DataParallel(model, agreement, handler)
+        model, step_sync = Single(), StepSync(CPU, whole_items=True)
+        own = DataParallel(model, step_sync, handler)
         own.begin_epoch()
         found = set()
         for _ in range(2):
@@ -699,7 +697,7 @@ def test_replicas_start_alike_and_average_when_an_optimizer_steps(ranks3):
     def own_gradients() -> tuple[dict[str, Any], Any, dict[str, Any]]:
         rank = dist.get_rank()
         model = Model(seed=rank)
-        own = Replicas(model, Agreement(CPU))
+        own = Replicas(model, StepSync(CPU))
         start = copy.deepcopy(model.state_dict())
         own.begin_micro_batch(sync=True)
         own.backward(own.step("training_step", data(6)[rank::3]))
@@ -716,14 +714,14 @@ def test_replicas_start_alike_and_average_when_an_optimizer_steps(ranks3):
 
 
 def test_replicas_sum_their_numbers(ranks3):
-    def sums() -> tuple[Any, Tally]:
-        agreement = Agreement(CPU)
-        own = Replicas(Model(), agreement)
+    def sums() -> tuple[Any, StepStats]:
+        step_sync = StepSync(CPU)
+        own = Replicas(Model(), step_sync)
         rank = dist.get_rank()
         total = own.finish_window(None, tally(rank + 0.5, stop=rank == 1, seconds=float(rank)))
-        return total, agreement.latest
+        return total, step_sync.latest
 
-    assert ranks3(sums) == [(4.5, Tally(4.5, 1.0, 0.0, 3.0, 0.0))] * 3
+    assert ranks3(sums) == [(4.5, StepStats(4.5, 1.0, 0.0, 3.0, 0.0))] * 3
 
 
 def test_averaging_knows_gradients_that_only_some_ranks_have(ranks2):
@@ -779,16 +777,16 @@ def test_averaging_a_table_knows_what_gradient_the_other_ranks_have(ranks2, used
 
 
 def test_one_process_has_the_module_as_it_is():
-    model, agreement = Model(), Agreement(CPU)
-    own = choose_engine(model, agreement, world_size=1, automatic=True)
+    model, step_sync = Model(), StepSync(CPU)
+    own = choose_engine(model, step_sync, world_size=1, automatic=True)
     assert type(own) is SingleDevice
     own.begin_micro_batch(sync=False)
     own.backward(own.step("training_step", data(2)))
     loss = own.step("training_step", data(4))
-    assert own.finish_window(loss, Tally(3.0, 1.0, 0.0, 2.0, 0.0)) == 3.0
-    assert agreement.latest == Tally(3.0, 1.0, 0.0, 2.0, 0.0)
-    own.finish_window(None, Tally(2.0, 0.0, 0.0, 3.0, 1.0))
-    assert agreement.items_seen == 5.0
+    assert own.finish_window(loss, StepStats(3.0, 1.0, 0.0, 2.0, 0.0)) == 3.0
+    assert step_sync.latest == StepStats(3.0, 1.0, 0.0, 2.0, 0.0)
+    own.finish_window(None, StepStats(2.0, 0.0, 0.0, 3.0, 1.0))
+    assert step_sync.items_seen == 5.0
     own.broadcast_buffers()
     expected = mean_gradients(lambda m: [m.training_step(data(2)), m.training_step(data(4))], 1)
     assert_same([gradients(model)], expected)
@@ -797,7 +795,7 @@ def test_one_process_has_the_module_as_it_is():
 def test_several_processes_have_ddp_or_for_manual_optimisation_replicas(ranks2):
     def chosen() -> list[str]:
         return [
-            type(choose_engine(Model(), Agreement(CPU), world_size=2, automatic=automatic)).__name__
+            type(choose_engine(Model(), StepSync(CPU), world_size=2, automatic=automatic)).__name__
             for automatic in (True, False)
         ]
 

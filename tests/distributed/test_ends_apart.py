@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from callbacks import ModelCheckpoint
 from tests.helpers.ranks import RankError
 from trainer import PartialState, Trainer, TrainModule
-from trainer.distributed.agreement import Agreement
-from trainer.loops import assemble, signals
+from trainer.distributed.step_sync import StepSync
+from trainer.loops import preemption, setup
 
 ENDED = "ended on 1 of 2 processes, on rank 1, before all batches of the epoch"
 EARLY = "A map-style dataset that raises StopIteration"
@@ -100,24 +100,24 @@ def train(ends, module=Line, workers=0, **kwargs):
     ],
 )
 def test_a_training_on_data_that_end_apart_is_refused_on_all(ranks2, kwargs, epoch):
-    told = failed(ranks2, lambda: train({7}, **kwargs))  # the fourth batch of rank 1
-    assert sorted(told) == [0, 1]
-    for text in told.values():
+    messages = failed(ranks2, lambda: train({7}, **kwargs))  # the fourth batch of rank 1
+    assert sorted(messages) == [0, 1]
+    for text in messages.values():
         assert f"ValueError: In epoch {epoch} the training data {ENDED}" in text
         assert EARLY in text
 
 
 def test_rank_0_is_named_too(ranks2):
-    told = failed(ranks2, lambda: train({6}))
-    assert sorted(told) == [0, 1]
-    for text in told.values():
+    messages = failed(ranks2, lambda: train({6}))
+    assert sorted(messages) == [0, 1]
+    for text in messages.values():
         assert "ended on 1 of 2 processes, on rank 0, before all batches" in text
 
 
 def test_the_rank_is_not_guessed_where_several_ended(ranks3):
-    told = failed(ranks3, lambda: train({4, 5}))
-    assert sorted(told) == [0, 1, 2]
-    for text in told.values():
+    messages = failed(ranks3, lambda: train({4, 5}))
+    assert sorted(messages) == [0, 1, 2]
+    for text in messages.values():
         assert "the training data ended on 2 of 3 processes before all batches" in text
 
 
@@ -134,18 +134,18 @@ def test_the_rank_is_not_guessed_where_several_ended(ranks3):
     ],
 )
 def test_no_end_is_overlooked_and_nobody_is_left_waiting(ranks2, ends, kwargs):
-    told = failed(ranks2, lambda: train(ends, **kwargs))
-    assert sorted(told) == [0, 1]
-    for text in told.values():
+    messages = failed(ranks2, lambda: train(ends, **kwargs))
+    assert sorted(messages) == [0, 1]
+    for text in messages.values():
         assert f"ValueError: In epoch 0 the training data {ENDED}" in text
 
 
-class Late(Agreement):
+class Late(StepSync):
     """Knows the sums an update later, as on an accelerator."""
 
     def count(self, total):
         self.settle()
-        now = Agreement(torch.device("cpu"), whole_items=self._whole_items)
+        now = StepSync(torch.device("cpu"), whole_items=self._whole_items)
         self._pending = total.clone(), SimpleNamespace(synchronize=lambda: None)
         items = now.count(total)
         self.bad_losses = now.bad_losses
@@ -154,7 +154,7 @@ class Late(Agreement):
 
 def train_late(ends, folder, **kwargs):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "Agreement", Late)
+        patch.setattr(setup, "StepSync", Late)
         loader = DataLoader(Short(ends), batch_size=1)
         callbacks = [ModelCheckpoint(every=1)]
         trainer = trainer_for(
@@ -166,28 +166,28 @@ def train_late(ends, folder, **kwargs):
 @pytest.mark.parametrize("kwargs", [{}, {"gradient_accumulation_steps": 2}])
 @pytest.mark.parametrize("ends", [{7}, {9}, {11}, {1}])
 def test_where_sums_come_an_update_later_all_go_on_until_then(ranks2, tmp_path, ends, kwargs):
-    told = failed(ranks2, lambda: train_late(ends, tmp_path, **kwargs))
-    assert sorted(told) == [0, 1]
-    for text in told.values():
+    messages = failed(ranks2, lambda: train_late(ends, tmp_path, **kwargs))
+    assert sorted(messages) == [0, 1]
+    for text in messages.values():
         assert f"ValueError: In epoch 0 the training data {ENDED}" in text
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"gradient_accumulation_steps": 4}])
 @pytest.mark.parametrize("ends", [{0, 1}, {6, 7}, {2, 5}])
 def test_an_end_on_all_processes_is_refused_too(ranks2, ends, kwargs):
-    told = failed(ranks2, lambda: train(ends, **kwargs))
-    assert sorted(told) == [0, 1]
+    messages = failed(ranks2, lambda: train(ends, **kwargs))
+    assert sorted(messages) == [0, 1]
     together = ends != {2, 5} or kwargs
     where = "2 of 2 processes before" if together else "1 of 2 processes, on rank 0, before"
-    for text in told.values():
+    for text in messages.values():
         assert f"ValueError: In epoch 0 the training data ended on {where} all batches" in text
 
 
 def test_in_manual_optimisation_who_has_nothing_to_stand_in_with_says_so(ranks2):
-    told = failed(ranks2, lambda: train({1}, module=ByHand))
+    messages = failed(ranks2, lambda: train({1}, module=ByHand))
     assert (
         "ValueError: In epoch 0 the training data ended before the first batch, on rank 1"
-        in (told[1])
+        in (messages[1])
     )
 
 
@@ -200,9 +200,9 @@ def test_lengths_that_differ_are_refused_before_the_first_batch(ranks2):
         samples = 80 if PartialState(cpu=True).is_main_process else 40
         trainer_for().fit(Line(), DataLoader(Short(set(), samples), batch_size=4))
 
-    told = failed(ranks2, fit)
-    assert sorted(told) == [0, 1]
-    for text in told.values():
+    messages = failed(ranks2, fit)
+    assert sorted(messages) == [0, 1]
+    for text in messages.values():
         assert "different number of batches on each process: rank 0: 20, rank 1: 10" in text
 
 
@@ -218,18 +218,20 @@ def evaluated(name, ends, samples, *, in_fit=False):
 @pytest.mark.parametrize("name", ["validate", "test", "predict"])
 @pytest.mark.parametrize("ends", [{7}, {1}, {11}])
 def test_an_evaluation_of_data_that_end_apart_is_refused_on_all(ranks2, name, ends):
-    told = failed(ranks2, evaluated, name, ends, 12)
-    assert sorted(told) == [0, 1]
+    messages = failed(ranks2, evaluated, name, ends, 12)
+    assert sorted(messages) == [0, 1]
     kind = "validation" if name == "validate" else name
-    for text in told.values():
+    for text in messages.values():
         assert f"The {kind} loader number 1 ended in epoch 0 on rank 1 before the others" in text
         assert EARLY in text
 
 
 def test_so_is_a_validation_inside_a_fit_in_which_the_others_still_ask_who_was_told_to_end(ranks2):
-    told = failed(ranks2, lambda: evaluated("fit", {7}, 80, in_fit=True))  # they ask now and then
-    assert sorted(told) == [0, 1]
-    for text in told.values():
+    messages = failed(
+        ranks2, lambda: evaluated("fit", {7}, 80, in_fit=True)
+    )  # they ask now and then
+    assert sorted(messages) == [0, 1]
+    for text in messages.values():
         assert "The validation loader number 1 ended in epoch 0 on rank 1 before the others" in text
 
 
@@ -258,12 +260,12 @@ def test_a_stream_that_ends_apart_in_a_validation_is_refused_however_long_its_ba
     def fit():
         with pytest.MonkeyPatch.context() as patch:
             clock = count(step=5.0)  # seconds for each question
-            patch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+            patch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: next(clock)))
             good = DataLoader(Short(set(), 8), batch_size=1)
             trainer = trainer_for(num_sanity_val_steps=0)
             trainer.fit(Line(), good, DataLoader(Uneven(), batch_size=1))
 
-    told = failed(ranks2, fit)
-    assert sorted(told) == [0, 1]
-    for text in told.values():
+    messages = failed(ranks2, fit)
+    assert sorted(messages) == [0, 1]
+    for text in messages.values():
         assert "The validation loader number 0 ended in epoch 0 on rank 1 before the others" in text

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.reducing import reducing
 from trainer import DistributedDataParallelKwargs, Trainer, TrainModule
-from trainer.distributed.agreement import Agreement, Tally
+from trainer.distributed.step_sync import StepStats, StepSync
+from trainer.engines import exchange
+from trainer.engines.ddp import DataParallel
 from trainer.state import PartialState
-from trainer.strategies import exchange
-from trainer.strategies.ddp import DataParallel
 
 
 class Net(TrainModule):
@@ -46,8 +46,8 @@ def rows(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def engine(module: nn.Module, **kwargs: Any) -> DataParallel:
-    agreement = Agreement(torch.device("cpu"), whole_items=True)
-    return DataParallel(module, agreement, DistributedDataParallelKwargs(**kwargs))
+    step_sync = StepSync(torch.device("cpu"), whole_items=True)
+    return DataParallel(module, step_sync, DistributedDataParallelKwargs(**kwargs))
 
 
 def exchanges(own: DataParallel) -> bool:
@@ -60,7 +60,7 @@ def averaged(dtype: torch.dtype, kwargs: dict[str, Any]) -> tuple[bool, list[tor
     own = engine(module, **kwargs)
     own.begin_micro_batch(sync=True)
     loss = own.step("training_step", [rows(dist.get_rank(), dtype)], 0)
-    own.finish_window(loss, Tally(6.0, 0.0, 0.0, 0.0, 0.0))
+    own.finish_window(loss, StepStats(6.0, 0.0, 0.0, 0.0, 0.0))
     return exchanges(own), [p.grad.clone() for p in module.parameters()]
 
 

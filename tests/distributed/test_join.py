@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader
 from tests.helpers.ranks import RankError
 from trainer import Accelerator, GradientAccumulationPlugin
 from trainer.data.prepare import prepare_data_loader
+from trainer.engines.join import join_uneven_inputs
+from trainer.engines.model import no_sync, prepare_model, unwrap_model
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision
 from trainer.state import AcceleratorState, GradientState, PartialState
-from trainer.strategies.join import join_uneven_inputs
-from trainer.strategies.model import no_sync, prepare_model, unwrap_model
 
 CPU = torch.device("cpu")
 
@@ -238,10 +238,10 @@ def test_loaders_that_cannot_be_told_are_warned_of_once(ranks2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with join_uneven_inputs([model], [Stream(), loader, Stream()], False):
-                told = loader.even_batches
+                messages = loader.even_batches
             with join_uneven_inputs([model], [Stream()]):  # nothing is overridden
                 pass
-        return [told, [(w.category.__name__, str(w.message), w.filename[-12:]) for w in caught]]
+        return [messages, [(w.category.__name__, str(w.message), w.filename[-12:]) for w in caught]]
 
     text = (
         "Overriding even_batches is only supported for map-style datasets, yet some dataloaders "

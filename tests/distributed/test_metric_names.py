@@ -77,15 +77,15 @@ PLACES = [
 
 @pytest.mark.parametrize(("place", "options"), PLACES)
 def test_a_name_of_one_rank_alone_is_told_on_all(ranks2, place, options):
-    for told in ranks2(outcome, place, alone, options, timeout=30):
-        assert "Rank 0 did not log 'lonely'" in told
-        assert "rank 1 did" in told
+    for messages in ranks2(outcome, place, alone, options, timeout=30):
+        assert "Rank 0 did not log 'lonely'" in messages
+        assert "rank 1 did" in messages
 
 
 @pytest.mark.parametrize(("place", "options"), PLACES)
 def test_other_names_on_each_rank_are_told_on_all(ranks2, place, options):
-    for told in ranks2(outcome, place, own, options, timeout=30):
-        assert re.search(r"Rank [01] did not log 'of_[01]'", told)
+    for messages in ranks2(outcome, place, own, options, timeout=30):
+        assert re.search(r"Rank [01] did not log 'of_[01]'", messages)
 
 
 @pytest.mark.parametrize(("place", "options"), PLACES)

@@ -14,10 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.ranks import RankError
 from trainer.configuration import DistributedDataParallelKwargs
-from trainer.plugins import TorchDynamoPlugin
-from trainer.precision import Precision
-from trainer.state import PartialState
-from trainer.strategies.model import (
+from trainer.engines.model import (
     accumulating,
     find_ddp,
     get_state_dict,
@@ -26,6 +23,9 @@ from trainer.strategies.model import (
     trigger_sync_in_backward,
     unwrap_model,
 )
+from trainer.plugins import TorchDynamoPlugin
+from trainer.precision import Precision
+from trainer.state import PartialState
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")

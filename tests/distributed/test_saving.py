@@ -13,10 +13,10 @@ from torch import nn
 from trainer import Accelerator
 from trainer.checkpoint import project as project_module
 from trainer.checkpoint import verify
+from trainer.checkpoint.accelerator_state import load_state, save_state
 from trainer.checkpoint.project import load_state as load_project
 from trainer.checkpoint.project import save_state as save_project
 from trainer.checkpoint.restore import Prepared
-from trainer.checkpoint.state import load_state, save_state
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
 from trainer.state import PartialState

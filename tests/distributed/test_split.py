@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.distributed.split import split
+from trainer.distributed.process_control import split
 from trainer.state import PartialState
 
 Pair = namedtuple("Pair", "left right")

@@ -73,13 +73,13 @@ def test_print_is_heard_once_a_machine(ranks2, tmp_path):
 
 
 def test_nobody_passes_before_everyone_has_come(ranks3):
-    def meet() -> list[str]:
+    def check_collective() -> list[str]:
         state = PartialState()
         open(f"here-{state.process_index}", "w").close()
         state.wait_for_everyone()
         return sorted(name for name in os.listdir() if name.startswith("here"))
 
-    assert ranks3(meet) == [["here-0", "here-1", "here-2"]] * 3
+    assert ranks3(check_collective) == [["here-0", "here-1", "here-2"]] * 3
 
 
 @pytest.mark.parametrize("debug", ["", "1"])

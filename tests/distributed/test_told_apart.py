@@ -36,11 +36,11 @@ class Line(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def fit(told, ckpt_path=(None, None)):
+def fit(messages, ckpt_path=(None, None)):
     """A fit of which each of two processes is told its own; the samples that it saw."""
     rank = PartialState(cpu=True).process_index
     arguments = {"max_epochs": 2, "project_dir": "run", "progress_bar": False, "cpu": True}
-    trainer = Trainer(**(arguments | told[rank]))
+    trainer = Trainer(**(arguments | messages[rank]))
     module = Line()
     samples = torch.arange(16.0)[:, None].expand(16, 2)
     trainer.fit(module, DataLoader(samples, 2, shuffle=True), ckpt_path=ckpt_path[rank])
@@ -48,7 +48,7 @@ def fit(told, ckpt_path=(None, None)):
 
 
 @pytest.mark.parametrize(
-    ("told", "name", "values"),
+    ("messages", "name", "values"),
     [
         (({"max_epochs": 2}, {"max_epochs": 3}), "max_epochs", ("2", "3")),
         (({}, {"max_steps": 4}), "max_steps", ("None", "4")),
@@ -66,9 +66,9 @@ def fit(told, ckpt_path=(None, None)):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_arguments_that_differ_are_named_on_all(ranks2, told, name, values):
+def test_arguments_that_differ_are_named_on_all(ranks2, messages, name, values):
     with pytest.raises(RankError) as error:
-        ranks2(fit, told)
+        ranks2(fit, messages)
     assert sorted(error.value.failures) == [0, 1]
     for text in error.value.failures.values():
         assert f"{name}: rank 0: {values[0]}; rank 1: {values[1]}." in text
@@ -248,8 +248,8 @@ def test_folders_that_are_one_on_rank_0_alone_are_looked_at_once_on_all(ranks2, 
         project = in_folders_of_their_own(tmp_path) / "run"
         for epochs in (1, 2):
             saver = ModelCheckpoint(monitor="loss_epoch", dirpath="run/checkpoints")
-            told = {"project_dir": project, "callbacks": [saver], "max_epochs": epochs}
-            fit((told, told), (word,) * 2 if epochs > 1 else (None, None))
+            messages = {"project_dir": project, "callbacks": [saver], "max_epochs": epochs}
+            fit((messages, messages), (word,) * 2 if epochs > 1 else (None, None))
         return sorted(path.name for path in (project / "checkpoints").glob("step-*"))
 
     assert "step-00000008" in ranks2(run)[0]
@@ -266,8 +266,8 @@ def test_processes_in_other_working_directories_find_what_their_machine_keeps(
         for epochs in (1, 2):
             saver = ModelCheckpoint(monitor="loss_epoch")
             other = ModelCheckpoint(every=2, dirpath="often")
-            told = {"callbacks": [saver, other], "max_epochs": epochs, "project_config": config}
-            fit((told, told), (word,) * 2 if epochs > 1 else (None, None))
+            messages = {"callbacks": [saver, other], "max_epochs": epochs, "project_config": config}
+            fit((messages, messages), (word,) * 2 if epochs > 1 else (None, None))
         return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*/**/step-*"))
 
     found = ranks2(run)[0]
@@ -305,8 +305,8 @@ def test_a_path_of_a_process_in_another_working_directory_is_that_of_the_one_tha
 def test_an_old_run_where_no_process_saves_is_not_in_the_way(ranks2, tmp_path):
     def run():
         first = in_folders_of_their_own(tmp_path)
-        told = {"project_dir": first.parent / "second" / "run", "max_epochs": 1}
-        fit((told, told))
+        messages = {"project_dir": first.parent / "second" / "run", "max_epochs": 1}
+        fit((messages, messages))
         fit(({"max_epochs": 1},) * 2)
         with pytest.raises(ValueError, match="has the checkpoints of another run"):
             fit(({"max_epochs": 1},) * 2)
@@ -337,8 +337,8 @@ def test_machines_that_share_a_disk_keep_what_rank_0_finds(ranks2, tmp_path):
             in_folders_of_their_own(tmp_path)
             for epochs in (2, 3):
                 saver = ModelCheckpoint(monitor="loss_epoch", save_top_k=-1)
-                told = {"callbacks": [saver], "max_epochs": epochs}
-                fit((told, told), ("auto", "auto"))
+                messages = {"callbacks": [saver], "max_epochs": epochs}
+                fit((messages, messages), ("auto", "auto"))
             return [path.name for path in saver.best_k_models]
         finally:
             os.environ["LOCAL_RANK"] = rank

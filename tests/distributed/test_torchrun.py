@@ -194,7 +194,7 @@ def test_processes_of_an_mpi_meet(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fail", "told"),
+    ("fail", "messages"),
     [
         ("raise ValueError('of its own')", "in {}: ValueError: of its own\n"),
         ("sys.exit(0)", "in {}: SystemExit: 0\n"),
@@ -205,7 +205,7 @@ def test_processes_of_an_mpi_meet(script, tmp_path):
     ],
     ids=["error", "exit", "kill"],
 )
-def test_a_process_that_fails_is_named_by_those_who_lose_it(tmp_path, fail, told):
+def test_a_process_that_fails_is_named_by_those_who_lose_it(tmp_path, fail, messages):
     path, port = tmp_path / "fails.py", free_port()
     path.write_text(FAILS.replace("FAIL", fail))
     with (
@@ -216,4 +216,4 @@ def test_a_process_that_fails_is_named_by_those_who_lose_it(tmp_path, fail, told
         text = ended(one)
     assert one.returncode == 1, text
     *_, last = re.split("RuntimeError: (?=Rank 1 failed while the others|The exchange with)", text)
-    assert told.format("fit, epoch 0, step 3, batch 3") in last, text
+    assert messages.format("fit, epoch 0, step 3, batch 3") in last, text

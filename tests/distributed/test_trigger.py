@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from trainer.distributed.trigger import Trigger
+from trainer.distributed.collectives import Trigger
 
 
 @pytest.mark.parametrize("setters", [{1}, {0, 2}, {0, 1, 2}])

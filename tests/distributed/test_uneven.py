@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import GradScalerKwargs, Trainer, TrainModule
 from trainer.errors import DistributedOperationException
-from trainer.loops.apart import reason
-from trainer.loops.untrained import _digests
+from trainer.loops.buffer_sync import _digests
+from trainer.loops.no_collectives import reason
 
 
 class Net(TrainModule):
@@ -143,7 +143,7 @@ def gathering(where: str, *, manual: bool = False, items: int | None = None) -> 
     class Gathering(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.told: list[str] = []
+            self.messages: list[str] = []
             self.automatic_optimization = not manual
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -174,7 +174,7 @@ def gathering(where: str, *, manual: bool = False, items: int | None = None) -> 
         try:
             self.all_gather(torch.ones(()))
         except DistributedOperationException as error:
-            self.told.append(str(error))
+            self.messages.append(str(error))
         return own(self, *arguments)
 
     setattr(Gathering, where, gather)
@@ -215,18 +215,18 @@ def test_a_collective_that_others_do_not_come_to_is_refused_at_once(
             # As on accelerators, where the calls of collectives are not compared.
             patch.setattr("trainer.distributed.collectives.is_checked", lambda: checked)
             Trainer(max_epochs=1, cpu=True, barebones=True).fit(module, three_batches())
-        return module.told
+        return module.messages
 
-    (told,), other = ranks2(body)
+    (messages,), other = ranks2(body)
     assert other == []
-    assert "but rank 1 has no batch in this round" in told
-    assert "Set limit_train_batches to a multiple of 2" in told
-    assert told.startswith("gather is called in ")
+    assert "but rank 1 has no batch in this round" in messages
+    assert "Set limit_train_batches to a multiple of 2" in messages
+    assert messages.startswith("gather is called in ")
 
 
 def test_all_that_lack_a_batch_are_named():
-    feed = SimpleNamespace(world_size=4, limited_by="limit_train_batches")
-    assert "rank 2, 3 has no batch" in reason(feed, 2, "training_step")
+    epoch_iterator = SimpleNamespace(world_size=4, limited_by="limit_train_batches")
+    assert "rank 2, 3 has no batch" in reason(epoch_iterator, 2, "training_step")
 
 
 @pytest.mark.parametrize("where", ["on_before_backward", "on_after_backward"])
@@ -236,16 +236,16 @@ def test_hooks_of_a_backward_pass_do_not_meet_if_a_batch_may_have_no_items(ranks
     def body() -> list[str]:
         module = gathering(where, items=0)()
         Trainer(max_epochs=1, cpu=True, barebones=True, limit_train_batches=2).fit(module, ones())
-        return module.told
+        return module.messages
 
     def ones() -> DataLoader[Any]:
         return DataLoader(
             TensorDataset(torch.ones(8, 6) * torch.tensor([1] * 4 + [2] * 4)[:, None]), 4
         )
 
-    (told,), other = ranks2(body)
+    (messages,), other = ranks2(body)
     assert other == []
-    assert "which a process whose batch has no items (see count_items) does not call" in told
+    assert "which a process whose batch has no items (see count_items) does not call" in messages
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_each_process_has_its_share_of_a_trial(ranks2, options):
         )
         data = DataLoader(TensorDataset(torch.ones(48, 6)), 4)
         trainer.fit(module, data, data)
-        return [*module.told, trainer.batches_seen]
+        return [*module.messages, trainer.batches_seen]
 
     batches = int(options.get("fast_dev_run", 6)) * 2
     assert ranks2(body) == [[batches], [batches]]
@@ -282,10 +282,10 @@ def test_the_argument_in_force_is_named(ranks2, given, fix):
         Trainer(max_epochs=1, cpu=True, progress_bar=False, checkpointing=False, **given).fit(
             module, three_batches()
         )
-        return module.told
+        return module.messages
 
-    (told,), _ = ranks2(body)
-    assert fix in told
+    (messages,), _ = ranks2(body)
+    assert fix in messages
 
 
 @pytest.mark.parametrize(
@@ -303,14 +303,19 @@ def test_so_it_is_in_an_evaluation(ranks2, stage, where):
     def body() -> list[str]:
         module = gathering(where)()
         getattr(Trainer(cpu=True, barebones=True), stage)(module, three_batches())
-        return module.told
+        return module.messages
 
-    (told,), other = ranks2(body)
+    (messages,), other = ranks2(body)
     phase = "validation" if stage == "validate" else stage
     assert other == []
-    assert told.startswith(f"gather is called in {phase}_step or a hook of a batch, but rank 1 has")
-    assert f"Set limit_{'val' if stage == 'validate' else stage}_batches to a multiple of 2" in told
-    assert f"such as on_{phase}_epoch_end." in told
+    assert messages.startswith(
+        f"gather is called in {phase}_step or a hook of a batch, but rank 1 has"
+    )
+    assert (
+        f"Set limit_{'val' if stage == 'validate' else stage}_batches to a multiple of 2"
+        in messages
+    )
+    assert f"such as on_{phase}_epoch_end." in messages
 
 
 class Taught(Net):
@@ -338,10 +343,10 @@ def test_frozen_parameters_that_differ_are_those_of_the_checkpoint_on_all(ranks2
     """So that a run goes on as after a resume. Of 5 batches the second process has 2."""
 
     def body(folder: str, *epochs: int) -> tuple[list[float], list[str]]:
-        told: list[str] = []
-        logger = logging.getLogger("trainer.loops.untrained")
+        messages: list[str] = []
+        logger = logging.getLogger("trainer.loops.buffer_sync")
         handler = logging.Handler()
-        handler.emit = lambda record: told.append(record.getMessage())
+        handler.emit = lambda record: messages.append(record.getMessage())
         logger.addHandler(handler)
         try:
             for count in epochs:
@@ -353,12 +358,14 @@ def test_frozen_parameters_that_differ_are_those_of_the_checkpoint_on_all(ranks2
                 trainer.fit(module, data, ckpt_path="auto")
         finally:
             logger.removeHandler(handler)
-        return torch.cat([each.detach().flatten() for each in module.parameters()]).tolist(), told
+        return torch.cat(
+            [each.detach().flatten() for each in module.parameters()]
+        ).tolist(), messages
 
-    (weights, told), (weights_there, none) = ranks2(body, "whole", 3)
+    (weights, messages), (weights_there, none) = ranks2(body, "whole", 3)
     assert weights == weights_there
     assert none == []
-    (text,) = told
+    (text,) = messages
     assert "differ between the processes (teacher.weight, teacher.bias): rank 0's" in text
     parts = ranks2(body, "parts", 1, 3)
     assert [each for each, _ in parts] == [weights, weights]

@@ -331,24 +331,24 @@ def closed():
 def test_the_first_failure_is_the_cause_and_that_of_another_run_is_not(ranks2):
     def one_after_the_other():
         rank = dist.get_rank()
-        told = [ends(ValueError("of both"))]  # on all processes alike
+        messages = [ends(ValueError("of both"))]  # on all processes alike
         dist.barrier()
-        told.append(ends(closed()))  # nobody has said why
+        messages.append(ends(closed()))  # nobody has said why
         for error in (ValueError("of its own"), OSError("gloo/data"), Odd()):
             dist.barrier()
             if rank == 1:
-                told.append(ends(error))
+                messages.append(ends(error))
             dist.barrier()
             if rank == 0:
-                told.append(ends(closed()))
+                messages.append(ends(closed()))
             dist.barrier()
         wrapped = CheckpointError("in the background")
         wrapped.__cause__ = closed()
-        told.append(ends(wrapped))  # it stays what it is
+        messages.append(ends(wrapped))  # it stays what it is
         left = [thread.name for thread in threading.enumerate()]
         assert "cadence-watchdog" not in left
         assert not watchdog._watching.locked()
-        return told
+        return messages
 
     first, second = ranks2(one_after_the_other)
     assert first[0] == second[0] == ("ValueError", "of both")
@@ -373,7 +373,7 @@ def lost_with_the_store():
         wait_for(silent)
         raise closed()
 
-    told = []
+    messages = []
     with listening(lambda: None):
         if dist.get_rank() == 1:
             wait_for(watching)
@@ -381,12 +381,12 @@ def lost_with_the_store():
                 silent.touch()
                 wait_for(ended)
         else:
-            told = ends(lose)
+            messages = ends(lose)
             ended.touch()
     dist.barrier()
     if dist.get_rank() == 1:
         ends()  # as many runs on each
-    return told
+    return messages
 
 
 def test_the_loss_of_the_store_is_told_where_the_backend_fails(ranks2):

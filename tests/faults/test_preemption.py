@@ -165,7 +165,7 @@ def test_two_processes_end_together_and_go_on(tmp_path):
 BLOCKED = """
 import os, signal, sys, threading
 import torch.distributed as dist
-from trainer.loops.signals import watch_signals
+from trainer.loops.preemption import watch_signals
 
 def names(frame):
     return [frame.f_code.co_name, *names(frame.f_back)] if frame else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trainer.strategies import exchange
+from trainer.engines import exchange
 
 
 def reducing(pool: Callable[..., Any]) -> Callable[..., Any]:

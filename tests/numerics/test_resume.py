@@ -119,11 +119,11 @@ class Told(Callback):
     def __init__(self, hook: str, step: int, rank: int = 0) -> None:
         def tell(trainer: Any, *_: Any) -> None:
             here = trainer.accelerator.process_index == rank
-            if here and trainer.global_step == step and not self.told:
-                self.told = True
+            if here and trainer.global_step == step and not self.messages:
+                self.messages = True
                 signal.raise_signal(signal.SIGTERM)
 
-        self.told = False
+        self.messages = False
         setattr(self, hook, tell)
 
 
@@ -135,7 +135,7 @@ def noisy_fit(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any
     """
     options = dict(options)
     every, patience = options.pop("every", "1 epoch"), options.pop("patience", 50)
-    workers, told = options.pop("workers"), options.pop("told", None)
+    workers, messages = options.pop("workers"), options.pop("messages", None)
     monitor = options.pop("monitor", None)
     random.seed(begin)
     numpy.random.seed(begin)
@@ -145,7 +145,7 @@ def noisy_fit(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any
     early = EarlyStopping(monitor or "val/epoch", patience=patience)
     trainer = quiet_trainer(
         project_dir=folder,
-        callbacks=[watch, end, average, early, ranked, *([Told(*told)] if told else [])],
+        callbacks=[watch, end, average, early, ranked, *([Told(*messages)] if messages else [])],
         num_sanity_val_steps=1,
         **options,
     )
@@ -286,14 +286,14 @@ def test_several_resumes_in_one_epoch_in_fp16(tmp_path):
     options |= {"mixed_precision": "fp16", "kwargs_handlers": [scaler]}
     (whole,) = on_processes(None, 1, noisy_fit, str(tmp_path / "whole"), 1, options)
     assert whole["counters"][0] == 14
-    folder, steps = str(tmp_path / "told"), [0, 2, 4, 5, 9]
+    folder, steps = str(tmp_path / "messages"), [0, 2, 4, 5, 9]
     for begin, step in enumerate(steps, 1):
-        told = {"told": ("on_train_step_start", step)}
-        (ended,) = on_processes(None, 1, noisy_fit, folder, begin, options | told)
+        messages = {"messages": ("on_train_step_start", step)}
+        (ended,) = on_processes(None, 1, noisy_fit, folder, begin, options | messages)
         assert ended["step"] == step + 1
     (resumed,) = on_processes(None, 1, noisy_fit, folder, 99, options)
     assert_resumed(whole, resumed, after=10, boundaries_after=9)
-    assert_same_record(tmp_path / "whole", tmp_path / "told")
+    assert_same_record(tmp_path / "whole", tmp_path / "messages")
 
 
 def interrupted_inside(
@@ -328,9 +328,9 @@ def test_decisions_by_steps_that_are_not_recorded_go_on(ranks, tmp_path, world):
 def test_decisions_that_a_signal_leaves_due_judge_the_same(ranks, tmp_path, world):
     options = {"max_epochs": 2, "workers": 0, "log_every": 50, "every": 1, "monitor": "loss"}
     whole = on_processes(ranks, world, noisy_fit, str(tmp_path / "whole"), 1, options)
-    told = options | {"told": ("on_train_step_start", 2)}
-    on_processes(ranks, world, noisy_fit, str(tmp_path / "told"), 1, told)
-    resumed = on_processes(ranks, world, noisy_fit, str(tmp_path / "told"), 99, options)
+    messages = options | {"messages": ("on_train_step_start", 2)}
+    on_processes(ranks, world, noisy_fit, str(tmp_path / "messages"), 1, messages)
+    resumed = on_processes(ranks, world, noisy_fit, str(tmp_path / "messages"), 99, options)
     for one, other in zip(whole, resumed, strict=True):
         after = len(one["rates"]) - len(other["rates"])
         assert_resumed(one, other, after=after, boundaries_after=after - 1)
@@ -385,11 +385,11 @@ class Again(RandomSampler):
         return iter(self.order)
 
 
-@pytest.mark.parametrize(("sampler", "step", "told"), [
+@pytest.mark.parametrize(("sampler", "step", "messages"), [
     (Again, 1, False), (Again, 3, False), (Again, 4, True), (RandomSampler, 4, False),
 ])  # fmt: skip  # a table
 def test_samples_that_a_resume_repeats_and_leaves_out_are_told(
-    tmp_path, caplog, sampler, step, told
+    tmp_path, caplog, sampler, step, messages
 ):
     """An epoch is of 3 updates; the sampler's second order depends on its first."""
     data = TensorDataset(torch.randn(12, FEATURES), torch.arange(12) % CLASSES)
@@ -399,8 +399,8 @@ def test_samples_that_a_resume_repeats_and_leaves_out_are_told(
         )
         loader = DataLoader(data, batch_size=4, sampler=sampler(data))
         trainer.fit(Noisy(), loader, ckpt_path="auto")
-    assert ("its Again keeps state between epochs" in caplog.text) == told
-    assert ("differs from before the resume" in caplog.text) == told
+    assert ("its Again keeps state between epochs" in caplog.text) == messages
+    assert ("differs from before the resume" in caplog.text) == messages
 
 
 class Lazy(TrainModule):
@@ -625,19 +625,21 @@ HOOKS = [
 def test_a_signal_changes_nothing_but_the_time(ranks, tmp_path, world, hook):
     options = {"max_epochs": 3, "workers": 0, "val_every": 2, "log_every": 3, "every": 3}
     whole = on_processes(ranks, world, noisy_fit, str(tmp_path / "whole"), 1, options)
-    folder = str(tmp_path / "told")
+    folder = str(tmp_path / "messages")
     at = {"on_train_epoch_end": 7 if world == 1 else 4}.get(hook, 2)
     starts = [(hook, at, world - 1), (hook, 2 * at, 0), None]
-    for begin, told in enumerate(starts, 1):
-        results = on_processes(ranks, world, noisy_fit, folder, begin, options | {"told": told})
-        if told is not None:
+    for begin, messages in enumerate(starts, 1):
+        results = on_processes(
+            ranks, world, noisy_fit, folder, begin, options | {"messages": messages}
+        )
+        if messages is not None:
             (code,) = {result["code"] for result in results[world - 1 :][:1]}
             assert code == 128 + signal.SIGTERM
             (step,) = {result["step"] for result in results}
-            assert 0 <= step - told[1] <= 2  # within two updates
+            assert 0 <= step - messages[1] <= 2  # within two updates
     for one, other in zip(whole, results, strict=True):
         assert_resumed(one, other, after=step, boundaries_after=step - 1)
-    assert_same_record(tmp_path / "whole", tmp_path / "told")
+    assert_same_record(tmp_path / "whole", tmp_path / "messages")
 
 
 class Evaluating(TrainModule):
@@ -673,8 +675,8 @@ class Evaluating(TrainModule):
 def test_what_a_validation_took_in_before_a_signal_counts_once(tmp_path, logs_object):
     class Signal(Callback):
         def on_validation_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
-            if trainer.global_step == 4 and not (tmp_path / "told").exists():
-                (tmp_path / "told").touch()
+            if trainer.global_step == 4 and not (tmp_path / "messages").exists():
+                (tmp_path / "messages").touch()
                 signal.raise_signal(signal.SIGTERM)
 
     def fit(folder: str, *callbacks: Callback) -> list[dict[str, Any]]:

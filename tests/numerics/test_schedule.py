@@ -134,9 +134,9 @@ def test_one_cycle_over_the_estimated_updates_reaches_its_end_exactly(ranks, wor
 
 def resumed_one_cycle(folder: str, until: int | None, accumulation: int) -> tuple[Any, ...]:
     """Train to an update, or to the end; return the rates, and what the schedule warned of."""
-    told = Told()
+    reported = Told()
     logger = logging.getLogger("trainer.optim.configure")
-    logger.addHandler(told)
+    logger.addHandler(reported)
     seen = Rates()
     trainer = quiet_trainer(
         max_epochs=EPOCHS,
@@ -149,8 +149,8 @@ def resumed_one_cycle(folder: str, until: int | None, accumulation: int) -> tupl
     except Preempted:
         pass
     finally:
-        logger.removeHandler(told)
-    return seen.used, told.messages
+        logger.removeHandler(reported)
+    return seen.used, reported.messages
 
 
 class Told(logging.Handler):
@@ -179,18 +179,20 @@ def test_one_cycle_outlived_on_fewer_processes_stays_at_its_end(ranks, tmp_path)
     ((whole, _), _) = on_processes(ranks, 2, resumed_one_cycle, str(tmp_path / "whole"), None, 1)
     assert len(whole) == 18
     for name in ("longer", "kept"):
-        ((begun, told), _) = on_processes(ranks, 2, resumed_one_cycle, str(tmp_path / name), 4, 1)
+        ((begun, reported), _) = on_processes(
+            ranks, 2, resumed_one_cycle, str(tmp_path / name), 4, 1
+        )
         assert 4 <= len(begun) < 9
-        assert not told
+        assert not reported
     # Twice the micro-batches on half the processes: as many updates as before.
-    ((rest, told),) = on_processes(ranks, 1, resumed_one_cycle, str(tmp_path / "kept"), None, 2)
+    ((rest, reported),) = on_processes(ranks, 1, resumed_one_cycle, str(tmp_path / "kept"), None, 2)
     assert begun + rest == whole
-    assert not told
+    assert not reported
     longer = str(tmp_path / "longer")
     parts = [on_processes(ranks, 1, resumed_one_cycle, longer, at, 1)[0] for at in (20, None)]
     rates = begun + [rate for used, _ in parts for rate in used]
     assert rates == whole + whole[-1:] * (18 - len(begun))
-    ((message,),) = [told for _, told in parts if told]  # once in the run
+    ((message,),) = [reported for _, reported in parts if reported]  # once in the run
     assert "OneCycleLR was made for total_steps=18" in message
     assert "gradient_accumulation_steps times" in message
 

@@ -910,7 +910,7 @@ def record_both(local, background, steps):
         background.log_recorded({"x": value}, step, 10.0 + step)
 
 
-def told(tracker):
+def warned(tracker):
     return [(call[2], str(call[1])) for call in tracker.calls if call[0] == "log"]
 
 
@@ -932,7 +932,7 @@ def test_what_a_full_queue_dropped_comes_from_the_local_record_in_its_place(loca
         tracker.release.clear()
     tracker.release.set()
     background.finish()
-    assert told(tracker) == expected(range(40))
+    assert warned(tracker) == expected(range(40))
     # `settle` is a call too, for which nothing is dropped.
     assert (background.replayed, background.dropped) == (32, 0)
     assert not warnings_of(caplog)
@@ -959,7 +959,7 @@ def test_records_that_come_while_others_are_replayed_are_not_lost_either(local):
     record_both(local, background, range(20, 40))
     tracker.go_on.set()
     background.finish()
-    assert told(tracker) == expected(range(40))
+    assert warned(tracker) == expected(range(40))
     assert background.dropped == 0
 
 
@@ -980,7 +980,7 @@ def test_an_outage_while_records_are_replayed(local, returns, caplog):
     record_both(local, background, range(1, 20))
     tracker.release.set()
     background.finish()
-    assert told(tracker) == expected(range(20 if returns else 5))
+    assert warned(tracker) == expected(range(20 if returns else 5))
     assert background.dropped == (0 if returns else 15)
     if not returns:
         where = f"lost 15 records, which are in {local.tracker}, and failed"
@@ -998,7 +998,7 @@ def test_records_that_the_local_one_has_not_are_counted_as_lost(local):
     record_both(local, background, range(4, 8))
     tracker.release.set()
     background.finish()
-    assert [step for step, _ in told(tracker)] == [0, 1, 2, 4, 5, 6, 7]
+    assert [step for step, _ in warned(tracker)] == [0, 1, 2, 4, 5, 6, 7]
     assert background.dropped == 2
 
 
@@ -1034,7 +1034,7 @@ def test_a_local_record_that_cannot_be_read_is_told_and_ends_nothing(local, capl
     local.tracker.write_text("no json\n" * 100)
     tracker.release.set()
     background.finish()
-    assert [step for step, _ in told(tracker)] == [0, 4, 5]
+    assert [step for step, _ in warned(tracker)] == [0, 4, 5]
     assert (background.dropped, background.failures) == (3, 1)
     assert "is not JSON" in caplog.text
 
@@ -1050,7 +1050,7 @@ def test_trackers_that_change_what_they_are_given_change_it_for_no_other(local):
     for background in trackers:
         background.log_recorded(values, 1, 11.0)
         background.finish()
-    assert [told(one.wrapped) for one in trackers] == [[(1, "{'x': 1.0}")]] * 2
+    assert [warned(one.wrapped) for one in trackers] == [[(1, "{'x': 1.0}")]] * 2
 
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError])

@@ -9,7 +9,7 @@ import torch
 
 import trackers
 from trackers import registry as known
-from trackers.base import python_number
+from trainer.strict_json import python_number
 
 
 @pytest.fixture(autouse=True)
@@ -148,12 +148,12 @@ def test_a_service_with_projects_is_told_both_names():
         has_projects = True
 
         def __init__(self, project, *, name=None, color=None):
-            self.told = (project, name, color)
+            self.logged = (project, name, color)
 
-    assert resolve(Service, run_name="run")[0].told == ("project", "run", None)
-    assert resolve(Service)[0].told == ("project", None, None)
+    assert resolve(Service, run_name="run")[0].logged == ("project", "run", None)
+    assert resolve(Service)[0].logged == ("project", None, None)
     options = {"memory": {"name": "mine", "color": "red"}}
-    assert resolve(Service, run_name="run", init_kwargs=options)[0].told == (
+    assert resolve(Service, run_name="run", init_kwargs=options)[0].logged == (
         "project",
         "mine",
         "red",

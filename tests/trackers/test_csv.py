@@ -312,10 +312,10 @@ def test_where_there_are_no_locks_the_table_is_written_without(started, monkeypa
     tracker.log({"val": 2.0}, 2)
     assert tracker.path.read_text() == "step,loss,val\n1,1.0,\n2,,2.0\n"
     assert files(tracker) == ["metrics.csv"]
-    told = [message for message in caplog.messages if "cannot be locked" in message]
-    assert caplog.messages == told
-    assert len(told) == (how == "refused")
-    assert all("No locks available" in message and "may be lost" in message for message in told)
+    logged = [message for message in caplog.messages if "cannot be locked" in message]
+    assert caplog.messages == logged
+    assert len(logged) == (how == "refused")
+    assert all("No locks available" in message and "may be lost" in message for message in logged)
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
@@ -326,8 +326,8 @@ def test_a_table_that_is_deleted_meanwhile_begins_again_and_says_so(started, cap
     tracker.log({"loss": 2.0}, 2)
     tracker.log({"loss": 3.0, "val": 4.0}, 3)
     assert tracker.path.read_text() == "step,loss,val\n2,2.0,\n3,3.0,4.0\n"
-    (told,) = caplog.messages
-    assert "was deleted or moved" in told
+    (logged,) = caplog.messages
+    assert "was deleted or moved" in logged
 
 
 def test_long_texts_and_their_line_ends_stay_when_a_column_is_added(started):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trackers.csv import CSVTracker
-from trackers.files import hidden_beside, read_json, regular, sweep_hidden
 from trackers.jsonl import JsonlTracker, unused_name
+from trainer.files import hidden_beside, read_json, regular, sweep_hidden
 
 
 @pytest.fixture

@@ -89,7 +89,11 @@ def check():
         assert all(torch.equal(run[0][name], weights[name]) for name in weights)
         own = ("step", "epoch", "train/rank")
         values = [{name: one[name] for name in one if name not in own} for one in records]
-        return [(one["step"], told) for one, told in zip(records, values, strict=True) if told]
+        return [
+            (one["step"], messages)
+            for one, messages in zip(records, values, strict=True)
+            if messages
+        ]
 
     return same
 
@@ -107,10 +111,10 @@ class Listed(GeneralTracker):
     tracker = None
 
     def __init__(self):
-        self.told = []
+        self.messages = []
 
     def log(self, values, step):
-        self.told.append((step, values))
+        self.messages.append((step, values))
 
 
 def test_one_that_raises(check, options, caplog):
@@ -120,7 +124,7 @@ def test_one_that_raises(check, options, caplog):
 
     options(finish_timeout=0.2)
     check(fit("run", [Raising(), well := Listed()]))
-    assert len(well.told) == STEPS + 2
+    assert len(well.messages) == STEPS + 2
     kept = Path("run/metrics.jsonl").absolute()
     assert f"lost 18 records, which are in {kept}, and failed in" in caplog.text
 
@@ -131,7 +135,7 @@ def test_one_that_sleeps(check):
             time.sleep(0.01)
             super().log(values, step)
 
-    assert check(fit("run", tracker := Sleeping())) == tracker.told
+    assert check(fit("run", tracker := Sleeping())) == tracker.messages
 
 
 def test_one_that_sleeps_with_room_for_three(check, options):
@@ -141,7 +145,7 @@ def test_one_that_sleeps_with_room_for_three(check, options):
             super().log(values, step)
 
     options(capacity=3)
-    assert check(fit("run", tracker := Sleeping())) == tracker.told
+    assert check(fit("run", tracker := Sleeping())) == tracker.messages
 
 
 @pytest.mark.parametrize("method", ["start", "log", "finish"])
@@ -199,7 +203,7 @@ class Service:
     """A server on this machine: its port is taken from the beginning, and refuses until `open`."""
 
     def __init__(self):
-        self.told, self.refuses = [], 0
+        self.messages, self.refuses = [], 0
         self.asked = threading.Event()
         service = self
 
@@ -211,7 +215,7 @@ class Service:
                     service.refuses -= 1
                     self.send_error(503)
                     return
-                service.told.append(tuple(json.loads(body)))
+                service.messages.append(tuple(json.loads(body)))
                 self.send_response(200)
                 self.end_headers()
 
@@ -281,7 +285,7 @@ def test_a_server_that_refuses_and_comes_back(check, options, service, when, cap
         service.open()
 
     actions, callbacks = ({}, [AtEnd(back)]) if when == "end" else ({when: back}, [])
-    assert check(fit("run", tracker, actions, callbacks)) == service.told
+    assert check(fit("run", tracker, actions, callbacks)) == service.messages
     assert "lost 0 records and failed in" in caplog.text
 
 
@@ -296,9 +300,9 @@ def test_a_server_with_an_outage_in_the_midst(check, options, service, capacity,
         service.refuses = refused
 
     expected = check(fit("run", tracker, {3: outage, 9: outage}))
-    assert sorted(service.told, key=str) == sorted(expected, key=str)
+    assert sorted(service.messages, key=str) == sorted(expected, key=str)
     # Another record is tried ahead of one that was refused often.
-    assert service.told == expected or refused > 2
+    assert service.messages == expected or refused > 2
     assert tracker.failed.is_set()
 
 
@@ -359,8 +363,8 @@ def test_a_disk_that_fills_under_tensorboard():
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     background = BackgroundTracker(TensorBoardTracker("run", "logs"), first_pause=0.01)
-    told = Told("tensorboard")
-    logging.getLogger("trackers").addHandler(told)
+    messages = Told("tensorboard")
+    logging.getLogger("trackers").addHandler(messages)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     background.start()
     background.log({"x": 0.0}, 0)
@@ -369,10 +373,10 @@ def test_a_disk_that_fills_under_tensorboard():
         resource.setrlimit(resource.RLIMIT_FSIZE, (400, hard))
         for step in range(1, 20):
             background.log({"x": float(step)}, step)
-        told.wait()
+        messages.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        logging.getLogger("trackers").removeHandler(told)
+        logging.getLogger("trackers").removeHandler(messages)
         background.finish()
     # Of two files of one second the one with the number 10 is read before that with 9.
     read = sorted(
@@ -403,12 +407,12 @@ def test_a_disk_that_fills_under_texts_for_tensorboard():
 
 def test_a_disk_that_fills_under_the_local_record_and_a_table(check):
     """Files may grow to 300 bytes for a while: the last write is cut, as on a full disk."""
-    told = Told("jsonl", "csv")
-    logging.getLogger("trackers").addHandler(told)
+    messages = Told("jsonl", "csv")
+    logging.getLogger("trackers").addHandler(messages)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def clear(_):
-        told.wait()
+        messages.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     def fill(_):
@@ -418,7 +422,7 @@ def test_a_disk_that_fills_under_the_local_record_and_a_table(check):
         expected = check(fit("run", "csv", {1: fill, STEPS: clear}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        logging.getLogger("trackers").removeHandler(told)
+        logging.getLogger("trackers").removeHandler(messages)
     (path,) = Path("run/logs").rglob("metrics.csv")
     with open(path, newline="") as text:
         table = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(text)]

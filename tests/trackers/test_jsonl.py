@@ -205,8 +205,8 @@ def test_a_record_that_is_taken_away_goes_on_at_its_place(tracker, caplog, what)
     assert [record["x"] for record in read_metrics(tracker.path)] == [*kept, 2, 3]
     if what != "folder":
         assert [record["x"] for record in read_metrics(taken)] == [1]
-    (told,) = caplog.messages
-    assert "was deleted, moved or replaced" in told
+    (logged,) = caplog.messages
+    assert "was deleted, moved or replaced" in logged
 
 
 def test_a_record_that_is_deleted_and_cannot_be_begun_again_is_an_error_until_it_can(tracker):

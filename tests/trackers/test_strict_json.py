@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trackers.strict_json import dumps, from_json, to_json
+from trainer.strict_json import dumps, from_json, to_json
 
 
 def refuse(constant):

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import Accelerator
-from trainer.choices import DistributedType
 from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -23,7 +22,8 @@ from trainer.configuration import (
     KwargsHandler,
     ProjectConfiguration,
 )
-from trainer.data.loader import DataLoaderShard
+from trainer.data.dataloader import DataLoaderShard
+from trainer.enums import DistributedType
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.scheduler import AcceleratedScheduler
 from trainer.state import AcceleratorState, GradientState, PartialState

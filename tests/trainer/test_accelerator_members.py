@@ -32,7 +32,7 @@ from trainer.configuration import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
 )
-from trainer.data.dispatch import DataLoaderDispatcher
+from trainer.data.dispatcher import DataLoaderDispatcher
 from trainer.errors import CheckpointError
 from trainer.plugins import (
     DeepSpeedPlugin,

@@ -11,7 +11,7 @@ from torch import nn
 from torchmetrics import CatMetric, MeanMetric, SumMetric
 
 from trainer.checkpoint import load_tree, save_tree
-from trainer.loops.accumulators import (
+from trainer.loops.module_state import (
     accumulators_of,
     metric_states,
     put_metrics_back,
@@ -70,13 +70,13 @@ def test_one_part_is_taken_over_as_if_nothing_had_happened(tmp_path):
 
 def test_the_parts_of_several_ranks_add_up_on_one(tmp_path):
     first, second = [0.5, -1.0, 4.0], [3.0, -7.0]
-    together, module = MetricStore(CPU), Module()
-    log(together, module, first)
-    log(together, module, second)
+    combined, module = MetricStore(CPU), Module()
+    log(combined, module, first)
+    log(combined, module, second)
 
     merged, fresh = MetricStore(CPU), Module()
     restore_accumulators(merged, fresh, [saved(first, tmp_path), saved(second, tmp_path)])
-    found, expected = reduced(merged), reduced(together)
+    found, expected = reduced(merged), reduced(combined)
     assert found.pop("object/mean") == pytest.approx(expected.pop("object/mean"))
     assert found == expected
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import EMA, Interval, ModelCheckpoint, ProgressBar
 from trackers import CSVTracker
 from trainer import Trainer, TrainModule
-from trainer.loops.arguments import LEFT_OUT
+from trainer.loops.config import LEFT_OUT
 
 
 class Module(TrainModule):
@@ -117,9 +117,9 @@ def test_a_schedule_that_reads_what_the_training_logs_says_what_is_left_out(inte
 
 def test_without_barebones_it_hears_what_it_heard_before():
     trainer = Trainer(cpu=True, max_epochs=1, checkpointing=False, progress_bar=False)
-    with pytest.raises(ValueError, match="'los'; it must be one of 'loss_epoch'") as told:
+    with pytest.raises(ValueError, match="'los'; it must be one of 'loss_epoch'") as messages:
         trainer.fit(reading("los"), loader())
-    assert "barebones" not in str(told.value)
+    assert "barebones" not in str(messages.value)
 
 
 # Of each argument: values that are refused, and values that pass.
@@ -179,11 +179,11 @@ def test_every_argument_of_the_trainer_is_one_or_the_other():
 
 def test_the_documentation_has_the_same_arguments():
     said = inspect.getdoc(Trainer)
-    told = re.search("    barebones: .*?\n    slurm_requeue:", said, re.DOTALL)[0]
+    messages = re.search("    barebones: .*?\n    slurm_requeue:", said, re.DOTALL)[0]
     guide = (Path(__file__).parents[2] / "docs/guides/speed.md").read_text(encoding="utf-8")
     told_there = guide.partition("## Barebones training")[2].partition("\n## ")[0]
     for name in LEFT_OUT:
-        assert f"`{name}" in told, name
+        assert f"`{name}" in messages, name
         assert f"`{name}" in told_there, name
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
 from trainer import Preempted, Trainer, TrainModule
-from trainer.loops.requeue import requeue
+from trainer.loops.preemption import requeue
 from trainer.state import PartialState
 
 

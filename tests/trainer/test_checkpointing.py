@@ -139,14 +139,14 @@ def test_each_run_of_the_same_trainer_starts_its_ranking_anew():
 
 def test_a_checkpoint_has_a_manifest_that_says_what_it_holds():
     fit(Net([0.5]), max_epochs=1, seed=3)
-    told = manifest(2)
-    assert (told["step"], told["epoch"], told["world_size"]) == (2, 0, 1)
-    assert told["configuration"]["max_epochs"] == 1
-    assert told["configuration"]["seed"] == 3
-    assert told["metrics"].keys() == {"score", "loss_step", "loss_epoch"}
+    messages = manifest(2)
+    assert (messages["step"], messages["epoch"], messages["world_size"]) == (2, 0, 1)
+    assert messages["configuration"]["max_epochs"] == 1
+    assert messages["configuration"]["seed"] == 3
+    assert messages["metrics"].keys() == {"score", "loss_step", "loss_epoch"}
     folder = Path("run/checkpoints/step-00000002")
-    assert {Path(name).suffix for name in told["files"]} == {".safetensors", ".json"}
-    for name, entry in told["files"].items():
+    assert {Path(name).suffix for name in messages["files"]} == {".safetensors", ".json"}
+    for name, entry in messages["files"].items():
         assert entry["size"] == (folder / name).stat().st_size
 
 

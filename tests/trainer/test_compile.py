@@ -24,15 +24,15 @@ from callbacks import Callback, ModelCheckpoint, ThroughputMonitor
 from tests.helpers import isolation
 from tests.numerics.running import assert_same, copy_of, on_processes, quiet_trainer
 from trainer import Accelerator, Trainer, TrainModule
+from trainer.engines.compile import compiled_steps
 from trainer.plugins import TorchDynamoPlugin
-from trainer.strategies.compiled import compiled_steps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),
     # While it compiles torch hides this one by other means than filters.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
-LOGGER = "trainer.strategies.compiled"
+LOGGER = "trainer.engines.compile"
 CPU = torch.device("cpu")
 
 

@@ -9,15 +9,6 @@ from math import inf, nan
 import pytest
 import torch
 
-from trainer.choices import (
-    DDPCommunicationHookType,
-    DistributedType,
-    DynamoBackend,
-    LoggerType,
-    PrecisionType,
-    RNGType,
-    SchedulerTick,
-)
 from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -28,7 +19,16 @@ from trainer.configuration import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProjectConfiguration,
-    refuse_fp8,
+    check_not_fp8,
+)
+from trainer.enums import (
+    DDPCommunicationHookType,
+    DistributedType,
+    DynamoBackend,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+    SchedulerTick,
 )
 from trainer.errors import choose
 
@@ -401,4 +401,4 @@ def test_eight_bits_are_known_and_refused():
         "fp8_format": "HYBRID",
     }
     with pytest.raises(NotImplementedError, match=r"FP8RecipeKwargs asks for .*='bf16', 'fp16'"):
-        refuse_fp8("FP8RecipeKwargs")
+        check_not_fp8("FP8RecipeKwargs")

@@ -13,8 +13,8 @@ from callbacks import Callback, ModelCheckpoint
 from tests.numerics.running import quiet_trainer
 from trackers import BackgroundTracker, CSVTracker, JsonlTracker, NullTracker
 from trainer import TrainModule
-from trainer.loops import record
-from trainer.loops.record import Recorder
+from trainer.loops import recorder as record
+from trainer.loops.recorder import Recorder
 
 FOR_EVER = 60.0  # seconds: a test that waits so long fails, for a save that gave up tells it
 
@@ -206,8 +206,8 @@ def test_a_save_that_never_came_to_wait_says_nothing_of_a_tracker(
     kept.sync()
     log(kept, 2)
     assert kept.sync()() > 0
-    (told,) = caplog.records  # it did wait
-    assert "stopped waiting after 0.01 seconds for csv to write" in told.getMessage()
+    (messages,) = caplog.records  # it did wait
+    assert "stopped waiting after 0.01 seconds for csv to write" in messages.getMessage()
 
 
 def test_a_service_is_not_waited_for(tmp_path, recorder, monkeypatch, caplog):
@@ -273,8 +273,8 @@ def test_of_two_saves_close_behind_each_other_one_waits(
     )
     values = TensorDataset(torch.ones(40, 3))
     trainer.fit(Line(), DataLoader(values, batch_size=4))
-    (told,) = caplog.records
-    assert "stopped waiting after 0.01 seconds for csv to write" in told.getMessage()
+    (messages,) = caplog.records
+    assert "stopped waiting after 0.01 seconds for csv to write" in messages.getMessage()
     for callback in (first, second):
         assert sorted(path.name for path in callback.best_k_models) == [
             "step-00000002",

@@ -307,15 +307,15 @@ def test_a_wait_in_log_is_seen(monkeypatch):
 
 
 def test_a_wait_in_the_loop_is_seen(monkeypatch):
-    from trainer.loops import window
+    from trainer.loops import train_step
 
-    detach = window.detach
+    detach = train_step.detach
 
     def reading(outputs):
         outputs.item()
         return detach(outputs)
 
-    monkeypatch.setattr(window, "detach", reading)
+    monkeypatch.setattr(train_step, "detach", reading)
     found, waits = waits_between_updates(monkeypatch)
     assert found == 14
     assert any("item" in place or "scalar" in place for place in waits.places)

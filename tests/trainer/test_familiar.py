@@ -136,7 +136,7 @@ def test_a_default_callback_makes_way_for_one_that_setup_adds(where):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "messages"),
     [
         ("max_grad_norm", r"pass it to Trainer\(max_grad_norm=...\) when it is made"),
         ("val_every", r"pass it to Trainer\(val_every=...\)"),
@@ -145,9 +145,9 @@ def test_a_default_callback_makes_way_for_one_that_setup_adds(where):
         ("max_epochs", "no setter|can't set"),
     ],
 )
-def test_an_argument_that_is_set_later_is_refused(name, told):
+def test_an_argument_that_is_set_later_is_refused(name, messages):
     trainer = make()
-    with pytest.raises(AttributeError, match=told):
+    with pytest.raises(AttributeError, match=messages):
         setattr(trainer, name, 3)
     trainer.mine = 3  # an attribute of one's own
     assert trainer.mine == 3
@@ -248,8 +248,8 @@ def test_dropout_that_is_off_in_training_is_told(kind, caplog):
 
     hooks = {kind: switch_on} if kind.startswith("on_") else {}
     make(type("Switch", (Callback,), hooks)()).fit(module, data())
-    told = [each.getMessage() for each in caplog.records if "dropout" in each.getMessage()]
-    assert [text.partition(",")[0] for text in told] == (
+    messages = [each.getMessage() for each in caplog.records if "dropout" in each.getMessage()]
+    assert [text.partition(",")[0] for text in messages] == (
         ["model is in evaluation mode"] if kind == "trained" else []
     )
 
@@ -479,7 +479,7 @@ def test_hooks_of_callbacks_added_in_setup_are_checked_like_those_given(caplog):
         def on_train_strat(self, trainer, module):
             pass
 
-    def told(fit):
+    def messages(fit):
         caplog.clear()
         try:
             fit()
@@ -488,8 +488,8 @@ def test_hooks_of_callbacks_added_in_setup_are_checked_like_those_given(caplog):
         return [record.getMessage() for record in caplog.records]
 
     for callback in (Lightning(), Wrong(), "x", Misspelt()):
-        given = told(lambda each=callback: make(each, fast_dev_run=True).fit(Net(), data()))
-        added = told(lambda each=callback: make(fast_dev_run=True).fit(adding(each), data()))
+        given = messages(lambda each=callback: make(each, fast_dev_run=True).fit(Net(), data()))
+        added = messages(lambda each=callback: make(fast_dev_run=True).fit(adding(each), data()))
         assert given == added
         assert given
 

@@ -396,8 +396,8 @@ def test_an_error_in_a_step_is_told_to_the_callbacks_and_raised_after_teardown(e
         *c("on_exception"),
         *end(data=True),
     ]
-    told = [args for name, args in module.calls if name.endswith("on_exception")]
-    assert [args[2] for args in told] == [error, error]
+    messages = [args for name, args in module.calls if name.endswith("on_exception")]
+    assert [args[2] for args in messages] == [error, error]
 
 
 @pytest.mark.parametrize("first", [OSError("first"), KeyboardInterrupt()])
@@ -929,9 +929,9 @@ def test_batches_are_moved_one_ahead_of_their_use():
     )
     module.calls.clear()
     trainer.predict(module, [loader(1), loader(1)])
-    told = [args for name, args in module.calls if name in moved]
+    messages = [args for name, args in module.calls if name in moved]
     device = torch.device("cpu")
-    assert told == [(0,), (device, 0), (0,), (1,), (device, 1), (1,)]
+    assert messages == [(0,), (device, 0), (0,), (1,), (device, 1), (1,)]
 
 
 def test_the_state_of_a_datamodule_is_restored_after_setup_and_before_its_loaders():

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import Trainer, TrainModule
 from trainer import checkpoint as disk
-from trainer.checkpoint.fitting import load_into
+from trainer.checkpoint.loading import load_into
 from trainer.checkpoint.weights import load_weights, save_weights
 from trainer.errors import CheckpointError
 from trainer.hparams import to_manifest
@@ -600,8 +600,8 @@ def test_what_does_not_fit_a_compiled_module_is_told_by_its_names(strict, caplog
     model = nn.Sequential(compiled(nn.Linear(3, 3)))
     with pytest.raises(CheckpointError) if strict else nullcontext() as caught:
         load_into(model, nn.Sequential(encoder()).state_dict(), where="file", strict=strict)
-    told = str(caught.value) if strict else caplog.text
-    assert " 0.weight ([4, 2] in the file" in told
+    messages = str(caught.value) if strict else caplog.text
+    assert " 0.weight ([4, 2] in the file" in messages
 
 
 class Wrapped(Net):

@@ -928,8 +928,8 @@ def test_an_object_that_would_hold_the_data_of_several_loaders_is_refused(names,
             self.log(names[dataloader_idx], mean, **options)
 
     loaders = [loader(2), loader(2)]
-    told = rf"'{names[1]}' is logged for several loaders.*dataloader_idx"
-    with pytest.raises(ValueError, match=told):
+    messages = rf"'{names[1]}' is logged for several loaders.*dataloader_idx"
+    with pytest.raises(ValueError, match=messages):
         make().validate(Shared(1), loaders)
     if names[0] != names[1] or not options:
         first, second = make().validate(Shared(2), loaders)

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.ranks import RankError
-from trainer.logs import MultiProcessAdapter, get_logger
+from trainer.logging import MultiProcessAdapter, get_logger
 from trainer.state import PartialState
 
 

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import EMA, BaseFinetuning, GradientNormMonitor, ModelCheckpoint, ModelSummary
 from trainer import Accelerator, Trainer, TrainModule
+from trainer.engines.model import get_state_dict
 from trainer.names import bare_names, bare_state_dict
-from trainer.strategies.model import get_state_dict
 
 WRAPPERS = {
     "compile": lambda part: torch.compile(part, backend="eager"),
@@ -67,9 +67,9 @@ def fit(wrap, folder, max_steps, ckpt_path=None):
 @wrapped
 def test_a_run_and_its_files_are_those_of_the_bare_module(wrap, capsys):
     fit(None, "plain", 2)
-    told = capsys.readouterr().out
+    messages = capsys.readouterr().out
     fit(wrap, "wrapped", 2)
-    assert capsys.readouterr().out == told
+    assert capsys.readouterr().out == messages
     (plain,), (other,) = (
         sorted(Path(one, "checkpoints").glob("step-*2")) for one in ("plain", "wrapped")
     )

@@ -18,13 +18,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
-from trainer.choices import DynamoBackend
+from trainer.enums import DynamoBackend
 from trainer.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     MegatronLMPlugin,
     TorchDynamoPlugin,
-    refuse_engine,
+    check_engine,
 )
 
 
@@ -290,15 +290,15 @@ ENGINES = [
 
 @pytest.mark.parametrize(("argument", "kind", "variable", "engine"), ENGINES)
 def test_an_engine_is_refused_with_what_there_is(argument, kind, variable, engine, monkeypatch):
-    refuse_engine()
+    check_engine()
     text = f"{argument} asks for {engine}, which is not supported yet.*DDP.*leave {argument} out"
     with pytest.raises(NotImplementedError, match=text):
-        refuse_engine(**{argument: kind()})
+        check_engine(**{argument: kind()})
     with pytest.raises(TypeError, match=f"{argument} is 'zero'; it must be a {kind.__name__}"):
-        refuse_engine(**{argument: "zero"})
+        check_engine(**{argument: "zero"})
     monkeypatch.setenv(variable, "false")
-    refuse_engine()
+    check_engine()
     monkeypatch.setenv(variable, "true")
     text = f"{variable}=true asks for {engine}.*dynamo_backend: unset {variable}"
     with pytest.raises(NotImplementedError, match=text):
-        refuse_engine()
+        check_engine()

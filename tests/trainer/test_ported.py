@@ -392,9 +392,9 @@ def test_the_command_to_use_starts_the_processes(ported, started, machines, caps
     command = re.search(r"use trainer (launch.* script\.py)", str(error.value))[1]
     words = [{"R": "0", "HOST": "localhost", "N": "4"}.get(each, each) for each in command.split()]
     assert main([words[0], "--cpu", "--dry_run", *words[1:]]) == 0
-    told = capsys.readouterr().out
-    assert f"processes on this machine  {started}," in told
-    assert re.search(rf"machines +{machines}\n", told)
+    messages = capsys.readouterr().out
+    assert f"processes on this machine  {started}," in messages
+    assert re.search(rf"machines +{machines}\n", messages)
 
 
 def test_all_arguments_of_another_trainer_are_answered_at_once():
@@ -695,7 +695,7 @@ class Memory(GeneralTracker):
 
     def __init__(self):
         super().__init__()
-        self.told = []
+        self.messages = []
 
     @property
     def tracker(self):
@@ -705,7 +705,7 @@ class Memory(GeneralTracker):
         self.configuration = values
 
     def log(self, values, step, **kwargs):
-        self.told.append(values)
+        self.messages.append(values)
 
 
 def test_what_is_kept_from_the_loggers_is_in_the_local_record():
@@ -719,7 +719,7 @@ def test_what_is_kept_from_the_loggers_is_in_the_local_record():
     memory = Memory()
     trainer = make(log_with=memory, log_every=1)
     trainer.fit(Private(), loader())
-    assert memory.told == [{"shown": 2.0}]
+    assert memory.messages == [{"shown": 2.0}]
     names = {name for record in read_metrics(trainer.metrics_path) for name in record}
     assert {"hidden_step", "hidden_epoch", "shown"} <= names
     assert trainer.callback_metrics["hidden_epoch"] == 1.0

@@ -16,8 +16,9 @@ from tests.helpers.requires import requires_cuda
 from tests.helpers.streams import LateStreams, Stream
 from tests.trainer import test_device_waits as with_everything
 from trainer import DataModule, Trainer, TrainModule
-from trainer.loops import bottleneck, moving
-from trainer.loops.timing import HostLedger
+from trainer.loops import device_transfer as moving
+from trainer.loops import profiler
+from trainer.loops.profiler import HostLedger
 
 DATA = TensorDataset(
     torch.randn(22, 3, generator=torch.Generator().manual_seed(1)), torch.arange(22) % 2
@@ -233,7 +234,7 @@ class Clock:
 
 def test_waiting_for_a_late_copy_is_the_transfers_time(monkeypatch, streams):
     clock = Clock()
-    monkeypatch.setattr(bottleneck, "ledger_for", lambda device: HostLedger(clock))
+    monkeypatch.setattr(profiler, "ledger_for", lambda device: HostLedger(clock))
     wait = Stream.wait_event
 
     def slow(self, event):

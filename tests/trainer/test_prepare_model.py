@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.plugins import TorchDynamoPlugin
-from trainer.precision import Precision
-from trainer.strategies.compile import (
-    compile_model,
-    is_compiled,
-    torch_arguments,
-    uncompiled,
-)
-from trainer.strategies.model import (
+from trainer.engines.compile import compile_model, is_compiled, torch_arguments, uncompiled
+from trainer.engines.model import (
     find_ddp,
     get_state_dict,
     no_sync,
@@ -26,6 +19,8 @@ from trainer.strategies.model import (
     unwrap_model,
     verify_device_map,
 )
+from trainer.plugins import TorchDynamoPlugin
+from trainer.precision import Precision
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")

@@ -19,7 +19,7 @@ from callbacks import Callback, ModelCheckpoint
 from trackers import JsonlTracker, read_metrics
 from trainer import Trainer, TrainModule
 from trainer import checkpoint as disk
-from trainer.checkpoint import layout
+from trainer.checkpoint import storage
 from trainer.checkpoint.lock import LOCK, alone_in, holder_of
 from trainer.errors import CheckpointError, LaterReleaseError
 from trainer.rng import isolated_rng
@@ -379,7 +379,7 @@ def test_going_back_sets_the_later_checkpoints_aside(run, whole, relative, caplo
 
 
 def test_a_kill_while_going_back_loses_no_record(run, whole, monkeypatch):
-    real, moved = layout.os.rename, []
+    real, moved = storage.os.rename, []
 
     def rename(source, target):  # killed behind the last checkpoint that is set aside
         real(source, target)
@@ -388,7 +388,7 @@ def test_a_kill_while_going_back_loses_no_record(run, whole, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(layout.os, "rename", rename)
+        patch.setattr(storage.os, "rename", rename)
         with pytest.raises(KeyboardInterrupt):
             fit("run", ckpt_path=step(4), max_steps=6)
     assert names() == [*(f"abandoned-step-{number:08d}" for number in (8, 12)), step(4).name]

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from trainer import generators
-from trainer.checkpoint.tensors import load_tree, save_tree
-from trainer.choices import RNGType
+from trainer.checkpoint.serialization import load_tree, save_tree
+from trainer.enums import RNGType
 from trainer.rng import (
     isolated_rng,
     load_rng_state,
@@ -287,11 +287,11 @@ def test_a_device_that_starts_inside_is_isolated_too(devices):
 
 
 def test_what_is_fetched_leaves_the_seed_of_devices_that_have_not_started():
-    told = []
+    messages = []
 
     class Hearing(Device):
         def manual_seed_all(self, seed: int) -> None:
-            told.append(seed)
+            messages.append(seed)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "cuda", Hearing(1, initialized=False))
@@ -299,7 +299,7 @@ def test_what_is_fetched_leaves_the_seed_of_devices_that_have_not_started():
         with isolated_rng(8):
             draw()
         assert list(seeded_iteration(numbers(2), 3))
-    assert told == []
+    assert messages == []
 
 
 def test_further_seeds_are_others_and_the_same_again():

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import Callback, ModelCheckpoint, PredictionWriter
 from trackers import read_metrics
 from trainer import Preempted, Trainer, TrainModule
-from trainer.loops.about import AboutRun, Listener
+from trainer.loops.run_metadata import Listener, RunMetadata
 
 RUN = Path("run/run.json")
 
@@ -85,19 +85,19 @@ def fail(_):
 def test_it_says_what_the_run_is():
     before = time.time()
     fit()
-    told = about()
+    messages = about()
     (checkpoint, *_) = sorted(Path("run/checkpoints").iterdir())
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    assert told["run_id"] == manifest["run_id"]
-    assert told["configuration"] == manifest["configuration"]
-    assert told["versions"] == manifest["versions"]
-    assert told["versions"] == {"torch": torch.__version__, "python": platform.python_version()}
-    assert told["hyper_parameters"] == {"width": 3, "scale": "Infinity"}  # and not the secret
-    assert (told["module"], told["world_size"], told["device"]) == ("Net", 1, "cpu")
-    (start,) = told["starts"]
+    assert messages["run_id"] == manifest["run_id"]
+    assert messages["configuration"] == manifest["configuration"]
+    assert messages["versions"] == manifest["versions"]
+    assert messages["versions"] == {"torch": torch.__version__, "python": platform.python_version()}
+    assert messages["hyper_parameters"] == {"width": 3, "scale": "Infinity"}  # and not the secret
+    assert (messages["module"], messages["world_size"], messages["device"]) == ("Net", 1, "cpu")
+    (start,) = messages["starts"]
     assert before <= start["begin"] <= start["end"] <= time.time()
     assert (start["step"], start["status"], start["error"]) == (0, "finished", None)
-    assert told["warnings"] == []
+    assert messages["warnings"] == []
 
 
 def test_the_code_is_the_commit_of_the_working_folder():
@@ -131,11 +131,11 @@ def test_a_preempted_run_and_the_one_that_goes_on():
     first = about()
     assert [start["status"] for start in first["starts"]] == ["preempted"]
     fit(ckpt_path="auto")
-    told = about()
-    assert told["run_id"] == first["run_id"]
-    assert told["starts"][0] == first["starts"][0]
-    assert [start["status"] for start in told["starts"]] == ["preempted", "finished"]
-    assert told["starts"][1]["step"] in (3, 4)
+    messages = about()
+    assert messages["run_id"] == first["run_id"]
+    assert messages["starts"][0] == first["starts"][0]
+    assert [start["status"] for start in messages["starts"]] == ["preempted", "finished"]
+    assert messages["starts"][1]["step"] in (3, 4)
 
 
 def test_a_run_under_way_or_killed_is_running():
@@ -181,9 +181,9 @@ def test_where_nobody_has_set_up_logging_warnings_are_still_on_stderr(monkeypatc
     finally:
         nested.close()
         logging.getLogger("trainer").removeHandler(handler)
-    told = capsys.readouterr()
-    assert told.err == "at 1\nat 2\n"
-    assert told.out == "at 3\n"
+    messages = capsys.readouterr()
+    assert messages.err == "at 1\nat 2\n"
+    assert messages.out == "at 3\n"
     assert len(about()["warnings"]) == 3
 
 
@@ -193,8 +193,8 @@ def test_a_record_that_no_listener_of_its_logger_is_there_for_is_still_told(
 ):
     """One of another program, handed on to our logger; and one that comes as a run ends."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    told = []
-    listener = Listener(told.append)
+    messages = []
+    listener = Listener(messages.append)
     listener.listen()
     try:
         if name == "trainer.test":
@@ -203,7 +203,7 @@ def test_a_record_that_no_listener_of_its_logger_is_there_for_is_still_told(
     finally:
         listener.close()
     assert capsys.readouterr().err == "hello\n"
-    assert [record.getMessage() for record in told] == ["hello"]
+    assert [record.getMessage() for record in messages] == ["hello"]
 
 
 def test_a_run_that_goes_on_keeps_its_warnings():
@@ -218,14 +218,14 @@ def test_a_run_that_goes_on_keeps_its_warnings():
 
 
 def test_no_more_than_so_many_warnings_are_kept(tmp_path):
-    file = AboutRun(tmp_path / "run.json")
+    file = RunMetadata(tmp_path / "run.json")
     file.begin({"run_id": "1"}, 0)
     for number in range(130):
         file.warn(logging.LogRecord("trainer", 30, "", 0, "number %d", (number,), None))
     file.end("finished", None)
-    told = about(tmp_path / "run.json")
-    assert (len(told["warnings"]), told["more_warnings"]) == (100, 30)
-    assert told["warnings"][-1]["text"] == "number 99"
+    messages = about(tmp_path / "run.json")
+    assert (len(messages["warnings"]), messages["more_warnings"]) == (100, 30)
+    assert messages["warnings"][-1]["text"] == "number 99"
 
 
 def test_another_run_in_the_folder_begins_its_own_and_keeps_the_earlier():
@@ -256,10 +256,10 @@ def test_a_disk_that_refuses_is_told_and_hurts_nothing(caplog):
         (RUN / "full").touch()
 
     fit(At(2, block))
-    told = [
+    messages = [
         r.getMessage() for r in caplog.records if "run.json could not be written" in r.getMessage()
     ]
-    assert len(told) == 1
+    assert len(messages) == 1
     assert len(Path("run/metrics.jsonl").read_text().splitlines()) > 0
 
 
@@ -275,29 +275,29 @@ def test_a_damaged_file_is_begun_anew(content, caplog):
 
 def test_a_fork_tells_nothing():
     """There no thread would take it, and a lock that one held at the fork is never released."""
-    told = []
-    listener = Listener(told.append)
+    messages = []
+    listener = Listener(messages.append)
     listener.listen()
     try:
         child = os.fork()
         if child == 0:
             logging.getLogger("trainer.test").error("in a worker")
-            os._exit(len(told))
+            os._exit(len(messages))
         logging.getLogger("trainer.test").error("in the run")
         assert os.waitpid(child, 0)[1] == 0
-        assert [record.getMessage() for record in told] == ["in the run"]
+        assert [record.getMessage() for record in messages] == ["in the run"]
     finally:
         listener.close()
 
 
 def test_what_is_of_another_run_is_not_taken_over(tmp_path):
     for run_id in ("1", "2", "2"):
-        AboutRun(tmp_path / "run.json").begin({"run_id": run_id}, 0)
+        RunMetadata(tmp_path / "run.json").begin({"run_id": run_id}, 0)
     assert len(about(tmp_path / "run.json")["starts"]) == 2
 
 
 def test_every_change_replaces_the_file_whole(tmp_path):
-    file = AboutRun(tmp_path / "run.json")
+    file = RunMetadata(tmp_path / "run.json")
     file.begin({"run_id": "1"}, 0)
     opened = (tmp_path / "run.json").open()
     file.end("finished", None)
@@ -325,7 +325,7 @@ def test_a_start_clears_what_killed_ones_have_left(tmp_path):
     left.write_text("half")
     other = tmp_path / ".cadence-writing-7-metrics.json"
     other.touch()
-    AboutRun(tmp_path / "run.json").begin({"run_id": "1"}, 0)
+    RunMetadata(tmp_path / "run.json").begin({"run_id": "1"}, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "run.json"]
 
 

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from callbacks import Callback, ModelCheckpoint
 from trainer import ProjectConfiguration, Trainer, TrainModule
 from trainer import checkpoint as disk
-from trainer.checkpoint.portions import HostCopies, tree_portion, weights_portion
-from trainer.checkpoint.writer import Writer
+from trainer.checkpoint.async_writer import HostCopies, Writer, tree_part, weights_part
 from trainer.errors import CheckpointError, Preempted
 from trainer.state import PartialState
 
@@ -203,7 +202,7 @@ def test_a_save_after_the_fit_is_there_when_the_call_returns():
 def test_host_copies_stay_and_their_memory_is_used_again(tmp_path):
     copies, weight = HostCopies(), torch.arange(6.0).reshape(2, 3)
     state = {"weight": weight, "tied": weight, "half": torch.ones(2, dtype=torch.bfloat16)}
-    write = copies.hold([weights_portion(state), tree_portion({"w": weight.T, "n": 1}, "tree")])
+    write = copies.hold([weights_part(state), tree_part({"w": weight.T, "n": 1}, "tree")])
     memory = {key: tensor.data_ptr() for key, tensor in copies._kept.items()}
     expected = weight.clone()
     weight.zero_()
@@ -212,10 +211,10 @@ def test_host_copies_stay_and_their_memory_is_used_again(tmp_path):
     assert torch.equal(disk.load_tree(tmp_path, "tree")["w"], expected.T)
     assert disk.load_tree(tmp_path, "tree")["w"].stride() == expected.T.stride()
 
-    copies.hold([weights_portion(state), tree_portion({"w": weight.T}, "tree")])
+    copies.hold([weights_part(state), tree_part({"w": weight.T}, "tree")])
     assert {key: tensor.data_ptr() for key, tensor in copies._kept.items()} == memory
     other = {"weight": torch.ones(4), "half": torch.ones(2)}
-    write = copies.hold([weights_portion(other)])
+    write = copies.hold([weights_part(other)])
     (tmp_path / "second").mkdir()
     write(tmp_path / "second")
     found = disk.load_weights(tmp_path / "second")
@@ -564,7 +563,7 @@ def test_the_number_of_batches_may_change_from_epoch_to_epoch(known):
 
 
 def test_a_checkpoint_without_the_number_of_batches_is_resumed(monkeypatch):
-    snapshot = import_module("trainer.loops.snapshot")
+    snapshot = import_module("trainer.loops.fit_state")
     with monkeypatch.context() as earlier:
         earlier.setattr(snapshot, "data_of", lambda run: [None, 24])
         bucketed(2, Buckets(4))
@@ -613,9 +612,9 @@ def test_a_checkpoint_that_was_set_aside_is_gone_on_from_by_its_path():
 
 def test_a_full_disk_when_a_signal_comes_does_not_hide_the_signal(monkeypatch):
     full_at(monkeypatch, 6)
-    told = At({5: lambda: signal.raise_signal(signal.SIGTERM)})
+    messages = At({5: lambda: signal.raise_signal(signal.SIGTERM)})
     with pytest.raises(Preempted) as ended:
-        fit("run", told, ModelCheckpoint(every=4, on_save_error="warn"))
+        fit("run", messages, ModelCheckpoint(every=4, on_save_error="warn"))
     assert ended.value.code == 143
     assert str(ended.value) == "the run was ended by SIGTERM (exit code 143)"
     assert steps_in("run") == [4]

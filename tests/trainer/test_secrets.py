@@ -61,15 +61,15 @@ def written(folder="run"):
 
 def test_no_file_of_a_run_has_a_secret():
     trainer = fit(make())
-    told = json.loads(Path("run/run.json").read_text())
-    assert told["hyper_parameters"] == {
+    messages = json.loads(Path("run/run.json").read_text())
+    assert messages["hyper_parameters"] == {
         "width": 2,
         "api_key": "***",
         "data": "postgres://me:***@host/data",
         "options": {"fails": False, "credentials": ["***"]},
         "hub_token": "***",
     }
-    assert told["warnings"][0]["text"] == "Reading postgres://me:***@host/data again."
+    assert messages["warnings"][0]["text"] == "Reading postgres://me:***@host/data again."
     assert WORD.encode() not in written()
     assert trainer.module.hparams.api_key == WORD  # the run itself has it
 
@@ -126,8 +126,8 @@ def test_secrets_are_asked_for_by_the_class_that_takes_them():
 def test_a_report_of_an_earlier_run_shows_none():
     fit(make())
     path = Path("run/run.json")
-    told = json.loads(path.read_text())
-    told["hyper_parameters"]["api_key"] = WORD
-    path.write_text(json.dumps(told))
+    messages = json.loads(path.read_text())
+    messages["hyper_parameters"]["api_key"] = WORD
+    path.write_text(json.dumps(messages))
     (run,) = read_runs([Path("run")])
     assert run.parameters("hyper_parameters")["api_key"] == "***"

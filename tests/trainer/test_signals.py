@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from trainer.loops.signals import exit_code, watch_signals
+from trainer.loops.preemption import exit_code, watch_signals
 
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from trainer import Accelerator
-from trainer.choices import DistributedType
 from trainer.configuration import GradientAccumulationPlugin
+from trainer.enums import DistributedType
 from trainer.environment import Launch
 from trainer.plugins import TorchDynamoPlugin
 from trainer.state import AcceleratorState, GradientState, PartialState, network
@@ -729,14 +729,14 @@ def test_a_reading_that_was_given_up_does_not_last_for_ever():
     assert len(state._loaders) == 1  # the dead one takes no room
 
 
-@pytest.mark.parametrize(("release", "told"), [("5.4.0-77-generic", True), ("4.15", True)])
+@pytest.mark.parametrize(("release", "messages"), [("5.4.0-77-generic", True), ("4.15", True)])
 @pytest.mark.parametrize("system", ["Linux", "Darwin"])
-def test_an_old_kernel_is_told(monkeypatch, caplog, release, told, system):
+def test_an_old_kernel_is_told(monkeypatch, caplog, release, messages, system):
     monkeypatch.setattr(joining.platform, "system", lambda: system)
     monkeypatch.setattr(joining.platform, "release", lambda: release)
     Accelerator(cpu=True)
     assert (f"kernel of this machine is {release}, below 5.5" in caplog.text) == (
-        told and system == "Linux"
+        messages and system == "Linux"
     )
     caplog.clear()
     PartialState().__dict__["process_index"] = 1

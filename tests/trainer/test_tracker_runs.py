@@ -157,8 +157,8 @@ def test_each_of_two_trackers_of_a_name_goes_on_in_its_own_run(tmp_path):
     for steps in (3, 6):
         fit(tmp_path, [Service(), Service()], steps)
     assert Service.runs.keys() == {"run 0", "run 1"}
-    for name, told in Service.runs.items():
-        assert (name, 3) in told
+    for name, messages in Service.runs.items():
+        assert (name, 3) in messages
 
 
 def test_a_run_that_goes_back_is_another_one_at_the_service(tmp_path):
@@ -278,8 +278,8 @@ def test_an_evaluation_adds_to_the_table_of_a_fit_that_it_is_given(tmp_path):
 
 def test_an_evaluation_in_a_process_of_its_own_is_told_so(tmp_path):
     quiet_trainer(log_with=Service(), project_dir=tmp_path).test(Line(), data())
-    (told, *_) = Service.runs["run 0"]
-    assert told == (None, None)
+    (messages, *_) = Service.runs["run 0"]
+    assert messages == (None, None)
 
 
 def test_the_trackers_are_at_hand_for_what_log_cannot_take(tmp_path):

@@ -30,7 +30,7 @@ from trackers import (
 )
 from trackers.registry import _REGISTRY
 from trainer import Preempted, Trainer, TrainModule
-from trainer.loops.record import Recorder
+from trainer.loops.recorder import Recorder
 from trainer.tracking import RunTrackers, on_main_process
 
 
@@ -169,12 +169,12 @@ def test_options_for_a_misspelt_tracker_are_told_once(caplog):
         for _ in range(2):
             tracking.log({"x": 1}, step=1, log_kwargs={"listd": {}})
     tracking.end_training()
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2  # the other name is that of a tracker of another start of the script
-    assert told[0].startswith("init_kwargs has options for 'lsited'")
-    assert told[1].startswith("log_kwargs has options for 'listd'")
-    assert "not among the trackers ['listed']" in told[0]
-    assert all(text.endswith("Did you mean 'listed'?") for text in told)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2  # the other name is that of a tracker of another start of the script
+    assert messages[0].startswith("init_kwargs has options for 'lsited'")
+    assert messages[1].startswith("log_kwargs has options for 'listd'")
+    assert "not among the trackers ['listed']" in messages[0]
+    assert all(text.endswith("Did you mean 'listed'?") for text in messages)
 
 
 @pytest.mark.parametrize(
@@ -699,7 +699,7 @@ def test_trackers_are_finished_where_the_loop_cannot_be_closed(monkeypatch, capl
         raise RuntimeError("device lost")
 
     error = ValueError("bad")
-    monkeypatch.setattr("trainer.distributed.agreement.Agreement.settle", settle)
+    monkeypatch.setattr("trainer.distributed.step_sync.StepSync.settle", settle)
     with caplog.at_level(logging.ERROR):
         assert outcome(Net(error)) == "failed"
     assert "device lost" in caplog.text
@@ -711,7 +711,7 @@ def test_trackers_are_finished_where_the_last_values_cannot_be_read(monkeypatch,
 
     class Breaking(Net):
         def training_step(self, batch, batch_idx):
-            monkeypatch.setattr("trainer.loops.record.Recorder.flush", flush)
+            monkeypatch.setattr("trainer.loops.recorder.Recorder.flush", flush)
             return super().training_step(batch, batch_idx)
 
     assert outcome(Breaking(ValueError("bad"))) == "failed"

@@ -23,7 +23,7 @@ from trainer import (
     TrainModule,
 )
 from trainer.errors import CheckpointError, MetricError
-from trainer.loops import settings
+from trainer.loops import config
 
 
 class Net(TrainModule):
@@ -193,9 +193,9 @@ def test_a_ready_accelerator_is_checked_too():
 
 def test_lengths_are_checked_without_assertions():
     """As with ``python -O``, which leaves them out."""
-    names = {"__name__": settings.__name__}
-    source = Path(settings.__file__).read_text(encoding="utf-8")
-    exec(compile(source, settings.__file__, "exec", optimize=1), names)
+    names = {"__name__": config.__name__}
+    source = Path(config.__file__).read_text(encoding="utf-8")
+    exec(compile(source, config.__file__, "exec", optimize=1), names)
     with pytest.raises(ValueError, match="max_epochs is -1"):
         names["Settings"](max_epochs=-1)
 
@@ -1021,8 +1021,8 @@ def test_a_hook_that_returned_no_loader_is_named(stage, hook, nothing, owner):
     module, data = net(), DataModule()
     holder = module if owner == "module" else data
     setattr(holder, hook, lambda: nothing)
-    told = f"{hook} of {type(holder).__name__} returned None or an empty list. Return a loader"
-    fails(lambda: getattr(make(), stage)(module, datamodule=data), ValueError, told)
+    warned = f"{hook} of {type(holder).__name__} returned None or an empty list. Return a loader"
+    fails(lambda: getattr(make(), stage)(module, datamodule=data), ValueError, warned)
 
 
 def test_what_is_no_datamodule_is_refused():
@@ -1061,8 +1061,8 @@ def test_a_manual_fit_that_never_steps_is_told(caplog, steps_at):
 
     manual = net(training_step=step, automatic_optimization=False)
     make(checkpointing=False, max_epochs=2).fit(manual, loader())
-    told = [text for text in caplog.messages if "made no update in the first epoch" in text]
-    assert len(told) == (1 if steps_at is None else 0)
+    warned = [text for text in caplog.messages if "made no update in the first epoch" in text]
+    assert len(warned) == (1 if steps_at is None else 0)
 
 
 def test_a_run_without_an_update_cannot_log_at_its_end():

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from callbacks import Callback, Interval, ModelCheckpoint, Progress
 from trackers import read_metrics
 from trainer import Trainer, TrainModule
-from trainer.loops.lengths import Schedule
+from trainer.loops.config import Schedule
 
 
 class Net(TrainModule):

@@ -321,12 +321,12 @@ class Slotted:
 
 
 @dataclasses.dataclass
-class Mover:
+class DeviceTransfer:
     x: torch.Tensor
     moved_to: Any = None
 
     def to(self, device):
-        return Mover(self.x.to(device), moved_to=device)
+        return DeviceTransfer(self.x.to(device), moved_to=device)
 
 
 def test_a_dataclass_is_a_container_that_is_not_made_anew():
@@ -357,7 +357,7 @@ def test_a_field_that_was_never_set_is_left_out():
 
 def test_a_dataclass_itself_is_a_leaf():
     assert list(tree.leaves([Frozen, Frozen(left=1, right=2)])) == [Frozen, 1, 2]
-    assert tree.send_to_device(Mover, "meta") is Mover
+    assert tree.send_to_device(DeviceTransfer, "meta") is DeviceTransfer
 
 
 def test_a_named_tuple_with_a_constructor_of_its_own_is_kept():
@@ -377,7 +377,7 @@ def test_dataclasses_move():
 
 @pytest.mark.parametrize("non_blocking", [False, True])
 def test_a_container_that_can_move_moves_by_itself(non_blocking):
-    moved = tree.send_to_device([Mover(torch.ones(1))], "meta", non_blocking)[0]
+    moved = tree.send_to_device([DeviceTransfer(torch.ones(1))], "meta", non_blocking)[0]
     assert moved.x.device == torch.device("meta")
     assert moved.moved_to == "meta"  # its own `.to` has been called, without what it cannot take
 

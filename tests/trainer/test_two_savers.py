@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
 from trainer import Trainer, TrainModule
-from trainer.checkpoint.writer import Writer
+from trainer.checkpoint.async_writer import Writer
 from trainer.errors import Preempted
 from trainer.state import PartialState
 

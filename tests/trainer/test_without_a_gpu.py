@@ -142,13 +142,13 @@ def test_only_where_all_optimizers_skip_on_the_device_is_an_update_begun_unread(
     fused, plain = (torch.optim.SGD(weight, lr=1.0, fused=each) for each in (True, False))
     found = find_non_finite([torch.tensor([1.0, math.nan], device=DEVICE)])
     guard = FiniteGuard("skip", 5, optimizers=[fused], named_parameters=list)
-    assert guard.admits(found, 1, None)
+    assert guard.should_step(found, 1, None)
     assert fused.found_inf is found  # by which its step leaves the weights as they are
     guard.settle()
     assert guard.skipped == 1
     assert not hasattr(fused, "found_inf")
     guard = FiniteGuard("skip", 5, optimizers=[fused, plain], named_parameters=list)
-    assert not guard.admits(found, 1, None)
+    assert not guard.should_step(found, 1, None)
     assert guard.skipped == 1
 
 
@@ -156,7 +156,7 @@ def test_an_answer_comes_to_the_host_whatever_the_default_device(late):
     guard = FiniteGuard("stop", 5, optimizers=[], named_parameters=list)
     found = find_non_finite([torch.tensor([1.0, math.nan], device=DEVICE)])
     torch.set_default_device(DEVICE)
-    assert guard.admits(found, 7, None)
+    assert guard.should_step(found, 7, None)
     assert guard._pending[0].device.type == "cpu"
     with pytest.raises(FloatingPointError, match="update 7"):
         guard.settle()

@@ -25,7 +25,7 @@ The modules for the Trainer's checkpoints:
 * ``weights``: a module's weights to and from safetensors; ``fitting``: load them into a module;
 * ``jointly``: run a step on all ranks and raise on all if it fails on one; the writer rank;
 * ``save``: save a checkpoint on all ranks; ``newest``: choose the one to resume from;
-* ``portions``: each rank's part of a save, and copies of it in host memory;
+* ``parts``: each rank's part of a save, and copies of it in host memory;
 * ``writer``: saves in the foreground or on a background thread;
 * ``lock``: allow one run at a time per folder;
 * ``branch``: rename the checkpoints that are later than the one a run resumes from.
@@ -46,73 +46,82 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.checkpoint.branch import later_than, leave_branch, refuse_other_runs
-    from trainer.checkpoint.fitting import load_into
-    from trainer.checkpoint.jointly import keeper_of, keeps, refuse_together, together
-    from trainer.checkpoint.layout import (
+    from trainer.checkpoint.loading import load_checkpoint_in_model, load_into
+    from trainer.checkpoint.lock import alone_in, holder_of
+    from trainer.checkpoint.resolve import check_not_weights_only, newest_sound
+    from trainer.checkpoint.save import (
+        keeps,
+        raise_on_all_ranks,
+        remove_or_warn,
+        require_space,
+        run_on_all_ranks,
+        save_checkpoint,
+        writer_rank_of,
+    )
+    from trainer.checkpoint.serialization import load_tree, save_tree
+    from trainer.checkpoint.storage import (
+        check_same_run,
         checkpoint_name,
         commit,
         committed,
+        later_than,
+        leave_branch,
         locate,
         open_staging,
         rank_stem,
+        read_manifest,
         remove,
         step_of,
         sweep,
+        verify,
     )
-    from trainer.checkpoint.load import load_checkpoint_in_model
-    from trainer.checkpoint.lock import alone_in, holder_of
-    from trainer.checkpoint.manifest import read_manifest, verify
-    from trainer.checkpoint.model import save_model
-    from trainer.checkpoint.newest import newest_sound, refuse_weights_alone
-    from trainer.checkpoint.save import remove_or_tell, require_space, save_checkpoint
-    from trainer.checkpoint.tensors import load_tree, save_tree
-    from trainer.checkpoint.weights import WEIGHTS_NAME, load_weights, save_weights
+    from trainer.checkpoint.weights import WEIGHTS_NAME, load_weights, save_model, save_weights
 
 _HOME = {
     "WEIGHTS_NAME": "weights",
     "alone_in": "lock",
-    "checkpoint_name": "layout",
-    "commit": "layout",
-    "committed": "layout",
+    "checkpoint_name": "storage",
+    "commit": "storage",
+    "committed": "storage",
     "holder_of": "lock",
-    "keeper_of": "jointly",
-    "keeps": "jointly",
-    "later_than": "branch",
-    "leave_branch": "branch",
-    "load_checkpoint_in_model": "load",
-    "load_into": "fitting",
-    "load_tree": "tensors",
+    "writer_rank_of": "save",
+    "keeps": "save",
+    "later_than": "storage",
+    "leave_branch": "storage",
+    "load_checkpoint_in_model": "loading",
+    "load_into": "loading",
+    "load_tree": "serialization",
     "load_weights": "weights",
-    "locate": "layout",
-    "newest_sound": "newest",
-    "open_staging": "layout",
-    "rank_stem": "layout",
-    "read_manifest": "manifest",
-    "refuse_other_runs": "branch",
-    "refuse_together": "jointly",
-    "refuse_weights_alone": "newest",
-    "remove": "layout",
-    "remove_or_tell": "save",
+    "locate": "storage",
+    "newest_sound": "resolve",
+    "open_staging": "storage",
+    "rank_stem": "storage",
+    "read_manifest": "storage",
+    "check_same_run": "storage",
+    "raise_on_all_ranks": "save",
+    "check_not_weights_only": "resolve",
+    "remove": "storage",
+    "remove_or_warn": "save",
     "require_space": "save",
     "save_checkpoint": "save",
-    "save_model": "model",
-    "save_tree": "tensors",
+    "save_model": "weights",
+    "save_tree": "serialization",
     "save_weights": "weights",
-    "step_of": "layout",
-    "sweep": "layout",
-    "together": "jointly",
-    "verify": "manifest",
+    "step_of": "storage",
+    "sweep": "storage",
+    "run_on_all_ranks": "save",
+    "verify": "storage",
 }
 
 __all__ = [
     "WEIGHTS_NAME",
     "alone_in",
+    "check_not_weights_only",
+    "check_same_run",
     "checkpoint_name",
     "commit",
     "committed",
     "holder_of",
-    "keeper_of",
     "keeps",
     "later_than",
     "leave_branch",
@@ -123,22 +132,21 @@ __all__ = [
     "locate",
     "newest_sound",
     "open_staging",
+    "raise_on_all_ranks",
     "rank_stem",
     "read_manifest",
-    "refuse_other_runs",
-    "refuse_together",
-    "refuse_weights_alone",
     "remove",
-    "remove_or_tell",
+    "remove_or_warn",
     "require_space",
+    "run_on_all_ranks",
     "save_checkpoint",
     "save_model",
     "save_tree",
     "save_weights",
     "step_of",
     "sweep",
-    "together",
     "verify",
+    "writer_rank_of",
 ]
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.loading import read_torch_file
 from trainer.checkpoint.restore import Stored
-from trainer.checkpoint.torchfile import read_torch_file
 from trainer.checkpoint.weights import load_weights
 from trainer.errors import CheckpointError
 

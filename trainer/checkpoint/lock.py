@@ -24,9 +24,9 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from trackers.files import read_json, regular
-from trackers.strict_json import dumps
 from trainer.errors import printable
+from trainer.files import read_json, regular
+from trainer.strict_json import dumps
 
 LOCK = ".cadence-lock"
 
@@ -135,19 +135,19 @@ def _tell(descriptor: int | None, run_id: str | None) -> None:
     if descriptor is None:
         return
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    told = {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "run_id": run_id}
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "run_id": run_id}
     try:
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, dumps(told).encode(), 0)
+        os.pwrite(descriptor, dumps(owner).encode(), 0)
     except OSError as error:  # the lock is held nevertheless
         logger.warning("The holder could not be written to the lock file: %s.", error)
 
 
 def _named(file: Path) -> str:
     try:
-        told = read_json(file)
-        run = f", run {told['run_id']}" if told["run_id"] else ""
-        return printable(f"process {told['pid']} on {told['host']} (since {told['since']}{run})")
+        owner = read_json(file)
+        run = f", run {owner['run_id']}" if owner["run_id"] else ""
+        return printable(f"process {owner['pid']} on {owner['host']} (since {owner['since']}{run})")
     except (OSError, ValueError, KeyError, TypeError):  # it is being written or deleted
         return "another process"
 

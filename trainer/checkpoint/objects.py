@@ -9,12 +9,12 @@ from typing import Any, BinaryIO
 
 import torch
 
-from callbacks.checks import expect_bools
-from trainer.checkpoint.atomic import write_whole
-from trainer.checkpoint.jointly import keeps
-from trainer.checkpoint.tensors import read_tensors
-from trainer.checkpoint.torchfile import read_torch_file
+from trainer.checkpoint.loading import read_torch_file
+from trainer.checkpoint.save import keeps
+from trainer.checkpoint.serialization import read_tensors
+from trainer.checkpoint.storage import write_whole
 from trainer.checkpoint.weights import separate_tied, tied_names, write_weights
+from trainer.checks import check_bools
 from trainer.errors import CheckpointError
 from trainer.state import PartialState
 
@@ -42,7 +42,7 @@ def save(
     """
     if not isinstance(f, (str, os.PathLike)) and not hasattr(f, "write"):
         raise TypeError(f"f is {f!r}; it must be a path or a file opened with 'wb'.")
-    expect_bools(save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
+    check_bools(save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
     if not keeps(PartialState(), save_on_each_node):
         return
     if not isinstance(f, (str, os.PathLike)):

@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from callbacks.folder import with_home
-from trainer.checkpoint import state
-from trainer.checkpoint.folder import is_shared
-from trainer.checkpoint.jointly import Ranks, keeps, refuse_together, together
-from trainer.checkpoint.layout import NUMBERED, remove, sweep
-from trainer.checkpoint.manifest import is_ours
+from trainer.checkpoint import accelerator_state
+from trainer.checkpoint.accelerator_state import LoadHook, SaveHook, check_readable, find_state
 from trainer.checkpoint.restore import Prepared, logger
-from trainer.checkpoint.state import LoadHook, SaveHook, check_readable, find_state
+from trainer.checkpoint.save import Ranks, keeps, raise_on_all_ranks, run_on_all_ranks
+from trainer.checkpoint.storage import NUMBERED, is_ours, is_shared, remove, sweep
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
+from trainer.files import with_home
 
 T = TypeVar("T")
 
@@ -42,8 +40,8 @@ def save_state(
         prepared: The objects to save.
         processes: The ranks.
         project: Naming, limit and iteration.
-        safe_serialization: See :func:`trainer.checkpoint.state.save_state`.
-        hooks: See :func:`trainer.checkpoint.state.save_state`.
+        safe_serialization: See :func:`trainer.checkpoint.accelerator_state.save_state`.
+        hooks: See :func:`trainer.checkpoint.accelerator_state.save_state`.
 
     Returns:
         The folder.
@@ -59,8 +57,8 @@ def save_state(
     main = keeps(processes, each)
     if naming:
         target = _root(project) / f"checkpoint_{project.iteration}"
-        refuse_together(
-            lambda: _refuse_taken(target),
+        raise_on_all_ranks(
+            lambda: _check_number(target),
             processes,
             here=main,
             operation="save_state (arguments)",
@@ -72,7 +70,7 @@ def save_state(
         )
     else:
         target = Path(with_home("output_dir", output_dir))
-    saved = state.save_state(
+    saved = accelerator_state.save_state(
         target,
         prepared,
         processes,
@@ -84,7 +82,7 @@ def save_state(
     limit = project.total_limit
     if naming and limit is not None:
         what = f"{saved} is saved, but deleting older checkpoints"
-        together(
+        run_on_all_ranks(
             what,
             lambda: _rotate(saved, limit) if main else None,
             processes,
@@ -114,7 +112,7 @@ def load_state(
         prepared: The objects to load into.
         processes: The ranks.
         project: The project whose checkpoints these are.
-        hooks: See :func:`trainer.checkpoint.state.load_state`.
+        hooks: See :func:`trainer.checkpoint.accelerator_state.load_state`.
         **kwargs: ``map_location``, ``strict`` and other arguments of that function.
 
     Returns:
@@ -135,7 +133,7 @@ def load_state(
             "save_state returned."
         )
     each = project.save_on_each_node
-    step = state.load_state(
+    step = accelerator_state.load_state(
         source, prepared, processes, hooks=hooks, save_on_each_node=each, **kwargs
     )
     number = _number(source)
@@ -166,7 +164,7 @@ def _numbered(root: Path) -> dict[int, Path]:
     return {number: path for path in folders if (number := _number(path)) is not None}
 
 
-def _refuse_taken(target: Path) -> None:
+def _check_number(target: Path) -> None:
     """Raise if this number or a higher one exists: such checkpoints are another run's."""
     number, taken = _number(target), _numbered(target.parent)
     later = [path for other, path in sorted(taken.items()) if number is None or other >= number]
@@ -201,7 +199,7 @@ def _newest(project: ProjectConfiguration, processes: Ranks) -> tuple[Path, int]
     what = f"Choosing a checkpoint in {root}"
 
     def step(work: Callable[[], T]) -> list[T]:
-        return together(what, work, processes, operation="load_state (choose)")
+        return run_on_all_ranks(what, work, processes, operation="load_state (choose)")
 
     found = step(lambda: set(_numbered(root)) if main else None)
     listed = [numbers for numbers in found if numbers is not None]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parameter import is_lazy
 
-from trainer.checkpoint.fitting import compare, renames
+from trainer.checkpoint.loading import compare, renames
 from trainer.checkpoint.weights import own_names
 from trainer.errors import CheckpointError
 from trainer.optim.state import load_state
@@ -207,12 +207,12 @@ def _check_model(
     shapes = {
         name: tuple(value.shape) for name, value in weights.items() if hasattr(value, "shape")
     }
-    misfits = compare(model, shapes)
+    mismatch = compare(model, shapes)
     if not strict:
-        misfits.missing, misfits.unexpected = [], []
-    if misfits:
+        mismatch.missing, mismatch.unexpected = [], []
+    if mismatch:
         raise CheckpointError(
-            f"{what} does not fit the one prepared: {misfits.bare(model)}. Recreate it as it was "
+            f"{what} does not fit the one prepared: {mismatch.bare(model)}. Recreate it as it was "
             "when saved."
         )
 

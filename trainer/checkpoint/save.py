@@ -1,20 +1,202 @@
-"""Save a checkpoint on all ranks."""
+"""Save a checkpoint on all ranks.
+
+Run a step on all ranks so that it raises on all if it fails on one; find the writer rank.
+
+The writer rank writes the checkpoint files that are not per rank. If all ranks share one disk, it
+is rank 0. If each machine has its own disk, it is the rank with local rank 0 on each machine.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import pickle
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from trainer.checkpoint.jointly import Ranks, keeper_of, keeps, together
-from trainer.checkpoint.layout import commit, discard, open_staging, remove
+from trainer.checkpoint.storage import commit, discard, open_staging, remove
+from trainer.distributed.guards import collective_mismatch, share
 from trainer.errors import CheckpointError, DistributedOperationException
+
+T = TypeVar("T")
+
+CHECKPOINT = "checkpoint"  # the operation's name in errors, if the caller gives no public name
+
+
+class Ranks(Protocol):
+    """The process information that this package needs; ``PartialState`` has it."""
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its machine."""
+
+    @property
+    def process_index(self) -> int:
+        """The rank."""
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank within its machine."""
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks."""
+
+    def set_device(self) -> None:
+        """Make the rank's device the current device of the calling thread."""
+
+
+def keeps(state: Ranks, on_each_node: bool) -> bool:
+    """Return whether this rank is a writer rank: it writes and removes the checkpoints."""
+    return state.is_local_main_process if on_each_node else state.is_main_process
+
+
+def writer_rank_of(
+    state: Ranks,
+    on_each_node: bool,
+    group: dist.ProcessGroup | None = None,
+    *,
+    operation: str = CHECKPOINT,
+) -> int:
+    """Return the writer rank of this rank's disk.
+
+    With ``on_each_node`` this is collective, because launchers assign ranks to machines in any
+    order. For example, SLURM's ``--distribution=cyclic`` assigns them to the machines in turn.
+
+    Args:
+        state: The ranks.
+        on_each_node: The machines share no disk.
+        group: The process group of the collectives.
+        operation: See :func:`run_on_all_ranks`.
+
+    Raises:
+        CheckpointError: If a machine has no local rank 0; raised on every rank.
+    """
+    if not on_each_node or state.num_processes == 1:
+        return 0
+    homes = run_on_all_ranks(
+        "Finding the processes of each machine",
+        lambda: (socket.gethostname(), state.local_process_index),
+        state,
+        group,
+        operation=operation,
+    )
+    if lacking := {host for host, _ in homes} - {host for host, local in homes if local == 0}:
+        raise CheckpointError(
+            f"No process on {', '.join(sorted(lacking))} has the local rank 0, so none would save "
+            "there. Make the launcher set LOCAL_RANK, as torchrun does."
+        )
+    host, _ = homes[state.process_index]
+    firsts = [rank for rank, home in enumerate(homes) if home == (host, 0)]
+    # Machines may share a host name (containers do); their ranks are then consecutive.
+    before = [rank for rank in firsts if rank <= state.process_index]
+    return before[-1] if before else firsts[0]
+
+
+def run_on_all_ranks(
+    what: str,
+    work: Callable[[], T],
+    state: Ranks,
+    group: dist.ProcessGroup | None = None,
+    *,
+    operation: str = CHECKPOINT,
+) -> list[T]:
+    """Run ``work`` on all ranks and return all results, by rank; collective.
+
+    If it raises on any rank, a `CheckpointError` is raised on every rank, so that no rank waits for
+    one that failed.
+
+    Args:
+        what: A description of the action; the error message begins with it.
+        work: Called on this rank. Its result is sent to the other ranks and must be picklable.
+        state: The ranks.
+        group: The process group of the collectives.
+        operation: The public function that the user called and, in parentheses, its step. It must
+            be the same on all ranks: ranks check that they are in the same collective.
+
+    Raises:
+        CheckpointError: ``work`` failed on some rank; raised on every rank, with the error of each
+            rank that failed.
+        DistributedOperationException: A rank called another operation; raised on every rank.
+    """
+    outcome: tuple[T | None, str | None]
+    cause, payload = None, b""
+    try:
+        outcome = work(), None
+        if state.num_processes > 1:
+            payload = pickle.dumps(outcome)
+    except Exception as error:  # any type: the other ranks wait for the outcome
+        if collective_mismatch(error, operation):
+            raise
+        cause = error
+        outcome = None, _describe(error)
+        payload = pickle.dumps(outcome)
+    outcomes: list[Any] = [outcome]
+    if state.num_processes > 1:
+        payloads = share(operation, payload, group)
+        outcomes = [pickle.loads(each) for each in payloads]  # noqa: S301 - from this run's ranks
+    by_text: dict[str, list[str]] = {}  # ranks by error text: many may fail alike
+    for rank, (_, text) in enumerate(outcomes):
+        if text is not None:
+            by_text.setdefault(text.rstrip("."), []).append(str(rank))
+    alone = state.num_processes == 1
+    failures = [
+        f": {text}" if alone else f" on rank{'s' if ranks[1:] else ''} {', '.join(ranks)}: {text}"
+        for text, ranks in by_text.items()
+    ]
+    if failures:
+        raise CheckpointError(f"{what} failed{';'.join(failures)}.") from cause
+    return [result for result, _ in outcomes]
+
+
+def raise_on_all_ranks(
+    check: Callable[[], object], state: Ranks, *, here: bool, operation: str = CHECKPOINT
+) -> None:
+    """Check user input on some ranks, and raise on all ranks if the check fails; collective.
+
+    Args:
+        check: Raises a ``ValueError`` if the input is invalid.
+        state: The ranks.
+        here: Whether this rank runs the check.
+        operation: See :func:`run_on_all_ranks`.
+
+    Raises:
+        ValueError: If the check failed on any rank; raised on every rank.
+    """
+
+    def refusal() -> str | None:
+        try:
+            if here:
+                check()
+        except ValueError as error:
+            return str(error)
+        return None
+
+    refusals = run_on_all_ranks("Checking the arguments", refusal, state, operation=operation)
+    if refused := [text for text in refusals if text]:
+        raise ValueError(refused[0])
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return (
+            f"{error!r}. The disk is full or its quota is exhausted; earlier checkpoints are "
+            "unchanged. Free some space, or keep fewer: ModelCheckpoint(save_top_k=…)"
+        )
+    return repr(error)
+
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +237,16 @@ def save_checkpoint(
             has its own disk and only the commit on one of them failed, the other machines have
             committed.
     """
-    keeper = keeps(state, on_each_node)
+    writer_rank = keeps(state, on_each_node)
 
     def open_() -> Path:
-        if not keeper:
+        if not writer_rank:
             return target
         require_space(target.parent, needs)
         return open_staging(target)
 
     def write() -> None:
-        if keeper:
+        if writer_rank:
             write_shared(staging)
         try:
             write_rank(staging)
@@ -79,21 +261,23 @@ def save_checkpoint(
             ) from error
 
     what = f"Saving {target}"
-    first = keeper_of(state, on_each_node, group)
-    staging = together(what, open_, state, group)[first]
+    first = writer_rank_of(state, on_each_node, group)
+    staging = run_on_all_ranks(what, open_, state, group)[first]
     try:
-        together(what, write, state, group)
-        together(what, lambda: commit(staging, target, manifest) if keeper else None, state, group)
+        run_on_all_ranks(what, write, state, group)
+        run_on_all_ranks(
+            what, lambda: commit(staging, target, manifest) if writer_rank else None, state, group
+        )
     except (CheckpointError, DistributedOperationException):
-        if keeper:
+        if writer_rank:
             discard(staging)
         raise
-    for path in displaces if keeper else ():
-        remove_or_tell(path)
+    for path in displaces if writer_rank else ():
+        remove_or_warn(path)
     return target
 
 
-def remove_or_tell(path: Path) -> None:
+def remove_or_warn(path: Path) -> None:
     """Delete an obsolete checkpoint; a failure is only logged, so that the run continues."""
     try:
         if path.exists():  # otherwise it was deleted by somebody else

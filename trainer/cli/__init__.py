@@ -67,10 +67,13 @@ def program() -> int:
     try:
         return _run(sys.argv[1:])
     except CommandError as error:
-        from trainer.cli.telling import Told, tell  # imports parts of launch: only for errors
+        from trainer.cli.error_reporting import (  # imports parts of launch: only for errors
+            Reported,
+            report,
+        )
 
-        tell(str(error), error.code)
-        raise Told(error.code) from None
+        report(str(error), error.code)
+        raise Reported(error.code) from None
 
 
 def _run(argv: list[str]) -> int:

@@ -14,10 +14,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from trackers.strict_json import dumps
-from trainer.checkpoint import layout
+from trainer.checkpoint import storage
 from trainer.checkpoint.lock import holder_of
-from trainer.checkpoint.manifest import strangers
+from trainer.checkpoint.storage import unknown_files
 from trainer.cli.inventory import (
     SET_ASIDE,
     Entry,
@@ -32,6 +31,7 @@ from trainer.cli.inventory import (
 from trainer.cli.listing import Plan, amount, listing, plan_report, plan_text, report
 from trainer.cli.parsing import command_parser, count, echo
 from trainer.errors import CheckpointError
+from trainer.strict_json import dumps
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -219,7 +219,7 @@ def _not_ours(entry: Entry, *, linked: bool) -> str | None:
         return SET_ASIDE
     if entry.state not in ("sound", "damaged") or not entry.manifest:
         return "it is unknown which of its files are ours"
-    if others := strangers(entry.path, entry.manifest):
+    if others := unknown_files(entry.path, entry.manifest):
         return f"it contains {others[0]}, which is not part of the checkpoint"
     return None
 
@@ -233,7 +233,7 @@ def _prune(plan: Plan, root: Path, arguments: argparse.Namespace) -> bool:
     if (plan.removed or plan.swept) and not arguments.yes and not _agreed(plan):
         echo("Nothing was removed.")
         return False
-    lost = [name for name in plan.kept if not layout.locate(root / name).is_dir()]
+    lost = [name for name in plan.kept if not storage.locate(root / name).is_dir()]
     if lost:  # to a run that rotates its checkpoints, while this was reading or asking
         plan.failed = dict.fromkeys(lost, "was removed by another process; nothing else was.")
     else:
@@ -246,12 +246,12 @@ def _prune(plan: Plan, root: Path, arguments: argparse.Namespace) -> bool:
 def _remove(plan: Plan) -> None:
     for entry in plan.removed:
         try:
-            layout.remove(entry.path)
+            storage.remove(entry.path)
         except (CheckpointError, OSError) as error:
             plan.failed[entry.name] = str(error)
     for leftover in plan.swept:
         if is_dead(leftover):  # checked again: a save may have begun
-            layout.discard(leftover.path)
+            storage.discard(leftover.path)
         if leftover.path.exists():
             plan.failed[leftover.name] = f"{leftover.path} is in use, or could not be deleted."
 

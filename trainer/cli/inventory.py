@@ -23,12 +23,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trackers.files import read_json
-from trainer.checkpoint import layout
-from trainer.checkpoint.folder import STAGING as INNER_STAGING
-from trainer.checkpoint.folder import examine
-from trainer.checkpoint.manifest import MANIFEST, is_newer, is_ours, metrics_of, read_manifest
+from trainer.checkpoint import storage
+from trainer.checkpoint.storage import (
+    MANIFEST,
+    examine,
+    is_newer,
+    is_ours,
+    metrics_of,
+    read_manifest,
+)
+from trainer.checkpoint.storage import STAGING as INNER_STAGING
 from trainer.errors import CheckpointError
+from trainer.files import read_json
 
 State = Literal["sound", "damaged", "unreadable", "unfinished", "foreign"]
 
@@ -76,7 +82,7 @@ class Entry:
     @property
     def number(self) -> int | None:
         """The step or number in its name; None if the user chose the name."""
-        step, numbered = layout.step_of(self.name), layout.NUMBERED.fullmatch(self.name)
+        step, numbered = storage.step_of(self.name), storage.NUMBERED.fullmatch(self.name)
         return int(numbered[1]) if numbered else step
 
     @property
@@ -128,7 +134,7 @@ def find_root(folder: Path) -> tuple[Path, bool]:
     Raises:
         NotADirectoryError: There is no such folder.
     """
-    path = layout.locate(folder)
+    path = storage.locate(folder)
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise NotADirectoryError(
@@ -149,9 +155,9 @@ def read_folder(root: Path, *, hashes: bool) -> tuple[list[Entry], list[Leftover
     """
     entries, leftovers = [], []
     for path in sorted(path for path in root.iterdir() if path.is_dir()):
-        name, leftover = _own_name(path), layout.LEFTOVER.fullmatch(path.name)
+        name, leftover = _own_name(path), storage.LEFTOVER.fullmatch(path.name)
         stands = name == path.name or not os.path.lexists(root / name)
-        if aside := layout.ASIDE.fullmatch(path.name):
+        if aside := storage.ASIDE.fullmatch(path.name):
             leftovers.append(_leftover(path, _ASIDE[aside[1]]))
         elif stands and _is_candidate(path, name):
             if entry := read_entry(path, hashes=hashes):
@@ -204,8 +210,8 @@ def is_dead(leftover: Leftover) -> bool:
     One that was written to within the last hour may belong to a running one.
     """
     _, touched = _measure(leftover.path)
-    match = layout.LEFTOVER.fullmatch(leftover.path.name)
-    if layout.ASIDE.fullmatch(leftover.path.name):
+    match = storage.LEFTOVER.fullmatch(leftover.path.name)
+    if storage.ASIDE.fullmatch(leftover.path.name):
         return False
     if match and match[1] == "replaced" and not is_ours(leftover.path.with_name(match[2])):
         return False  # it may be the only copy of that checkpoint
@@ -214,7 +220,7 @@ def is_dead(leftover: Leftover) -> bool:
 
 def is_step(entry: Entry) -> bool:
     """Return whether the Trainer named it, by its step."""
-    return layout.step_of(entry.name) is not None
+    return storage.step_of(entry.name) is not None
 
 
 def monitored(entries: list[Entry]) -> list[str]:
@@ -237,16 +243,16 @@ def ranked_by(entries: list[Entry]) -> list[tuple[str, str]]:
 
 
 def _own_name(path: Path) -> str:
-    match = layout.LEFTOVER.fullmatch(path.name)
+    match = storage.LEFTOVER.fullmatch(path.name)
     return match[2] if match and match[1] == "replaced" else path.name
 
 
 def _is_named(name: str) -> bool:
-    return layout.step_of(name) is not None or bool(layout.NUMBERED.fullmatch(name))
+    return storage.step_of(name) is not None or bool(storage.NUMBERED.fullmatch(name))
 
 
 def _is_candidate(path: Path, name: str) -> bool:
-    if layout.LEFTOVER.fullmatch(name):
+    if storage.LEFTOVER.fullmatch(name):
         return False
     return _is_named(name) or _is_unfinished(path) or _has_manifest(path)
 
@@ -276,7 +282,7 @@ def _state_of(path: Path, error: CheckpointError) -> State:
         return "unreadable"
     if not os.path.isfile(path / MANIFEST):
         # The Trainer's folders are complete when they appear, so there was a manifest.
-        return "damaged" if layout.step_of(_own_name(path)) is not None else "foreign"
+        return "damaged" if storage.step_of(_own_name(path)) is not None else "foreign"
     return "unreadable" if is_newer(path) else "damaged"
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trackers.strict_json import dumps
 from trainer.cli.parsing import CommandError, command_parser, echo
 from trainer.errors import CheckpointError
+from trainer.strict_json import dumps
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: There are no sound weights, or the output already exists.
         OSError: A file cannot be read or written.
     """
-    from trainer.checkpoint.merge import merge_weights
+    from trainer.checkpoint.shards import merge_weights
 
     output = arguments.output.expanduser()
     if output.exists() and not arguments.force:

@@ -144,7 +144,7 @@ def send(
         follow: Whether `move` also reads values that queued work on the current stream may still
             write. The side stream then waits for the current stream first.
     """
-    if not _can_go_aside(batch):
+    if not _fits_side_stream(batch):
         return InFlight(move(batch), streams, None)
     if follow:
         streams.side.wait_stream(streams.current())
@@ -153,7 +153,7 @@ def send(
     return InFlight(value, streams, streams.side.record_event())
 
 
-def _can_go_aside(tree: Any) -> bool:
+def _fits_side_stream(tree: Any) -> bool:
     """Return whether a batch can be copied on the side stream.
 
     All of its data must be on the host, and all tensors of the copy must be known, for
@@ -169,7 +169,7 @@ def _can_go_aside(tree: Any) -> bool:
     moves_itself = not isinstance(tree, type) and callable(getattr(tree, "to", None))
     if moves_itself and not (isinstance(tree, UserDict) or _has_record_stream(tree)):
         return False
-    return all(_can_go_aside(value) for _, value in parts)
+    return all(_fits_side_stream(value) for _, value in parts)
 
 
 def _is_plain(tensor: Tensor) -> bool:

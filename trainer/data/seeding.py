@@ -5,26 +5,398 @@ its first sample). ``set_epoch`` is called with generators seeded from (seed, ep
 numbers of a batch do not depend on the number of workers or processes, or on where a run was
 resumed. This covers the global generators of torch, Python and numpy, and generators that the
 dataset keeps as attributes.
+
+Generator discovery: find and seed the random generators that loaders and datasets keep.
+
+These are generators other than the global ones: a sampler may draw its order from one, and a
+dataset or transform its augmentation. Checkpoints do not hold their states, and the states in a
+worker are lost when the worker ends. So each generator is seeded where it is used.
+
+A generator is identified by the path of attributes and items that leads to it. So its seed does not
+depend on unrelated objects.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from types import (
+    BuiltinMethodType,
+    CellType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
+from zlib import crc32
 
+import numpy
+import torch
+from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
-from trainer.data.by_value import sent
-from trainer.data.latecomers import Latecomers
-from trainer.data.own_generators import Found, alike, held_by, seed_all, set_aside
-from trainer.data.sampling import BatchIndices, SampleIndex, SampleKey
-from trainer.rng import isolated_rng, mix, seed_local, set_rng_aside
+from trainer.data.inline_pickling import sent
+from trainer.data.sampler import BatchIndices, SampleIndex, SampleKey
+from trainer.rng import isolate_rng, isolated_rng, mix, seed_local
+
+LONGEST = 1_000  # items; longer containers hold samples, not transforms, and are not searched
+_LONG = 50  # items; longer containers may hold samples, so they are searched last
+_MOST = 20_000  # the largest number of objects to search, which takes about 50 ms
+_OF_TORCH = nn.Module().__dict__.keys() - {"_modules"}
+_LEAVES = ModuleType, torch.Tensor, str, bytes, int, float, type(None)
+_CONTAINERS = list, tuple, deque, dict
+
+Descriptors = dict[type, list[tuple[str, Any]]]
+
+Found = dict[str, Any]
+"""Generators by their paths."""
+
+
+def of_samplers(source: Any) -> Found:
+    """Find the generators in the attributes of a loader's samplers, and the loader's own.
+
+    They may be generators of torch, Python or numpy. The global ones are left out, because other
+    code uses them too.
+    """
+    batches = getattr(source, "batch_sampler", None)
+    samplers = getattr(source, "sampler", None), batches, getattr(batches, "sampler", None)
+    found = [getattr(owner, "generator", None) for owner in (source, *samplers)]
+    for sampler in samplers:
+        found += getattr(sampler, "__dict__", {}).values()
+    return _seedable((str(number), thing) for number, thing in enumerate(found))
+
+
+def of_order(loader: Any) -> torch.Generator | None:
+    """Return the ``generator`` that determines a loader's order; None if it has none."""
+    batches = loader.batch_sampler
+    owners = (loader.sampler, getattr(batches, "sampler", None), batches)
+    return next((g for each in owners if (g := getattr(each, "generator", None)) is not None), None)
+
+
+def generators_in(besides: Iterable[Any] = (), **owners: Any) -> Found:
+    """Find the generators that are reachable through attributes, containers and functions.
+
+    For a dataset, these are its own generators, those of its transforms (recursively), and those
+    bound in a `lambda` or a `partial`. Sets, containers of more than `LONGEST` items, and Python
+    modules are not searched.
+
+    Args:
+        besides: Objects that are not searched.
+        **owners: The objects to start from; the argument names begin the paths.
+    """
+    descriptors: Descriptors = {}  # not cached: that would keep the classes alive
+    found: list[tuple[str, Any]] = []
+    near, far = deque(owners.items()), deque[tuple[str, Any]]()
+    seen = {*map(id, besides), *map(id, owners.values())}
+    for _ in range(_MOST):
+        if not (near or far):
+            break
+        path, thing = (near or far).popleft()
+        if issubclass(type(thing), _kinds()):
+            found.append((path, thing))
+            continue
+        long = _is_long(thing)
+        for name, part in _parts(thing, descriptors):
+            if id(part) not in seen and not issubclass(type(part), _LEAVES):
+                seen.add(id(part))
+                later = far if long or _is_long(part) else near
+                place = f"{part.__module__}." if issubclass(type(part), type) else f"{path}."
+                later.append((place + name, part))
+    return _seedable(found)
+
+
+def equal(found: Found) -> dict[str, str]:
+    """Group generators of the same kind with the same state.
+
+    Such generators were created to draw the same numbers, for an image and its mask for example.
+
+    Returns:
+        For the path of each generator, the path of the first generator in its group.
+    """
+    first: dict[str, str] = {}
+    places = {path: repr([_kind(each), _plain(_state(each))]) for path, each in found.items()}
+    return {path: first.setdefault(place, path) for path, place in places.items()}
+
+
+def seed_all(found: Found, seed: int, names: Mapping[str, str]) -> None:
+    """Seed each generator with its own seed; generators that are `equal` get the same one.
+
+    Args:
+        found: The generators by their paths.
+        seed: The seed from which each generator's seed is derived, together with its path.
+        names: The result of `equal` for the generators.
+    """
+    for path, generator in found.items():
+        _seed(generator, mix(seed, crc32(names.get(path, path).encode())))
+
+
+@contextmanager
+def isolated_generators(
+    found: Found, seed: int | None = None, names: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Save the generators' states, and restore them after the block.
+
+    Args:
+        found: The generators that `generators_in` or `of_samplers` found.
+        seed: The seed for the generators inside the block, see `seed_all`; None keeps their states.
+        names: See `seed_all`.
+    """
+    states = states_of(found)
+    try:
+        if seed is not None:
+            seed_all(found, seed, names or {})
+        yield
+    finally:
+        load_states(found, states)
+
+
+def states_of(found: Found) -> dict[str, list[Any]]:
+    """Return the kind and the state of each generator, by path, as a tree for a checkpoint."""
+    return {path: [_kind(generator), _state(generator)] for path, generator in found.items()}
+
+
+def load_states(found: Found, states: Mapping[str, Any]) -> list[str]:
+    """Restore what `states_of` returned.
+
+    Returns:
+        The paths of saved generators that no longer exist or have another kind.
+    """
+    missing = []
+    for path, (kind, state) in states.items():
+        generator = found.get(path)
+        if generator is None or _kind(generator) != kind:
+            missing.append(path)
+        else:
+            _load(generator, state)
+    return missing
+
+
+def _kind(generator: Any) -> str:
+    name = type(generator).__name__
+    if isinstance(generator, torch.Generator):
+        return f"{name} {generator.device.type}"
+    return name if isinstance(generator, random.Random) else f"{name} {_bits_name(generator)}"
+
+
+def _plain(state: Any) -> Any:
+    """Convert arrays in a state to lists: the `repr` of a long array is abbreviated."""
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif hasattr(generator, "get_state") and _bits_name(generator) == "MT19937":
+        generator.seed(seed % 2**32)
+    else:  # numpy.random.Generator has no method to seed it
+        bits = _bits_of(generator)
+        bits.state = type(bits)(seed).state
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "get_state"):  # RandomState; legacy=False includes a cached Gaussian
+        return generator.get_state(legacy=False)
+    return _bits_of(generator).state
+
+
+def _load(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        version, words, left_over = state
+        generator.setstate((version, tuple(words), left_over))
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        _bits_of(generator).state = state
+
+
+def _bits_name(generator: Any) -> str:
+    return type(_bits_of(generator)).__name__
+
+
+def _bits_of(generator: Any) -> Any:
+    return getattr(generator, "bit_generator", None) or generator._bit_generator
+
+
+@cache  # not at import: numpy loads its random module lazily
+def _kinds() -> tuple[type, ...]:
+    return torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState
+
+
+def _seedable(things: Iterable[tuple[str, Any]]) -> Found:
+    """Select the generators that can be seeded here, without duplicates and the global ones."""
+    python = getattr(random.random, "__self__", None)
+    seen = {id(torch.default_generator), id(python), id(numpy.random.mtrand._rand)}
+    own: Found = {}
+    for path, thing in things:
+        if issubclass(type(thing), _kinds()) and id(thing) not in seen and _can_be_seeded(thing):
+            seen.add(id(thing))
+            own[path] = thing
+    return own
+
+
+def _can_be_seeded(generator: Any) -> bool:
+    if isinstance(generator, torch.Generator):
+        # A forked worker must not use an accelerator, so not the generator of one either.
+        return generator.device.type == "cpu" or get_worker_info() is None
+    if isinstance(generator, random.Random):  # not SystemRandom, nor one with an unknown state
+        names = "seed", "getstate", "setstate"
+        return all(getattr(type(generator), n) is getattr(random.Random, n) for n in names)
+    return type(_bits_of(generator)).__module__.startswith("numpy.")
+
+
+def _container(thing: Any) -> Any:
+    """Return the builtin container type of an object; None if it is no container."""
+    kind = type(thing)  # isinstance would query a proxy's __class__
+    return next((each for each in _CONTAINERS if issubclass(kind, each)), None)
+
+
+def _is_long(thing: Any) -> bool:
+    held = _container(thing)
+    return held is not None and held.__len__(thing) > _LONG
+
+
+def _parts(thing: Any, descriptors: Descriptors) -> Iterable[tuple[str, Any]]:
+    """Return the attributes, items and classes of an object, without running code of its class.
+
+    Of the attributes that torch gives an ``nn.Module``, only the submodules are returned. A
+    container is copied before it is iterated, because other threads may change it.
+    """
+    kind = type(thing)
+    if issubclass(kind, type):  # of class attributes, only generators
+        shared = list(vars(thing).items())
+        return [(name, value) for name, value in shared if issubclass(type(value), _kinds())]
+    if kind is MethodType:
+        return ("self", thing.__self__), ("function", thing.__func__)
+    if kind is BuiltinMethodType:
+        return (("self", thing.__self__),)
+    parts: list[tuple[str, Any]] = []
+    held = _container(thing)
+    if held is dict and dict.__len__(thing) <= LONGEST:
+        items = list(dict.items(thing))
+        parts += [
+            (f"[{key if isinstance(key, str) else number}]", value)
+            for number, (key, value) in enumerate(items)
+        ]
+    elif held not in (dict, None) and held.__len__(thing) <= LONGEST:
+        parts += _numbered(list(held.__iter__(thing)))
+    elif kind is FunctionType:
+        parts += _numbered(thing.__defaults__ or ())
+        parts += (thing.__kwdefaults__ or {}).items()
+        cells = thing.__closure__ or ()
+        parts += zip(thing.__code__.co_freevars, map(_content, cells), strict=True)
+    elif kind is partial:
+        parts += [("function", thing.func), *_numbered(thing.args), *thing.keywords.items()]
+    if kind not in descriptors:
+        descriptors[kind] = _descriptors(kind)
+    parts += _attributes(thing, descriptors[kind])
+    return parts + [(each.__qualname__, each) for each in kind.__mro__]
+
+
+def _numbered(things: Iterable[Any]) -> list[tuple[str, Any]]:
+    return [(f"[{number}]", thing) for number, thing in enumerate(things)]
+
+
+def _attributes(thing: Any, descriptors: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes in an object's ``__dict__`` and slots, without calling properties."""
+    skipped = _OF_TORCH if issubclass(type(thing), nn.Module) else ()
+    for name, descriptor in descriptors:
+        with suppress(AttributeError):  # the slot is unset
+            value = descriptor.__get__(thing)
+            if name != "__dict__":
+                yield name, value
+                continue
+            yield from ((n, part) for n, part in list(value.items()) if n not in skipped)
+
+
+def _descriptors(kind: type) -> list[tuple[str, Any]]:
+    """Return a class's descriptors of ``__dict__`` and slots, which run no Python code."""
+    return [
+        (name, value)
+        for each in kind.__mro__
+        for name, value in list(vars(each).items())
+        if type(value) in (GetSetDescriptorType, MemberDescriptorType)
+        and (name == "__dict__" or "__slots__" in vars(each))
+        # In Python 3.10, a dataclass with slots has the descriptor of another class.
+        and name != "__weakref__"
+    ]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable is unset
+        return None
+
 
 logger = logging.getLogger(__name__)
 
+_LOOKS = 2  # searches: after each of the first two batches of a process, or of its first passes
 
-def tell_epoch(dataset: Any, seed: int, epoch: int) -> None:
+
+class LazyGenerators:
+    """Finds random generators that a process creates while it reads its first batch or pass.
+
+    They can be seeded from the second batch on, but not for the first one, so a warning is logged.
+
+    Args:
+        owner: What creates the generators, for the warning.
+        part: The unit between two searches: ``"batch"`` or ``"pass"``.
+
+    Attributes:
+        awaited: Whether to call `look` after the next batch or pass.
+    """
+
+    def __init__(self, owner: str, part: str = "batch") -> None:
+        self._owner, self._part = owner, part
+        self.awaited = True
+        self._looks = 0
+        self._late: Found = {}
+
+    def look(self, find: Callable[[], Found], own: Found) -> Found:
+        """Search after a batch or pass; return the known generators and the new ones.
+
+        Args:
+            find: Searches for the generators.
+            own: The generators that were known before the batch or pass.
+        """
+        self._looks += 1
+        self.awaited = self._looks < _LOOKS
+        found = find()
+        if self._looks == 1:
+            self._late = {path: each for path, each in found.items() if path not in own}
+            return {**own, **found}
+        late = [path for path, each in self._late.items() if found.get(path) is each]
+        worker = get_worker_info()
+        if late and (worker is None or worker.id == 0):
+            logger.warning(
+                "%s created a random generator (%s) in its first %s. %s that %s draws from it does "
+                "not depend on the seed and differs after a resume: create it in __init__.",
+                self._owner,
+                ", ".join(late),
+                self._part,
+                "What" if worker is None else "In each worker, what",
+                self._part,
+            )
+        return own
+
+
+def set_epoch_of(dataset: Any, seed: int, epoch: int) -> None:
     """Call a dataset's ``set_epoch``, if any, with seeded generators.
 
     ``set_epoch`` may draw random numbers. Every process and worker calls this function itself, and
@@ -36,12 +408,15 @@ def tell_epoch(dataset: Any, seed: int, epoch: int) -> None:
         epoch: The epoch that is read next.
     """
     if isinstance(dataset, SeededDataset):
-        dataset.told, dataset._looks_anew = (seed, epoch), True
+        dataset.last_epoch, dataset._looks_anew = (seed, epoch), True
     if hasattr(dataset, "set_epoch"):
         place = mix(seed, epoch, -1)  # no batch has this position
         seeded = isinstance(dataset, SeededDataset)  # a stream is seeded for the whole pass
         own = dataset._find() if seeded else {}
-        with isolated_rng(place), set_aside(own, mix(place, 1), dataset._alike if seeded else {}):
+        with (
+            isolated_rng(place),
+            isolated_generators(own, mix(place, 1), dataset._equal_generators if seeded else {}),
+        ):
             dataset.set_epoch(epoch)
 
 
@@ -64,13 +439,15 @@ class SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self.told: tuple[int, int] | None = (
+        self.last_epoch: tuple[int, int] | None = (
             None  # the run's seed and the epoch of the latest set_epoch; workers inherit it
         )
-        self._alike = alike(self._find())
+        self._equal_generators = equal(self._find())
         self._looks_anew = True
         self._own: Found = {}  # generators of the dataset and the collate_fn
-        self._latecomers = Latecomers(f"The dataset ({type(dataset).__name__}) or its collate_fn")
+        self._latecomers = LazyGenerators(
+            f"The dataset ({type(dataset).__name__}) or its collate_fn"
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":  # looked up during unpickling, before it is set
@@ -99,17 +476,17 @@ class SeededDataset(Dataset[Any]):
         seed = index.seed
         if get_worker_info() is not None:  # in a worker nothing else uses the generators
             run_seed, epoch, _ = index.place
-            if self.told != (run_seed, epoch):  # a persistent worker, in a later epoch
-                tell_epoch(self, run_seed, epoch)
+            if self.last_epoch != (run_seed, epoch):  # a persistent worker, in a later epoch
+                set_epoch_of(self, run_seed, epoch)
             seed_local(seed)
             if own := self._generators():
-                seed_all(own, mix(seed, 1), self._alike)
+                seed_all(own, mix(seed, 1), self._equal_generators)
             batch = sent(fetch())
         else:
-            put_back = set_rng_aside(seed)
+            put_back = isolate_rng(seed)
             try:
                 if own := self._generators():
-                    with set_aside(own, mix(seed, 1), self._alike):
+                    with isolated_generators(own, mix(seed, 1), self._equal_generators):
                         batch = fetch()
                 else:
                     batch = fetch()
@@ -121,7 +498,7 @@ class SeededDataset(Dataset[Any]):
 
     def _find(self) -> Found:
         """Find the random generators that the dataset and the ``collate_fn`` keep."""
-        return held_by(dataset=self.dataset, collate_fn=self.collate_fn)
+        return generators_in(dataset=self.dataset, collate_fn=self.collate_fn)
 
     def _generators(self) -> Found:
         """Return the generators of the dataset and the ``collate_fn``; search once per epoch."""

@@ -3,7 +3,11 @@
 Every process must call each function; with one process no communication takes place. Tensors must
 be on the process's device. Results have no autograd graph. If the calls of the processes do not
 match, all processes raise an error. This is checked always on the CPU, and on accelerators in debug
-mode; see `trainer.distributed.debug`.
+mode; see `trainer.distributed.collectives`.
+
+Collectives of objects are always checked, since their sizes must be exchanged anyway. Those of
+tensors are checked where the group can use the host's memory, so that no device waits, and
+everywhere in debug mode (``ACCELERATE_DEBUG_MODE=true``). See `trainer.distributed.guards`.
 """
 
 from __future__ import annotations
@@ -16,13 +20,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from callbacks.checks import expect_bools
-from trainer.choices import Choice
-from trainer.distributed import meeting, transport
-from trainer.distributed.debug import describe, is_checked
-from trainer.distributed.meeting import meet
+from trainer.checks import check_bools
+from trainer.distributed import guards, transport
+from trainer.distributed.guards import check_collective
+from trainer.enums import Choice
 from trainer.state import PartialState
-from trainer.tree import as_bytes, dense, leaves, map_tree
+from trainer.tree import as_bytes, children, dense, leaves, map_tree
+
+
+def is_checked() -> bool:
+    """Return whether tensor collectives first check that all ranks call the same collective."""
+    return PartialState().debug or guards.side_device().type == "cpu"
+
+
+def describe(tree: Any, *, free: int | None = None, sized: bool = True) -> str:
+    """Return the structure, dtypes and shapes of a tree as text.
+
+    Args:
+        tree: Tensors in nested containers; another leaf is described by its type.
+        free: A dimension whose size may differ between processes; it is written as ``*``.
+        sized: Whether to include the sizes; False writes all of them as ``*``.
+    """
+    parts = children(tree)
+    if parts is not None:
+        inside = ", ".join(
+            f"{key!r}: {describe(value, free=free, sized=sized)}" for key, value in parts
+        )
+        return f"{type(tree).__name__}{{{inside}}}"
+    if not isinstance(tree, Tensor):
+        return type(tree).__name__
+    if tree.is_nested:  # its shape may differ between processes and is not available
+        return f"nested {tree.dtype}"
+    sizes = list(map(str, tree.shape)) if sized else ["*"] * tree.ndim
+    if free is not None and -tree.ndim <= free < tree.ndim:
+        sizes[free] = "*"
+    return f"{str(tree.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
+
 
 # Dtypes that are summed unchanged. Others are summed in a wider dtype, because backends do not
 # support some of them, and sums of small integers would overflow.
@@ -72,7 +105,7 @@ def gather(tensor: Any) -> Any:
 
 
 def _gather_one(tensor: Tensor) -> Tensor:
-    parts = meeting.stack(tensor)
+    parts = guards.stack(tensor)
     return parts if tensor.ndim == 0 else parts.flatten(0, 1)
 
 
@@ -91,7 +124,7 @@ def gather_uneven(tensor: Any, processes: int | None = None) -> Any:
         return tensor
     _agree("gather", tensor, free=0)
     own = [len(leaf) for leaf in leaves(tensor) if leaf.ndim]
-    rows = meeting.share_numbers(own) if own else []
+    rows = guards.share_numbers(own) if own else []
     columns = iter(zip(*rows, strict=True))
 
     def gather_one(leaf: Tensor) -> Tensor:
@@ -99,7 +132,7 @@ def gather_uneven(tensor: Any, processes: int | None = None) -> Any:
         if len(set(sizes)) == 1:
             whole = _gather_one(leaf)
             return whole if processes is None or not leaf.ndim else whole[: sum(sizes[:processes])]
-        parts = meeting.stack(_padded(leaf, 0, max(sizes), 0, first=False))
+        parts = guards.stack(_padded(leaf, 0, max(sizes), 0, first=False))
         cut = [part[:size] for part, size in zip(parts, sizes, strict=True)]
         return torch.cat(cut[:processes])
 
@@ -246,14 +279,14 @@ def pad_across_processes(
         DistributedOperationException: The processes' calls do not match.
     """
     _expect(Integral, "an int", dim=dim)
-    expect_bools(pad_first=pad_first)
+    check_bools(pad_first=pad_first)
     _agree(f"pad_across_processes along dimension {dim}", tensor, sized=False, nested=True)
 
     def size_of(leaf: Tensor) -> int | None:
         return None if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim]
 
     own = [size for leaf in leaves(tensor) if (size := size_of(leaf)) is not None]
-    rows = meeting.share_numbers(own) if own and PartialState().num_processes > 1 else [own]
+    rows = guards.share_numbers(own) if own and PartialState().num_processes > 1 else [own]
     largest = iter([max(column) for column in zip(*rows, strict=True)])
 
     def pad_one(leaf: Tensor) -> Tensor:
@@ -305,9 +338,11 @@ def _agree(
     problem = _problem(operation, tree, means=means, others=others, nested=nested)
     if PartialState().num_processes > 1 and is_checked():
         where = "" if free is None else f" along dimension {free}"
-        meet(f"{operation}{where} ({describe(tree, free=free, sized=sized)})", problem=problem)
+        check_collective(
+            f"{operation}{where} ({describe(tree, free=free, sized=sized)})", problem=problem
+        )
         return
-    meeting.refuse_unaccompanied(operation)  # `meet` includes this check
+    guards.check_collectives_allowed(operation)  # `check_collective` includes this check
     if problem is not None:
         raise problem
 
@@ -317,7 +352,7 @@ def _problem(
 ) -> Exception | None:
     """Return the error that tells why this tree cannot be sent; None if it can."""
     state = PartialState()
-    reachable = meeting.device_types() if state.num_processes > 1 else None
+    reachable = guards.device_types() if state.num_processes > 1 else None
     operation = operation.partition(" ")[0]
     for leaf in leaves(tree):
         if not isinstance(leaf, Tensor):
@@ -371,3 +406,26 @@ def _expect(kind: type, wanted: str, **given: object) -> None:
         scalar = isinstance(value, Tensor) and kind is Number and not value.ndim
         if isinstance(value, bool) or not (scalar or isinstance(value, kind)):
             raise TypeError(f"{name} is {value!r}; it must be {wanted}.")
+
+
+class Trigger:
+    """A distributed flag: one process sets it, for example to leave the loop, and all see it.
+
+    The processes see it when all of them call `check`.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        """Set the flag on this process."""
+        self._is_set = True
+
+    def check(self) -> bool:
+        """Return whether any process has set the flag since the last check, and reset the flag.
+
+        It is a collective: every process must call it.
+        """
+        votes = torch.tensor(int(self._is_set), device=PartialState().device)
+        self._is_set = False
+        return bool(reduce(votes).item())

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.distributed.collectives import gather_uneven
-from trainer.distributed.debug import is_checked
-from trainer.distributed.meeting import meet
+from trainer.distributed.collectives import gather_uneven, is_checked
+from trainer.distributed.guards import check_collective
 from trainer.distributed.objects import gather_object, gather_object_from, is_sequence
 from trainer.state import GradientState, PartialState
 from trainer.tree import children, leaves, map_tree, rebuild
@@ -63,7 +62,7 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
         entries = children(input_data) or []
         if PartialState().num_processes > 1:  # otherwise entries could be mixed up
             names = ", ".join(repr(name) for name, _ in entries)
-            meet(f"gather_for_metrics ({type(input_data).__name__} of {names})")
+            check_collective(f"gather_for_metrics ({type(input_data).__name__} of {names})")
         return rebuild(input_data, [gather_for_metrics(v, use_gather_object) for _, v in entries])
     if not is_sequence(input_data):
         return gather_object(input_data)
@@ -128,7 +127,7 @@ def _has_columns(thing: Any, use_gather_object: bool) -> bool:
             "tensors with one row per sample, gather those of equal length together."
         )
         if is_checked():
-            meet("gather_for_metrics", problem=problem)
+            check_collective("gather_for_metrics", problem=problem)
         raise problem
     return True
 

@@ -11,9 +11,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from trainer.distributed import meeting, transport
+from trainer.distributed import guards, transport
 from trainer.distributed.collectives import check_rank
-from trainer.distributed.meeting import meet
+from trainer.distributed.guards import check_collective
 from trainer.state import PartialState
 
 _ARRAYS = (Tensor, numpy.ndarray)
@@ -104,11 +104,11 @@ def broadcast_object(value: Any, from_process: int = 0) -> Any:
     if state.num_processes == 1:
         return value
     payload, error = transport.dump(value) if state.process_index == from_process else (b"", None)
-    size = meet(f"broadcast_object from {from_process}", len(payload))[from_process]
+    size = check_collective(f"broadcast_object from {from_process}", len(payload))[from_process]
     own = torch.zeros(size, dtype=torch.uint8)
     if payload:
         own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    own = own.to(meeting.side_device())
+    own = own.to(guards.side_device())
     transport.send(own, from_process)
     if error is not None:
         raise error
@@ -121,8 +121,8 @@ def _exchange(operation: str, value: Any) -> list[Any]:
     if PartialState().num_processes == 1:
         return [value]
     payload, error = transport.dump(value)
-    sizes = meet(operation, len(payload))
-    payloads = meeting.share_bytes(payload, sizes)
+    sizes = check_collective(operation, len(payload))
+    payloads = guards.share_bytes(payload, sizes)
     if error is not None:
         raise error
     return [_received(transport.load(each), rank) for rank, each in enumerate(payloads)]

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from trainer import environment
-from trainer.distributed.control import is_of_a_loss, is_of_backend, shown
+from trainer.distributed.process_control import is_of_a_loss, is_of_backend, shown
 from trainer.errors import Preempted
 
 logger = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ _WAITING = (
     "/torch/cuda/",
     "/trainer/distributed/",
     # … or where it reads values from the device: calls of NCCL return before they are complete.
-    "/trainer/loops/moving.py",
-    "/trainer/loops/record.py",
+    "/trainer/loops/device_transfer.py",
+    "/trainer/loops/recorder.py",
     "/trainer/metrics/cells.py",
     "/trainer/metrics/reduction.py",
     "/trainer/optim/finite.py",
@@ -230,11 +230,11 @@ class _Watchdog:
         """Write and read notes until the run has ended."""
         speaks_at = self._patience
         try:
-            with self._told_if_silent():
+            with self._log_if_silent():
                 self._leave(self._note())
             while not self.ended.wait(self._patience / _LOOKS):
                 note = self._note()
-                with self._told_if_silent():
+                with self._log_if_silent():
                     self._leave(note)
                     if not note.waits or note.seconds < self._patience / 2:
                         self._read.clear()
@@ -245,13 +245,13 @@ class _Watchdog:
                 if text := complaint(self._rank, *read, self._patience):
                     logger.warning(text.rstrip())
                     speaks_at *= 2  # warn less often if the others are only slow
-            self._take_leave()
+            self._sign_off()
         except (RuntimeError, OSError) as error:
             # The process that hosts the store has ended, or the backend has timed out.
             logger.debug("The other processes can no longer be asked where they are: %s", error)
 
     @contextmanager
-    def _told_if_silent(self) -> Iterator[None]:
+    def _log_if_silent(self) -> Iterator[None]:
         """Log a warning if the store does not answer inside the block.
 
         Without the store, the state of the other processes is unknown. This needs a thread of its
@@ -259,7 +259,7 @@ class _Watchdog:
         the connection to the lost machine.
         """
         answered = threading.Event()
-        teller = threading.Thread(target=self._tell_of_silence, args=(answered,), daemon=True)
+        teller = threading.Thread(target=self._log_silence, args=(answered,), daemon=True)
         teller.start()
         try:
             yield
@@ -267,7 +267,7 @@ class _Watchdog:
             answered.set()
             teller.join()
 
-    def _tell_of_silence(self, answered: threading.Event) -> None:
+    def _log_silence(self, answered: threading.Event) -> None:
         if environment.read_int("LOCAL_RANK"):  # only one process per machine logs
             return
         while not answered.wait(self._patience / 2):
@@ -276,8 +276,8 @@ class _Watchdog:
                 self._since = time.monotonic(), now
                 continue
             seconds = time.monotonic() - since
-            told = "rank %d has been in %s for %.0f seconds, and %s."
-            logger.warning(told, self._rank, place, seconds, _NO_STORE)
+            message = "rank %d has been in %s for %.0f seconds, and %s."
+            logger.warning(message, self._rank, place, seconds, _NO_STORE)
             return
 
     def explain(self) -> None:
@@ -288,7 +288,7 @@ class _Watchdog:
                 f"in {self._ended_in}. The backend says: {self._error}"
             )
 
-    def _take_leave(self) -> None:
+    def _sign_off(self) -> None:
         """Write a last note about how the run ended, and find the rank that caused a failure."""
         place = self._ended_in or self._place()
         self._leave(Note(place, looks=self._looks + 1, failure=self._error))
@@ -311,8 +311,8 @@ class _Watchdog:
         note = self._read_note(rank)
         if not note.failure:
             return None
-        told = f"in {note.place}: {note.failure}"
-        return f"Rank {rank} failed while the others waited for it, {told}"
+        message = f"in {note.place}: {note.failure}"
+        return f"Rank {rank} failed while the others waited for it, {message}"
 
     def _note(self) -> Note:
         now, place = time.monotonic(), self._place()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer import environment
-from trainer.choices import PrecisionType
+from trainer.enums import PrecisionType
 from trainer.state import AcceleratorState, GradientState, PartialState
 from trainer.state.shared import Shared
 

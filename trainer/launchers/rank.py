@@ -32,7 +32,7 @@ _CALL, _VALUE = "call", "value"
 # Objects that describe this process and its peers, or were prepared for them: invalid in another.
 _BOUND = {
     "trainer.state.shared": "Shared",  # each `Accelerator` has it
-    "trainer.data.loader": "PreparedLoader",
+    "trainer.data.dataloader": "PreparedLoader",
     "trainer.optim.optimizer": "AcceleratedOptimizer",
     "trainer.optim.scheduler": "AcceleratedScheduler",
 }

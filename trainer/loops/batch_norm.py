@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from trainer.data.own_generators import alike, set_aside
+from trainer.data.seeding import equal, isolated_generators
 from trainer.distributed.collectives import reduce
-from trainer.loops.accumulators import metric_states, put_metrics_back
+from trainer.loops.device_transfer import items_of
 from trainer.loops.evaluate import kept_buffers
-from trainer.loops.moving import items_of
-from trainer.loops.randomness import of_module
-from trainer.loops.run import FitRun
+from trainer.loops.module_state import metric_states, of_module, put_metrics_back
+from trainer.loops.state import FitRun
 from trainer.rng import isolated_rng, mix
 
 
@@ -38,7 +37,7 @@ def require_readable(run: FitRun) -> None:
             "where training_step, which would have to run for them, makes updates. Call "
             "torch.optim.swa_utils.update_bn instead."
         )
-    if run.feed.sampler is None:
+    if run.epoch_iterator.sampler is None:
         raise ValueError(
             "The statistics of batch normalisation cannot be recomputed: the training data is a "
             "stream, which cannot be read twice. Use a dataset with a length, or pass "
@@ -66,24 +65,24 @@ def update_batch_norm(run: FitRun) -> None:
     if not norms:
         return
     # The forward pass of SyncBatchNorm is collective: it needs a batch on every rank.
-    together = any(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
+    is_collective = any(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
     before = [[buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in norms]
-    feed = run.feed.another()
+    epoch_iterator = run.epoch_iterator.another()
     # Independent of the RNG state, since a resumed run may call this at another point.
-    seed = mix(run.feed.seed, run.counters.epoch, run.rank)
+    seed = mix(run.epoch_iterator.seed, run.counters.epoch, run.rank)
     generators = of_module(run)
     with (
         kept_buffers(run.module, besides=set(norms)),
         kept_metrics(run.module),
         _cumulative(norms),
         isolated_rng(seed),
-        set_aside(generators, mix(seed, 1), alike(generators)),
+        isolated_generators(generators, mix(seed, 1), equal(generators)),
         run.metrics.muted(),
-        feed.apart(run.counters.epoch),
-        closing(run.mover.rounds(feed)) as rounds,
+        epoch_iterator.isolated(run.counters.epoch),
+        closing(run.device_transfer.global_batches(epoch_iterator)) as global_batches,
     ):
-        for batch_idx, current in enumerate(rounds):
-            if current.present and (current.batches == run.world_size or not together):
+        for batch_idx, current in enumerate(global_batches):
+            if current.present and (current.batches == run.world_size or not is_collective):
                 batch, _ = items_of(current)
                 with run.precision.autocast():
                     run.module.training_step(batch, batch_idx)

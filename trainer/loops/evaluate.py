@@ -12,13 +12,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainer.data.feed import Feed
-from trainer.data.rounds import Round
-from trainer.distributed import meeting
+from trainer.data.epoch_iterator import EpochIterator, GlobalBatch
+from trainer.distributed import guards
 from trainer.distributed.objects import all_gather_object
-from trainer.loops.apart import reason
-from trainer.loops.moving import items_of
-from trainer.loops.run import FitRun, Run
+from trainer.loops.device_transfer import items_of
+from trainer.loops.no_collectives import reason
+from trainer.loops.state import FitRun, Run
 from trainer.metrics import Scope
 from trainer.metrics.computing import computing
 
@@ -92,7 +91,7 @@ def buffers_kept_if_abandoned(module: nn.Module) -> Iterator[None]:
         raise
 
 
-def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
+def evaluate(run: Run, phase: str, epoch_iterators: list[EpochIterator]) -> list[dict[str, float]]:
     """Evaluate the module on each loader and record what it logged; collective.
 
     The module is called without its engine's wrapper, so ranks may have different numbers of
@@ -101,10 +100,10 @@ def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
     Args:
         run: The run.
         phase: ``"validation"`` or ``"test"``.
-        feeds: The epoch iterators, one per loader.
+        epoch_iterators: The epoch iterators, one per loader.
 
     Returns:
-        The metrics of each loader by recorded name; see `by_feed`.
+        The metrics of each loader by recorded name; see `by_loader`.
 
     Raises:
         EvaluationAbandoned: A rank received the exit signal, in a fit.
@@ -112,7 +111,7 @@ def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
     """
     hooks, metrics, counters = run.hooks, run.metrics, run.counters
     scope_before = metrics.scope
-    run.eval_lengths = [feed.num_own_batches for feed in feeds]
+    run.eval_lengths = [epoch_iterator.num_own_batches for epoch_iterator in epoch_iterators]
     with evaluation_mode(run.module):
         metrics.scope = Scope(phase, None)
         metrics.begin_epoch_values()  # leaves the current training batch
@@ -121,11 +120,11 @@ def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
         metrics.scope = Scope(phase, False)
         fits = isinstance(run, FitRun)  # an exit signal saves it, to be resumed
         with buffers_kept_if_abandoned(run.module) if fits else nullcontext():
-            rounds = [
-                evaluate_feed(run, phase, feed, index, several=len(feeds) > 1)
-                for index, feed in enumerate(feeds)
+            global_batches = [
+                evaluate_loader(run, phase, epoch_iterator, index, several=len(epoch_iterators) > 1)
+                for index, epoch_iterator in enumerate(epoch_iterators)
             ]
-        refuse_missing(run, phase, rounds)
+        check_all_have_batches(run, phase, global_batches)
         metrics.scope = Scope(phase, None)
         metrics.begin_epoch_values()
         with computing(run.module):
@@ -139,16 +138,18 @@ def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
         getattr(hooks, f"on_{phase}_epoch_end_callbacks")()
         getattr(hooks, f"on_{phase}_end")()
     metrics.scope = scope_before
-    return by_feed(read, len(feeds), metrics.loader_of)
+    return by_loader(read, len(epoch_iterators), metrics.loader_of)
 
 
-def evaluate_feed(run: Run, phase: str, feed: Feed, index: int, *, several: bool) -> int:
+def evaluate_loader(
+    run: Run, phase: str, epoch_iterator: EpochIterator, index: int, *, several: bool
+) -> int:
     """Evaluate every batch of one loader.
 
     Args:
         run: The run.
         phase: ``"validation"`` or ``"test"``.
-        feed: The epoch iterator of the loader.
+        epoch_iterator: The epoch iterator of the loader.
         index: The index of the loader.
         several: Whether there are several loaders, so that steps and hooks take the index.
 
@@ -160,10 +161,13 @@ def evaluate_feed(run: Run, phase: str, feed: Feed, index: int, *, several: bool
     start = getattr(hooks, f"on_{phase}_batch_start")
     end = getattr(hooks, f"on_{phase}_batch_end")
     suffix = f"/dataloader_idx_{index}" if several else ""
-    rounds_here, aligned = 0, feed.num_rounds is not None
-    with feed.apart(run.counters.epoch), closing(run.mover.rounds(feed, index)) as rounds:
-        for batch_idx, current in enumerate(rounds):
-            if run.told_to_end(batch_idx, aligned=aligned):
+    rounds_here, aligned = 0, epoch_iterator.num_global_batches is not None
+    with (
+        epoch_iterator.isolated(run.counters.epoch),
+        closing(run.device_transfer.global_batches(epoch_iterator, index)) as global_batches,
+    ):
+        for batch_idx, current in enumerate(global_batches):
+            if run.should_end(batch_idx, aligned=aligned):
                 raise EvaluationAbandoned
             rounds_here += not current.ended
             if not current.present:
@@ -172,7 +176,7 @@ def evaluate_feed(run: Run, phase: str, feed: Feed, index: int, *, several: bool
             batch, items = items_of(current)
             run.metrics.begin_batch(items, suffix)
             where = (batch_idx, index) if several else (batch_idx,)
-            with apart(phase, feed, current):
+            with without_collectives(phase, epoch_iterator, current):
                 start(batch, *where)
                 with run.precision.autocast():
                     outputs = step(batch, *where)
@@ -180,35 +184,39 @@ def evaluate_feed(run: Run, phase: str, feed: Feed, index: int, *, several: bool
     return rounds_here
 
 
-def apart(phase: str, feed: Feed, current: Round) -> AbstractContextManager[None]:
+def without_collectives(
+    phase: str, epoch_iterator: EpochIterator, current: GlobalBatch
+) -> AbstractContextManager[None]:
     """Return a context manager that forbids collectives if some ranks have no batch.
 
     The step and the hooks of a batch run inside. A collective there raises
-    `DistributedOperationException`; see `trainer.loops.apart`.
+    `DistributedOperationException`; see `trainer.loops.no_collectives`.
 
     Args:
         phase: ``"validation"``, ``"test"`` or ``"predict"``.
-        feed: The epoch iterator.
+        epoch_iterator: The epoch iterator.
         current: The global batch.
     """
-    if current.batches == feed.world_size:
+    if current.batches == epoch_iterator.world_size:
         return nullcontext()
     where = f"{phase}_step or a hook of a batch"
-    return meeting.unaccompanied(reason(feed, current.batches, where, f"on_{phase}_epoch_end"))
+    return guards.forbid_collectives(
+        reason(epoch_iterator, current.batches, where, f"on_{phase}_epoch_end")
+    )
 
 
-def refuse_missing(run: Run, phase: str, rounds: list[int]) -> None:
+def check_all_have_batches(run: Run, phase: str, global_batches: list[int]) -> None:
     """Raise if a loader gave no batch, or ended on some ranks before the others; collective.
 
     Args:
         run: The run.
         phase: ``"validation"`` or ``"test"``.
-        rounds: The number of global batches that this rank had of each loader.
+        global_batches: The number of global batches that this rank had of each loader.
 
     Raises:
         ValueError: There was no batch, or samples are missing; raised on all ranks.
     """
-    of_all = all_gather_object(rounds) if run.world_size > 1 else [rounds]
+    of_all = all_gather_object(global_batches) if run.world_size > 1 else [global_batches]
     for index, each in enumerate(zip(*of_all, strict=True)):
         which = f"The {phase} loader number {index}"
         if ended := [str(rank) for rank, number in enumerate(each) if number < max(each)]:
@@ -223,19 +231,19 @@ def refuse_missing(run: Run, phase: str, rounds: list[int]) -> None:
             )
 
 
-def by_feed(
-    values: dict[str, float], feeds: int, loader_of: Mapping[str, str]
+def by_loader(
+    values: dict[str, float], epoch_iterators: int, loader_of: Mapping[str, str]
 ) -> list[dict[str, float]]:
     """Return one dict of values per loader; values logged outside the steps are in every dict.
 
     Args:
         values: All values by name; with several loaders, ``/dataloader_idx_N`` ends the names.
-        feeds: The number of loaders.
+        epoch_iterators: The number of loaders.
         loader_of: The loader suffix of values logged with ``add_dataloader_idx=False``, by name.
     """
-    if feeds == 1:
+    if epoch_iterators == 1:
         return [values]
-    suffixes = tuple(f"/dataloader_idx_{index}" for index in range(feeds))
+    suffixes = tuple(f"/dataloader_idx_{index}" for index in range(epoch_iterators))
     whose = {name: name + loader_of.get(name, "") for name in values}
     return [
         {

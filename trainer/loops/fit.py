@@ -8,23 +8,33 @@ from functools import partial
 from itertools import chain, islice
 from typing import NoReturn
 
-from trainer.checkpoint.manifest import reading
-from trainer.data.rounds import Round
-from trainer.distributed.meeting import meet
+from trainer.checkpoint.storage import reading
+from trainer.data.epoch_iterator import GlobalBatch
+from trainer.distributed.guards import check_collective
 from trainer.distributed.objects import all_gather_object
 from trainer.errors import Preempted
-from trainer.loops.accumulators import metric_states, put_metrics_back, training_set_aside
-from trainer.loops.due import refuse_missed, tell_of_missed, warn_of_shared_names
+from trainer.loops.buffer_sync import sync_buffers
+from trainer.loops.dataloaders import check_same_length, reload_if_due
 from trainer.loops.evaluate import ENDED_EARLY, VALIDATION, EvaluationAbandoned, evaluate
-from trainer.loops.loaders import check_same_length
-from trainer.loops.manual import before_manual_step, manual_window
-from trainer.loops.randomness import generators_of, load_generators, restore_generators
-from trainer.loops.reload import reload_if_due
-from trainer.loops.run import FitRun
-from trainer.loops.switches import switches_of
-from trainer.loops.timing import DATA, VALIDATING
-from trainer.loops.untrained import share_untrained
-from trainer.loops.window import reduce_update, tick, train_window
+from trainer.loops.module_state import (
+    generators_of,
+    isolated_training_metrics,
+    load_generators,
+    metric_states,
+    put_metrics_back,
+    restore_generators,
+    switches_of,
+)
+from trainer.loops.preflight import check_reachable, warn_of_missed, warn_of_shared_names
+from trainer.loops.profiler import DATA, VALIDATING
+from trainer.loops.state import FitRun
+from trainer.loops.train_step import (
+    before_manual_step,
+    manual_window,
+    reduce_update,
+    tick,
+    train_window,
+)
 from trainer.metrics import TRAIN_EPOCH
 from trainer.metrics.computing import computing
 
@@ -57,21 +67,21 @@ def fit(run: FitRun) -> None:
     restore_rng(run)
     metrics.scope = None  # no epoch follows, so no hook from here on may log
     run.in_boundary = True
-    meet_before(run, "on_train_end")
-    run.asked.make(run.world_size)
+    check_before_collective(run, "on_train_end")
+    run.pending_saves.make(run.world_size)
     if hooks.monitors_due:  # callbacks rank the final checkpoint by these values
         reduce_update(run)
     hooks.on_train_end()
-    meet_before(run, "on_fit_end")
+    check_before_collective(run, "on_fit_end")
     if counters.global_step > run.last_logged:
         record_update(run)  # the last update is always recorded
         run.recorder.flush(arrived=counters.global_step)
-    tell_of_missed(run)
+    warn_of_missed(run)
     hooks.on_fit_end()
     run.ended = switches_of(run.module)
 
 
-def meet_before(run: FitRun, hook: str) -> None:
+def check_before_collective(run: FitRun, hook: str) -> None:
     """Check that all ranks reach the same hook, instead of hanging in different collectives.
 
     Without the check, a rank that called a collective alone in the hook before would deadlock.
@@ -81,7 +91,7 @@ def meet_before(run: FitRun, hook: str) -> None:
         hook: The hook that all ranks call next.
     """
     if run.world_size > 1:
-        meet(hook)
+        check_collective(hook)
 
 
 def finished(run: FitRun) -> bool:
@@ -89,28 +99,28 @@ def finished(run: FitRun) -> bool:
     progress = run.progress
     if run.length.reached(progress):
         return True
-    if run.agreement.latest.stop_votes > 0:
+    if run.step_sync.latest.stop_votes > 0:
         run.stop_now = True
     return run.stop_now and run.length.may_stop_early(progress)
 
 
 def train_epoch(run: FitRun) -> None:
     """Train one epoch, or the rest of it when the run resumed inside the epoch."""
-    feed, counters = run.feed, run.counters
-    feed.set_epoch(counters.epoch)
-    feed.start_batch = counters.epoch_batches
+    epoch_iterator, counters = run.epoch_iterator, run.counters
+    epoch_iterator.set_epoch(counters.epoch)
+    epoch_iterator.start_batch = counters.epoch_batches
     run.metrics.scope = TRAIN_EPOCH
     # After a resume inside the epoch, the hooks of its start run a second time. They must not
     # advance the saved RNG states again, so those are restored only after the hooks.
-    if counters.rounds == 0:
+    if counters.global_batches == 0:
         restore_rng(run)
     run.metrics.begin_epoch_values()
-    with logged_before(run, again=counters.rounds > 0):
+    with logged_before(run, again=counters.global_batches > 0):
         run.hooks.on_train_epoch_start()
     run.engine.begin_epoch()
     if run.world_size > 1:
-        check_same_length(feed, f"train loader in epoch {counters.epoch}")
-    run.epoch_length = feed.num_batches
+        check_same_length(epoch_iterator, f"train loader in epoch {counters.epoch}")
+    run.epoch_length = epoch_iterator.num_batches
     restore_rng(run)
     if run.unfinished:
         run.unfinished = False
@@ -118,17 +128,19 @@ def train_epoch(run: FitRun) -> None:
         if counters.epoch_complete or finished(run):
             return
     step = train_window if run.module.automatic_optimization else manual_window
-    begun_at = counters.rounds
-    with closing(run.mover.rounds(feed)) as rounds:  # ends the loader's workers, too
-        for window in windows(run, rounds):
+    begun_at = counters.global_batches
+    with closing(
+        run.device_transfer.global_batches(epoch_iterator)
+    ) as global_batches:  # ends the loader's workers, too
+        for window in windows(run, global_batches):
             if step(run, window):
                 finish_update(run)
                 if finished(run):
                     break
-    if counters.rounds == begun_at:
+    if counters.global_batches == begun_at:
         which = f" after its first {counters.epoch_batches}" if begun_at else ""
         where = f" on rank {run.rank}" if run.world_size > 1 else ""
-        limit = "" if feed.limit is None else f", and {feed.limited_by}"
+        limit = "" if epoch_iterator.limit is None else f", and {epoch_iterator.limited_by}"
         raise ValueError(
             f"The training loader gave no batch in epoch {counters.epoch}{which}{where}. Check its "
             f"dataset, its sampler and drop_last{limit}; an iterator can be read only once, so "
@@ -156,10 +168,10 @@ def restore_rng(run: FitRun) -> None:
         run.saved_rng = None
 
 
-def windows(run: FitRun, rounds: Iterator[Round]) -> Iterator[Iterator[Round]]:
+def windows(run: FitRun, global_batches: Iterator[GlobalBatch]) -> Iterator[Iterator[GlobalBatch]]:
     """Group global batches into windows of `FitRun.accumulation`, fewer at the end of the data."""
-    for first in rounds:
-        yield chain([first], islice(rounds, run.accumulation - 1))
+    for first in global_batches:
+        yield chain([first], islice(global_batches, run.accumulation - 1))
 
 
 def finish_update(run: FitRun) -> None:
@@ -168,19 +180,19 @@ def finish_update(run: FitRun) -> None:
     If a rank received the exit signal, the run is saved with this work still due, and ends.
     """
     counters = run.counters
-    refuse_ends_apart(run)
+    check_data_ends_together(run)
     run.recorder.flush(arrived=counters.global_step)
-    if run.agreement.latest.failed_saves:
+    if run.step_sync.latest.failed_saves:
         run.writer.wait()  # raises the error of the background save, on all ranks at this update
     if run.log_due:
         record_update(run)
         run.log_due = False
-    if run.agreement.latest.signals:
+    if run.step_sync.latest.signals:
         preempt(run)
     before = run.val_schedule.before
-    together = counters.epoch_complete  # whether one more collective here costs little
+    on_all_ranks = counters.epoch_complete  # whether one more collective here costs little
     if run.val_feeds and run.val_schedule.due(run.progress):
-        together = True
+        on_all_ranks = True
         try:
             validate(run)
         except EvaluationAbandoned:
@@ -191,24 +203,24 @@ def finish_update(run: FitRun) -> None:
     if run.schedulers and run.module.automatic_optimization:
         # Schedulers such as ReduceLROnPlateau may monitor a metric of this update's validation.
         tick(run, "step", counters.global_step, by_metric=True)
-    boundary(run, together=together)
+    boundary(run, on_all_ranks=on_all_ranks)
 
 
-def boundary(run: FitRun, *, together: bool) -> None:
+def boundary(run: FitRun, *, on_all_ranks: bool) -> None:
     """Run the update boundary: callbacks may save or stop, then pending saves are made.
 
     Args:
         run: The fit.
-        together: Whether to exchange pending saves between ranks even if the step sync reported
-            none.
+        on_all_ranks: Whether to exchange pending saves between ranks even if the step sync
+            reported none.
     """
     run.metrics.scope = None
     run.in_boundary = True
     if run.hooks.monitors_due and any(due() for due in run.hooks.monitors_due):
         reduce_update(run)
     run.hooks.on_boundary()
-    if together or run.world_size == 1 or run.agreement.latest.asked_saves:
-        run.asked.make(run.world_size)
+    if on_all_ranks or run.world_size == 1 or run.step_sync.latest.requested_saves:
+        run.pending_saves.make(run.world_size)
     run.in_boundary = False
 
 
@@ -218,7 +230,7 @@ def finish_boundary(run: FitRun) -> None:
     Only the callbacks that had not run yet at the save are called.
     """
     restore_rng(run)
-    boundary(run, together=True)
+    boundary(run, on_all_ranks=True)
     run.saved_rng = generators_of(run)  # restored after the hooks that are called a second time
 
 
@@ -232,7 +244,7 @@ def preempt(run: FitRun) -> NoReturn:
     """
     run.unfinished = run.in_boundary = True
     run.hooks.on_preemption()
-    run.asked.make(run.world_size)
+    run.pending_saves.make(run.world_size)
     raise preempted(run)
 
 
@@ -241,11 +253,11 @@ def preempted(run: FitRun) -> Preempted:
 
     Collective.
     """
-    codes = [code for code in all_gather_object(run.told()) if code is not None]
+    codes = [code for code in all_gather_object(run.signalled()) if code is not None]
     return Preempted(codes[0])
 
 
-def refuse_ends_apart(run: FitRun) -> None:
+def check_data_ends_together(run: FitRun) -> None:
     """Raise if the training data ended on some ranks only, before the ranks deadlock.
 
     Raises:
@@ -255,10 +267,10 @@ def refuse_ends_apart(run: FitRun) -> None:
     """
     if run.world_size == 1:
         return
-    stream = run.feed.sampler is None
+    stream = run.epoch_iterator.sampler is None
     if stream or run.counters.epoch_complete:
-        run.agreement.settle()  # wait for the step sync: an update later would be too late
-    known, epoch = run.agreement.latest, run.counters.epoch
+        run.step_sync.settle()  # wait for the step sync: an update later would be too late
+    known, epoch = run.step_sync.latest, run.counters.epoch
     if not known.ended or (stream and known.ended == run.world_size):
         return
     where = f"{known.ended} of {run.world_size} processes"
@@ -293,10 +305,10 @@ def validate(run: FitRun) -> None:
     """
     if run.guard is not None:
         run.guard.settle()
-    share_untrained(run)
+    sync_buffers(run)
     generators, metrics = generators_of(run), metric_states(run.module)
     try:
-        with run.timing.part(VALIDATING), training_set_aside(run.metrics, run.module):
+        with run.timing.part(VALIDATING), isolated_training_metrics(run.metrics, run.module):
             values = evaluate(run, VALIDATION, run.val_feeds)
     except EvaluationAbandoned:
         run.metrics.forget(VALIDATION)
@@ -339,7 +351,7 @@ def sanity_check(run: FitRun) -> None:
     """
     if not run.val_feeds or run.sanity_steps == 0 or run.counters.batches_seen > 0:
         return
-    limits = [feed.limit for feed in run.val_feeds]
+    limits = [epoch_iterator.limit for epoch_iterator in run.val_feeds]
     generators, names = generators_of(run), set(run.metrics.names)
     metrics = metric_states(run.module)
     run.sanity_checking = True
@@ -347,23 +359,23 @@ def sanity_check(run: FitRun) -> None:
         if run.sanity_steps > 0:
             # A multiple of the world size, so that every rank has a batch.
             rounded = run.sanity_steps + -run.sanity_steps % run.world_size
-            for feed in run.val_feeds:
-                known = feed.num_batches
-                feed.limit = rounded if known is None else min(rounded, known)
+            for epoch_iterator in run.val_feeds:
+                known = epoch_iterator.num_batches
+                epoch_iterator.limit = rounded if known is None else min(rounded, known)
         run.hooks.on_sanity_check_start()
-        share_untrained(run)
+        sync_buffers(run)
         with run.timing.part(VALIDATING):
             evaluate(run, VALIDATION, run.val_feeds)
         run.metrics.forget_shown()
         run.recorder.validated = dict.fromkeys(run.metrics.names - names)
-        refuse_missed(run, run.recorder.validated)
+        check_reachable(run, run.recorder.validated)
         run.metrics.names = names  # the sanity check's names do not count as logged
         run.hooks.on_sanity_check_end()
     except EvaluationAbandoned:  # there is nothing to save
         raise preempted(run) from None
     finally:
         run.sanity_checking = False
-        for feed, limit in zip(run.val_feeds, limits, strict=True):
-            feed.limit = limit
+        for epoch_iterator, limit in zip(run.val_feeds, limits, strict=True):
+            epoch_iterator.limit = limit
         load_generators(run, generators)
         put_metrics_back(metrics)

@@ -8,14 +8,13 @@ from typing import Any
 
 from callbacks import Callback, ModelCheckpoint
 from trainer.accelerator import Accelerator
-from trainer.loops.lengths import Length
-from trainer.loops.project import Project
-from trainer.loops.settings import Settings
+from trainer.loops.config import Length, Settings
+from trainer.loops.run_directory import Project
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The components of a Trainer, from which `trainer.loops.assemble` creates a run.
+    """The components of a Trainer, from which `trainer.loops.setup` creates a run.
 
     Attributes:
         settings: The Trainer's arguments.
@@ -34,7 +33,7 @@ class Parts:
     trial_steps: int | None = None
 
     @property
-    def tells(self) -> bool:
+    def warns(self) -> bool:
         """Whether to print warnings about the set-up; trials of the `Tuner` do not."""
         return self.trial_steps is None
 

@@ -117,10 +117,10 @@ class Cells:
     def differs(self) -> bool:
         """Return whether this rank has a name not agreed on, or lacks one that it should log."""
         own, agreed = set(self.names()), set(self.agreed)
-        return not own <= agreed or any(owes(name, self.ran) for name, _ in agreed - own)
+        return not own <= agreed or any(is_collective(name, self.ran) for name, _ in agreed - own)
 
 
-def owes(name: str, ran: set[str]) -> bool:
+def is_collective(name: str, ran: set[str]) -> bool:
     """Return whether a rank that ran batches of these loaders should have logged the name."""
     loader = LOADER.search(name)
     return bool(ran) if loader is None else loader[0] in ran

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.transport import sum_numbers
 from trainer.errors import MetricError
-from trainer.metrics.cells import EMPTY, Cells, Value, as_tensor, computed, owes
+from trainer.metrics.cells import EMPTY, Cells, Value, as_tensor, computed, is_collective
 from trainer.metrics.computing import computing, forget_computed
 from trainer.tree import leaves
 
@@ -33,7 +33,7 @@ class Reduction:
     def __init__(self, device: torch.device, dtype: torch.dtype, world_size: int) -> None:
         self._device, self._dtype, self._world_size = device, dtype, world_size
         self.names: set[str] = set()
-        self._told: set[str] = set()  # the names that all ranks know
+        self._shared_names: set[str] = set()  # the names that all ranks know
 
     def reduce(self, cells: Cells, what: str) -> dict[str, Value]:
         """Return the values reduced over all ranks; collective.
@@ -73,7 +73,7 @@ class Reduction:
         exchanged, and the all-reduce is repeated.
         """
         while True:
-            totals: list[Value] = [float(cells.differs() or self.names != self._told)]
+            totals: list[Value] = [float(cells.differs() or self.names != self._shared_names)]
             for name, kind in cells.agreed:
                 if kind in ("mean", "sum"):
                     cell = cells.cells.get(name)
@@ -84,7 +84,9 @@ class Reduction:
             if not read[0]:
                 break
             cells.agreed, self.names = _agree(cells.names(), cells.ran, self.names, what)
-            self._told = set(self.names)  # so that a rank without a batch takes the same decisions
+            self._shared_names = set(
+                self.names
+            )  # so that a rank without a batch takes the same decisions
             self._share_objects(cells)
         reduced: dict[str, Value] = {}
         position = 1
@@ -149,7 +151,9 @@ def _agree(
     reports = all_gather_object((own, ran, ever))
     union = tuple(dict.fromkeys(pair for names, *_ in reports for pair in names))
     for rank, (names, ran_there, _) in enumerate(reports):
-        missing = [pair for pair in union if pair not in names and owes(pair[0], ran_there)]
+        missing = [
+            pair for pair in union if pair not in names and is_collective(pair[0], ran_there)
+        ]
         if missing:
             having = next(r for r, (others, *_) in enumerate(reports) if missing[0] in others)
             raise MetricError(

@@ -175,7 +175,7 @@ class MetricStore:
         places = self._places.get(call)
         if places is None:  # cached for further calls with the same arguments
             places = self._places[call] = self._find_places(*call)
-            self.names.update(_told(place.key) for place in places)
+            self.names.update(_public_name(place.key) for place in places)
         for place in places:
             if not is_object:
                 self._keep(place, value, weight, reduce, prog_bar)
@@ -220,8 +220,8 @@ class MetricStore:
         """
         suffix = self.loader_suffix
         if not logger:
-            told = "" if not add_dataloader_idx else suffix
-            self.private.update(name + end + told for end in ("", "_step", "_epoch"))
+            suffixed = "" if not add_dataloader_idx else suffix
+            self.private.update(name + end + suffixed for end in ("", "_step", "_epoch"))
         if suffix and not add_dataloader_idx:
             self.loader_suffix = _UNTOLD + suffix
         try:
@@ -256,11 +256,11 @@ class MetricStore:
             )
         if getattr(value, "update_count", 0) > self.held.get(id(value), math.inf):
             raise ValueError(
-                f"The metric object {_told(key)!r} holds values of training, which would mix with "
-                "those of the validation. Use one object for each phase."
+                f"The metric object {_public_name(key)!r} holds values of training, which would "
+                "mix with those of the validation. Use one object for each phase."
             )
         if self.loader_suffix:
-            _refuse_several_loaders(key, value, cells.objects)
+            _check_one_loader(key, value, cells.objects)
         cells.objects[key] = cells.known[key] = value
 
     # -- reducing ------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class MetricStore:
         values = self._reduction.reduce(cells, f"this epoch of {phase}")
         shown = [name for name, cell in cells.cells.items() if cell.prog_bar]
         shown += self._objects_shown.intersection(cells.objects)
-        self._kept.update({_told(name): values[name] for name in shown if name in values})
+        self._kept.update({_public_name(name): values[name] for name in shown if name in values})
         for name, kind in self._reduction.pairs(cells):
             if kind == "object":
                 cells.known[name].reset()
@@ -297,7 +297,7 @@ class MetricStore:
                 metric.reset()
             self.stepwise.clear()
         else:
-            self._outdated.update(map(_told, values))
+            self._outdated.update(map(_public_name, values))
         cells.cells.clear()
         cells.objects.clear()
         cells.ran.clear()
@@ -322,10 +322,10 @@ class MetricStore:
         Raises:
             ValueError: Several loaders logged the same name with ``add_dataloader_idx=False``.
         """
-        renamed = {_told(key): value for key, value in values.items()}
+        renamed = {_public_name(key): value for key, value in values.items()}
         if len(renamed) < len(values):
-            told = [_told(key) for key in values]
-            twice = next(name for name in told if told.count(name) > 1)
+            suffixed = [_public_name(key) for key in values]
+            twice = next(name for name in suffixed if suffixed.count(name) > 1)
             raise ValueError(
                 f"Several loaders logged {twice!r} with add_dataloader_idx=False; log each under a "
                 "different name, or leave the argument out."
@@ -353,9 +353,11 @@ class MetricStore:
         if not self.step_reduced:
             train |= self.step.own_values()
         evaluated = [c.own_values() for phase, c in self.epochs.items() if phase != "train"]
-        own = {_told(key): value for key, value in train.items()}
+        own = {_public_name(key): value for key, value in train.items()}
         own = {name: value for name, value in own.items() if name not in self._outdated}
-        return own | {_told(key): value for values in evaluated for key, value in values.items()}
+        return own | {
+            _public_name(key): value for values in evaluated for key, value in values.items()
+        }
 
     def forget_shown(self) -> None:
         """Drop the epoch values that the progress bar shows."""
@@ -370,7 +372,7 @@ class MetricStore:
         Args:
             wait: Whether to wait for the device and return the present values.
         """
-        live = {_told(n): c.last for n, c in self.step.cells.items() if c.prog_bar}
+        live = {_public_name(n): c.last for n, c in self.step.cells.items() if c.prog_bar}
         latest = live | {n: value for n, value in self._kept.items() if n not in live}
         if wait or self.device.type == "cpu":
             self._arriving, self._shown = None, to_floats(latest)
@@ -389,7 +391,7 @@ class MetricStore:
         return dict(self._shown)
 
 
-def _refuse_several_loaders(key: str, metric: Any, objects: Mapping[str, Any]) -> None:
+def _check_one_loader(key: str, metric: Any, objects: Mapping[str, Any]) -> None:
     """Raise if a metric object is logged for several loaders, since it would mix their data.
 
     Raises:
@@ -397,7 +399,7 @@ def _refuse_several_loaders(key: str, metric: Any, objects: Mapping[str, Any]) -
     """
     for other, logged in objects.items():
         if logged is metric and _loader_of(other) != _loader_of(key):
-            name = _told(LOADER.sub("", key))
+            name = _public_name(LOADER.sub("", key))
             raise ValueError(
                 f"The metric object {name!r} is logged for several loaders, and each value would "
                 "include the data of all. Use one object for each: "
@@ -410,7 +412,7 @@ def _loader_of(key: str) -> str:
     return found.group() if found else ""
 
 
-def _told(key: str) -> str:
+def _public_name(key: str) -> str:
     """Return the public name of a value, without its hidden suffix."""
     return key.partition(_UNTOLD)[0]
 

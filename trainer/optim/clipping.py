@@ -37,9 +37,9 @@ def as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
             "tensors, such as model.parameters()."
         )
     tensors = list(parameters)
-    if strangers := {type(each).__name__ for each in tensors if not isinstance(each, Tensor)}:
+    if unregistered := {type(each).__name__ for each in tensors if not isinstance(each, Tensor)}:
         raise TypeError(
-            f"parameters holds {', '.join(sorted(strangers))}; it must hold tensors, as "
+            f"parameters holds {', '.join(sorted(unregistered))}; it must hold tensors, as "
             "model.parameters() does."
         )
     return tensors
@@ -101,7 +101,7 @@ class Limits:
 NO_LIMITS = Limits()
 
 
-def clip_apart_(
+def clip_each_(
     parameters: Sequence[Tensor], apart: Sequence[tuple[Sequence[Tensor], Limits]], rest: Limits
 ) -> None:
     """Clip gradients in place, with separate limits for some parameters; see `clip_`.

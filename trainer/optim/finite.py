@@ -73,7 +73,7 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
 
 def _look_through_groups(gradients: list[Tensor]) -> bool | Tensor:
     found: Tensor | None = None
-    for tensors in _alike(gradients):
+    for tensors in _same_kind(gradients):
         look = _look_through if tensors[0].dtype in _KERNEL_DTYPES else _look_at_maxima
         here = look(tensors)
         # The flag must be 0 or 1: fused optimizers compare it with 1 and subtract it from the step.
@@ -98,7 +98,7 @@ def _look_at_maxima(gradients: list[Tensor]) -> Tensor:
     return (~maxima.isfinite().all()).float()
 
 
-def _alike(gradients: list[Tensor]) -> Collection[list[Tensor]]:
+def _same_kind(gradients: list[Tensor]) -> Collection[list[Tensor]]:
     """Group the gradients by device and dtype, as the kernel needs; as dense real tensors."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
@@ -176,7 +176,7 @@ class FiniteGuard:
         """Restore the counts of skipped updates."""
         self.skipped, self.in_row = state["skipped"], state["in_row"]
 
-    def admits(self, found: bool | Tensor | None, step: int, loss: Tensor | None) -> bool:
+    def should_step(self, found: bool | Tensor | None, step: int, loss: Tensor | None) -> bool:
         """Return whether the optimizers shall step.
 
         On an accelerator the result may be read later; the update is then made (``"stop"``), or
@@ -214,7 +214,7 @@ class FiniteGuard:
         """Wait for the result of the latest update, such as before an evaluation or a save.
 
         Raises:
-            FloatingPointError: See `admits`.
+            FloatingPointError: See `should_step`.
         """
         if self._pending is not None:
             host, event, judge = self._pending

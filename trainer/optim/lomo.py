@@ -67,12 +67,12 @@ def lomo_backward(loss: Tensor, learning_rate: float, optimizers: Sequence[Optim
         raise ValueError("LOMO cannot use the scaled gradients of fp16; use 'bf16' or 'no'.")
     lomo: Any = getattr(chosen[0], "optimizer", chosen[0])
     if PartialState().num_processes > 1 and not lomo.zero3_enabled:
-        _backward_together(lomo, loss, learning_rate)
+        _backward_all(lomo, loss, learning_rate)
     else:
         lomo.fused_backward(loss, learning_rate)
 
 
-def _backward_together(lomo: Any, loss: Tensor, learning_rate: float) -> None:
+def _backward_all(lomo: Any, loss: Tensor, learning_rate: float) -> None:
     """Run the backward pass through DDP first, then the update with the averaged gradients.
 
     Otherwise LOMO's hooks on the parameters would use this rank's gradients, and drop them, before

@@ -41,11 +41,11 @@ class AcceleratedOptimizer(Optimizer):
         steps: The number of updates that were due at the end of a window, made or skipped.
         before_step: Called with this optimizer before each update, after its gradients are averaged
             and unscaled. With a closure, it is called each time the closure has computed gradients.
-        weightless: Whether this rank runs a dummy batch, so that losses of closures count as zero.
+        is_dummy: Whether this rank runs a dummy batch, so that losses of closures count as zero.
     """
 
     before_step: Callable[[AcceleratedOptimizer], None] | None = None
-    weightless = False
+    is_dummy = False
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class AcceleratedOptimizer(Optimizer):
         # A Python number keeps its precision.
         dtype = torch.float64 if number else None
         own = torch.as_tensor(loss, dtype=dtype, device=PartialState().device).detach()
-        mean = reduce_(torch.zeros_like(own) if self.weightless else own, "mean")
+        mean = reduce_(torch.zeros_like(own) if self.is_dummy else own, "mean")
         return mean.item() if number else mean
 
     @property

@@ -358,7 +358,7 @@ _SAID_BY_NONE = ("check_val_every_n_epoch", "save_total_limit")  # elsewhere it 
 _INSTEAD = _OF_LIGHTNING | _OF_HUGGING_FACE | _OF_ACCELERATE
 
 
-def refuse_trainer_arguments(given: Mapping[str, Any], known: Iterable[str]) -> None:
+def check_trainer_arguments(given: Mapping[str, Any], known: Iterable[str]) -> None:
     """Say what to pass in place of arguments that the Trainer does not have.
 
     Args:
@@ -369,11 +369,13 @@ def refuse_trainer_arguments(given: Mapping[str, Any], known: Iterable[str]) -> 
         TypeError: If any is given.
     """
     names = sorted(set(known) - {"self", "unknown"})
-    told = {name: _refusal(name, value, names) for name, value in given.items()}
-    if not any(told.values()):
-        told[next(reversed(told))] = f"; it must be one of {', '.join(map(repr, names))}."
+    refusals = {name: _refusal(name, value, names) for name, value in given.items()}
+    if not any(refusals.values()):
+        refusals[next(reversed(refusals))] = f"; it must be one of {', '.join(map(repr, names))}."
     raise TypeError(
-        "\n".join(f"Trainer has no argument {name!r}{said or '.'}" for name, said in told.items())
+        "\n".join(
+            f"Trainer has no argument {name!r}{said or '.'}" for name, said in refusals.items()
+        )
     )
 
 

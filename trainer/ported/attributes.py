@@ -91,7 +91,7 @@ def trainer_attribute_hint(name: str) -> str:
     return f"Trainer has no attribute {name!r}" + (f": {hint}." if hint else ".")
 
 
-def refuse_to_set(name: str, arguments: Iterable[str]) -> None:
+def check_settable(name: str, arguments: Iterable[str]) -> None:
     """Raise an error if the Trainer would not look at an attribute that somebody sets.
 
     Args:

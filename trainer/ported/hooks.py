@@ -150,7 +150,7 @@ _TRAINER = {
 }
 
 
-def refuse_uncalled(owner: object, kind: str) -> None:
+def check_uncalled_hooks(owner: object, kind: str) -> None:
     """Refuse a hook of another trainer, which nobody would call.
 
     Args:

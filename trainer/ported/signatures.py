@@ -12,7 +12,7 @@ from torch import nn
 from trainer.ported.hooks import MANUAL
 
 
-def refuse_signature(call: Callable[..., Any], name: str, like: Callable[..., Any]) -> None:
+def check_signature(call: Callable[..., Any], name: str, like: Callable[..., Any]) -> None:
     """Refuse a hook that cannot be called as it will be, before anything runs.
 
     Args:
@@ -38,7 +38,7 @@ def refuse_signature(call: Callable[..., Any], name: str, like: Callable[..., An
         ) from None
 
 
-def refuse_own_state_dict(module: nn.Module) -> None:
+def check_state_dict_methods(module: nn.Module) -> None:
     """Refuse a ``state_dict`` or ``load_state_dict`` that cannot be called as torch's.
 
     It would be missed when a checkpoint is loaded, which may be after a crash.
@@ -109,7 +109,7 @@ def _call_without_number(
     return step(batch, dataloader_idx) if several else step(batch)
 
 
-def refuse_step_signature(module: nn.Module, name: str, loaders: int) -> None:
+def check_step_signature(module: nn.Module, name: str, loaders: int) -> None:
     """Refuse a step that does not fit the number of loaders, before anything runs.
 
     Raises:

@@ -6,7 +6,7 @@ window. All instances of one class share one state, which the first instance cre
 read-only; to change a value, start another process (tests call ``_reset_state``).
 """
 
-from trainer.choices import DistributedType
+from trainer.enums import DistributedType
 from trainer.state.accelerator import AcceleratorState
 from trainer.state.gradient import GradientState
 from trainer.state.partial import PartialState

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from trainer import environment
-from trainer.choices import PrecisionType
-from trainer.configuration import refuse_fp8
+from trainer.configuration import check_not_fp8
+from trainer.enums import PrecisionType
 from trainer.plugins import TorchDynamoPlugin
 from trainer.state.partial import PartialState
 
@@ -165,5 +165,5 @@ class AcceleratorState(PartialState):
 def _supported(mixed_precision: str, what: str) -> str:
     mixed_precision = PrecisionType.parse(mixed_precision, what)
     if mixed_precision == PrecisionType.FP8:
-        refuse_fp8(f"{what}='fp8'")
+        check_not_fp8(f"{what}='fp8'")
     return mixed_precision

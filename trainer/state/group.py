@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from trainer import environment
-from trainer.choices import DistributedType
+from trainer.enums import DistributedType
 from trainer.state.network import choose_interface
 
 logger = logging.getLogger(__name__)

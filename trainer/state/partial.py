@@ -12,12 +12,11 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from callbacks.checks import expect_bools
 from trainer import environment
-from trainer.choices import DistributedType
-from trainer.distributed.control import going_first, run_where
-from trainer.distributed.meeting import meet
-from trainer.distributed.split import split
+from trainer.checks import check_bools
+from trainer.distributed.guards import check_collective
+from trainer.distributed.process_control import going_first, run_where, split
+from trainer.enums import DistributedType
 from trainer.state import group as joining
 from trainer.state.shared import Shared
 
@@ -148,7 +147,7 @@ class PartialState(Shared):
             DistributedOperationException: On all processes, if one is in another collective.
         """
         if self.num_processes > 1:
-            meet("wait_for_everyone")
+            check_collective("wait_for_everyone")
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Return a context manager: rank 0 runs the block first, then the other ranks run it.
@@ -275,7 +274,7 @@ class PartialState(Shared):
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Return a context manager that yields this process's part of `inputs`.
 
-        See `trainer.distributed.split.split`.
+        See `trainer.distributed.process_control.split`.
 
         Args:
             inputs: An object with a length and an index, such as a list, a tensor, an array or a
@@ -288,7 +287,7 @@ class PartialState(Shared):
             ValueError: The values of a dictionary have different numbers of items.
             TypeError: The inputs have no length or no index, or `apply_padding` is not a bool.
         """
-        expect_bools(apply_padding=apply_padding)
+        check_bools(apply_padding=apply_padding)
         yield split(
             inputs,
             rank=self.process_index,

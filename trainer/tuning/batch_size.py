@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from callbacks import Callback
-from trainer.data.feed import Feed
-from trainer.data.rebuild import reads_as_torchs, users_kwargs
-from trainer.distributed.control import exchange
+from trainer.data.epoch_iterator import EpochIterator
+from trainer.data.workers import reads_as_torchs, users_kwargs
 from trainer.distributed.objects import all_gather_object
+from trainer.distributed.process_control import exchange
 from trainer.errors import choose
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.predict import predict
@@ -32,7 +32,7 @@ from trainer.rng import isolated_rng
 from trainer.trainer import Trainer
 from trainer.tree import find_batch_size
 from trainer.tuning.copies import copies
-from trainer.tuning.trial import holders, make_trial, set_all, set_apart
+from trainer.tuning.trial import holders, isolate, make_trial, set_all
 
 logger = logging.getLogger(__name__)
 
@@ -166,9 +166,9 @@ class _Trial(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         run = trainer._fit_run("on_fit_start")
-        run.told = lambda: None  # a signal takes effect once the trial is over
+        run.signalled = lambda: None  # a signal takes effect once the trial is over
         run.weighting.reference = run.weighting.reference or 1.0  # no process waits for rank 0's
-        self.available = _samples_of([run.feed])
+        self.available = _samples_of([run.epoch_iterator])
         if self.reserve:
             self._buffers = [torch.empty_like(p) for p in run.parameters if p.requires_grad]
 
@@ -189,12 +189,16 @@ class _Trial(Callback):
         return self.available
 
 
-def _samples_of(feeds: Sequence[Feed]) -> int | None:
+def _samples_of(epoch_iterators: Sequence[EpochIterator]) -> int | None:
     """Return the number of samples in the largest of these; None if only reading can tell."""
     # A stream's length may be any number.
-    sized = [feed.num_samples for feed in feeds if not isinstance(feed.dataset, IterableDataset)]
+    sized = [
+        epoch_iterator.num_samples
+        for epoch_iterator in epoch_iterators
+        if not isinstance(epoch_iterator.dataset, IterableDataset)
+    ]
     known = [number for number in sized if number is not None]
-    return max(known) if len(known) == len(feeds) else None
+    return max(known) if len(known) == len(epoch_iterators) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,12 +288,14 @@ class Subject:
                 trial.fit(module, loaders, val_loaders, datamodule=datamodule)
             else:
                 with trial._evaluation(self.method, module, loaders, datamodule, None) as at_hand:
-                    run, feeds = at_hand
-                    watch.available = _samples_of(feeds)
+                    run, epoch_iterators = at_hand
+                    watch.available = _samples_of(epoch_iterators)
                     if self.method == "predict":
-                        predict(run, feeds, keep=False)
+                        predict(run, epoch_iterators, keep=False)
                     else:
-                        evaluate(run, VALIDATION if self.method == "validate" else TEST, feeds)
+                        evaluate(
+                            run, VALIDATION if self.method == "validate" else TEST, epoch_iterators
+                        )
         return watch.largest(size)
 
 
@@ -336,7 +342,7 @@ def search_batch_size(
     own = None if effective is None else effective // trainer.accelerator.num_processes
     if own is not None:
         search = replace(search, max_val=min(own, search.max_val or own))
-    with set_apart(subject.module):
+    with isolate(subject.module):
         tried = search.largest(lambda size: subject.attempt(size, search.steps_per_trial))
     fitting = [size for size, fits in tried.items() if fits]
     if not fitting:

@@ -20,11 +20,11 @@ from torch.nn.functional import avg_pool1d
 
 from callbacks import Callback
 from trainer.errors import choose
-from trainer.loops.resume import load_weights
+from trainer.loops.fit_state import load_weights
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 from trainer.tuning.copies import copies
-from trainer.tuning.trial import make_trial, set_apart
+from trainer.tuning.trial import isolate, make_trial
 
 logger = logging.getLogger(__name__)
 
@@ -328,7 +328,7 @@ def range_test(
     """Train a copy of the module while the rate rises; collective."""
     test = RangeTest(sweep)
     weights = trainer._parts.choose(trainer._given_checkpoint(ckpt_path, ("last", "best")))
-    with set_apart(module):
+    with isolate(module):
         trial = make_trial(
             trainer, test, sweep.num_training, alone=False, log_every=1, limit_val_batches=0
         )

@@ -79,7 +79,7 @@ def make_trial(
 
 
 @contextmanager
-def set_apart(module: TrainModule) -> Iterator[None]:
+def isolate(module: TrainModule) -> Iterator[None]:
     """Isolate the trial of a copy of the module: on exit, restore RNG and process state.
 
     A module on an accelerator is moved to the CPU meanwhile, so that the copy has the memory that

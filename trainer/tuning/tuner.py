@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from trainer.errors import choose
-from trainer.loops.loaders import check_module
+from trainer.loops.dataloaders import check_module
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 from trainer.tuning.batch_size import (

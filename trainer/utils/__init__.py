@@ -9,18 +9,10 @@ from typing import Any
 from torch import Generator, nn
 
 from trainer.checkpoint import load_checkpoint_in_model
-from trainer.checkpoint.model import BIN_NAME as WEIGHTS_NAME
-from trainer.checkpoint.model import INDEX_SUFFIX
 from trainer.checkpoint.objects import load, save
+from trainer.checkpoint.weights import BIN_NAME as WEIGHTS_NAME
+from trainer.checkpoint.weights import INDEX_SUFFIX
 from trainer.checkpoint.weights import WEIGHTS_NAME as SAFE_WEIGHTS_NAME
-from trainer.choices import (
-    DDPCommunicationHookType,
-    DistributedType,
-    DynamoBackend,
-    LoggerType,
-    PrecisionType,
-    RNGType,
-)
 from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -35,6 +27,15 @@ from trainer.configuration import (
 from trainer.distributed.collectives import broadcast, gather, pad_across_processes
 from trainer.distributed.collectives import reduce as _reduce
 from trainer.distributed.objects import broadcast_object_list, gather_object
+from trainer.engines.model import unwrap_model
+from trainer.enums import (
+    DDPCommunicationHookType,
+    DistributedType,
+    DynamoBackend,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+)
 from trainer.environment import clear_environment, patch_environment
 from trainer.errors import DistributedOperationException
 from trainer.launchers import debug_launcher, notebook_launcher
@@ -47,7 +48,6 @@ from trainer.plugins import (
 )
 from trainer.rng import set_seed, synchronize_rng_states
 from trainer.state import PartialState
-from trainer.strategies.model import unwrap_model
 from trainer.tree import (
     concatenate,
     convert_to_fp32,

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from trainer.checkpoint import load_checkpoint_in_model
+from trainer.checkpoint.accelerator_state import load_state, save_state
 from trainer.checkpoint.project import load_state as load_project
 from trainer.checkpoint.restore import Prepared
-from trainer.checkpoint.state import load_state, save_state
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
 

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint import folder as folder_module
 from trainer.checkpoint import read_manifest, verify
-from trainer.checkpoint.folder import abandon, commit_folder, open_folder, recover
-from trainer.checkpoint.layout import staging_path
-from trainer.checkpoint.manifest import write_manifest
+from trainer.checkpoint import storage as folder_module
+from trainer.checkpoint.storage import (
+    abandon,
+    commit_folder,
+    open_folder,
+    recover,
+    staging_path,
+    write_manifest,
+)
 from trainer.errors import CheckpointError
 
 

@@ -13,25 +13,25 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint import layout
-from trainer.checkpoint.manifest import (
+from trainer.checkpoint import storage
+from trainer.checkpoint.save import remove_or_warn
+from trainer.checkpoint.storage import (
     FORMAT_VERSION,
     MANIFEST,
     describe_files,
     read_manifest,
     verify,
 )
-from trainer.checkpoint.save import remove_or_tell
 from trainer.errors import CheckpointError
 
 
 def make(root: Path, step: int = 100, content: str = "weights", **fields: object) -> Path:
-    target = root / layout.checkpoint_name(step)
-    staging = layout.open_staging(target)
+    target = root / storage.checkpoint_name(step)
+    staging = storage.open_staging(target)
     (staging / "model.bin").write_text(content)
     (staging / "shards").mkdir()
     (staging / "shards" / "0.bin").write_text(content * 2)
-    return layout.commit(staging, target, {"step": step, **fields})
+    return storage.commit(staging, target, {"step": step, **fields})
 
 
 def content(path: Path) -> str:
@@ -45,12 +45,12 @@ def names(root: Path) -> list[str]:
 
 def test_names_sort_by_step_and_read_back():
     steps = [0, 100, 99_999_999, 100_000_000]
-    assert layout.checkpoint_name(100) == "step-00000100"
-    assert [layout.step_of(layout.checkpoint_name(step)) for step in steps] == steps
+    assert storage.checkpoint_name(100) == "step-00000100"
+    assert [storage.step_of(storage.checkpoint_name(step)) for step in steps] == steps
     for foreign in ("step-1", "step-000000100", "step-00000100.bak", "last", "step-"):
-        assert layout.step_of(foreign) is None
+        assert storage.step_of(foreign) is None
     with pytest.raises(ValueError, match="step is -1"):
-        layout.checkpoint_name(-1)
+        storage.checkpoint_name(-1)
 
 
 def test_a_manifest_describes_every_file_and_keeps_the_callers_fields(tmp_path):
@@ -91,7 +91,7 @@ def test_a_manifest_with_nan_itself_as_once_written_is_read(tmp_path):
 def test_a_manifest_that_cannot_be_written_commits_nothing(tmp_path, fields, error):
     with pytest.raises(error):
         make(tmp_path, **fields)
-    assert layout.committed(tmp_path) == []
+    assert storage.committed(tmp_path) == []
 
 
 def test_everything_is_synced_before_the_rename_and_the_parent_after(tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_rename_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch)
     rename = os.rename
 
     def refuse_staging(source, target):
-        if source == layout.staging_path(path):
+        if source == storage.staging_path(path):
             raise OSError("disk on fire")
         rename(source, target)
 
@@ -144,9 +144,9 @@ def test_what_is_not_ours_is_neither_replaced_nor_removed(tmp_path, kind):
         (target / MANIFEST).write_text(json.dumps(newer))
     text = "was written by a later release" if kind == "newer" else "mine exists and"
     with pytest.raises(CheckpointError, match=rf"{text}.* not replaced"):
-        layout.open_staging(target)
+        storage.open_staging(target)
     with pytest.raises(CheckpointError, match=rf"{target.name} .* not deleted"):
-        layout.remove(target)
+        storage.remove(target)
     assert (target if kind == "file" else target / "mine").read_text() == "mine"
     assert names(tmp_path) == [target.name]
 
@@ -166,12 +166,12 @@ def test_what_has_the_name_of_a_step_but_no_manifest_is_set_aside(tmp_path, capl
             (target / MANIFEST).write_text(manifest)
         kept[f"damaged-step-00000100{f'-{number}' if number > 1 else ''}"] = number
         with pytest.raises(CheckpointError, match="not deleted"):
-            layout.remove(target)
+            storage.remove(target)
         assert content(make(tmp_path, content="new")) == "new"
         assert names(tmp_path) == sorted([*kept, target.name])
-        layout.sweep(tmp_path)
-        assert layout.committed(tmp_path) == [target]
-        layout.remove(target)
+        storage.sweep(tmp_path)
+        assert storage.committed(tmp_path) == [target]
+        storage.remove(target)
         assert caplog.messages[-1].endswith(f"It is now {tmp_path / list(kept)[-1]}.")
     assert (tmp_path / "damaged-step-00000100-6").read_text() == "a file"
     for name, number in list(kept.items())[:-1]:
@@ -185,7 +185,7 @@ def test_files_of_the_user_outlive_a_second_save_of_the_step(tmp_path, caplog):
     aside = [tmp_path / f"replaced-step-00000100{more}" for more in ("", "-2")]
     assert [(path / "notes.txt").read_text() for path in aside] == ["1", "2"]
     assert str(aside[1]) in caplog.text
-    layout.sweep(tmp_path)
+    storage.sweep(tmp_path)
     assert names(tmp_path) == [*(path.name for path in aside), "step-00000100"]
     assert content(tmp_path / "step-00000100") == "new"
 
@@ -197,7 +197,7 @@ def test_what_a_killed_save_has_replaced_is_kept_where_it_is_more_than_a_checkpo
     make(tmp_path, content="new")
     aside = make(tmp_path, 7).rename(tmp_path / ".cadence-replaced-step-00000100")
     (aside / ("notes.txt" if damage == "notes" else MANIFEST)).write_text("mine")
-    layout.sweep(tmp_path)
+    storage.sweep(tmp_path)
     assert names(tmp_path) == ["replaced-step-00000100", "step-00000100"]
 
 
@@ -272,7 +272,7 @@ def test_a_damaged_checkpoint_can_be_saved_again(tmp_path, kind):
 
 def test_the_folder_at_hand_is_located(tmp_path, monkeypatch):
     monkeypatch.chdir(make(tmp_path))
-    assert layout.locate(Path()) == Path()
+    assert storage.locate(Path()) == Path()
 
 
 def test_what_was_set_aside_is_found_by_a_path_of_the_same_kind(tmp_path, monkeypatch):
@@ -280,8 +280,8 @@ def test_what_was_set_aside_is_found_by_a_path_of_the_same_kind(tmp_path, monkey
     root = Path("relative")
     aside = root / ".cadence-replaced-step-00000100"
     make(root).rename(aside)
-    assert layout.locate(root / "step-00000100") == aside
-    assert layout.committed(root) == [aside]
+    assert storage.locate(root / "step-00000100") == aside
+    assert storage.committed(root) == [aside]
 
 
 def test_sizes_alone_are_compared_where_nothing_else_is_wanted(tmp_path):
@@ -294,21 +294,21 @@ def test_sizes_alone_are_compared_where_nothing_else_is_wanted(tmp_path):
 
 
 def test_only_committed_checkpoints_are_listed_by_step(tmp_path):
-    assert layout.committed(tmp_path / "nowhere") == []
+    assert storage.committed(tmp_path / "nowhere") == []
     expected = [make(tmp_path, step) for step in (20, 3, 100_000_000)]
-    layout.open_staging(tmp_path / "step-00000200")
+    storage.open_staging(tmp_path / "step-00000200")
     (tmp_path / "step-00000300").mkdir()
     (tmp_path / "step-00000400").write_text("a file")
     (tmp_path / "logs").mkdir()
     make(tmp_path).rename(tmp_path / "best")
-    assert layout.committed(tmp_path) == [expected[1], expected[0], expected[2]]
+    assert storage.committed(tmp_path) == [expected[1], expected[0], expected[2]]
 
 
 def test_a_checkpoint_that_somebody_else_has_deleted_is_no_news(tmp_path, caplog):
-    remove_or_tell(tmp_path / "step-00000001")
+    remove_or_warn(tmp_path / "step-00000001")
     assert caplog.records == []
     (tmp_path / "step-00000002").mkdir()
-    remove_or_tell(tmp_path / "step-00000002")
+    remove_or_warn(tmp_path / "step-00000002")
     assert "An old checkpoint was not removed." in caplog.text
 
 
@@ -317,9 +317,9 @@ def test_a_removed_checkpoint_is_gone_for_readers_before_its_files_are(tmp_path,
     seen = []
     rmtree = shutil.rmtree
     monkeypatch.setattr(
-        shutil, "rmtree", lambda p: (seen.append(layout.committed(tmp_path)), rmtree(p))
+        shutil, "rmtree", lambda p: (seen.append(storage.committed(tmp_path)), rmtree(p))
     )
-    layout.remove(path)
+    storage.remove(path)
     assert seen == [[keep]]
     assert names(tmp_path) == ["step-00000001"]
 
@@ -333,16 +333,16 @@ def test_files_that_cannot_be_deleted_are_named_and_swept_later(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", refuse)
         with pytest.raises(CheckpointError, match=r"Deleting .* stale handle .* are in .*trash"):
-            layout.remove(path)
-        assert layout.committed(tmp_path) == []
-        leftovers = layout.sweep(tmp_path)
+            storage.remove(path)
+        assert storage.committed(tmp_path) == []
+        leftovers = storage.sweep(tmp_path)
         assert "could not be deleted: stale handle" in caplog.text
-    assert layout.sweep(tmp_path) == leftovers
+    assert storage.sweep(tmp_path) == leftovers
     assert names(tmp_path) == []
 
 
 def test_sweep_touches_only_what_killed_saves_left(tmp_path):
-    assert layout.sweep(tmp_path / "nowhere") == []
+    assert storage.sweep(tmp_path / "nowhere") == []
     kept = make(tmp_path)
     foreign = [".staging-mine", ".trash", "step-00000300", "cadence-staging-x", "tmp-checkpoint"]
     for name in foreign:
@@ -350,9 +350,9 @@ def test_sweep_touches_only_what_killed_saves_left(tmp_path):
         (tmp_path / name / "file").write_text("mine")
     (tmp_path / ".cadence-staging-file").write_text("a file")
     before = names(tmp_path)
-    staging = layout.open_staging(tmp_path / "step-00000200")
+    staging = storage.open_staging(tmp_path / "step-00000200")
     (staging / "half").write_text("written")
-    assert layout.sweep(tmp_path) == [staging]
+    assert storage.sweep(tmp_path) == [staging]
     assert names(tmp_path) == before
     assert content(kept) == "weights"
 
@@ -361,7 +361,7 @@ def test_a_checkpoint_set_aside_is_not_swept_while_something_else_has_its_name(t
     path = make(tmp_path)
     aside = path.rename(tmp_path / f".cadence-replaced-{path.name}")
     path.mkdir()
-    layout.sweep(tmp_path)
+    storage.sweep(tmp_path)
     assert content(aside) == "weights"
 
 
@@ -394,7 +394,7 @@ for n in itertools.count(1):
         (root / "step-00000100" / "notes.txt").write_text("mine")
     if (child := os.fork()) == 0:
         arm(n)
-        layout.remove(root / "step-00000100") if action == "remove" else make(root, content="new")
+        storage.remove(root / "step-00000100") if action == "remove" else make(root, content="new")
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code == 0:
@@ -412,7 +412,7 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_whole(tmp_path, action, be
     command = [sys.executable, "-c", KILL, str(Path(__file__).parent), action, str(tmp_path)]
     subprocess.run(command, check=True, timeout=120)
     roots = sorted(tmp_path.iterdir())
-    seen = [[content(path) for path in layout.committed(root)] for root in roots]
+    seen = [[content(path) for path in storage.committed(root)] for root in roots]
     changed = seen.index(after)
     assert changed > 0
     assert seen == [before] * changed + [after] * (len(seen) - changed)
@@ -420,9 +420,9 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_whole(tmp_path, action, be
         again = tmp_path / f"{root.name}-again"
         shutil.copytree(root, again)
         assert content(make(again, content="next")) == "next"  # the next save needs no sweep
-        layout.sweep(root)
+        storage.sweep(root)
         assert names(root) == ["step-00000100"] * len(contents)
-        assert [content(path) for path in layout.committed(root)] == contents
+        assert [content(path) for path in storage.committed(root)] == contents
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is needed")
@@ -437,7 +437,7 @@ def test_a_kill_at_any_call_loses_no_file_of_unknown_content(tmp_path, action, f
     command = [sys.executable, "-c", KILL, str(Path(__file__).parent), action, str(tmp_path)]
     subprocess.run(command, check=True, timeout=120)
     for root in sorted(tmp_path.iterdir()):
-        layout.sweep(root)
+        storage.sweep(root)
         assert content(make(root, content="next")) == "next"
         assert (root / aside / file).read_text() == text
         assert names(root) == [aside, "step-00000100"]
@@ -445,8 +445,8 @@ def test_a_kill_at_any_call_loses_no_file_of_unknown_content(tmp_path, action, f
 
 def test_a_checkpoint_under_any_name_is_located_when_it_was_set_aside(tmp_path):
     path = make(tmp_path).rename(tmp_path / "best")
-    assert layout.locate(path) == path
+    assert storage.locate(path) == path
     aside = path.rename(tmp_path / ".cadence-replaced-best")
-    assert layout.locate(path) == aside
-    layout.sweep(tmp_path)
-    assert content(layout.locate(path)) == "weights"
+    assert storage.locate(path) == aside
+    storage.sweep(tmp_path)
+    assert content(storage.locate(path)) == "weights"

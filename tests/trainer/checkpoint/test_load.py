@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainer.checkpoint import load_checkpoint_in_model, save_model
-from trainer.checkpoint.offload import offload_weight
+from trainer.checkpoint.weights import offload_weight
 from trainer.errors import CheckpointError
 
 FOLDER = Path("weights")

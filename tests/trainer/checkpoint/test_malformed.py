@@ -24,19 +24,25 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import EarlyStopping, ModelCheckpoint
 from trainer import Trainer, TrainModule
 from trainer.checkpoint import committed, load_tree, verify
-from trainer.checkpoint import folder as folder_module
-from trainer.checkpoint.layout import commit, open_staging, remove
-from trainer.checkpoint.load import load_checkpoint_in_model
-from trainer.checkpoint.manifest import check_form, is_portable, read_manifest
-from trainer.checkpoint.merge import merge_weights
+from trainer.checkpoint import storage as folder_module
+from trainer.checkpoint.accelerator_state import load_state, save_state
+from trainer.checkpoint.loading import load_checkpoint_in_model
 from trainer.checkpoint.project import load_state as load_project
 from trainer.checkpoint.project import save_state as save_project
 from trainer.checkpoint.restore import Prepared
-from trainer.checkpoint.state import load_state, save_state
+from trainer.checkpoint.shards import merge_weights
+from trainer.checkpoint.storage import (
+    check_form,
+    commit,
+    is_portable,
+    open_staging,
+    read_manifest,
+    remove,
+)
 from trainer.cli import main
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
-from trainer.loops.resume import read_saved
+from trainer.loops.fit_state import read_saved
 
 ALONE = SimpleNamespace(
     is_main_process=True,

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from trainer.checkpoint import load_checkpoint_in_model, load_weights, save_model
-from trainer.checkpoint import model as model_module
-from trainer.checkpoint.model import parse_size, plan_shards
+from trainer.checkpoint import weights as model_module
+from trainer.checkpoint.weights import parse_size, plan_shards
 
 FOLDER = Path("weights")
 
@@ -212,7 +212,7 @@ def test_a_save_that_fails_leaves_the_earlier_weights(monkeypatch, later_size, f
     before, files = {k: v.clone() for k, v in model.state_dict().items()}, names()
     nn.init.zeros_(model[0].weight)
     written = []
-    real = model_module.write_aside
+    real = model_module.write_temporary
 
     def failing(file, write):
         written.append(file)
@@ -220,7 +220,7 @@ def test_a_save_that_fails_leaves_the_earlier_weights(monkeypatch, later_size, f
             raise OSError("disk full")
         return real(file, write)
 
-    monkeypatch.setattr(model_module, "write_aside", failing)
+    monkeypatch.setattr(model_module, "write_temporary", failing)
     with pytest.raises(OSError, match="disk full"):
         save_model(model, FOLDER, max_shard_size=later_size)
     assert names() == files

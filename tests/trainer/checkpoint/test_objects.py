@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.checkpoint.atomic import write_aside
 from trainer.checkpoint.objects import load, save
+from trainer.checkpoint.storage import write_temporary
 from trainer.errors import CheckpointError
 from trainer.state import PartialState
 
@@ -80,9 +80,9 @@ def test_the_main_process_writes_or_that_of_each_machine():
 
 
 def test_two_processes_that_write_one_file_have_each_their_own_beside_it(monkeypatch):
-    beside = [write_aside(Path("a.bin"), lambda file: file.write_text("x"))]
+    beside = [write_temporary(Path("a.bin"), lambda file: file.write_text("x"))]
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    beside.append(write_aside(Path("a.bin"), lambda file: file.write_text("y")))
+    beside.append(write_temporary(Path("a.bin"), lambda file: file.write_text("y")))
     assert [file.read_text() for file in beside] == ["x", "y"]
     assert all(file.name.startswith(".") for file in beside)
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.project import load_state, save_state
 from trainer.checkpoint.restore import Prepared
+from trainer.checkpoint.storage import verify
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
 

@@ -23,10 +23,10 @@ from trainer.checkpoint import (
     save_checkpoint,
     verify,
 )
-from trainer.checkpoint import layout as layout_module
-from trainer.checkpoint.manifest import MANIFEST
+from trainer.checkpoint import storage as layout_module
+from trainer.checkpoint.storage import MANIFEST
 from trainer.errors import CheckpointError
-from trainer.loops import choosing
+from trainer.loops import run_directory
 from trainer.state import PartialState
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
@@ -261,8 +261,8 @@ def second(state, word=None, root="checkpoints"):
     """The checkpoint of step 2, asked for by its path or as the best."""
     path, monitors = Path(root, "step-00000002"), [("loss", "min")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choosing, "PartialState", lambda: state)
-        return choosing.choose_checkpoint(
+        patch.setattr(run_directory, "PartialState", lambda: state)
+        return run_directory.choose_checkpoint(
             word or path, [path.parent], monitors, on_each_node=True, instead="Nothing."
         )
 

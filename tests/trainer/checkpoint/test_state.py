@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from trainer import checkpoint as disk
-from trainer.checkpoint import state
+from trainer.checkpoint import accelerator_state as state
+from trainer.checkpoint.accelerator_state import load_state, save_state
 from trainer.checkpoint.project import load_state as load_project
 from trainer.checkpoint.project import save_state as save_project
 from trainer.checkpoint.restore import Prepared
-from trainer.checkpoint.state import load_state, save_state
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
 

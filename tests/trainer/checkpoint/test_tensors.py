@@ -25,8 +25,8 @@ from torch.optim.lr_scheduler import (
 
 from tests.helpers import layouts
 from trainer.checkpoint import load_tree, load_weights, save_tree, save_weights
-from trainer.checkpoint.offload import offload_weight
-from trainer.checkpoint.tensors import DTYPES
+from trainer.checkpoint.serialization import DTYPES
+from trainer.checkpoint.weights import offload_weight
 from trainer.errors import CheckpointError
 
 

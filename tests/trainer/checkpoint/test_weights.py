@@ -10,7 +10,7 @@ from safetensors.torch import load_file, load_model, save_model
 from torch import nn
 
 from trainer.checkpoint import load_into, load_weights, save_weights
-from trainer.checkpoint.merge import merge_weights
+from trainer.checkpoint.shards import merge_weights
 from trainer.errors import CheckpointError
 
 

@@ -21,12 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainer
 from callbacks import EarlyStopping, ModelCheckpoint
 from trainer import Trainer, TrainModule
-from trainer.checkpoint import layout
-from trainer.checkpoint.folder import open_folder
+from trainer.checkpoint import storage
 from trainer.checkpoint.lock import LOCK, alone_in
-from trainer.checkpoint.manifest import MANIFEST, files_in, write_manifest
 from trainer.checkpoint.project import save_state
 from trainer.checkpoint.restore import Prepared
+from trainer.checkpoint.storage import MANIFEST, files_in, open_folder, write_manifest
 from trainer.cli import main
 from trainer.configuration import ProjectConfiguration
 
@@ -43,13 +42,13 @@ ALONE = SimpleNamespace(
 
 
 def make(name: str | int, *, root: Path = ROOT, content: str = "weights", **fields: object) -> Path:
-    target = root / (name if isinstance(name, str) else layout.checkpoint_name(name))
-    staging = layout.open_staging(target)
+    target = root / (name if isinstance(name, str) else storage.checkpoint_name(name))
+    staging = storage.open_staging(target)
     (staging / "model.safetensors").write_text(content)
     (staging / "shards").mkdir()
     (staging / "shards" / "0.bin").write_text(content * 2)
     step = {} if isinstance(name, str) else {"step": name}
-    return layout.commit(staging, target, {"world_size": 2, **step, **fields})
+    return storage.commit(staging, target, {"world_size": 2, **step, **fields})
 
 
 def age(folder: Path, when: float = OLD) -> None:
@@ -82,7 +81,7 @@ def names(root: Path = ROOT) -> list[str]:
 
 
 def steps() -> list[int]:
-    return [step for name in names() if (step := layout.step_of(name)) is not None]
+    return [step for name in names() if (step := storage.step_of(name)) is not None]
 
 
 def call(*arguments: object) -> int:
@@ -310,7 +309,7 @@ def test_torn_checkpoints_under_any_name_are_damaged(states):
 
 
 def test_a_later_format_is_not_called_damaged(states, monkeypatch, table):
-    monkeypatch.setattr("trainer.checkpoint.manifest.FORMAT_VERSION", 2)
+    monkeypatch.setattr("trainer.checkpoint.storage.FORMAT_VERSION", 2)
     make(1)
     monkeypatch.undo()
     assert states("run", code=1) == {"step-00000001": "unreadable"}
@@ -330,7 +329,7 @@ def test_what_the_disk_refuses_is_not_called_damaged(states):
 
 def test_leftovers_are_listed_as_what_they_are(report, table):
     make(1)
-    staging = layout.open_staging(ROOT / "step-00000002")
+    staging = storage.open_staging(ROOT / "step-00000002")
     (staging / "model.safetensors").write_text("half")
     for kind, step in (("replaced", 1), ("trash", 0), ("staging", 3)):  # the last but not renamed
         shutil.copytree(ROOT / "step-00000001", ROOT / f".cadence-{kind}-step-0000000{step}")
@@ -358,9 +357,9 @@ def test_what_was_set_aside_is_listed_blames_nobody_and_stays(report, states, ta
     (ROOT / "step-00000002" / MANIFEST).unlink()
     make(2)
     for _ in range(2):
-        layout.set_aside(ROOT / "step-00000004", "abandoned")
+        storage.quarantine(ROOT / "step-00000004", "abandoned")
         make(4)
-    layout.remove(ROOT / "step-00000004")
+    storage.remove(ROOT / "step-00000004")
     kept = "never removed automatically"
     aside = {
         "abandoned-step-00000004": f"the run resumed from an earlier one; {kept}",
@@ -497,7 +496,7 @@ def test_what_is_not_ours_to_remove_stays_with_the_reason(report, monkeypatch):
     notes.touch()
     tear_manifest(make(2))
     (make(3) / "manifest.json").unlink()
-    monkeypatch.setattr("trainer.checkpoint.manifest.FORMAT_VERSION", 2)
+    monkeypatch.setattr("trainer.checkpoint.storage.FORMAT_VERSION", 2)
     make(4)
     monkeypatch.undo()
     make(5)
@@ -534,7 +533,7 @@ def test_what_is_not_ours_to_remove_stays_with_the_reason(report, monkeypatch):
 def test_leftovers_of_an_hour_ago_are_swept_younger_ones_are_not(report):
     make(1)
     for step in (2, 3):
-        (layout.open_staging(ROOT / f"step-0000000{step}") / "model.safetensors").touch()
+        (storage.open_staging(ROOT / f"step-0000000{step}") / "model.safetensors").touch()
     (ROOT / ".cadence-trash-step-00000000").mkdir()
     shutil.copytree(ROOT / "step-00000001", ROOT / ".cadence-replaced-step-00000001")
     (make("checkpoint_0") / ".cadence-staging").mkdir()
@@ -557,7 +556,7 @@ def test_leftovers_of_an_hour_ago_are_swept_younger_ones_are_not(report):
 @pytest.mark.parametrize("minutes", [59, 61])
 def test_the_limit_is_an_hour(minutes):
     make(1)
-    staging = layout.open_staging(ROOT / "step-00000002")
+    staging = storage.open_staging(ROOT / "step-00000002")
     age(staging, time.time() - minutes * 60)
     assert call("run", "--prune", "--keep-last", 1, "--yes") == 0
     assert staging.exists() == (minutes == 59)
@@ -575,7 +574,7 @@ def test_a_replaced_one_stays_where_something_foreign_took_its_place(report):
 def test_a_dry_run_shows_and_changes_nothing(table):
     for step in (1, 2):
         make(step)
-    age(layout.open_staging(ROOT / "step-00000003"))
+    age(storage.open_staging(ROOT / "step-00000003"))
     before = names()
     lines = table("run", "--prune", "--keep-last", 1, "--dry-run")
     assert names() == before
@@ -639,7 +638,7 @@ class Answers:
 def test_a_kept_one_that_is_rotated_away_meanwhile_stops_it(monkeypatch, capsys):
     for step in (1, 2):
         make(step)
-    monkeypatch.setattr(sys, "stdin", Answers(lambda: layout.remove(ROOT / "step-00000002")))
+    monkeypatch.setattr(sys, "stdin", Answers(lambda: storage.remove(ROOT / "step-00000002")))
     assert call("run", "--prune", "--keep-last", 1) == 1
     assert steps() == [1]
     assert "step-00000002: was removed by another process" in capsys.readouterr().err
@@ -647,9 +646,9 @@ def test_a_kept_one_that_is_rotated_away_meanwhile_stops_it(monkeypatch, capsys)
 
 def test_a_save_that_begins_meanwhile_is_left_alone(monkeypatch):
     make(1)
-    age(layout.open_staging(ROOT / "step-00000002"))
+    age(storage.open_staging(ROOT / "step-00000002"))
     monkeypatch.setattr(
-        sys, "stdin", Answers(lambda: layout.open_staging(ROOT / "step-00000002") / "model")
+        sys, "stdin", Answers(lambda: storage.open_staging(ROOT / "step-00000002") / "model")
     )
     assert call("run", "--prune", "--keep-last", 1) == 1
     assert names() == [".cadence-staging-step-00000002", "step-00000001"]

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from trainer.cli import main, program, telling
+from trainer.cli import error_reporting, main, program
 from trainer.cli.launch import entry
 from trainer.cli.launch.failure import failures_of
 
@@ -51,7 +51,7 @@ def noted(monkeypatch, tmp_path) -> Callable[[], dict[str, object]]:
 
 
 def test_alone_a_command_says_it_itself(capsys, noted):
-    telling.tell("trainer fit: no", 2)
+    error_reporting.tell("trainer fit: no", 2)
     assert capsys.readouterr().err == "trainer fit: no\n"
     assert noted() == {}
 
@@ -59,11 +59,11 @@ def test_alone_a_command_says_it_itself(capsys, noted):
 def test_each_text_is_said_by_the_first_that_comes_with_it(launcher, monkeypatch, capsys, noted):
     store = launcher()
     for text in ("one", "one", "two", "one"):
-        telling.tell(text, 2)
+        error_reporting.tell(text, 2)
     assert capsys.readouterr().err == "one\ntwo\n"
     assert noted()["py_callstack"] == "exit code 2, see its message above."
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    telling.tell("one", 2)  # another attempt, after other lines
+    error_reporting.tell("one", 2)  # another attempt, after other lines
     assert capsys.readouterr().err == "one\n"
     del store
 
@@ -78,12 +78,12 @@ def test_who_comes_second_stays_until_it_is_said(launcher, monkeypatch, capsys):
         sys.stderr.write(message)
 
     def second() -> None:
-        telling.tell("one", 2)
+        error_reporting.tell("one", 2)
         ended.set()
 
-    monkeypatch.setattr(telling, "echo", slowly)
+    monkeypatch.setattr(error_reporting, "echo", slowly)
     first, other = (
-        threading.Thread(target=each) for each in (lambda: telling.tell("one", 2), second)
+        threading.Thread(target=each) for each in (lambda: error_reporting.tell("one", 2), second)
     )
     first.start()
     assert saying.wait(20)
@@ -97,13 +97,15 @@ def test_who_comes_second_stays_until_it_is_said(launcher, monkeypatch, capsys):
 
 
 def test_better_twice_than_not_at_all(launcher, monkeypatch, capsys):
-    monkeypatch.setattr(telling, "_PATIENCE", timedelta(milliseconds=300))
+    monkeypatch.setattr(error_reporting, "_PATIENCE", timedelta(milliseconds=300))
     store = launcher()
-    store.add(telling._claim("one"), 1)  # by a process that was ended before it could say so
-    telling.tell("one", 2)
+    store.add(
+        error_reporting._claim("one"), 1
+    )  # by a process that was ended before it could say so
+    error_reporting.tell("one", 2)
     assert capsys.readouterr().err == "one\n"
     del store
-    telling.tell("two", 2)  # to nobody
+    error_reporting.tell("two", 2)  # to nobody
     assert capsys.readouterr().err.endswith("two\n")
 
 
@@ -122,7 +124,7 @@ def test_our_launcher_says_what_is_noted(
     store = launcher()
     monkeypatch.setenv(entry.MARK, str(os.getpid()))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
-    telling.tell("no", code)
+    error_reporting.tell("no", code)
     if not said:
         assert noted() == {"py_callstack": "no", "kind": kind, "code": code}
         file = os.environ["TORCHELASTIC_ERROR_FILE"]  # as the launcher reads it, which ended us
@@ -135,7 +137,7 @@ def test_our_launcher_says_what_is_noted(
 
 def test_a_process_that_a_marked_one_started_is_not_marked(monkeypatch, capsys, noted):
     monkeypatch.setenv(entry.MARK, str(os.getppid()))
-    telling.tell("no", 2)
+    error_reporting.tell("no", 2)
     assert (capsys.readouterr().err, noted()) == ("no\n", {})
 
 
@@ -155,7 +157,7 @@ REFUSED = [
 def test_the_program_tells_by_it(monkeypatch, capsys, noted, words, code, said):
     monkeypatch.setenv(entry.MARK, str(os.getpid()))
     monkeypatch.setattr("sys.argv", ["trainer", *words.split()])
-    with pytest.raises(telling.Told) as end:
+    with pytest.raises(error_reporting.Reported) as end:
         program()
     assert end.value.code == code
     assert tuple(capsys.readouterr()) == ("", "")

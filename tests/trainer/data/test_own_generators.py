@@ -25,8 +25,8 @@ from torch.utils.data import (
 )
 
 from trainer import Trainer, TrainModule
-from trainer.data.feed import Feed
-from trainer.data.own_generators import LONGEST, held_by
+from trainer.data.epoch_iterator import EpochIterator
+from trainer.data.seeding import LONGEST, generators_in
 
 KINDS = [
     (torch.Generator, lambda g: torch.rand((), generator=g).item()),
@@ -65,20 +65,22 @@ class Jittered(Dataset):
         return self.transform(index)
 
 
-def read(feed, *epochs, start=0):
+def read(epoch_iterator, *epochs, start=0):
     """The batches of each epoch, the first of them from inside."""
     found = []
     for epoch in epochs:
-        feed.start_batch = 0 if found else start
-        feed.set_epoch(epoch)
-        found.append([each.batch for each in feed.rounds() if each.present])
-    feed.close()
+        epoch_iterator.start_batch = 0 if found else start
+        epoch_iterator.set_epoch(epoch)
+        found.append([each.batch for each in epoch_iterator.global_batches() if each.present])
+    epoch_iterator.close()
     return found
 
 
 def feed_of(dataset, *, rank=0, world_size=1, seed=3, **kwargs):
     options = {"batch_size": 2, "collate_fn": plain, **kwargs}
-    return Feed(DataLoader(dataset, **options), rank=rank, world_size=world_size, seed=seed)
+    return EpochIterator(
+        DataLoader(dataset, **options), rank=rank, world_size=world_size, seed=seed
+    )
 
 
 # -- of datasets -------------------------------------------------------------------------------
@@ -86,18 +88,18 @@ def feed_of(dataset, *, rank=0, world_size=1, seed=3, **kwargs):
 
 @pytest.mark.parametrize(("make", "draw"), KINDS, ids=NAMES)
 def test_what_is_drawn_from_a_datasets_own_generator_follows_from_the_seed(make, draw):
-    def feed(**kwargs):
+    def epoch_iterator(**kwargs):
         return feed_of(Jittered(Jitter(make, draw)), **kwargs)
 
-    whole = read(feed(), 0, 1, 2)
+    whole = read(epoch_iterator(), 0, 1, 2)
     drawn = [value for epoch in whole for batch in epoch for _, value in batch]
     assert len(set(drawn)) == 36
     for workers in WORKERS:
-        assert read(feed(**workers), 0, 1, 2) == whole
-        assert read(feed(**workers), 1, 2, start=4) == [whole[1][4:], whole[2]]
-    shares = [read(feed(world_size=2, rank=rank), 1)[0] for rank in (0, 1)]
+        assert read(epoch_iterator(**workers), 0, 1, 2) == whole
+        assert read(epoch_iterator(**workers), 1, 2, start=4) == [whole[1][4:], whole[2]]
+    shares = [read(epoch_iterator(world_size=2, rank=rank), 1)[0] for rank in (0, 1)]
     assert shares == [whole[1][0::2], whole[1][1::2]]
-    assert read(feed(seed=4), 0) != whole[:1]
+    assert read(epoch_iterator(seed=4), 0) != whole[:1]
 
 
 @pytest.mark.parametrize(("make", "draw"), KINDS, ids=NAMES)
@@ -148,13 +150,13 @@ class Collating:
 
 
 def test_a_collate_function_with_a_generator_follows_from_the_seed():
-    def feed(**workers):
+    def epoch_iterator(**workers):
         dataset = Jittered(lambda index: (index, 0))
         return feed_of(dataset, collate_fn=Collating(), **workers)
 
-    (whole,) = read(feed(), 1)
+    (whole,) = read(epoch_iterator(), 1)
     assert len({value for batch in whole for _, value in batch}) == 12
-    assert read(feed(num_workers=2), 1, start=3) == [whole[3:]]
+    assert read(epoch_iterator(num_workers=2), 1, start=3) == [whole[3:]]
 
 
 class Reseeding(Jittered):
@@ -170,14 +172,14 @@ class Reseeding(Jittered):
 
 
 def test_what_a_dataset_draws_for_an_epoch_from_its_own_generator_is_the_same_in_all_workers():
-    def feed(**workers):
+    def epoch_iterator(**workers):
         return feed_of(Reseeding(Jitter(*KINDS[2])), **workers)
 
-    whole = read(feed(), 0, 1)
+    whole = read(epoch_iterator(), 0, 1)
     assert len({value for epoch in whole for batch in epoch for value in batch}) == 2
     for workers in WORKERS[1:]:
-        assert read(feed(**workers), 0, 1) == whole
-        assert read(feed(**workers), 1) == whole[1:]
+        assert read(epoch_iterator(**workers), 0, 1) == whole
+        assert read(epoch_iterator(**workers), 1) == whole[1:]
 
 
 class Late(Jittered):
@@ -201,12 +203,12 @@ def shown(worker):
 def test_a_generator_that_is_made_while_the_first_batch_is_read_is_told_of(
     capfd, caplog, every, workers
 ):
-    feed = feed_of(Late(every=every), num_workers=workers, worker_init_fn=shown)
+    epoch_iterator = feed_of(Late(every=every), num_workers=workers, worker_init_fn=shown)
     with caplog.at_level("WARNING"):
-        read(feed, 0)
+        read(epoch_iterator, 0)
     said = capfd.readouterr().err + caplog.text
-    told = said.count("(Late) or its collate_fn created a random generator")
-    assert told == (0 if every else 1)
+    messages = said.count("(Late) or its collate_fn created a random generator")
+    assert messages == (0 if every else 1)
     assert ("first batch. In each worker, what" in said) == (not every and bool(workers))
 
 
@@ -225,7 +227,7 @@ def test_generators_are_found_wherever_a_dataset_may_keep_them():
         pass
 
     rngs_of_closure = [rngs[3]]
-    found = held_by(
+    found = generators_in(
         things={
             "itself": linked,
             "function": closed,
@@ -259,11 +261,11 @@ def test_what_is_found_stays_found_where_samples_come_and_go():
     rngs = [random.Random(number) for number in range(3)]
     samples = [[[number, [number]] for number in range(60)] for _ in range(900)]
     dataset = SimpleNamespace(samples=samples, slotted=Slotted(rngs[0]), deep=[[rngs[1]]])
-    found = held_by(dataset=dataset)
+    found = generators_in(dataset=dataset)
     assert found == {"dataset.slotted.rng": rngs[0], "dataset.deep.[0].[0]": rngs[1]}
     dataset = SimpleNamespace(opened=rngs[2], **vars(dataset))
-    assert held_by(dataset=dataset).items() >= found.items()
-    assert held_by(decoding=Decoding([rngs[0]])) == {"decoding.[0]": rngs[0]}
+    assert generators_in(dataset=dataset).items() >= found.items()
+    assert generators_in(decoding=Decoding([rngs[0]])) == {"decoding.[0]": rngs[0]}
 
 
 def test_slots_are_read_where_a_dataclass_has_the_descriptor_of_another_class():
@@ -275,7 +277,7 @@ def test_slots_are_read_where_a_dataclass_has_the_descriptor_of_another_class():
     Slotted.__weakref__ = vars(Copied)["__weakref__"]
     try:
         rng = random.Random(1)
-        assert held_by(dataset=Slotted(rng)) == {"dataset.rng": rng}
+        assert generators_in(dataset=Slotted(rng)) == {"dataset.rng": rng}
     finally:
         del Slotted.__weakref__
 
@@ -324,7 +326,7 @@ def test_what_cannot_be_seeded_or_is_everybodys_is_left_alone():
         unbound,
         [random.Random(1)] * (LONGEST + 1),
     ]
-    assert held_by(things=things) == {}
+    assert generators_in(things=things) == {}
     later = None
 
 
@@ -408,13 +410,13 @@ class Stateful(Stream):
 
 @pytest.mark.parametrize("make", [lambda: DataLoader(Stream(), 2, collate_fn=plain), Batches])
 def test_an_order_drawn_from_a_streams_own_generator_goes_on_the_same(make):
-    def feed(**kwargs):
-        return Feed(make(), seed=3, **kwargs)
+    def epoch_iterator(**kwargs):
+        return EpochIterator(make(), seed=3, **kwargs)
 
-    whole = read(feed(), 0, 1, 2)
+    whole = read(epoch_iterator(), 0, 1, 2)
     assert len({str(epoch) for epoch in whole}) == 3
-    assert read(feed(), 1, 2, start=4) == [whole[1][4:], whole[2]]
-    shares = [read(feed(world_size=2, rank=rank), 1)[0] for rank in (0, 1)]
+    assert read(epoch_iterator(), 1, 2, start=4) == [whole[1][4:], whole[2]]
+    shares = [read(epoch_iterator(world_size=2, rank=rank), 1)[0] for rank in (0, 1)]
     assert shares == [whole[1][0::2], whole[1][1::2]]
 
 
@@ -456,20 +458,24 @@ class Own(SequentialSampler):
 )
 @pytest.mark.parametrize("batched", [True, False])
 def test_an_order_from_a_samplers_own_generator_goes_on_the_same(make, batched):
-    def feed(world_size=1, rank=0):
+    def epoch_iterator(world_size=1, rank=0):
         source = DataLoader(range(12), batch_size=2 if batched else None, sampler=Own(make))
-        return Feed(source, seed=3, world_size=world_size, rank=rank)
+        return EpochIterator(source, seed=3, world_size=world_size, rank=rank)
 
-    def read(feed, epoch, start=0):
-        feed.set_epoch(epoch)
-        feed.start_batch = start
-        return [numpy.asarray(each.batch).tolist() for each in feed.rounds() if each.present]
+    def read(epoch_iterator, epoch, start=0):
+        epoch_iterator.set_epoch(epoch)
+        epoch_iterator.start_batch = start
+        return [
+            numpy.asarray(each.batch).tolist()
+            for each in epoch_iterator.global_batches()
+            if each.present
+        ]
 
-    whole = feed()
+    whole = epoch_iterator()
     first, second = read(whole, 0), read(whole, 1)
     assert first != second
-    assert read(feed(), 1, start=2) == second[2:]
-    assert [read(feed(2, rank), 1) for rank in (0, 1)] == [second[0::2], second[1::2]]
+    assert read(epoch_iterator(), 1, start=2) == second[2:]
+    assert [read(epoch_iterator(2, rank), 1) for rank in (0, 1)] == [second[0::2], second[1::2]]
 
 
 @pytest.mark.parametrize(
@@ -478,12 +484,12 @@ def test_an_order_from_a_samplers_own_generator_goes_on_the_same(make, batched):
 def test_a_sampler_that_keeps_a_global_generator_leaves_it_alone(generator):
     before = torch.get_rng_state(), numpy.random.get_state()[1].tolist()
     sampler = Own(lambda: generator)
-    feed = Feed(DataLoader(range(12), batch_size=2, sampler=sampler))
-    first = [each.batch.tolist() for each in feed.rounds()]
+    epoch_iterator = EpochIterator(DataLoader(range(12), batch_size=2, sampler=sampler))
+    first = [each.batch.tolist() for each in epoch_iterator.global_batches()]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert numpy.random.get_state()[1].tolist() == before[1]
     generator.manual_seed(5) if isinstance(generator, torch.Generator) else generator.seed(5)
-    assert [each.batch.tolist() for each in feed.rounds()] == first
+    assert [each.batch.tolist() for each in epoch_iterator.global_batches()] == first
 
 
 class Drawn(SequentialSampler):
@@ -502,12 +508,14 @@ class Drawn(SequentialSampler):
 def test_a_samplers_generators_draw_apart():
     second = numpy.random.RandomState(numpy.random.PCG64(1))  # a kind that cannot be re-seeded
     sampler = Drawn(numpy.random.default_rng(1), second)
-    feed = Feed(DataLoader(range(12), batch_size=12, sampler=sampler), rank=0, world_size=1, seed=0)
-    feed.set_epoch(0)
-    (round_,) = feed.rounds()
+    epoch_iterator = EpochIterator(
+        DataLoader(range(12), batch_size=12, sampler=sampler), rank=0, world_size=1, seed=0
+    )
+    epoch_iterator.set_epoch(0)
+    (round_,) = epoch_iterator.global_batches()
     pairs = round_.batch.reshape(6, 2)
     assert not torch.equal(pairs[:, 0] + 6, pairs[:, 1])
-    assert feed.mark is not None  # of numpy's integers too
+    assert epoch_iterator.mark is not None  # of numpy's integers too
 
 
 @pytest.mark.parametrize(
@@ -523,11 +531,13 @@ def test_a_samplers_generators_draw_apart():
 def test_a_pass_beside_another_leaves_the_generators_that_both_have(generator, draw):
     sampler = SequentialSampler(range(2))
     sampler.mine = generator
-    feed = Feed(DataLoader(range(2), sampler=sampler), rank=0, world_size=1, seed=0)
+    epoch_iterator = EpochIterator(
+        DataLoader(range(2), sampler=sampler), rank=0, world_size=1, seed=0
+    )
     twin = copy.deepcopy(generator)
     assert draw(generator) == draw(twin)  # half a pair of numpy's older kind is left over
-    with feed.apart(3):
-        assert len(list(feed.rounds())) == 2
+    with epoch_iterator.isolated(3):
+        assert len(list(epoch_iterator.global_batches())) == 2
         draw(generator)
     assert draw(generator) == draw(twin)
 
@@ -540,7 +550,7 @@ def test_a_search_keeps_nothing_of_what_it_has_looked_at():
             self.random = random.Random(1)
 
     kind, thing = weakref.ref(Slotted), Slotted()
-    assert list(held_by(dataset=thing)) == ["dataset.random"]
+    assert list(generators_in(dataset=thing)) == ["dataset.random"]
     del Slotted, thing
     gc.collect()
     assert kind() is None

@@ -13,12 +13,12 @@ from tests.helpers.device import DEVICE, counted_waits
 from tests.helpers.requires import requires_cuda
 from tests.helpers.streams import LateStreams
 from trainer import TrainModule
-from trainer.data import loader as loaders
-from trainer.data.dispatch import DataLoaderDispatcher
-from trainer.data.feed import Feed
-from trainer.data.loader import DataLoaderShard
+from trainer.data import dataloader as loaders
+from trainer.data.dataloader import DataLoaderShard
+from trainer.data.dispatcher import DataLoaderDispatcher
+from trainer.data.epoch_iterator import EpochIterator
 from trainer.data.prefetch import Lead, Streams, send, streams_for
-from trainer.loops import moving
+from trainer.loops import device_transfer as moving
 from trainer.tree import to_device
 
 META = torch.device("meta")
@@ -63,13 +63,13 @@ class Opaque:
 
 
 @dataclass
-class Mover:
+class DeviceTransfer:
     """Its fields are not all that it may make on its way."""
 
     x: Any
 
     def to(self, device):
-        moved = Mover(self.x.to(device))
+        moved = DeviceTransfer(self.x.to(device))
         moved.mask = moved.x > 0
         return moved
 
@@ -125,7 +125,7 @@ ASIDE = {
 STAY = {
     "what moves itself": lambda: Opaque(x()),
     "what moves itself in a list": lambda: [x(), {"a": Opaque(x())}],
-    "a dataclass that moves itself": lambda: Mover(x()),
+    "a dataclass that moves itself": lambda: DeviceTransfer(x()),
     "a dict that moves itself": lambda: OpaqueDict(a=x()),
     "an encoding of what moves itself": lambda: Encoding(ids=Opaque(x())),
     "a tensor of a device": lambda: [x(), x().to(META)],
@@ -144,7 +144,7 @@ def types_of(tree):
         return type(tree), {key: types_of(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         return type(tree), [types_of(value) for value in tree]
-    if isinstance(tree, (Fields, Graph, Opaque, Mover)):
+    if isinstance(tree, (Fields, Graph, Opaque, DeviceTransfer)):
         return type(tree), types_of(tree.x)
     return tree
 
@@ -304,13 +304,15 @@ def test_a_pass_that_was_left_changes_nothing_in_the_next(streams, kind):
 
 
 def test_a_round_without_a_batch_here_has_nothing_to_wait_for(streams):
-    feed = Feed(DataLoader(TensorDataset(VALUES), 3), rank=1, world_size=2)
-    mover = moving.Mover(TrainModule(), None, device=DEVICE, rank=1, world_size=2)
-    mover._streams = streams
-    rounds = list(mover.rounds(feed, counted=False))
-    assert [each.present for each in rounds] == [True, False]
-    assert rounds[0].batch[0].host.tolist() == [3, 4, 5]
-    assert rounds[1].batch is None
+    epoch_iterator = EpochIterator(DataLoader(TensorDataset(VALUES), 3), rank=1, world_size=2)
+    device_transfer = moving.DeviceTransfer(
+        TrainModule(), None, device=DEVICE, rank=1, world_size=2
+    )
+    device_transfer._streams = streams
+    global_batches = list(device_transfer.global_batches(epoch_iterator, counted=False))
+    assert [each.present for each in global_batches] == [True, False]
+    assert global_batches[0].batch[0].host.tolist() == [3, 4, 5]
+    assert global_batches[1].batch is None
     shard = prepared(DataLoaderShard, DataLoader(TensorDataset(VALUES), 3), rank=1, world_size=2)
     assert values(shard, streams) == [[3, 4, 5]]
 
@@ -320,7 +322,7 @@ def test_the_depth_on_the_host_is_that_of_the_users_loader(data):
     for depth, shown in ((5, 5), (None, 2)):
         source = DataLoader(data, 2, num_workers=1, prefetch_factor=depth, pin_memory=True)
         for world_size in (1, 2):
-            loader = Feed(source, world_size=world_size, remember=True).loader
+            loader = EpochIterator(source, world_size=world_size, remember=True).loader
             assert (loader.prefetch_factor, loader.pin_memory) == (shown, True)
 
 

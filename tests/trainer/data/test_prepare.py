@@ -20,11 +20,10 @@ from torch.utils.data import (
 )
 
 from trainer.accelerator import Accelerator
-from trainer.data.dispatch import DataLoaderDispatcher
-from trainer.data.loader import DataLoaderShard
-from trainer.data.prepare import prepare_data_loader
-from trainer.data.sampling import ShardedSampler
-from trainer.data.skip import skip_first_batches
+from trainer.data.dataloader import DataLoaderShard
+from trainer.data.dispatcher import DataLoaderDispatcher
+from trainer.data.prepare import prepare_data_loader, skip_first_batches
+from trainer.data.sampler import ShardedSampler
 from trainer.rng import set_seed
 from trainer.state import AcceleratorState, GradientState
 
@@ -159,9 +158,9 @@ def test_every_process_reads_what_is_documented(kind):
                 assert [left for _, _, left in seen] == [-1] * (len(seen) - 1) + [remainder], where
             kept.append([batch for batch, _, _ in seen])
         if even and not drop_last and items:  # what gather_for_metrics keeps
-            rounds = [list(chain(*batches)) for batches in zip(*kept, strict=True)]
-            rounds[-1] = rounds[-1][: remainder or None]
-            assert list(chain(*rounds)) == list(range(items)), where
+            global_batches = [list(chain(*batches)) for batches in zip(*kept, strict=True)]
+            global_batches[-1] = global_batches[-1][: remainder or None]
+            assert list(chain(*global_batches)) == list(range(items)), where
 
 
 def test_samplers_of_ones_own_are_shared_out():
@@ -205,8 +204,8 @@ def order(world_size: int = 1, source=None, **options) -> list[list[int]]:
     loaders = each(source, world_size, **options)
     passes = []
     for _ in range(2):
-        rounds = zip(*loaders, strict=True)
-        passes.append([int(i) for batches in rounds for batch in batches for i in batch])
+        global_batches = zip(*loaders, strict=True)
+        passes.append([int(i) for batches in global_batches for batch in batches for i in batch])
     return passes
 
 
@@ -374,7 +373,7 @@ def test_a_prepared_loader_has_the_users_settings():
         "worker_init_fn multiprocessing_context"
     )
     for name in names.split():
-        for own in (loader, loader.feed.loader):
+        for own in (loader, loader.epoch_iterator.loader):
             if own is loader or name not in ("collate_fn", "worker_init_fn"):
                 assert getattr(own, name) == getattr(source, name), name
     assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (4, False)
@@ -560,7 +559,7 @@ def test_workers_that_stay_serve_every_pass():
     for _ in plain:
         break
     assert read([loader]) == read([plain])
-    loader.feed.close()
+    loader.epoch_iterator.close()
 
 
 # -- what is refused ---------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from trainer.data.feed import Feed
-from trainer.data.rows import TensorRows
+from trainer.data.epoch_iterator import EpochIterator
 from trainer.data.seeding import SeededDataset
+from trainer.data.tensor_dataset import TensorRows
 from trainer.rng import mix, rng_state, seed_generators
 
 
@@ -61,9 +61,9 @@ def drawn(
     found = {}
     for rank in range(world_size):
         torch.manual_seed(1000 + rank)  # processes are not seeded alike
-        feed = Feed(loader, rank=rank, world_size=world_size, seed=seed)
-        feed.set_epoch(epoch)
-        for current in feed.rounds():
+        epoch_iterator = EpochIterator(loader, rank=rank, world_size=world_size, seed=seed)
+        epoch_iterator.set_epoch(epoch)
+        for current in epoch_iterator.global_batches():
             if current.present:
                 found |= {item[0]: tuple(item[1:]) for item in current.batch}
     return found
@@ -131,23 +131,25 @@ def test_samples_read_in_bulk_are_seeded_and_converted(workers):
     batches = []
     for rank in (0, 1):
         torch.manual_seed(rank)
-        feed = Feed(bulk, rank=rank, world_size=2)
-        feed.set_epoch(0)
-        batches.append([current.batch for current in feed.rounds() if current.present])
+        epoch_iterator = EpochIterator(bulk, rank=rank, world_size=2)
+        epoch_iterator.set_epoch(0)
+        batches.append(
+            [current.batch for current in epoch_iterator.global_batches() if current.present]
+        )
     assert [[b["index"].tolist() for b in own] for own in batches] == [[[0, 1], [4]], [[2, 3]]]
     torch.manual_seed(7)
-    feed = Feed(bulk)
-    feed.set_epoch(0)
-    whole = [current.batch["noise"].tolist() for current in feed.rounds()]
+    epoch_iterator = EpochIterator(bulk)
+    epoch_iterator.set_epoch(0)
+    whole = [current.batch["noise"].tolist() for current in epoch_iterator.global_batches()]
     assert [b["noise"].tolist() for b in batches[0]] == whole[0::2]
     assert [b["noise"].tolist() for b in batches[1]] == whole[1::2]
 
 
 def test_reading_leaves_the_generators_of_the_process_alone():
     states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state()
-    feed = Feed(loader(Noisy()))
-    feed.set_epoch(0)
-    list(feed.rounds())
+    epoch_iterator = EpochIterator(loader(Noisy()))
+    epoch_iterator.set_epoch(0)
+    list(epoch_iterator.global_batches())
     assert random.getstate() == states[0]
     assert numpy.random.get_state()[1].tolist() == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])
@@ -160,10 +162,10 @@ def test_an_error_in_the_dataset_leaves_the_generators_alone():
             raise LookupError(index)
 
     state = torch.get_rng_state()
-    feed = Feed(loader(Broken()))
-    feed.set_epoch(0)
+    epoch_iterator = EpochIterator(loader(Broken()))
+    epoch_iterator.set_epoch(0)
     with pytest.raises(LookupError):
-        next(feed.rounds())
+        next(epoch_iterator.global_batches())
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -243,10 +245,10 @@ def test_batches_draw_what_their_seeds_say_beside_a_training_that_draws(draw, fi
         assert (random.gauss(0, 1), numpy.random.randn()) == pytest.approx(
             (random.Random(1).gauss(0, 1), numpy.random.RandomState(1).randn()), abs=0
         )
-    feed = Feed(loader(dataset, shuffle=False), seed=7)
-    feed.set_epoch(2)
+    epoch_iterator = EpochIterator(loader(dataset, shuffle=False), seed=7)
+    epoch_iterator.set_epoch(2)
     before, found = rng_state(), []
-    for current in feed.read():
+    for current in epoch_iterator.read():
         assert same_states(rng_state(), before)
         found.append(current.batch)
         if not left_over:
@@ -278,9 +280,9 @@ def test_who_reads_a_generator_without_moving_it_reads_a_seeded_one(draw):
     assert len({str(batch[0][1]) for batch in expected}) == 10
     for workers in (0, 2):
         seed_generators(1)
-        feed = Feed(loader(dataset, shuffle=False, num_workers=workers), seed=7)
-        feed.set_epoch(2)
-        assert [current.batch for current in feed.rounds()] == expected
+        epoch_iterator = EpochIterator(loader(dataset, shuffle=False, num_workers=workers), seed=7)
+        epoch_iterator.set_epoch(2)
+        assert [current.batch for current in epoch_iterator.global_batches()] == expected
 
 
 @pytest.mark.parametrize("start", [6, 7, 8])
@@ -288,10 +290,10 @@ def test_a_pass_that_goes_on_where_a_dataset_begins_to_draw_is_the_same(start):
     dataset = Drawing(from_all, 22)
     expected = drawn_by_hand(dataset, 7, 2)[start:]
     for workers in (0, 2) if start == 7 else (0,):
-        feed = Feed(loader(dataset, shuffle=False, num_workers=workers), seed=7)
-        feed.set_epoch(2)
-        feed.start_batch = start
-        assert [current.batch for current in feed.rounds()] == expected
+        epoch_iterator = EpochIterator(loader(dataset, shuffle=False, num_workers=workers), seed=7)
+        epoch_iterator.set_epoch(2)
+        epoch_iterator.start_batch = start
+        assert [current.batch for current in epoch_iterator.global_batches()] == expected
 
 
 def test_a_fetch_that_fails_leaves_all_generators_alone_and_the_next_is_the_same():
@@ -305,21 +307,21 @@ def test_a_fetch_that_fails_leaves_all_generators_alone_and_the_next_is_the_same
             return item
 
     dataset = Failing(from_all)
-    feed = Feed(loader(dataset, shuffle=False), seed=7)
-    feed.set_epoch(2)
+    epoch_iterator = EpochIterator(loader(dataset, shuffle=False), seed=7)
+    epoch_iterator.set_epoch(2)
     from_all()
     before = rng_state()
     with pytest.raises(LookupError):
-        list(feed.rounds())
+        list(epoch_iterator.global_batches())
     assert same_states(rng_state(), before)
     dataset.fails = False
     expected = drawn_by_hand(dataset, 7, 2)
-    assert [current.batch for current in feed.rounds()] == expected
+    assert [current.batch for current in epoch_iterator.global_batches()] == expected
 
 
 def test_only_rows_of_tensors_are_not_seeded():
     def kind(dataset, **kwargs):
-        return type(Feed(DataLoader(dataset, 2, **kwargs)).loader.dataset)
+        return type(EpochIterator(DataLoader(dataset, 2, **kwargs)).loader.dataset)
 
     tensors = TensorDataset(torch.arange(4))
     assert kind(tensors) is TensorRows
@@ -375,7 +377,7 @@ def test_the_users_worker_init_fn_finds_the_users_dataset(dataset, batch_size):
     loader = DataLoader(dataset, batch_size, num_workers=1, worker_init_fn=shift)
     expected = [str(batch) for batch in loader]
     assert "100" in expected[0]
-    assert [str(each.batch) for each in Feed(loader).rounds()] == expected
+    assert [str(each.batch) for each in EpochIterator(loader).global_batches()] == expected
 
 
 class Lookup(Dataset):
@@ -398,9 +400,9 @@ def test_a_dataset_is_asked_by_the_very_keys_of_its_sampler():
         loader = DataLoader(Lookup(), None, sampler=Asked(), num_workers=workers, collate_fn=itself)
         parts = []
         for rank in range(world_size):
-            feed = Feed(loader, rank=rank, world_size=world_size, seed=3)
-            feed.set_epoch(1)
-            parts.append([each.batch for each in feed.rounds() if each.present])
+            epoch_iterator = EpochIterator(loader, rank=rank, world_size=world_size, seed=3)
+            epoch_iterator.set_epoch(1)
+            parts.append([each.batch for each in epoch_iterator.global_batches() if each.present])
         return parts
 
     (alone,) = found(0)
@@ -413,17 +415,17 @@ def test_a_dataset_is_asked_by_the_very_keys_of_its_sampler():
 class Epochs(Dataset):
     """Every sample is the epoch that the dataset stands in."""
 
-    epoch = told = 0
+    epoch = messages = 0
 
     def __len__(self):
         return 4
 
     def __getitem__(self, key):
-        return self.epoch, self.told
+        return self.epoch, self.messages
 
     def set_epoch(self, epoch):
         self.epoch = epoch
-        self.told += 1
+        self.messages += 1
 
 
 @pytest.mark.parametrize(
@@ -436,12 +438,12 @@ class Epochs(Dataset):
 )
 def test_a_dataset_hears_of_the_epoch_in_workers_that_stay(how):
     def seen(*epochs, **workers):
-        feed = Feed(DataLoader(Epochs(), collate_fn=itself, **how, **workers))
+        epoch_iterator = EpochIterator(DataLoader(Epochs(), collate_fn=itself, **how, **workers))
         found = []
         for epoch in epochs:
-            feed.set_epoch(epoch)
-            found.append([each.batch for each in feed.rounds()])
-        feed.close()
+            epoch_iterator.set_epoch(epoch)
+            found.append([each.batch for each in epoch_iterator.global_batches()])
+        epoch_iterator.close()
         return found
 
     expected = seen(3, 4, 6)
@@ -480,17 +482,17 @@ WORKERS = [
 def repaired(*epochs, start=0, seed=0, reseed=None, **workers):
     """The batches of each epoch, the first of them from inside."""
     torch.manual_seed(len(workers) + start)
-    feed = Feed(loader(Repaired(), shuffle=False, **workers), seed=seed)
+    epoch_iterator = EpochIterator(loader(Repaired(), shuffle=False, **workers), seed=seed)
     found = []
     for epoch in epochs:
-        feed.start_batch = 0 if found else start
+        epoch_iterator.start_batch = 0 if found else start
         before = rng_state()
-        feed.set_epoch(epoch)
+        epoch_iterator.set_epoch(epoch)
         assert same_states(rng_state(), before)
-        found.append([each.batch for each in feed.rounds()])
+        found.append([each.batch for each in epoch_iterator.global_batches()])
         if reseed is not None:
-            feed.reseed(reseed)
-    feed.close()
+            epoch_iterator.reseed(reseed)
+    epoch_iterator.close()
     return found
 
 

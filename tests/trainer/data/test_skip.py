@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
-from trainer.data.loader import DataLoaderShard
-from trainer.data.prepare import prepare_data_loader
-from trainer.data.skip import SkipBatchSampler, SkipDataLoader, skip_first_batches
+from trainer.data.dataloader import DataLoaderShard
+from trainer.data.prepare import (
+    SkipBatchSampler,
+    SkipDataLoader,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from trainer.state import GradientState, PartialState
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.optim.clipping import Limits, clip_, clip_apart_, validate_limits
+from trainer.optim.clipping import Limits, clip_, clip_each_, validate_limits
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_without_gradients_no_value_is_limited(parameters):
     assert clip_([parameters[1]], max_value=1.0, max_norm=1.0).item() == 0.0
     # All have limits of their own, and one of them no gradient: nothing is left for the others.
     apart = [([each], Limits(max_value=number + 1.0)) for number, each in enumerate(parameters)]
-    clip_apart_(parameters, apart, Limits(max_value=0.5))
+    clip_each_(parameters, apart, Limits(max_value=0.5))
     assert gradients(parameters) == [[1.0, 0.0], None, [0.0, -3.0]]
 
 

@@ -13,11 +13,11 @@ from torch import nn
 
 from tests.helpers.ranks import RankError
 from trainer.configuration import GradientAccumulationPlugin
+from trainer.engines.model import prepare_model
 from trainer.optim.lomo import is_lomo, lomo_backward
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.precision import Precision
 from trainer.state import GradientState, PartialState
-from trainer.strategies.model import prepare_model
 
 CPU = torch.device("cpu")
 needs_lomo = pytest.mark.skipif(

@@ -11,7 +11,7 @@ from torch import nn
 
 import trainer
 from trainer import Accelerator, utils
-from trainer.checkpoint.model import save_model
+from trainer.checkpoint.weights import save_model
 from trainer.state import AcceleratorState, DistributedType, PartialState, is_initialized
 from trainer.utils import (
     SAFE_WEIGHTS_INDEX_NAME,

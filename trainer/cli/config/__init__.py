@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.choices import DynamoBackend, PrecisionType
 from trainer.cli.config.file import LaunchConfiguration, default_place, read_file, write_file
 from trainer.cli.parsing import CommandError, command_parser, count, echo, ended_at_once
+from trainer.enums import DynamoBackend, PrecisionType
 from trainer.environment import DEFAULT_PORT, FALSE, TRUE
 
 _SUFFIXES = (".yaml", ".yml", ".json")

@@ -16,12 +16,12 @@ from typing import Any
 
 import yaml
 
-from trackers.strict_json import dumps
 from trainer import environment
-from trainer.choices import DynamoBackend, PrecisionType
 from trainer.cli.parsing import check_yaml
-from trainer.configuration import refuse_fp8
+from trainer.configuration import check_not_fp8
+from trainer.enums import DynamoBackend, PrecisionType
 from trainer.errors import choose
+from trainer.strict_json import dumps
 
 _SUPPORTED = (
     "This release trains on one device, or data parallel on several CPU processes, CUDA or XPU "
@@ -154,7 +154,7 @@ class LaunchConfiguration:
         if self.mixed_precision is not None:
             PrecisionType.parse(self.mixed_precision, "mixed_precision")
             if self.mixed_precision == PrecisionType.FP8:
-                refuse_fp8("mixed_precision='fp8'")
+                check_not_fp8("mixed_precision='fp8'")
         if self.dynamo_backend is not None:
             DynamoBackend.parse(self.dynamo_backend.upper(), "dynamo_backend")
         if self.rdzv_backend not in (None, "static", "c10d"):

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trackers.strict_json import dumps
 from trainer.cli.parsing import (
     CommandError,
     check_yaml,
@@ -30,6 +29,7 @@ from trainer.cli.parsing import (
     import_named,
 )
 from trainer.errors import choose
+from trainer.strict_json import dumps
 
 if TYPE_CHECKING:
     from torch import nn
@@ -270,7 +270,7 @@ def _typed(name: str | None, shape: tuple[int, ...], dtype: str) -> Input:
 def _maker(model: str, init: dict[str, Any]) -> Callable[[], nn.Module]:
     """Return a function that creates the module."""
     if ":" not in model:
-        _refuse_dotted(model)
+        _check_hub_name(model)
         return partial(_of_library, model, init)
     made = import_named(model)
     if not callable(made):
@@ -286,7 +286,7 @@ def _maker(model: str, init: dict[str, Any]) -> Callable[[], nn.Module]:
     return partial(_complete, made, init)
 
 
-def _refuse_dotted(model: str) -> None:
+def _check_hub_name(model: str) -> None:
     """Raise if the name is a class or file of the user's, before a server is asked for it."""
     if model.isidentifier() and Path(f"{model}.py").exists():
         raise CommandError(

@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 import callbacks
 from trackers.masking import is_masked
 from trainer.cli.parsing import CommandError
-from trainer.ported.arguments import refuse_trainer_arguments
+from trainer.ported.arguments import check_trainer_arguments
 from trainer.trainer import Trainer
 
 _NOISE = re.compile(
@@ -185,7 +185,7 @@ def _of_trainer(name: str) -> str:
     if name == "accelerator":
         return "The device is selected automatically; set trainer.cpu: true to use the CPU."
     try:
-        refuse_trainer_arguments({name: ...}, inspect.signature(Trainer).parameters)
+        check_trainer_arguments({name: ...}, inspect.signature(Trainer).parameters)
     except TypeError as error:
         text = str(error)
     listed = "it must be one of" in text  # more than forty names; --help has them

@@ -12,9 +12,9 @@ import yaml
 from callbacks import Callback
 from trackers.jsonl import unused_name
 from trackers.masking import masked
-from trainer.checkpoint.atomic import write_whole
+from trainer.checkpoint.storage import write_whole
 from trainer.cli.parsing import check_yaml
-from trainer.distributed.control import on_main
+from trainer.distributed.process_control import on_main
 
 logger = logging.getLogger(__name__)
 

@@ -71,8 +71,8 @@ def main() -> None:
             # all. The launcher exits with the code.
             _write(ENDED, {"code": end.code, **_who()})
             sys.exit(0)
-        told = _is_a(end, "trainer.cli.telling", "Told")  # by our own commands
-        if end.code not in (None, 0) and not told:
+        reported = _is_a(end, "trainer.cli.error_reporting", "Reported")  # by our own commands
+        if end.code not in (None, 0) and not reported:
             text = str(end.code)
             code = 1
             if not isinstance(end.code, str):

@@ -43,7 +43,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from trainer.cli.launch.entry import ENDED, LAUNCHER
 from trainer.cli.launch.failure import Failure, failures_of, first_of, report, summary
-from trainer.cli.launch.machines import AnotherFailed, Others, told_of_waiting
+from trainer.cli.launch.machines import AnotherFailed, Others, notice_if_waiting
 from trainer.cli.launch.quiet import quiet_agent
 from trainer.cli.launch.rendezvous import BACKEND, private_variables
 from trainer.cli.parsing import CommandError, echo
@@ -103,13 +103,13 @@ class _Agent(LocalElasticAgent):
                 return result
             except OSError as error:  # a missing program, for example
                 if self.others is not None:
-                    self.others.tell(f"The launcher on {socket.gethostname()} failed: {error}")
+                    self.others.report(f"The launcher on {socket.gethostname()} failed: {error}")
                 raise
             finally:
                 self._leave()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        with told_of_waiting(self.waits_for) if self.waits_for else nullcontext():
+        with notice_if_waiting(self.waits_for) if self.waits_for else nullcontext():
             super()._rendezvous(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -121,7 +121,7 @@ class _Agent(LocalElasticAgent):
             self.others.heed()
         elif self.others is not None and seen.is_failed() and self._remaining_restarts == 0:
             first = self._first_failure()
-            self.others.tell(f"{first.who} failed first: {summary(first)}")
+            self.others.report(f"{first.who} failed first: {summary(first)}")
         return seen
 
     def _first_failure(self) -> Failure:
@@ -222,7 +222,7 @@ def run_group(group: Group) -> int:
                 result = _run(group, logs)
             except SignalException as end:
                 failed = logs.failures()
-                return _told(failed, group) if failed else 128 + end.sigval
+                return _report_failures(failed, group) if failed else 128 + end.sigval
             except AnotherFailed as error:
                 raise CommandError(str(error)) from error
             except (RendezvousError, DistError, ValueError) as error:
@@ -231,7 +231,7 @@ def run_group(group: Group) -> int:
                 for number, handler in before.items():
                     signal.signal(number, handler)
         if result.is_failed():
-            return _told(failures_of(result.failures), group)
+            return _report_failures(failures_of(result.failures), group)
         return max(logs.ends(), default=0)
 
 
@@ -254,7 +254,7 @@ def _where(group: Group) -> str:
     )
 
 
-def _told(failures: list[Failure], group: Group) -> int:
+def _report_failures(failures: list[Failure], group: Group) -> int:
     text, code = report(failures, group.monitor_interval)
     echo(text, error=True)
     return code

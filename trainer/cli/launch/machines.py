@@ -40,10 +40,10 @@ class Others:
 
     def __init__(self, store: Callable[[], Any], *, all_needed: bool) -> None:
         self._store, self._all_needed = store, all_needed
-        self._told: tuple[str, float] | None = None
+        self._failure: tuple[str, float] | None = None
         self._ended = threading.Event()
 
-    def tell(self, failure: str) -> None:
+    def report(self, failure: str) -> None:
         """Report that the processes of this machine have failed, and let the others read it."""
         store = self._store()
         if store is None or not self._all_needed:
@@ -61,9 +61,9 @@ class Others:
         Raises:
             AnotherFailed: Another machine reported a failure more than 30 seconds ago.
         """
-        if self._told is not None and time.monotonic() > self._told[1] + _GRACE:
+        if self._failure is not None and time.monotonic() > self._failure[1] + _GRACE:
             raise AnotherFailed(
-                f"{self._told[0].rstrip('.')}. The processes of this machine were still running "
+                f"{self._failure[0].rstrip('.')}. The processes of this machine were still running "
                 f"{_GRACE:g} seconds later and were terminated."
             )
 
@@ -101,25 +101,25 @@ class Others:
 
     def _listen(self) -> None:
         known = own = None
-        while self._all_needed and not self._ended.wait(_LOOK) and self._told is None:
+        while self._all_needed and not self._ended.wait(_LOOK) and self._failure is None:
             try:
                 if self._store() is not known:
                     known = self._store()
                     own = known.clone()  # a wait on the launcher's own would block it
                 if own is not None and own.check([_FAILED]):
-                    self._told = own.get(_FAILED).decode(), time.monotonic()
+                    self._failure = own.get(_FAILED).decode(), time.monotonic()
             except RuntimeError as error:  # machine 0 is gone, or all are meeting again
                 logger.debug("Reports of the other machines could not be read: %s", error)
 
 
 @contextmanager
-def told_of_waiting(text: str) -> Iterator[None]:
+def notice_if_waiting(text: str) -> Iterator[None]:
     """Inside, print `text` to stderr if the wait is long."""
 
-    def tell() -> None:
+    def report() -> None:
         echo(text, error=True)
 
-    timer = threading.Timer(_PATIENCE, tell)
+    timer = threading.Timer(_PATIENCE, report)
     timer.daemon = True
     timer.start()
     try:

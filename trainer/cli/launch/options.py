@@ -7,8 +7,8 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from trainer.choices import DynamoBackend, PrecisionType
 from trainer.cli.parsing import command_parser, count
+from trainer.enums import DynamoBackend, PrecisionType
 
 # Options of the documented API for engines that are not supported, and the engines' names.
 _REFUSED = {

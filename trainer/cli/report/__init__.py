@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(
             "the charts need matplotlib: pip install 'cadence-trainer[plot]'"
         ) from error
-    from trainer.checkpoint.atomic import write_whole
+    from trainer.checkpoint.storage import write_whole
     from trainer.cli.listing import size_text
     from trainer.cli.report.page import page
     from trainer.cli.report.reading import read_runs

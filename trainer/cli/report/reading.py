@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from trackers.files import read_json
 from trackers.jsonl import FIELDS, parse_record
 from trackers.masking import masked
 from trackers.media import one_level
@@ -19,6 +18,7 @@ from trainer.cli.inventory import Entry, is_step, ranked_by, read_folder
 from trainer.cli.parsing import CommandError, named
 from trainer.cli.report.images import Images, read_images
 from trainer.cli.report.series import Series
+from trainer.files import read_json
 
 RECORD, EVALUATIONS, ABOUT, CHECKPOINTS = (
     "metrics.jsonl",
@@ -141,11 +141,11 @@ class Run:
 
         They are read from `run.json`, else from the newest checkpoint that has them.
         """
-        if isinstance(told := self.about.get(kind), dict):
-            return one_level(masked(told), ".")
+        if isinstance(values := self.about.get(kind), dict):
+            return one_level(masked(values), ".")
         for entry in reversed(self.checkpoints):
-            if isinstance(told := entry.manifest.get(kind), dict):
-                parts = told if kind == "configuration" else _arguments(told)
+            if isinstance(values := entry.manifest.get(kind), dict):
+                parts = values if kind == "configuration" else _arguments(values)
                 return one_level(masked(parts), ".")
         return {}
 

@@ -43,7 +43,7 @@ def overview(runs: Sequence[Run]) -> Markup:
         ("ran for", lambda _, run: duration(run.seconds)),
         ("updates/s", lambda _, run: _NONE if run.speed is None else number(run.speed, 3)),
         ("starts", lambda _, run: _count(len(run.starts) or None)),
-        ("processes", lambda _, run: _told(run, "world_size")),
+        ("processes", lambda _, run: _field(run, "world_size")),
         ("device", lambda _, run: run.about.get("device") or _NONE),
         ("module", lambda _, run: run.about.get("module") or _NONE),
         ("torch", lambda _, run: _torch(run)),
@@ -68,7 +68,7 @@ def _count(value: int | None) -> object:
     return _NONE if value is None else number(value)
 
 
-def _told(run: Run, key: str) -> Any:
+def _field(run: Run, key: str) -> Any:
     """Return a field of `run.json`, else of the newest checkpoint that has it."""
     manifests = [entry.manifest for entry in reversed(run.checkpoints)]
     found = [each[key] for each in (run.about, *manifests) if each.get(key) is not None]
@@ -76,7 +76,7 @@ def _told(run: Run, key: str) -> Any:
 
 
 def _torch(run: Run) -> object:
-    versions = _told(run, "versions")
+    versions = _field(run, "versions")
     return versions.get("torch", _NONE) if isinstance(versions, dict) else _NONE
 
 
@@ -170,7 +170,7 @@ def checkpoints(runs: Sequence[Run]) -> Markup | None:
         for entry in run.checkpoints:
             shown: list[object] = [
                 element("span", f"{name} ", number(entry.metrics[name]), class_="pair")
-                for name in _told_first(entry, first)
+                for name in _key_metrics(entry, first)
             ]
             if (more := len(entry.metrics) - len(shown)) > 0:
                 shown.append(element("small", f"+{more}", class_="soft"))
@@ -191,7 +191,7 @@ def checkpoints(runs: Sequence[Run]) -> Markup | None:
     return table([*head, "metrics", "size", "saved", "state"], rows, class_="checkpoints")
 
 
-def _told_first(entry: Entry, first: Sequence[str]) -> list[str]:
+def _key_metrics(entry: Entry, first: Sequence[str]) -> list[str]:
     """Return the most important metrics of a checkpoint: those that rank it, then validation's."""
     order = sorted(entry.metrics, key=lambda name: (not name.startswith("val"), name))
     names = [*(name for name in first if name in entry.metrics), *order]

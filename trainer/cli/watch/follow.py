@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trackers.files import read_json
 from trackers.jsonl import FIELDS, parse_record
-from trainer.checkpoint import layout
+from trainer.checkpoint import storage
 from trainer.checkpoint.lock import holder_of
+from trainer.files import read_json
 
 RECORD = "metrics.jsonl"
 _DATES_END = 253_402_214_400  # seconds since 1970: the last day of the year 9999
@@ -146,7 +146,7 @@ class Run:
 
     def _read_from(self, content: BinaryIO) -> bool:
         inode = os.fstat(content.fileno()).st_ino
-        anew = inode != self._inode or not self._goes_on(content)
+        anew = inode != self._inode or not self._continues(content)
         if anew:
             self._forget()
         self._inode = inode
@@ -166,7 +166,7 @@ class Run:
         self._tail = b""
         self._lines = 0
 
-    def _goes_on(self, content: BinaryIO) -> bool:
+    def _continues(self, content: BinaryIO) -> bool:
         """Return whether what was read is still in the file.
 
         The last line read is compared, which contains the time, rather than the size: a truncated
@@ -216,7 +216,7 @@ class Run:
         state = "" if self.has_record else "waiting"
         if self._folder is None:
             return state, None, None
-        saved = layout.committed(self._folder / "checkpoints")
+        saved = storage.committed(self._folder / "checkpoints")
         newest = saved[-1].name if saved else None
         if holder_of(self._folder) is not None:
             return "running", None, newest

@@ -1,0 +1,116 @@
+"""Batches as rows: length, parts, joining, and travel between processes."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import default_collate
+
+from trainer.data.batch import completed, concatenate, length, packed, samples_in, take, unpacked
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+def samples(numbers) -> list:
+    return [
+        {
+            "x": torch.tensor([n, -n]),
+            "name": f"n{n}",
+            "pair": Pair(n, float(n)),
+            "both": (f"a{n}", n),
+        }
+        for n in numbers
+    ]
+
+
+def batch(*numbers) -> dict:
+    return default_collate(samples(numbers)) | {"unit": "metre", "scale": torch.tensor(2.0)}
+
+
+def same(found, expected) -> None:
+    assert repr(found) == repr(expected)
+
+
+def test_parts_and_joins_are_those_of_the_samples():
+    whole = batch(0, 1, 2, 3, 4)
+    assert length(whole) == 5
+    same(take(whole, 1, 3), batch(1, 2))
+    same(take(whole, 3, 9), batch(3, 4))
+    same(concatenate([batch(0, 1), batch(2), batch(3, 4)]), whole)
+    same(completed(batch(7), batch(1, 2), 6), batch(7, 1, 2, 1, 2, 1))
+    same(completed(batch(7), batch(1, 2), 3), batch(7, 1, 2))
+    same(completed(batch(7, 8), batch(1), 2), batch(7, 8))
+
+
+def test_columns_are_batches_without_a_tensor_too():
+    assert length(["a", "b", "c"]) == 3
+    assert take(["a", "b", "c"], 1, 2) == ["b"]
+    assert concatenate([["a"], ["b", "c"]]) == ["a", "b", "c"]
+    records = [{"id": 1}, {"id": 2}]
+    assert concatenate([records, records[:1]]) == [*records, {"id": 1}]
+    assert take({"id": ("x", "y"), "n": [1, 2]}, 0, 1) == {"id": ("x",), "n": [1]}
+
+
+def test_lists_of_another_length_belong_to_the_whole_batch():
+    one, other = (
+        {"x": torch.ones(2), "classes": ["a", "b", "c"]},
+        {
+            "x": torch.zeros(1),
+            "classes": ["a", "b", "c"],
+        },
+    )
+    assert concatenate([one, other])["classes"] == ["a", "b", "c"]
+    assert take(one, 0, 1)["classes"] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "uncuttable",
+    [
+        7,
+        {},
+        torch.tensor(1.0),
+        {"x": torch.ones(2), "y": torch.ones(3)},
+        pack_sequence([torch.ones(2), torch.ones(1)]),
+    ],
+)
+def test_what_cannot_be_cut_says_so(uncuttable):
+    assert samples_in(uncuttable) is None
+    with pytest.raises(ValueError, match="A batch cannot be cut into samples"):
+        length(uncuttable)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "text"),
+    [
+        ({"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}, r"shapes \[\(3,\), \(4,\)\] in \['x'\]"),
+        ({"x": torch.ones(2)}, {"y": torch.ones(2)}, "do not hold the same keys"),
+        ([torch.ones(2)], [torch.ones(2), torch.ones(2)], "the same number of tensors"),
+        (
+            {"x": torch.ones(2), "n": 3},
+            {"x": torch.ones(2), "n": 4},
+            r"\['n'\] is 3 in one and 4 in another",
+        ),
+        (
+            {"x": torch.ones(2), "n": torch.tensor(3)},
+            {"x": torch.ones(2), "n": torch.tensor(4)},
+            r"\['n'\] is tensor\(3\) in one",
+        ),
+    ],
+)
+def test_batches_that_differ_are_not_joined(one, other, text):
+    with pytest.raises(ValueError, match=text):
+        concatenate([one, other])
+
+
+def test_a_packed_batch_is_unpacked_with_room_for_its_tensors():
+    whole = batch(0, 1)
+    skeleton, sent = packed(whole)
+    assert not any(isinstance(value, torch.Tensor) for value in skeleton.values())
+    made, received = unpacked(skeleton, None)
+    for empty, full in zip(received, sent, strict=True):
+        assert (empty.shape, empty.dtype) == (full.shape, full.dtype)
+        empty.copy_(full)
+    same(made, whole)

@@ -1,0 +1,836 @@
+"""A stream goes on where it was left, however it was read ahead."""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import itertools
+import logging
+import os
+import pty
+import random
+import re
+import struct
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from trainer.checkpoint import load_tree, save_tree
+from trainer.data.dataloader import DataLoaderShard
+from trainer.data.epoch_iterator import EpochIterator
+from trainer.data.workers import warn_workers_end
+from trainer.errors import CheckpointError
+from trainer.tree import map_tree
+
+# Three workers are more than a small machine has cores.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+SAMPLES = 11
+
+
+def noise() -> tuple[float, float, float]:
+    return random.random(), float(numpy.random.rand()), torch.rand(()).item()
+
+
+def shard(samples: int) -> range:
+    """What this worker reads: shares of unequal length, so that some workers end before others."""
+    info = get_worker_info()
+    if info is None or info.num_workers == 1:
+        return range(samples)
+    cuts = [samples * i * (i + 1) // (info.num_workers * (info.num_workers + 1)) for i in range(9)]
+    return range(cuts[info.id], cuts[info.id + 1])
+
+
+class Onward(IterableDataset):
+    """Its place is its own: a pass begins where the last one was left, at 0 after its end."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples, self.at, self.passes, self.epoch, self.reads = samples, 0, 0, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        own = shard(self.samples)
+        while self.at < len(own):
+            self.at += 1
+            self.reads += 1
+            yield own[self.at - 1], self.passes, self.epoch, *noise()
+        self.at = 0
+        self.passes += 1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.passes = state["at"], state["passes"]
+
+
+class Anew(Onward):
+    """Each pass begins at 0, but for the one after a state was loaded."""
+
+    begin = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        own = shard(self.samples)
+        begin, self.begin = self.begin, 0
+        for self.at in range(begin + 1, len(own) + 1):
+            yield own[self.at - 1], 0, self.epoch, *noise()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin = state["at"]
+
+
+class Shuffling(Anew):
+    """Draws its order when a pass is asked for, not when it is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(self.samples).tolist()
+        return ((order[item[0]], *item[1:]) for item in super().__iter__())
+
+
+class Summing(Onward):
+    """What a pass leaves behind depends on its epoch."""
+
+    sum = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            self.sum += self.epoch + 1
+            yield self.sum, *item
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"sum": self.sum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.sum = state["sum"]
+
+
+class Drawing(IterableDataset):
+    """Draws from a generator of its own, without an end of itself; its state is a live tensor."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples = samples
+        self.mean = torch.zeros(2)
+        self.generator = torch.Generator().manual_seed(3)
+        self.left: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self.left = len(shard(self.samples)) if self.left is None else self.left
+        while self.left:
+            self.left -= 1
+            self.mean.mul_(0.5).add_(torch.rand(2, generator=self.generator))
+            yield self.mean.tolist(), *noise()
+        self.left = None
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"left": self.left, "mean": self.mean}
+        return state | {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left, self.mean = state["left"], state["mean"]
+        self.generator.set_state(state["generator"])
+
+
+class Plain(IterableDataset):
+    """Nothing but its samples."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples, self.epoch = samples, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in shard(self.samples):
+            yield sample, self.epoch, *noise()
+
+    set_epoch = Onward.set_epoch
+
+
+class Held(IterableDataset):
+    """Has a state, and hears of no epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Draws(IterableDataset):
+    """Neither has a state nor hears of an epoch, and leaves something behind in its workers."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for _ in range(SAMPLES):
+            yield torch.rand(()).item(), self.passes
+
+
+class Ordered(IterableDataset):
+    """Draws its order as it hears of an epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.order
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = torch.randperm(SAMPLES).tolist()
+
+
+class Batches:
+    """Ready batches, with a place of their own."""
+
+    def __init__(self) -> None:
+        self.at, self.epoch = 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 6:
+            self.at += 1
+            yield [(self.at, self.epoch, *noise())]
+        self.at = 0
+
+    set_epoch = Onward.set_epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def listed(items: list[Any]) -> list[Any]:
+    return items
+
+
+def collate_noisily(items: list[Any]) -> list[Any]:
+    return [*items, noise()]
+
+
+def loader(dataset: Any, batch_size: int | None = 2, **kwargs: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size, **{"collate_fn": listed, **kwargs})
+
+
+def feed_of(
+    source: Any, rank: int = 0, world: int = 1, *, limit: int | None = None
+) -> EpochIterator:
+    epoch_iterator = EpochIterator(source, rank=rank, world_size=world, seed=5, remember=True)
+    epoch_iterator.limit = limit
+    return epoch_iterator
+
+
+def through_disk(position: Any) -> Any:
+    folder = Path("saved")
+    folder.mkdir(exist_ok=True)
+    save_tree(position, folder, "position")
+    return load_tree(folder, "position")
+
+
+def plain(position: Any) -> Any:
+    """A position that can be compared."""
+    if position is not None and position["over"] and not position["batches"]:
+        return None  # after an epoch of one batch: the state that is loaded only to be left again
+    return map_tree(
+        lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, position
+    )
+
+
+Seen = list[tuple[int, int, Any, Any]]  # of each round: epoch, batches up to it, batch, position
+
+
+def read(epoch_iterator: EpochIterator, begin: tuple[int, int] = (0, 0), epochs: int = 3) -> Seen:
+    """Every round from a place on, with where the feed says that it stands after it."""
+    seen: Seen = []
+    epoch, epoch_iterator.start_batch = begin
+    for number in range(epoch, epochs):
+        epoch_iterator.set_epoch(number)
+        batches = epoch_iterator.start_batch
+        for current in epoch_iterator.global_batches():
+            batches += epoch_iterator.world_size
+            seen.append((number, batches, current.batch, epoch_iterator.position()))
+            if current.last:
+                seen[-1] = (number + 1, 0, current.batch, epoch_iterator.position())
+        epoch_iterator.start_batch = 0
+    return seen
+
+
+def assert_resumes(
+    make: Callable[[], Any],
+    world: int = 1,
+    limit: int | None = None,
+    epochs: int = 3,
+    *,
+    positions: bool = True,
+) -> Seen:
+    """Stopped after any round, in any epoch, on any process, the rest is as if it had not been."""
+    for rank in range(world):
+        torch.manual_seed(rank)
+        whole = read(feed_of(make(), rank, world, limit=limit), epochs=epochs)
+        assert [epoch for epoch, batches, *_ in whole if batches == 0] == [*range(1, epochs + 1)]
+        for number, (epoch, batches, _, position) in enumerate(whole, 1):
+            torch.manual_seed(99)
+            epoch_iterator = feed_of(make(), rank, world, limit=limit)
+            epoch_iterator.resume_at(through_disk(position))
+            assert plain(epoch_iterator.position()) == plain(
+                position
+            )  # saved again before anything is read
+            rest = read(epoch_iterator, (epoch, batches), epochs)
+            assert [each[:3] for each in rest] == [each[:3] for each in whole[number:]]
+            found, expected = ([plain(each[3]) for each in run] for run in (rest, whole[number:]))
+            assert found == expected or not positions
+    return whole
+
+
+def samples_of(seen: Seen, epoch: int = 0) -> list[Any]:
+    counted, found = 0, []
+    for _, batches, batch, _ in seen:
+        if counted == epoch and batch is not None:
+            found += [item[0] for item in batch]
+        counted += batches == 0
+    return found
+
+
+# -- exactness ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dataset", [Onward, Anew, Drawing])
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_dataset_with_a_state_goes_on(dataset, workers):
+    epochs = 2 if workers else 3
+    seen = assert_resumes(lambda: loader(dataset(), num_workers=workers), epochs=epochs)
+    if dataset is not Drawing:
+        assert sorted(samples_of(seen)) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("dataset", [Onward, Anew, Summing, Shuffling])
+@pytest.mark.parametrize(("samples", "limit"), [(11, 3), (12, 5), (12, None), (2, None), (9, 1)])
+def test_epochs_end_at_a_limit_or_at_the_data(dataset, samples, limit):
+    assert_resumes(lambda: loader(dataset(samples)), limit=limit)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("limit", [None, 5])
+def test_each_of_several_processes_goes_on(world, limit):
+    assert_resumes(lambda: loader(Onward()), world, limit)
+
+
+def test_workers_on_two_processes_go_on():
+    assert_resumes(lambda: loader(Onward(), num_workers=3), 2, epochs=2)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"drop_last": True},
+        {"collate_fn": collate_noisily},
+        {"batch_size": None, "collate_fn": lambda item: [item]},
+    ],
+)
+def test_loaders_of_every_kind_go_on(workers, options):
+    epochs = 1 if workers else 3
+    assert_resumes(lambda: loader(Onward(), num_workers=workers, **options), epochs=epochs)
+
+
+def test_workers_that_would_stay_begin_every_epoch_afresh():
+    seen = assert_resumes(lambda: loader(Onward(), num_workers=2, persistent_workers=True), limit=3)
+    assert {item[2] for _, _, batch, _ in seen for item in batch} == {0, 1, 2}  # set_epoch arrived
+    # Without a state too: the workers of a resumed run would know an epoch that others did not.
+    staying = {"num_workers": 1, "persistent_workers": True}
+    assert_resumes(lambda: loader(Draws(), **staying), limit=2, epochs=2)
+    seen = assert_resumes(lambda: loader(Plain(), **staying), limit=2, epochs=2)
+    assert {item[1] for _, _, batch, _ in seen for item in batch} == {0, 1}
+
+
+@pytest.mark.parametrize("remember", [True, False])
+@pytest.mark.parametrize("dataset", [Onward, Plain, Held, Draws])
+def test_workers_that_would_stay_are_told_of_once(dataset, remember, caplog):
+    warn_workers_end.cache_clear()
+    EpochIterator(loader(dataset(), num_workers=1), remember=remember)
+    assert not caplog.messages
+    for _ in range(2):
+        EpochIterator(loader(dataset(), num_workers=1, persistent_workers=True), remember=remember)
+    (message,) = caplog.messages
+    assert f"the stream {dataset.__name__}: " in message
+
+
+def test_what_a_stream_draws_for_an_epoch_is_the_same_on_all_processes():
+    def seen(state, **settings):
+        torch.manual_seed(state)
+        epoch_iterator = EpochIterator(loader(Ordered(), **settings))
+        found = []
+        for epoch in (0, 1):
+            epoch_iterator.set_epoch(epoch)
+            found.append([item for each in epoch_iterator.global_batches() for item in each.batch])
+        return found
+
+    first, second = seen(1)
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(SAMPLES))
+    assert seen(2) == seen(3, num_workers=1) == [first, second]
+
+
+@pytest.mark.parametrize("limit", [None, 4, 1])
+def test_a_source_with_a_state_goes_on(limit):
+    assert_resumes(Batches, limit=limit)
+    assert_resumes(Batches, 2, limit=limit)
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_stream_without_a_state_is_read_again(workers, limit):
+    assert_resumes(lambda: loader(Plain(), num_workers=workers), limit=limit, epochs=2)
+
+
+def test_a_prepared_loader_whose_state_is_its_pass_is_read_again():
+    def make() -> Any:
+        options = {"seed": 1, "even_batches": False, "device": None, "non_blocking": False}
+        source = DataLoader(Numbers(), 2, shuffle=True, collate_fn=listed)
+        return DataLoaderShard(source, rank=0, world_size=1, **options)
+
+    seen = assert_resumes(make)
+    assert samples_of(seen) != samples_of(seen, 1)
+
+
+class Numbers(Dataset):
+    """Draws nothing: what torchdata's workers draw is not in its state."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int]:
+        return (index,)
+
+
+class Silent(Anew):
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            yield item[:3]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Silent, Numbers])
+def test_torchdata_goes_on(dataset, workers, limit):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loaders = []
+
+    def make() -> Any:
+        for each in loaders:
+            each._iterator = None  # ends its workers
+        shuffle = {"shuffle": True} if dataset is Numbers else {}
+        made = StatefulDataLoader(dataset(), 2, collate_fn=listed, num_workers=workers, **shuffle)
+        loaders.append(made)
+        return made
+
+    seen = assert_resumes(make, limit=limit, epochs=2, positions=False)  # it keeps unused seeds
+    make()
+    if limit is None:
+        assert sorted(samples_of(seen)) == list(range(SAMPLES))
+
+
+class Masking:
+    """A collate function that draws from a generator of its own, or from one of its dataset."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator or torch.Generator().manual_seed(1)
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        return [*items, (torch.rand((), generator=self.generator).item(),)]
+
+
+class Augmented(Numbers):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = numpy.random.default_rng(2)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return index, float(self.generator.random())
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("dataset", [Onward, Drawing])
+def test_what_a_collate_function_draws_from_its_own_generator_is_resumed(dataset, workers):
+    """The state of the dataset does not hold it."""
+    seen = assert_resumes(
+        lambda: loader(dataset(), collate_fn=Masking(), num_workers=workers), epochs=2
+    )
+    drawn = [batch[-1] for _, _, batch, _ in seen]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_a_generator_that_the_dataset_saves_is_not_seeded():
+    def make() -> Any:
+        dataset = Drawing()
+        return loader(dataset, collate_fn=Masking(dataset.generator))
+
+    seen = assert_resumes(make)
+    assert [batch[-1] for _, _, batch, _ in seen[:3]] == [batch[-1] for batch in make()][:3]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("dataset", [Augmented, Numbers, Silent])
+def test_what_torchdata_draws_from_generators_beside_its_state_is_resumed(dataset):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    shuffle = {"shuffle": dataset is not Silent}
+    seen = assert_resumes(
+        lambda: StatefulDataLoader(dataset(), 2, collate_fn=Masking(), **shuffle),
+        epochs=2,
+        positions=False,
+    )
+    drawn = [batch[-1] for _, _, batch, _ in seen]
+    assert len(set(drawn)) == len(drawn)
+
+
+class Shuffled(IterableDataset):
+    """Has no state: its order goes on from one epoch to the next."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[tuple[int]]:
+        for index in torch.randperm(SAMPLES, generator=self.generator).tolist():
+            yield (index,)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_torchdata_would_read_again_is_read_as_it_was(workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loaders = []
+
+    def make() -> Any:
+        for each in loaders:
+            each._iterator = None  # ends its workers
+        loaders.append(StatefulDataLoader(Shuffled(), 2, collate_fn=listed, num_workers=workers))
+        return loaders[-1]
+
+    seen = assert_resumes(make, epochs=2, positions=False)
+    make()
+    if not workers:
+        assert sorted(samples_of(seen, 1)) == list(range(SAMPLES))
+
+
+class LateMasking(Masking):
+    """Makes its generator in its first call."""
+
+    def __init__(self) -> None:
+        self.generator = None
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        self.generator = self.generator or torch.Generator().manual_seed(1)
+        return super().__call__(items)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("kind", ["stateful", "torchdata", "plain"])
+def test_a_generator_that_a_streams_collate_function_makes_late_is_told_and_seeded(kind, caplog):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    datasets = {"stateful": Onward, "torchdata": Numbers, "plain": Shuffled}
+
+    def drawn() -> list[float]:
+        loader_of = StatefulDataLoader if kind == "torchdata" else DataLoader
+        epoch_iterator = feed_of(loader_of(datasets[kind](), 2, collate_fn=LateMasking()))
+        return [
+            batch[-1] for _, _, batch, _ in read(epoch_iterator, epochs=2 if kind == "plain" else 1)
+        ]
+
+    first = drawn()
+    (text,) = [each.getMessage() for each in caplog.records]
+    assert re.search(r"created a random generator \((loader\.)?collate_fn.generator\) in its", text)
+    plain = torch.Generator().manual_seed(1)
+    inherited = [torch.rand((), generator=plain).item() for _ in first]
+    assert first[0] == (inherited[0],)
+    if kind == "plain":  # whose generators are seeded for a pass, not for a batch
+        return
+    assert not {each for (each,) in first[1:]} & set(inherited)
+
+
+class LateBatches:
+    """An iterable of batches, which names what it reads; it makes its generator late."""
+
+    dataset, generator = "digits", None
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in range(3):
+            self.generator = self.generator or torch.Generator().manual_seed(1)
+            yield torch.rand(2, generator=self.generator)
+
+
+def test_an_iterable_of_batches_is_called_by_its_own_name(caplog):
+    read(feed_of(LateBatches()), epochs=2)
+    (text,) = [each.getMessage() for each in caplog.records]
+    assert text.startswith("The stream (LateBatches) or its collate_fn created")
+
+
+class EachPass(Shuffled):
+    """Makes its generator anew in each pass, and keeps it."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[int]]:
+        self.generator = torch.Generator().manual_seed(self.epoch)
+        return super().__iter__()
+
+
+def test_a_generator_that_a_stream_makes_in_each_pass_is_not_told_of(caplog):
+    assert_resumes(lambda: loader(EachPass()), positions=False)
+    assert "created a random generator" not in caplog.text
+
+
+# -- what is drawn and read --------------------------------------------------------------------
+
+
+def test_draws_are_alike_without_workers_and_with_one():
+    alone = [each[:3] for each in read(feed_of(loader(Onward())), epochs=1)]
+    assert [each[:3] for each in read(feed_of(loader(Onward(), num_workers=1)), epochs=1)] == alone
+    drawn = [item[3:] for _, _, batch in alone for item in batch]
+    assert len(set(drawn)) == SAMPLES
+    other = feed_of(loader(Onward()))
+    other.reseed(6)
+    seen = read(other, epochs=1)
+    assert not {item[3:] for _, _, batch, _ in seen for item in batch} & set(drawn)
+
+
+def test_every_worker_and_epoch_draws_differently():
+    seen = read(feed_of(loader(Onward(), num_workers=3)))
+    drawn = [item[3:] for _, _, batch, _ in seen for item in batch]
+    assert len(drawn) == len(set(drawn)) == 3 * SAMPLES
+
+
+@pytest.mark.parametrize("source", [lambda: loader(Onward()), Batches, lambda: loader(Plain())])
+def test_reading_leaves_the_generators_alone(source):
+    state = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state()
+    whole = read(feed_of(source()))
+    for at in (1, -4):
+        epoch_iterator = feed_of(source())
+        epoch_iterator.resume_at(whole[at][3])
+        read(epoch_iterator, whole[at][:2])
+    assert random.getstate() == state[0]
+    assert numpy.random.get_state()[1].tolist() == state[1]
+    assert torch.equal(torch.get_rng_state(), state[2])
+
+
+def test_the_order_is_that_of_the_loader():
+    for workers in (0, 2, 3):
+        expected = [[item[0] for item in batch] for batch in loader(Onward(), num_workers=workers)]
+        seen = read(feed_of(loader(Onward(), num_workers=workers)), epochs=1)
+        assert [[item[0] for item in batch] for _, _, batch, _ in seen] == expected
+
+
+def test_nothing_is_read_again(caplog):
+    whole = read(feed_of(loader(Onward(20))), epochs=1)
+    dataset = Onward(20)
+    epoch_iterator = feed_of(loader(dataset))
+    epoch_iterator.resume_at(whole[6][3])
+    read(epoch_iterator, whole[6][:2], epochs=1)
+    assert dataset.reads == 20 - 14
+    assert caplog.text == ""
+
+
+def test_what_is_read_ahead_is_not_counted():
+    epoch_iterator = feed_of(loader(dataset := Onward()))
+    epoch_iterator.set_epoch(0)
+    global_batches = epoch_iterator.global_batches()
+    next(global_batches)
+    assert dataset.at == 4
+    assert epoch_iterator.position()["states"] == [{"Onward": {"at": 2, "passes": 0}}]
+    global_batches.close()
+
+
+def test_a_stream_without_a_state_says_what_it_costs(caplog):
+    whole = read(feed_of(loader(Plain())))
+    epoch_iterator = feed_of(loader(Plain()))
+    epoch_iterator.resume_at(whole[2][3])
+    read(epoch_iterator, whole[2][:2])
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "3 batches are read again and discarded" in caplog.text
+    assert "state_dict and load_state_dict" in caplog.text
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(0, True), (1, False)])
+def test_a_replay_shows_a_bar_on_the_main_process(monkeypatch, rank, shown):
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    with os.fdopen(slave, "w") as stderr, os.fdopen(master, "rb") as screen:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        epoch_iterator = feed_of(loader(Plain(40)), rank, 2)
+        epoch_iterator.start_batch = 10
+        epoch_iterator.set_epoch(0)
+        first = next(epoch_iterator.global_batches()).batch
+        monkeypatch.undo()
+        stderr.write("end\n")
+        stderr.flush()
+        written = screen.readline().decode()
+    assert [item[0] for item in first] == [20 + 2 * rank, 21 + 2 * rank]
+    assert ("replay" in written and "/10" in written) is shown
+
+
+def test_a_replay_shows_nothing_without_a_terminal(capsys):
+    epoch_iterator = feed_of(loader(Plain()))
+    epoch_iterator.start_batch = 2
+    read(epoch_iterator, (0, 2), epochs=1)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_replay_needs_no_standard_error(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)  # Python's own choice for a service
+    epoch_iterator = feed_of(loader(Plain()))
+    epoch_iterator.start_batch = 2
+    read(epoch_iterator, (0, 2), epochs=1)
+
+
+# -- other numbers of processes and workers ----------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2)])
+def test_another_number_of_processes_goes_on(before, after, workers):
+    whole = read(feed_of(loader(Onward(), num_workers=workers)), epochs=1)
+    stopped = read(feed_of(loader(Onward(), num_workers=workers), 0, before), epochs=1)
+    _, batches, _, position = stopped[0]
+    rest = {}
+    for rank in range(after):
+        epoch_iterator = feed_of(loader(Onward(), num_workers=workers), rank, after)
+        epoch_iterator.resume_at(through_disk(position))
+        for number, (*_, batch, _) in enumerate(read(epoch_iterator, (0, batches), epochs=1)):
+            rest[batches + number * after + rank] = batch
+    found = [batch for _, batch in sorted(rest.items()) if batch is not None]
+    assert found == [batch for _, _, batch, _ in whole[batches:]]
+
+
+@pytest.mark.parametrize("dataset", [Onward, Plain])
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])
+def test_no_worker_and_one_are_alike(dataset, before, after):
+    whole = read(feed_of(loader(dataset(), num_workers=before)), epochs=2)
+    for epoch, batches, _, position in whole[:-1]:
+        epoch_iterator = feed_of(loader(dataset(), num_workers=after))
+        epoch_iterator.resume_at(position)
+        rest = read(epoch_iterator, (epoch, batches), epochs=epoch + 1)
+        expected = samples_of(whole, epoch)[2 * batches :]
+        assert samples_of([(0, *each[1:]) for each in rest]) == expected
+
+
+@pytest.mark.parametrize("dataset", [Onward, Plain])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 0), (0, 2)])
+def test_another_number_of_workers_goes_on_between_epochs_only(dataset, before, after):
+    whole = read(feed_of(loader(dataset(), num_workers=before)), epochs=2)
+    inside = whole[1]
+    epoch_iterator = feed_of(loader(dataset(), num_workers=after))
+    with pytest.raises(CheckpointError, match=f"{before} workers.*{after}.*num_workers={before}"):
+        epoch_iterator.resume_at(inside[3])
+    end = next(each for each in whole if each[1] == 0)
+    epoch_iterator.resume_at(end[3])
+    rest = read(epoch_iterator, end[:2], epochs=2)
+    assert sorted(samples_of(rest)) == list(range(SAMPLES))
+
+
+def test_a_position_of_another_kind_or_none_is_reached_by_reading_again(caplog):
+    positions = [None, read(feed_of(Batches()))[2][3], read(feed_of(loader(Plain())))[2][3]]
+    whole = read(feed_of(loader(Onward())))
+    for number, position in enumerate(positions, 1):
+        epoch_iterator = feed_of(loader(Onward()))
+        epoch_iterator.resume_at(position)
+        assert [each[:3] for each in read(epoch_iterator, (0, 3))] == [
+            each[:3] for each in whole[3:]
+        ]
+        assert len(caplog.records) == number
+
+
+# -- lengths -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", [4, SAMPLES, 40])
+def test_a_wrong_length_changes_nothing(said):
+    class Sized(Onward):
+        def __len__(self):
+            return said
+
+    seen = assert_resumes(lambda: loader(Sized()))
+    assert samples_of(seen) == list(range(SAMPLES))
+    assert feed_of(loader(Sized())).num_batches == said // 2 + said % 2
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+class Failing(Onward):
+    def state_dict(self) -> dict[str, Any]:
+        raise LookupError("lost")
+
+
+class Strange(Onward):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": lambda: 0}
+
+
+@pytest.mark.parametrize(("dataset", "why"), [(Failing, "LookupError: lost"), (Strange, "lambda")])
+def test_a_state_that_cannot_be_had_is_an_error(dataset, why):
+    epoch_iterator = feed_of(loader(dataset()))
+    epoch_iterator.set_epoch(0)
+    with pytest.raises(RuntimeError, match=rf"{dataset.__name__}.state_dict\(\) gave .*{why}"):
+        next(epoch_iterator.global_batches())
+
+
+def test_nobody_asks_for_the_state_where_it_is_not_needed():
+    epoch_iterator = EpochIterator(loader(Failing()))
+    epoch_iterator.set_epoch(0)
+    assert len(list(epoch_iterator.global_batches())) == 6
+    assert epoch_iterator.position() is None
+
+
+def test_a_map_style_dataset_has_no_position():
+    epoch_iterator = feed_of(DataLoader(torch.arange(8), 2))
+    epoch_iterator.set_epoch(0)
+    assert [current.place for current in epoch_iterator.global_batches()] == [None] * 4
+    assert epoch_iterator.position() is None
+    epoch_iterator.resume_at(None)
+
+
+def test_the_users_worker_init_fn_finds_the_users_dataset():
+    def begin_later(worker: int) -> None:
+        dataset = get_worker_info().dataset
+        assert type(dataset) is Onward
+        dataset.samples = 4
+
+    (epoch_iterator,) = [feed_of(loader(Onward(), num_workers=1, worker_init_fn=begin_later))]
+    assert samples_of(read(epoch_iterator, epochs=1)) == [0, 1, 2, 3]
+
+
+def test_the_users_objects_are_left_as_they_are():
+    source = loader(Onward(), num_workers=1)
+    before = copy.copy(source.__dict__), copy.copy(source.dataset.__dict__)
+    read(feed_of(source), epochs=1)
+    assert source.__dict__ == before[0]
+    assert source.dataset.__dict__ == before[1]
+
+
+@pytest.mark.parametrize(("epoch", "logged"), [(0, False), (2, True)])
+def test_an_iterator_that_goes_on_behind_an_epoch_is_told_of(caplog, epoch, logged):
+    epoch_iterator = feed_of(itertools.cycle([torch.zeros(1)]), limit=2)
+    epoch_iterator.set_epoch(epoch)
+    epoch_iterator.resume_at(None)
+    assert len(list(epoch_iterator.global_batches())) == 2
+    assert ("is an iterator (cycle)" in caplog.text) == logged
+    caplog.clear()
+    epoch_iterator.set_epoch(epoch + 1)
+    assert len(list(epoch_iterator.global_batches())) == 2
+    assert caplog.text == ""

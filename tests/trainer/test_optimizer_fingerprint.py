@@ -1,0 +1,261 @@
+"""What configure_optimizers chose, compared between the starts of a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.numerics.running import quiet_trainer
+from trainer import TrainModule
+from trainer.errors import CheckpointError
+from trainer.loops.fit_state import options_of
+from trainer.optim.configure import OptimizerEntry, SchedulerEntry
+
+
+class Line(TrainModule):
+    def __init__(self, lr=0.1, gamma=0.5, groups=1):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.lr, self.gamma, self.groups = lr, gamma, groups
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        weights = list(self.parameters())
+        groups = [{"params": weights[number :: self.groups]} for number in range(self.groups)]
+        optimizer = torch.optim.SGD(groups, lr=self.lr)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, self.gamma)
+
+
+def fit(epochs, **changed):
+    module = Line(**changed)
+    trainer = quiet_trainer(max_epochs=epochs, project_dir="run", checkpointing=True)
+    trainer.fit(module, DataLoader(torch.ones(4, 2), 2), ckpt_path="auto")
+    return trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def messages(caplog):
+    return [each.getMessage() for each in caplog.records if each.name == "trainer.loops.fit_state"]
+
+
+def test_a_changed_learning_rate_is_told_and_that_of_the_checkpoint_kept(caplog):
+    fit(1)
+    for epochs in (2, 3):  # at each start, while the script says so
+        caplog.clear()
+        assert fit(epochs, lr=1.0) == pytest.approx(0.1 * 0.5**epochs)
+        (text,) = messages(caplog)
+        assert "has changed: lr of SGD stays 0.1, not 1. To change" in text
+        assert "set it in on_train_start" in text
+    caplog.clear()
+    fit(4)  # the script says again what the run does
+    assert messages(caplog) == []
+
+
+def test_a_number_written_in_another_way_is_not_told(caplog):
+    fit(1, lr=1)
+    fit(2, lr=1.0)
+    fit(3, lr=torch.tensor(1.0))
+    assert messages(caplog) == []
+
+
+def test_counts_are_compared_in_all_digits():
+    def options(steps):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, steps)
+        entry = OptimizerEntry(optimizer=optimizer)
+        return options_of(["SGD"], [entry], [SchedulerEntry(scheduler=schedule)])
+
+    assert options(1234567)["step_size of scheduler 0 (StepLR)"] == "1234567"
+    assert options(1234567) == options(1234567.0)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_same_script_is_told_nothing(epochs, caplog):
+    fit(1, groups=2)
+    fit(epochs, groups=2)
+    assert messages(caplog) == []
+
+
+def test_options_are_those_of_the_updates():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.Adam([weight], lr=torch.tensor(0.5), betas=(0.8, 0.9))
+    optimizer.param_groups[0]["of its own"] = object()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    options = options_of(
+        ["Adam"], [OptimizerEntry(optimizer=optimizer)], [SchedulerEntry(scheduler=scheduler)]
+    )
+    assert options["lr of Adam"] == "0.5"
+    assert options["betas of Adam"] == "[0.8, 0.9]"
+    assert options["the number of parameters of Adam"] == "1"
+    assert options["scheduler 0"] == "LambdaLR, every 1 epoch, monitor=None"
+    assert not [name for name in options if "its own" in name or "foreach" in name]
+
+
+def test_a_schedule_that_depends_on_the_length_is_told_when_the_run_is_extended(caplog):
+    class Cosine(Line):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+            updates = self.trainer.estimated_stepping_batches
+            return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates)
+
+    for epochs in (1, 2):
+        trainer = quiet_trainer(max_epochs=epochs, project_dir="run", checkpointing=True)
+        trainer.fit(Cosine(), DataLoader(torch.ones(4, 2), 2), ckpt_path="auto")
+    (text,) = messages(caplog)
+    assert "T_max of scheduler 0 (CosineAnnealingLR) stays 2, not 4." in text
+
+
+def test_the_parts_of_schedules_are_compared_too():
+    def options(gamma, milestone):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+        kinds = torch.optim.lr_scheduler
+        parts = [kinds.StepLR(optimizer, 2, gamma), kinds.MultiStepLR(optimizer, [milestone, 9])]
+        both = kinds.SequentialLR(optimizer, parts, [milestone])
+        entry = OptimizerEntry(optimizer=optimizer)
+        return options_of(["SGD"], [entry], [SchedulerEntry(scheduler=both)])
+
+    place = "scheduler 0 (SequentialLR)"
+    ours, others = options(0.5, 3), options(0.25, 4)
+    assert {name for name in ours if ours[name] != others[name]} == {
+        f"gamma of {place}, part 0",
+        f"milestones of {place}, part 1",
+        f"milestones of {place}",
+    }
+
+
+def test_a_schedule_of_another_class_is_refused():
+    class Other(Line):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+            return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    fit(1)
+    trainer = quiet_trainer(max_epochs=2, project_dir="run", checkpointing=True)
+    with pytest.raises(CheckpointError, match=r"a ExponentialLR, but.*is StepLR, whose state"):
+        trainer.fit(Other(), DataLoader(torch.ones(4, 2), 2), ckpt_path="auto")
+
+
+def test_a_value_that_a_hook_has_set_is_in_effect(caplog):
+    class Set(Line):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+        def on_train_start(self):
+            self.optimizers().param_groups[0]["lr"] = 0.5
+
+    def start(epochs, module):
+        caplog.clear()
+        trainer = quiet_trainer(max_epochs=epochs, project_dir="run", checkpointing=True)
+        trainer.fit(module, DataLoader(torch.ones(4, 2), 2), ckpt_path="auto")
+        return messages(caplog)
+
+    assert start(1, Set(lr=0.1)) == []
+    assert start(2, Set(lr=0.1)) == []  # as each start before
+    assert start(3, Set(lr=0.5)) == []
+    (text,) = start(4, Set(lr=0.1))
+    assert "lr of SGD stays 0.5, not 0.1" in text
+
+
+def test_an_optimizer_without_defaults_trains():
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+        def step(self, closure=None):
+            return self.inner.step(closure)
+
+        def zero_grad(self, set_to_none=True):
+            self.inner.zero_grad(set_to_none)
+
+    class Wrapped(Line):
+        def configure_optimizers(self):
+            return Wrapper(torch.optim.SGD(self.parameters(), lr=self.lr))
+
+    module, plain = Wrapped(), Line(gamma=1.0)
+    plain.load_state_dict(module.state_dict())
+    for each in (module, plain):
+        trainer = quiet_trainer(max_epochs=1, project_dir="run", checkpointing=False)
+        trainer.fit(each, DataLoader(torch.ones(4, 2), 2))
+    assert torch.equal(module.layer.weight, plain.layer.weight)
+
+
+def test_what_a_schedule_keeps_in_the_groups_is_compared():
+    def options(most):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, most, total_steps=9, div_factor=most * 100
+        )
+        entry = OptimizerEntry(optimizer=optimizer)
+        return options_of(["SGD"], [entry], [SchedulerEntry(scheduler=scheduler)])
+
+    ours, others = options(0.1), options(0.2)
+    assert [name for name in ours if ours[name] != others[name]] == ["max_lr of SGD"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "name", "values"),
+    [
+        ("OneCycleLR", {"pct_start": 0.75}, "phases", ("[2, 9]", "[6.5, 9]")),
+        ("OneCycleLR", {"three_phase": True}, "phases", ("[2, 9]", "[2, 4, 9]")),
+        ("OneCycleLR", {"anneal_strategy": "linear"}, "anneal_func_type", ("'cos'", "'linear'")),
+        ("SWALR", {"anneal_strategy": "linear"}, "anneal_strategy", ("'cos'", "'linear'")),
+    ],
+)
+def test_what_torchs_schedules_keep_privately_is_compared(kind, changed, name, values):
+    def options(**changed):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
+        if kind == "SWALR":
+            scheduler = torch.optim.swa_utils.SWALR(optimizer, 0.1, **changed)
+        else:
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, 0.1, total_steps=10, **changed
+            )
+        entry = OptimizerEntry(optimizer=optimizer)
+        return options_of(["SGD"], [entry], [SchedulerEntry(scheduler=scheduler)])
+
+    ours, others = options(), options(**changed)
+    differing = [each for each in ours if ours[each] != others[each]]
+    assert differing == [f"{name} of scheduler 0 ({kind})"]
+    assert (ours[differing[0]], others[differing[0]]) == values
+
+
+class Moody(torch.optim.lr_scheduler.StepLR):
+    """Keeps what it likes."""
+
+    def __init__(self, optimizer, mood):
+        self.mood = mood
+        super().__init__(optimizer, 2)
+
+
+class Warm:
+    """A factor that has read a table, and knows itself."""
+
+    def __init__(self, mood):
+        self.table = {"mood": mood}
+        self.table["self"] = self.table
+
+    def __call__(self, epoch):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda kinds, optimizer, mood: kinds.SequentialLR(
+            optimizer, [kinds.ConstantLR(optimizer), Moody(optimizer, mood)], [3]
+        ),
+        lambda kinds, optimizer, mood: kinds.ChainedScheduler([Moody(optimizer, mood)]),
+        lambda kinds, optimizer, mood: kinds.LambdaLR(optimizer, Warm(mood)),
+    ],
+    ids=["in sequence", "in a chain", "a function"],
+)
+def test_objects_of_ones_own_within_torchs_schedules_may_keep_anything(make):
+    def options(mood):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+        scheduler = make(torch.optim.lr_scheduler, optimizer, mood)
+        entry = OptimizerEntry(optimizer=optimizer)
+        return options_of(["SGD"], [entry], [SchedulerEntry(scheduler=scheduler)])
+
+    assert options(1.0) == options(2.0)

@@ -1,0 +1,580 @@
+"""`Trainer(profile="simple")`: where the time goes, by a clock that only the user's code moves."""
+
+import json
+import logging
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from callbacks import Callback, ModelCheckpoint
+from trainer import Trainer, TrainModule
+from trainer.environment import share_of_cores
+from trainer.loops import profiler
+from trainer.loops.profiler import DeviceLedger, HostLedger, Report, Stopwatch
+
+# Different powers of two times a count below 256 add up to one sum only: nothing is confused.
+READ, MOVE, STEP, BACK = 2**8, 2**16, 2**24, 2**32
+UPDATE, HOOK, COMPUTE, EVALUATE = 2**40, 2**48, 2**56, 2**64
+SAVE, SCHEDULE = 2**72, 2**80
+
+
+class Clock:
+    """Stands still unless the user's code takes its time."""
+
+    def __init__(self):
+        self.now = 0
+
+    def __call__(self):
+        return self.now
+
+    def take(self, ticks):
+        self.now += ticks
+
+
+class Slow(Dataset):
+    def __init__(self, clock):
+        self.clock = clock
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        self.clock.take(READ)
+        return torch.tensor([float(index)])
+
+
+class SlowBack(torch.autograd.Function):
+    clock: Clock
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        SlowBack.clock.take(BACK)
+        return gradient
+
+
+class SlowSum:
+    """A metric object: it computes when the epoch's values are reduced."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def update(self):
+        pass
+
+    def compute(self):
+        self.clock.take(COMPUTE)
+        return 1.0
+
+    def reset(self):
+        pass
+
+
+class SlowSGD(torch.optim.SGD):
+    clock: Clock
+
+    def step(self, closure=None):
+        self.clock.take(UPDATE)
+        return super().step(closure)
+
+
+class Module(TrainModule):
+    def __init__(self, clock):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+        self.clock = clock
+        self.sum = SlowSum(clock)
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        self.clock.take(MOVE)
+        return batch
+
+    def training_step(self, batch, batch_idx):
+        self.clock.take(STEP)
+        self.log("sum", self.sum, on_epoch=True)
+        return SlowBack.apply(self.net(batch)).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.clock.take(EVALUATE)
+        self.log("val", self.net(batch).mean())
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        self.clock.take(EVALUATE)
+        return batch
+
+    def configure_optimizers(self):
+        optimizer = SlowSGD(self.parameters(), lr=0.01)
+        optimizer.clock = self.clock
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate)
+        return {"optimizer": optimizer, "scheduler": scheduler, "interval": "step"}
+
+    def rate(self, step):
+        self.clock.take(SCHEDULE)
+        return 1.0
+
+
+class SlowHook(Callback):
+    def __init__(self, clock, ticks=HOOK):
+        self.clock, self.ticks = clock, ticks
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.clock.take(self.ticks)
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.clock.take(self.ticks)
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        self.clock.take(SAVE)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    SlowBack.clock = clock
+    monkeypatch.setattr(profiler, "ledger_for", lambda device: HostLedger(clock))
+    return clock
+
+
+def trainer_for(**kwargs):
+    settings = {"cpu": True, "progress_bar": False, "checkpointing": False, "project_dir": "run"}
+    return Trainer(**(settings | {"profile": "simple", "num_sanity_val_steps": 0} | kwargs))
+
+
+def loader(clock, batch_size=2):
+    return DataLoader(Slow(clock), batch_size=batch_size)
+
+
+def written(stage="fit", folder="run"):
+    with open(f"{folder}/profile-{stage}.json") as file:
+        return json.load(file)
+
+
+def seconds(record):
+    # Integers of more than 64 bits are written as their digits.
+    found = {name: int(part["seconds"]) for name, part in record["parts"].items()}
+    return {name: value for name, value in found.items() if value}
+
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_each_part_has_its_own_time_over_several_epochs(clock, accumulation):
+    """6 batches an epoch; windows of 4 and 2 with accumulation; the last checkpoint each epoch."""
+    begun = clock.now
+    module = Module(clock)
+    scheduled = SCHEDULE  # torch calls it once as the schedule is made, before the run begins
+    trainer_for(
+        max_epochs=3,
+        gradient_accumulation_steps=accumulation,
+        callbacks=[SlowHook(clock), ModelCheckpoint(background=False)],
+    ).fit(module, loader(clock), loader(clock))
+    updates = 3 * (6 if accumulation == 1 else 2)
+    record = written()
+    saves = 3
+    assert seconds(record) == {
+        "data wait": 3 * 12 * READ,
+        "transfer": 18 * MOVE,
+        "forward": 18 * STEP,
+        "backward": 18 * BACK,
+        "optimizer": updates * (UPDATE + SCHEDULE),
+        "callbacks": updates * HOOK,
+        "logging": 3 * COMPUTE,
+        "validation": 18 * (EVALUATE + HOOK + MOVE) + 3 * 12 * READ,
+        "saving": saves * SAVE,
+    }
+    assert record["updates"] == updates
+    assert int(record["seconds"]) == clock.now - begun - scheduled == sum(seconds(record).values())
+    assert sum(part["share"] for part in record["parts"].values()) == pytest.approx(1)
+    assert record["hooks"]["on_before_optimizer_step"] == updates * HOOK
+
+
+def test_the_check_before_the_training_is_a_validation(clock):
+    trainer_for(max_steps=1, num_sanity_val_steps=2, val_every="1 epoch").fit(
+        Module(clock), loader(clock), loader(clock)
+    )
+    # The batch ahead of the two is read as well as those.
+    assert seconds(written())["validation"] == 2 * (EVALUATE + MOVE) + 4 * READ
+
+
+def test_steps_of_manual_optimisation_are_told_apart(clock):
+    class Manual(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.clock.take(STEP)
+            self.manual_backward(SlowBack.apply(self.net(batch)).square().mean())
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trainer_for(max_epochs=1).fit(Manual(clock), loader(clock))
+    found = seconds(written())
+    assert found["forward"] == 6 * STEP
+    assert found["backward"] == 6 * BACK
+    assert found["optimizer"] == 6 * UPDATE
+
+
+def test_an_error_in_the_middle_still_shows_the_table(clock, capsys):
+    class Failing(Module):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                self.clock.take(STEP)
+                raise RuntimeError("the step failed")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match="the step failed"):
+        trainer_for(max_epochs=1).fit(Failing(clock), loader(clock))
+    record = written()
+    assert record["updates"] == 2
+    assert seconds(record)["forward"] == 3 * STEP
+    assert int(record["seconds"]) == sum(seconds(record).values())
+    assert "Where the time of fit went" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_evaluation_is_timed_by_the_batch(clock, stage, capsys):
+    getattr(trainer_for(), stage)(Module(clock), loader(clock))
+    record = written(stage)
+    assert seconds(record) == {
+        "data wait": 12 * READ,
+        "transfer": 6 * MOVE,
+        "forward": 6 * EVALUATE,
+    }
+    assert record["batches"] == 6
+    assert "ms per batch" in capsys.readouterr().out
+
+
+def test_a_second_fit_is_timed_by_itself(clock):
+    trainer = trainer_for(max_epochs=1)
+    module = Module(clock)
+    for _ in range(2):
+        trainer.fit(module, loader(clock))
+        assert seconds(written())["forward"] == 6 * STEP
+
+
+def test_updates_are_those_of_this_start(clock):
+    for epochs in (1, 3):
+        callbacks = [ModelCheckpoint(background=False)]
+        trainer = trainer_for(max_epochs=epochs, callbacks=callbacks)
+        trainer.fit(Module(clock), loader(clock), ckpt_path="auto")
+    assert trainer.global_step == 18
+    assert written()["updates"] == 12
+    assert seconds(written())["forward"] == 12 * STEP
+
+
+class Quiet(Module):
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+
+def on_a_rank():
+    clock = SlowBack.clock = Clock()  # by the host's clock here: the ranks are other processes
+    trainer = trainer_for(max_epochs=1)
+    trainer.fit(Quiet(clock), loader(clock))
+    return "rounds" in vars(trainer._fit.device_transfer), trainer.is_global_zero and written()[
+        "updates"
+    ]
+
+
+def test_on_two_processes_the_first_is_timed_and_tells(ranks2):
+    assert ranks2(on_a_rank) == [(True, 3), (False, False)]
+
+
+def test_time_of_other_threads_is_not_taken_for_the_run_s():
+    """A hook of the module on a thread of autograd must not change what the main thread is at."""
+    clock = Clock()
+    stopwatch = Stopwatch(HostLedger(clock))
+
+    def other():
+        with stopwatch.part("logging"):
+            clock.take(5)
+
+    with stopwatch.part("forward"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    stopwatch.stop()
+    assert stopwatch.ledger.seconds["forward"] == 5
+    assert "logging" not in stopwatch.ledger.seconds
+
+
+def test_nothing_is_charged_after_the_end():
+    clock = Clock()
+    stopwatch = Stopwatch(HostLedger(clock))
+    clock.take(3)
+    stopwatch.stop()
+    with stopwatch.part("saving"):
+        clock.take(4)
+    stopwatch.stop()
+    assert stopwatch.ledger.seconds == {"rest": 3}
+
+
+class FakeEvent:
+    """An event of a device that has done everything up to `done`; used ones are told by `uses`."""
+
+    done = 0
+
+    def __init__(self, time):
+        self.time, self.uses = time, 1
+
+    def query(self):
+        return self.time <= FakeEvent.done
+
+    def synchronize(self):
+        FakeEvent.waits += 1
+        FakeEvent.done = max(FakeEvent.done, self.time)
+
+    def elapsed_time(self, end):
+        assert self.query()
+        assert end.query()  # else CUDA raises
+        return 1000.0 * (end.time - self.time)
+
+
+def test_events_of_a_device_are_read_when_they_have_passed_and_used_again():
+    FakeEvent.done, FakeEvent.waits = 0, 0
+    clock, made = Clock(), []
+
+    def record(event):
+        if event is None:
+            made.append(event := FakeEvent(clock.now))
+        event.time = clock.now
+        return event
+
+    stopwatch = Stopwatch(DeviceLedger(record))
+    for _ in range(50):
+        for part, ticks in (("forward", 2), ("backward", 5), ("optimizer", 1)):
+            with stopwatch.part(part):
+                clock.take(ticks)
+        clock.take(1)
+        FakeEvent.done = clock.now - 20  # the device is behind
+    assert FakeEvent.waits == 0
+    assert len(made) < 30
+    stopwatch.stop()
+    assert FakeEvent.waits == 1
+    assert stopwatch.ledger.seconds == {
+        "forward": 100,
+        "backward": 250,
+        "optimizer": 50,
+        "rest": 50,
+    }
+
+
+def test_a_device_of_cuda_has_events_and_no_other():
+    assert isinstance(profiler.ledger_for(torch.device("cpu")), HostLedger)
+    assert isinstance(profiler.ledger_for(torch.device("mps")), HostLedger)
+
+
+# -- what is said ----------------------------------------------------------------------------------
+
+
+def report(num_workers=0, stage="fit", **parts):
+    parts = {name.replace("_", " "): value for name, value in parts.items()}
+    return Report(
+        stage=stage,
+        clock="the clock of the host",
+        unit="update" if stage == "fit" else "batch",
+        steps=10,
+        seconds=parts,
+        calls=dict.fromkeys(parts, 10),
+        hooks={"on_boundary": 1.0},
+        num_workers=num_workers,
+        validated=10,
+    )
+
+
+LIMIT = "spends 70 % of the time computing, which is its limit. It waits for data 30 %"
+ADVICE = [
+    ({"data_wait": 61, "forward": 39}, "waits for data 61 % of the time: raise num_workers"),
+    ({"data_wait": 61, "forward": 39}, "of the DataLoader (it is 0)"),
+    ({"transfer": 60, "forward": 40}, "60 % of the time: set pin_memory=True"),
+    ({"callbacks": 60, "forward": 40}, "most of it in on_boundary"),
+    ({"logging": 60, "forward": 40}, "larger log_every"),
+    ({"validation": 60, "forward": 40}, "larger val_every"),
+    ({"saving": 60, "forward": 40}, "give ModelCheckpoint a larger every"),
+    ({"rest": 60, "forward": 40}, "larger batches"),
+    ({"data_wait": 30, "forward": 25, "backward": 25, "optimizer": 20}, LIMIT),
+    ({"data_wait": 5, "forward": 95}, "95 % of the time computing, which is its limit: dynamo_b"),
+]
+
+
+@pytest.mark.parametrize(("parts", "said"), ADVICE)
+def test_the_bottleneck_is_named_with_what_to_do(parts, said):
+    assert said in report(**parts).bottleneck()
+
+
+def test_a_stream_without_workers_and_an_evaluation_have_words_of_their_own():
+    assert "num_workers" not in report(num_workers=None, data_wait=9).bottleneck()
+    assert report(stage="test", data_wait=9).bottleneck().startswith("The evaluation waits")
+    assert report().bottleneck() == "No time was measured."
+    nothing_done = replace(report(data_wait=9), steps=0)
+    assert nothing_done.bottleneck() == "No update was completed."
+
+
+@pytest.mark.parametrize(("stage", "unit"), [("fit", "update"), ("validate", "batch")])
+def test_of_a_few_updates_or_batches_nothing_is_concluded(stage, unit):
+    slow = report(stage=stage, data_wait=61, forward=39)
+    few = "updates" if unit == "update" else "batches"
+    assert "waits for data" in slow.bottleneck()
+    assert replace(slow, steps=9).bottleneck() == f"9 {few}: too few to tell what limits the run."
+    assert replace(slow, steps=1).bottleneck().startswith(f"1 {unit}: too few")
+    brief = replace(slow, seconds={"data wait": 0.9, "forward": 0.09})
+    assert brief.bottleneck() == "0.99 s: too short to tell what limits the run."
+
+
+def test_more_workers_are_advised_as_long_as_there_are_cores():
+    def advice(workers, **facts):
+        slow = replace(report(num_workers=workers, data_wait=61, forward=39), **facts)
+        return slow.bottleneck().partition("of the time: ")[2]
+
+    raised = "raise num_workers of the DataLoader"
+    less, once = "do less for each sample", "set persistent_workers=True if epochs are short"
+    waits = "if its workers wait for a disk or a network"
+    assert advice(0) == f"{raised} (it is 0), or {less}."
+    assert advice(1, restarts=True) == f"{raised} (it is 1) {waits}, or {once}, or {less}."
+    assert advice(1, most_workers=2, restarts=True) == f"{raised} (it is 1), or {once}, or {less}."
+    assert advice(2, most_workers=2) == f"{raised} (it is 2) {waits}, or {less}."
+
+
+def test_only_what_is_not_in_use_is_advised():
+    slow = report(forward=95, data_wait=5)
+    rest = "larger batches or a faster device would help."
+    assert slow.bottleneck().endswith(f"its limit: dynamo_backend='inductor', {rest}")
+    halved = replace(slow, may_halve=True).bottleneck()
+    assert f"mixed_precision='bf16', dynamo_backend='inductor', {rest}" in halved
+    compiled = replace(slow, compiles=True).bottleneck()
+    assert compiled.endswith(f"of the time computing and compiling, which is its limit: {rest}")
+
+
+def test_processes_that_wait_for_each_other_are_not_taken_to_compute():
+    parts = {"forward": 15, "backward": 75, "optimizer": 5, "data_wait": 5}
+    waits = replace(report(**parts), processes=2).bottleneck()
+    assert "75 % of the time in backward, most of it probably waiting" in waits
+    assert "SlowRankDetector" in waits
+    assert "95 % of the time computing" in report(**parts).bottleneck()  # alone it cannot wait
+    for others in (
+        {"forward": 30, "backward": 60},
+        {"forward": 5, "backward": 16, "optimizer": 74},
+    ):
+        computes = replace(report(**(parts | others)), processes=2)
+        assert "95 % of the time computing" in computes.bottleneck()
+
+
+class Plain(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def test_the_report_knows_how_the_run_was_set_up(monkeypatch):
+    reports = []
+    monkeypatch.setattr(Report, "text", lambda made: reports.append(made) or "")
+    settings = {"dynamo_backend": "eager", "mixed_precision": "bf16"}
+    for epochs, workers, options in ((2, 1, settings), (1, 1, {}), (2, 0, {})):
+        data = DataLoader(torch.zeros(4, 1), 2, num_workers=workers)
+        trainer_for(max_epochs=epochs, **options).fit(Plain(), data)
+    data = DataLoader(torch.zeros(4, 1), 2, num_workers=1, persistent_workers=True)
+    trainer_for(max_epochs=2).fit(Plain(), data)
+    assert [made.num_workers for made in reports] == [1, 1, 0, 1]
+    assert [made.restarts and made.num_workers > 0 for made in reports] == [True] + [False] * 3
+    assert [made.compiles for made in reports] == [True] + [False] * 3
+    assert {(made.processes, made.may_halve) for made in reports} == {(1, False)}  # on the CPU
+    assert {made.most_workers for made in reports} == {share_of_cores(1)}
+
+
+def test_validations_of_a_few_batches_get_no_advice():
+    slow = replace(report(validation=60, forward=40), validated=9)
+    messages = "The training is in validations 60 % of the time: 9 batches, too few to tell why."
+    assert slow.bottleneck() == messages
+    assert "1 batch, too few" in replace(slow, validated=1).bottleneck()
+    computes = replace(report(validation=30, data_wait=20, forward=50), validated=2)
+    assert "which is its limit. It waits for data 20 %" in computes.bottleneck()
+    assert "validations" not in computes.bottleneck()
+    assert "It is in validations 30 %" in replace(computes, validated=10).bottleneck()
+
+
+def test_batches_of_validations_are_counted_with_those_of_the_check_before_them(clock, capsys):
+    """2 batches of the check, and 2 of each epoch's validation; those take the most time by far."""
+
+    class Dear(Module):
+        def validation_step(self, batch, batch_idx):
+            self.clock.take(2**96)
+
+    trainer = trainer_for(max_epochs=2, num_sanity_val_steps=2, limit_val_batches=2)
+    trainer.fit(Dear(clock), loader(clock), loader(clock))
+    assert written()["updates"] == 12
+    messages = "The training is in validations 100 % of the time: 6 batches, too few to tell why."
+    assert written()["bottleneck"] == messages
+    assert messages in capsys.readouterr().out
+
+
+def test_the_table_has_the_mean_the_total_and_the_share():
+    lines = report(data_wait=6.1, forward=3.9).text().splitlines()
+    assert "10 updates in 10.000 s" in lines[0]
+    assert lines[1].split() == ["ms", "per", "update", "seconds", "share"]
+    assert lines[2].split() == ["data", "wait", "610.000", "6.100", "61.0", "%"]
+    assert lines[3].split() == ["forward", "390.000", "3.900", "39.0", "%"]
+    assert lines[4].split() == ["total", "1000.000", "10.000", "100.0", "%"]
+    assert "waits for data" in lines[5]
+
+
+# -- the argument ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("profile", ["advanced", "pytorch", True, 1, ""])
+def test_another_profile_is_refused_and_torch_s_is_named(profile):
+    with pytest.raises(ValueError, match=r"it must be 'simple'.*callbacks\.Profiler"):
+        Trainer(cpu=True, profile=profile)
+
+
+def test_the_argument_s_old_name_says_the_new_one():
+    with pytest.raises(TypeError, match="profile='simple'"):
+        Trainer(cpu=True, profiler="simple")
+
+
+def test_without_it_nothing_is_wrapped_or_written(clock, tmp_path, capsys):
+    seen = []
+
+    class Look(Callback):
+        def on_boundary(self, trainer, module):
+            run = trainer._run
+            owners = (run, run.device_transfer, run.engine, run.metrics, run.recorder, run.writer)
+            seen.extend(name for each in owners for name in vars(each) if name in timed)
+
+    timed = ("rounds", "transfer", "bare_step", "backward", "log", "flush", "wait")
+    trainer = trainer_for(max_steps=1, profile=None, callbacks=[Look()])
+    trainer.fit(Module(clock), loader(clock))
+    assert seen == []
+    trainer = trainer_for(max_steps=1, callbacks=[Look()])
+    trainer.fit(Module(clock), loader(clock))
+    assert set(seen) == set(timed)
+    assert capsys.readouterr().out.count("Where the time") == 1
+
+
+def test_a_trial_run_tells_and_writes_nothing(clock, tmp_path, capsys):
+    trainer_for(fast_dev_run=True).fit(Module(clock), loader(clock))
+    assert "Where the time of fit went" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_refuses_the_file_does_not_fail_the_run(clock, tmp_path, caplog):
+    (tmp_path / "run" / "profile-fit.json").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING):
+        trainer_for(max_steps=1).fit(Module(clock), loader(clock))
+    assert "profile-fit.json could not be written" in caplog.text

@@ -1,0 +1,280 @@
+"""Run one checkpoint save at a time, in the foreground or on a background thread.
+
+State parts: what one process contributes to a checkpoint, validated and encoded.
+
+A part is written at once or, in a background save, later. State dicts refer to tensors that
+training continues to change, so a background save first copies their values to host memory. That
+memory is reused by every save.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.checkpoint.save import Ranks
+from trainer.checkpoint.serialization import encode_tree, portable, write_tree
+from trainer.checkpoint.weights import WEIGHTS_NAME, separate_tied, write_weights
+from trainer.errors import CheckpointError
+
+Write = Callable[[Path], None]
+Encoded = tuple[
+    str, dict[str, Tensor]
+]  # the result of `trainer.checkpoint.serialization.encode_tree`
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """A state part: tensors and text of one process for a checkpoint.
+
+    Attributes:
+        tensors: Plain, contiguous tensors. Training may still change them in place.
+        write: Writes given tensors (these or copies of them) and the part's text into a folder.
+        text_size: The size of the text in bytes.
+    """
+
+    tensors: Mapping[str, Tensor]
+    write: Callable[[Mapping[str, Tensor], Path], None]
+    text_size: int = 0
+
+    @property
+    def size(self) -> int:
+        """The size on disk in bytes, without file headers."""
+        return self.text_size + sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def weights_part(state_dict: Mapping[str, object], name: str = WEIGHTS_NAME) -> StatePart:
+    """Return a module's weights as a state part; see `trainer.checkpoint.weights`.
+
+    Raises:
+        TypeError: A value cannot be saved.
+    """
+    tensors, tied = separate_tied(state_dict)
+    return StatePart(
+        {name: portable(tensor, f"The weight {name!r}") for name, tensor in tensors.items()},
+        lambda values, folder: write_weights(values, tied, folder / name),
+    )
+
+
+def tree_part(tree: object, stem: str) -> StatePart:
+    """Return nested state as a state part; see `trainer.checkpoint.serialization`.
+
+    Raises:
+        TypeError: The tree holds a value that cannot be saved; the message says where.
+    """
+    return encoded_part(*encode_tree(tree, stem), stem)
+
+
+def encoded_part(document: str, tensors: Mapping[str, Tensor], stem: str) -> StatePart:
+    """Return an already encoded tree as a state part, for example one from another process."""
+    return StatePart(
+        tensors,
+        lambda values, folder: write_tree(document, values, folder, stem),
+        len(document),
+    )
+
+
+def write_parts(parts: Sequence[StatePart]) -> Write:
+    """Return a function that writes the values that the tensors have when it is called."""
+
+    def write(folder: Path) -> None:
+        for part in parts:
+            part.write(part.tensors, folder)
+
+    return write
+
+
+class HostCopies:
+    """Host memory (pinned for CUDA and XPU) for the tensors of a save, reused by the next save.
+
+    It is reused because allocating and mapping new pages takes longer than the copy itself.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, str], Tensor] = {}
+
+    def hold(self, parts: Sequence[StatePart]) -> Write:
+        """Copy the tensors' current values; return a function that writes these copies.
+
+        The previous such function must have finished, because its memory is reused. Copies from a
+        device are only enqueued here. They run in stream order, so later kernels cannot change what
+        they read.
+        """
+        kept: dict[tuple[int, str], Tensor] = {}
+        for number, part in enumerate(parts):
+            for name, tensor in part.tensors.items():
+                kept[number, name] = self._copy(tensor, self._kept.get((number, name)))
+        self._kept = kept
+        arrivals = _events_of([tensor for part in parts for tensor in part.tensors.values()])
+        writers = [part.write for part in parts]  # keep no reference to the live tensors
+
+        def write(folder: Path) -> None:
+            for arrival in arrivals:
+                arrival.synchronize()
+            for number, write_one in enumerate(writers):
+                write_one({name: t for (part, name), t in kept.items() if part == number}, folder)
+
+        return write
+
+    @staticmethod
+    def _copy(tensor: Tensor, buffer: Tensor | None) -> Tensor:
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+            pin = _copies_by_itself(tensor.device)
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin)
+        return buffer.copy_(tensor, non_blocking=_copies_by_itself(tensor.device))
+
+
+def _copies_by_itself(device: torch.device) -> bool:
+    return device.type in ("cuda", "xpu")
+
+
+def _events_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """Record an event per device after the asynchronous copies that were just enqueued."""
+    events = []
+    for device in {tensor.device for tensor in tensors if _copies_by_itself(tensor.device)}:
+        event = torch.Event(device)
+        event.record()
+        events.append(event)
+    return events
+
+
+logger = logging.getLogger(__name__)
+
+
+class Writer:
+    """Runs checkpoint saves, in the foreground or in the background while training continues.
+
+    Its methods are called on all ranks. Between `open` and `close`, saves use their own process
+    group, so that their collectives do not mix with the collectives of training.
+
+    Args:
+        state: The processes.
+
+    Attributes:
+        group: The process group of saves; None for the default one, or with a single process.
+        copies: Host memory with the tensors of the save in flight; it can be reused after
+            :meth:`wait`.
+    """
+
+    def __init__(self, state: Ranks) -> None:
+        self._state = state
+        self._thread: threading.Thread | None = None
+        self._required = True
+        self._name: object = None
+        self._failed: set[object] = set()  # names whose latest save failed
+        self._error: CheckpointError | None = None
+        self._abandoned = False
+        self.group: dist.ProcessGroup | None = None
+        self.copies = HostCopies()
+
+    def open(self) -> None:
+        """Create the process group for saves; collective."""
+        if self._state.num_processes > 1:
+            self.group = dist.new_group(backend="gloo")
+
+    @property
+    def failed(self) -> bool:
+        """Whether a required save has failed and :meth:`wait` has not raised the error yet."""
+        return self._error is not None and self._required
+
+    def start(
+        self,
+        work: Callable[..., object],
+        *,
+        name: object = None,
+        required: bool = True,
+        background: bool = True,
+    ) -> None:
+        """Run a save, or start it in the background; :meth:`wait` reports its outcome.
+
+        Args:
+            work: Makes the save. It is called with ``group``, the process group for its
+                collectives.
+            name: An identifier of the save for :meth:`wait`.
+            required: A failure must end the run.
+            background: Run on a thread.
+
+        Raises:
+            RuntimeError: Another save is in flight.
+        """
+        if self._thread is not None:
+            raise RuntimeError("A save is in flight. Wait for it before starting the next one.")
+        self._required, self._error, self._name = required, None, name
+        self._failed.discard(name)
+        group = self.group
+
+        def run() -> None:
+            try:
+                if background:
+                    # A new thread's current device is 0. Waiting there for a copy from another
+                    # device would create a context on device 0, about 0.5 GB for each process.
+                    self._state.set_device()
+                work(group=group)
+            except Exception as error:  # noqa: BLE001 - kept for `wait`, which raises it
+                self._keep(error)
+
+        if not background:
+            run()
+            return
+        # A daemon thread, so that a second Ctrl-C ends the process even if a save hangs.
+        self._thread = threading.Thread(target=run, name="cadence-save", daemon=True)
+        self._thread.start()
+
+    def _keep(self, error: Exception) -> None:
+        if not isinstance(error, CheckpointError):
+            failed = CheckpointError(f"A background save failed: {error!r}.")
+            failed.__cause__ = error
+            error = failed
+        self._error = error
+
+    def wait(self, name: object = None) -> bool:
+        """Wait for the save in flight, if any.
+
+        Args:
+            name: The name of the save to report on, even if other saves followed it; None for the
+                latest.
+
+        Returns:
+            Whether the latest save of this name succeeded, also in later calls. The failure of a
+            save that is not required is logged.
+
+        Raises:
+            CheckpointError: A required save failed; raised on all processes.
+        """
+        if self._thread is not None and not self._abandoned:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            self._failed.add(self._name)
+            if self._required:
+                raise error
+            logger.warning("The run continues without this checkpoint. %s", error)
+        return (self._name if name is None else name) not in self._failed
+
+    def abandon(self) -> None:
+        """Forget the save in flight without waiting for it, because the process is about to end."""
+        if self._thread is not None and self._thread.is_alive():
+            logger.warning("A checkpoint was still being written; it is abandoned.")
+        self._abandoned = True
+
+    def close(self) -> None:
+        """Wait for the save in flight and destroy the group.
+
+        Raises:
+            CheckpointError: See :meth:`wait`.
+        """
+        try:
+            self.wait()
+        finally:
+            if self.group is not None and not self._abandoned:
+                dist.destroy_process_group(self.group)
+                self.group = None

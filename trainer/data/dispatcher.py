@@ -1,0 +1,287 @@
+"""The prepared loader that reads on rank 0 only and broadcasts each global batch."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from trainer.data.batch import (
+    completed,
+    concatenate,
+    length,
+    marked,
+    packed,
+    take,
+    unmarked,
+    unpacked,
+)
+from trainer.data.dataloader import Given, PreparedLoader
+from trainer.data.epoch_iterator import EpochIterator, ahead
+from trainer.data.iterable import Place
+from trainer.data.prefetch import InFlight
+from trainer.data.sampler import SAMPLES, BatchSharding
+from trainer.distributed.collectives import broadcast
+from trainer.distributed.objects import broadcast_object
+from trainer.tree import find_batch_size, to_device
+
+Slice = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A global batch, and how rank 0 splits it over the processes.
+
+    Attributes:
+        batch: All samples of the global batch, padding included; `marked` if there are several
+            processes. It is on the host, or an asynchronous copy to the device.
+        size: Samples per process; the highest ranks may get fewer.
+        real: Samples without the padding; None if unknown.
+        present: The number of processes that get any samples: ranks 0 to ``present - 1``.
+        place: The position of a stream after this global batch.
+    """
+
+    batch: Any
+    size: int
+    real: int | None
+    present: int
+    place: Place | None
+
+
+@dataclass(frozen=True)
+class Message:
+    """The description of a global batch that rank 0 broadcasts before its tensors.
+
+    Attributes:
+        skeleton: The batch without its tensors; see `trainer.data.batch.packed`.
+        size: See `Plan`.
+        real: See `Plan`.
+        present: See `Plan`.
+        following: The number of processes that get samples of the next global batch; 0 at the end.
+        error: The error as text, if reading failed on rank 0.
+    """
+
+    skeleton: Any = None
+    size: int = 0
+    real: int | None = None
+    present: int = 0
+    following: int = 0
+    error: str | None = None
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """A prepared loader that reads the data on rank 0 only and sends each process its part.
+
+    It is for datasets that only one process can or should read, mainly iterable datasets. For each
+    global batch, rank 0 reads one batch per process (with `split_batches`, one batch for all).
+    Batches may hold more than tensors: lists with one entry per sample are split like tensors, and
+    other values go to every process unchanged.
+
+    The last global batch may be short. With `even_batches` it is split evenly: samples of the first
+    global batch are added only until the size is divisible by the number of processes, so all last
+    batches have the same, smaller size. Without `even_batches`, the lowest ranks get full batches,
+    and ranks without samples end one batch earlier. In earlier global batches, samples that remain
+    after an even split go to the next global batch; none is lost or repeated.
+
+    If reading fails on rank 0, every process raises: rank 0 raises the error itself, the others
+    raise a ``RuntimeError`` with its text.
+
+    Args:
+        source: The user's loader.
+        slice_fn: Replaces the default splitting. It is called on every process as
+            ``slice_fn(batch, slice, process_index=…, num_processes=…)`` with the global batch and
+            the slice of this process's samples, and returns this process's batch.
+        **settings: See `PreparedLoader`.
+    """
+
+    def __init__(
+        self, source: DataLoader[Any], *, slice_fn: Slice | None = None, **settings: Any
+    ) -> None:
+        super().__init__(source, **settings)
+        self.slice_fn = slice_fn
+        self.settings["slice_fn"] = slice_fn
+
+    def _make_epoch_iterator(self, source: DataLoader[Any]) -> EpochIterator:
+        return EpochIterator(source, seed=self.settings["seed"], remember=True, rereads=True)
+
+    def _batches(self) -> Iterator[Given]:
+        plans = ahead(self._sent()) if self.rank == 0 else iter(())
+        following = self.world_size
+        while following:
+            message, batch = self._exchange(plans)
+            if self.rank < message.present:
+                last = self.rank >= message.following
+                over = not message.following
+                yield self._own(batch, message.size), last, over, message.real, None
+            following = message.following
+
+    def _own(self, batch: Any, size: int) -> Any:
+        start, stop = self.rank * size, (self.rank + 1) * size
+        if self.slice_fn is not None:
+            return self.slice_fn(
+                unmarked(batch),
+                slice(start, stop),
+                process_index=self.rank,
+                num_processes=self.world_size,
+            )
+        return batch if self.world_size == 1 else unmarked(take(batch, start, stop))
+
+    # -- sending from rank 0 to the others -----------------------------------------------------
+
+    def _exchange(self, plans: Iterator[tuple[Plan, Plan | None]]) -> tuple[Message, Any]:
+        """Broadcast the next global batch from rank 0; a collective call.
+
+        Raises:
+            RuntimeError: On the other ranks, if reading failed on rank 0. Rank 0 raises the
+                original error.
+        """
+        if self.rank != 0:
+            message: Message = pickle.loads(broadcast_object(b""))  # noqa: S301 - from rank 0
+            if message.error is not None:
+                raise RuntimeError(f"Reading the data failed on rank 0: {message.error}")
+            batch, tensors = unpacked(message.skeleton, self.device)
+            broadcast(tensors)
+            return message, batch
+        try:
+            message, batch, tensors, sent = self._next(plans)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            broadcast_object(pickle.dumps(Message(error=text)))
+            raise
+        broadcast_object(sent)
+        broadcast(tensors)
+        return message, batch
+
+    def _next(self, plans: Iterator[tuple[Plan, Plan | None]]) -> tuple[Message, Any, Any, bytes]:
+        """Return the next global batch on rank 0, and the data to broadcast.
+
+        Returns:
+            The message, the batch, the batch's tensors, and the pickled message.
+        """
+        plan, following = next(plans, (None, None))
+        if plan is None:
+            return Message(), None, [], pickle.dumps(Message())
+        if plan.place is not None:
+            self.epoch_iterator.used(plan.place, last=following is None)
+        batch = plan.batch
+        if isinstance(batch, InFlight):
+            batch = batch.arrive()
+        elif self.device is not None:
+            batch = to_device(batch, self.device, non_blocking=self.non_blocking)
+        skeleton, tensors = packed(batch) if self.world_size > 1 else (None, [])
+        message = Message(
+            skeleton=skeleton,
+            size=plan.size,
+            real=plan.real,
+            present=plan.present,
+            following=0 if following is None else following.present,
+        )
+        return (
+            message,
+            batch,
+            tensors,
+            pickle.dumps(message),
+        )  # pickled here, where the caller sends errors to the other ranks
+
+    # -- reading on rank 0 ---------------------------------------------------------------------
+
+    def _sent(self) -> Iterator[Plan]:
+        """Yield the global batches of a pass, copied ahead of use if the device has streams."""
+        streams = self._streams
+        transfer = self._transfer(streams)
+        if streams is None or transfer is None:
+            return self._plans()
+        return (replace(plan, batch=transfer(plan.batch)) for plan in self._plans())
+
+    def _plans(self) -> Iterator[Plan]:
+        """Yield the global batches of a pass, without the skipped ones."""
+        indexed = self._skips_by_index
+        self.epoch_iterator.start_round = self.first_round * self._per_round if indexed else 0
+        return islice(self._all_plans(), 0 if indexed else self.first_round, None)
+
+    def _all_plans(self) -> Iterator[Plan]:
+        # `held` has the samples that were left over by the even split of the previous global batch;
+        # `first` is the first global batch, which pads the last one.
+        first = held = None
+        for (group, place), following in ahead(self._groups(self.epoch_iterator)):
+            if self.world_size == 1:
+                yield Plan(group[0], 0, find_batch_size(group[0]), 1, place)
+                continue
+            batch = concatenate(group if held is None else [held, *group])
+            first, held = batch if first is None else first, None
+            total = length(batch)
+            size, rest = divmod(total, self.world_size)
+            if following is None:
+                yield self._last_plan(batch, first, place)
+            else:
+                if rest:
+                    held = take(batch, total - rest, total)
+                    batch = take(batch, 0, total - rest)
+                if size:
+                    yield Plan(batch, size, total - rest, self.world_size, place)
+
+    def _last_plan(self, batch: Any, first: Any, place: Place | None) -> Plan:
+        total = length(batch)
+        size = -(-total // self.world_size)
+        if self.even_batches:
+            if size * self.world_size > total:
+                first = self._beginning() if self.epoch_iterator.start_round else first
+                batch = completed(batch, first, size * self.world_size)
+            return Plan(batch, size, total, self.world_size, place)
+        size = max(size, (self.total_batch_size or 0) // self.world_size)
+        return Plan(batch, size, total, -(-total // size), place)
+
+    def _groups(self, epoch_iterator: EpochIterator) -> Iterator[tuple[list[Any], Place | None]]:
+        """Yield the loader's batches of each global batch, and the stream position after them."""
+        global_batches = epoch_iterator.read()
+        while group := list(islice(global_batches, self._per_round)):
+            if len(group) < self._per_round and self._drops_last:
+                return
+            batches = [each.batch for each in group]
+            place = group[-1].place
+            yield batches if self.world_size == 1 else [*map(marked, batches)], place
+
+    def _beginning(self) -> Any:
+        """Read the samples of the first global batch, which this pass has skipped, for padding."""
+        epoch_iterator = self._make_epoch_iterator(self.source)
+        epoch_iterator.resume_length(self.epoch_iterator.epoch, self.epoch_iterator.length)
+        epoch_iterator.set_epoch(self.epoch_iterator.epoch)
+        epoch_iterator.limit = self._per_round
+        return concatenate(next(self._groups(epoch_iterator))[0])
+
+    @property
+    def _skips_by_index(self) -> bool:
+        """Whether batches can be skipped by index, without reading data (a map-style dataset)."""
+        return (
+            self.epoch_iterator.sampler is not None
+            and type(self.source.batch_sampler) is BatchSampler
+        )
+
+    def __len__(self) -> int:
+        """Return the number of batches of this process in a pass.
+
+        The number is exact with `even_batches`, or if all batches before the last have one size.
+        Otherwise it may be off by one: samples that remain after the split of earlier global
+        batches decide which processes get a last batch, and are known only after reading.
+
+        Raises:
+            TypeError: The loader reads a stream that has no length.
+        """
+        total = self.epoch_iterator.num_batches
+        if total is None:
+            raise TypeError("The loader reads a stream that has no length.")
+        sharding = BatchSharding(
+            kind=SAMPLES,
+            batch_size=self.total_batch_size,
+            world_size=self.world_size,
+            even=self.even_batches,
+            split=self.split_batches,
+            drop_last=self._drops_last,
+        )
+        samples = self.epoch_iterator.num_samples if self.split_batches else None
+        own = sharding.own_batches(total, samples, rank=self.rank)
+        return max(0, own - self.skip_batches)

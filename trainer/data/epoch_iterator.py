@@ -1,0 +1,619 @@
+"""Iterating over an epoch: sharded over the processes, and read one batch ahead.
+
+An epoch is a sequence of global batches. Each process has one batch of a global batch, or none if
+too few are left.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    default_collate,
+)
+
+from trainer.data.iterable import Place, Stream, check_same_stream, knows_where_it_is
+from trainer.data.sampler import SAMPLES, BatchSharding, EpochLength, RankShard, ShardedSampler
+from trainer.data.seeding import (
+    Found,
+    equal,
+    generators_in,
+    isolated_generators,
+    of_samplers,
+    seed_all,
+    set_epoch_of,
+)
+from trainer.data.workers import (
+    SignalSafeLoader,
+    batches_of,
+    end_workers,
+    loader_kwargs,
+    reads_as_torchs,
+    warn_workers_end,
+)
+from trainer.rng import mix
+from trainer.tree import count_samples
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class GlobalBatch:
+    """One global batch, as this process sees it.
+
+    Attributes:
+        present: Whether this process has a batch.
+        batch: This process's batch, on the device; None if it has none.
+        samples: The number of samples in this process's batch.
+        global_samples: The number of samples in the global batch; None if only a reduction over the
+            processes could tell.
+        real_samples: The number of samples in the global batch without padding; None if unknown.
+        batches: The number of processes with a batch.
+        last: Whether this is the last global batch of the epoch.
+        ended: Whether this process should have a batch, but its dataset has ended the epoch early
+            by raising ``StopIteration``.
+        place: The position of a stream after this global batch; None for a map-style dataset.
+        real_batches: See `RankShard`; None for a stream, where `real_samples` is known.
+    """
+
+    present: bool
+    batch: Any
+    samples: int
+    global_samples: int | None
+    real_samples: int | None
+    batches: int
+    last: bool = False
+    ended: bool = False
+    place: Place | None = None
+    real_batches: int | None = None
+
+
+def absent_batches(
+    shares: Sequence[RankShard], left: int | None
+) -> Generator[GlobalBatch, None, None]:
+    """Yield the global batches after this process's last batch, in which it has no batch.
+
+    There is at most one, unless this process's dataset has ended the epoch early. Then there are as
+    many as the other processes still have, because they would otherwise wait for this process.
+
+    Args:
+        shares: This rank's shards of the global batches that were requested but not read; workers
+            prefetch, so there may be several.
+        left: The number of global batches left in the epoch; None if unknown.
+    """
+    ended = any(share.present for share in shares)
+    absent = list(shares)
+    if ended and left is not None:
+        absent += [shares[-1]] * (left - len(shares))
+    for share in absent:
+        known = share.global_samples, share.real_samples, share.batches
+        yield GlobalBatch(False, None, 0, *known, ended=ended)
+
+
+def own_global_batch(batch: Any, share: RankShard, fetched: Any) -> GlobalBatch:
+    """Return the `GlobalBatch` of a global batch in which this process has a batch.
+
+    Args:
+        batch: The batch on the device.
+        share: The sizes that the sampler knows for this global batch.
+        fetched: The batch as the loader yielded it.
+    """
+    samples = share.samples
+    if samples is None:
+        samples = _samples_in(fetched, share.indices)
+    known = share.global_samples, share.real_samples, share.batches
+    return GlobalBatch(True, batch, samples, *known, real_batches=share.real_batches)
+
+
+def _samples_in(batch: Any, indices: int) -> int:
+    """Count the samples in a batch from a user's ``collate_fn``.
+
+    There are fewer samples than indices if the ``collate_fn`` dropped some. A first dimension that
+    is larger than the number of indices does not count samples (concatenated graphs, for example).
+
+    Args:
+        batch: The batch.
+        indices: The number of indices it was fetched for; 0 for a ready-made batch.
+    """
+    found = count_samples(batch)
+    if not indices:  # a ready-made batch
+        return 1 if found is None else found
+    return indices if found is None else min(found, indices)
+
+
+def ahead(items: Iterable[T]) -> Generator[tuple[T, T | None], None, None]:
+    """Yield each item together with the next one, which is None after the last item.
+
+    If prefetching the next item raises an error, the current item is yielded first, with itself as
+    the next one, so that it does not look like the last.
+    """
+    iterator = iter(items)
+    current = next(iterator, None)
+    while current is not None:
+        try:
+            following = next(iterator, None)
+        except Exception:
+            yield current, current
+            raise
+        yield current, following
+        current = following
+
+
+logger = logging.getLogger(__name__)
+
+Transfer = Callable[[Any], Any]
+
+
+def _check_length(source: DataLoader[Any]) -> None:
+    """Raise a TypeError if a map-style dataset has no ``__len__``.
+
+    torch's sampler would raise too, but in the middle of the run and without a fix.
+    """
+    dataset, batches = source.dataset, source.batch_sampler
+    # With a custom batch_sampler, a DataLoader also has a SequentialSampler, which is unused.
+    reads_in_order = isinstance(source.sampler, SequentialSampler) and (
+        batches is None or type(batches) is BatchSampler
+    )
+    if reads_in_order and not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"The dataset {type(dataset).__name__} has no __len__, so it is unknown how many "
+            "samples an epoch has. Define __len__, or make it an IterableDataset."
+        )
+
+
+class EpochIterator:
+    """Epoch iterator: yields a loader's global batches, sharded over the processes.
+
+    A loader of a map-style dataset is rebuilt around a `ShardedSampler`. A stream (a loader of an
+    ``IterableDataset``, or any iterable of batches) is read in full by every process, and each
+    process keeps its own batches. This is exact for streams of any length, but N processes read
+    all data N times.
+
+    Args:
+        source: A ``DataLoader`` or an iterable of batches.
+        rank: The rank of this process.
+        world_size: The number of processes.
+        seed: The run's seed. The order of samples is a function of the seed and the epoch.
+        place: A number that identifies the loader in the run. It is mixed into the seed, so that
+            each loader has its own random numbers; 0 is the training loader.
+        shuffle: See `ShardedSampler`.
+        even: See `BatchSharding`.
+        split: See `BatchSharding`.
+        drop_last: See `BatchSharding`.
+        remember: The caller saves `position`. A stream with a ``state_dict`` is then read together
+            with its state; see `trainer.data.iterable`.
+        rereads: The caller may restart a pass of a stream from its beginning after reading part of
+            it.
+
+    Attributes:
+        limit: The number of batches, over all processes, after which an epoch ends; a float is a
+            fraction of all batches, and None means no limit.
+        limited_by: The user's argument that sets `limit`, for messages.
+        length: The amount of data when the latest pass began; it holds for that whole pass.
+        resumed: The epoch to resume, and its amount of data; see `resume_length`.
+        batches_read: The number of processes with a batch in the global batch being read.
+
+    Raises:
+        TypeError: The source cannot be iterated, or its map-style dataset has no ``__len__``.
+        ValueError: The source is sharded already.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        place: int = 0,
+        shuffle: bool = True,
+        even: bool = False,
+        split: bool = False,
+        drop_last: bool = False,
+        remember: bool = False,
+        rereads: bool = False,
+    ) -> None:
+        if not isinstance(source, Iterable):
+            wrap = " Wrap it: DataLoader(dataset, batch_size=32)." * isinstance(source, Dataset)
+            if hasattr(source, "train_dataloader"):  # a data module of Lightning, for example
+                wrap = " To hold several loaders, derive its class from trainer.DataModule."
+            raise TypeError(
+                f"A loader is {source!r} of type {type(source).__name__}; it must be a DataLoader "
+                f"or another iterable of batches.{wrap}"
+            )
+        self._source: Any = source
+        self._shuffle = shuffle
+        self._place, seed = place, mix(seed, place) if place else seed
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.epoch = 0
+        self.start_round = 0  # global batches to skip, with the current number of processes
+        self.start_batch = 0  # loader batches to skip before sharding, with any number of processes
+        self._mark: int | None = None
+        self._even, self.split, self.drop_last = even, split, drop_last
+        self.limited_by = ""
+        self.batches_read = world_size
+        self.sampler: ShardedSampler | None = None
+        self.loader: Any = source
+        self.limit: int | float | None = None
+        self.resumed: tuple[int, EpochLength] | None = None
+        self.length = EpochLength()
+        self._generator = torch.Generator()
+        if getattr(source, "_is_accelerate_prepared", False) and world_size > 1:
+            raise ValueError(
+                "The loader was prepared by an Accelerator and is sharded already; pass the one "
+                "that was given to prepare()."
+            )
+        # A DataLoader subclass that overrides iteration is read as a stream.
+        if isinstance(source, DataLoader) and reads_as_torchs(type(source)):
+            streams = isinstance(source.dataset, IterableDataset)
+            if not streams:
+                _check_length(source)
+                self.sampler = ShardedSampler(
+                    source.sampler if source.batch_sampler is None else source.batch_sampler,
+                    keys=source.batch_sampler is None,
+                    rank=rank,
+                    world_size=world_size,
+                    seed=seed,
+                    shuffle=shuffle,
+                    even=even,
+                    split=split,
+                    drop_last=drop_last,
+                    counts=source.collate_fn is default_collate,
+                )
+            elif source.persistent_workers:
+                warn_workers_end(type(source.dataset).__name__)
+            self.loader = SignalSafeLoader(**loader_kwargs(source, self.sampler, self._generator))
+        self._stream: Stream | None = None
+        if self.sampler is None:
+            self._stream = Stream(
+                source,
+                self.loader,
+                self._generator,
+                set_epoch=self.set_epoch,
+                remember=remember,
+                rereads=rereads,
+                shown=rank == 0,
+            )
+        self._equal_generators = equal(self.users_generators)
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset, unwrapped; None if the source has none."""
+        return getattr(self._source, "dataset", None)
+
+    @property
+    def reads_once(self) -> bool:
+        """Whether the source is a one-shot iterator, such as a generator.
+
+        Iterators of user classes do not count: they may restart when iterated again.
+        """
+        kind = type(self._source)
+        known = kind.__module__ in ("builtins", "itertools", "torch.utils.data.dataloader")
+        return issubclass(kind, Generator) or (known and issubclass(kind, Iterator))
+
+    @property
+    def even(self) -> bool:
+        """Whether every process gets the same number of full batches; see `BatchSharding`."""
+        return self._even
+
+    @even.setter
+    def even(self, even: bool) -> None:
+        self._even = even
+        if self.sampler is not None:
+            self.sampler.even = even
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches in the epoch, over all processes; None if unknown until read."""
+        limits = [each for each in (self.length_now.batches, self._most) if each is not None]
+        return min(limits, default=None)
+
+    @property
+    def length_now(self) -> EpochLength:
+        """The amount of data in the epoch: the saved one for a resumed epoch, else the current."""
+        if self._resumed_length != EpochLength():
+            return self._resumed_length
+        if self.sampler is not None:
+            return self.sampler.length
+        return EpochLength(None, self.num_all_batches)
+
+    def resume_length(self, epoch: int, length: EpochLength | None) -> None:
+        """Set the amount of data with which an epoch began, for a resume inside it.
+
+        The dataset may have grown or shrunk since.
+
+        Args:
+            epoch: The epoch to resume.
+            length: Its amount of data; None uses the current amount.
+        """
+        self.resumed = None if length is None else (epoch, length)
+        if self.sampler is not None:
+            self.sampler.take_length(self._resumed_length.samples)
+
+    @property
+    def _resumed_length(self) -> EpochLength:
+        epoch, length = self.resumed or (None, EpochLength())
+        return length if epoch == self.epoch else EpochLength()
+
+    @property
+    def _most(self) -> int | None:
+        """The limit as a number of batches; None if there is no limit."""
+        if not isinstance(self.limit, float):
+            return self.limit
+        total = self.length_now.batches
+        assert total is not None  # `apply_limit` refuses a fraction of an unknown number
+        return math.floor(round(total * self.limit, 6))  # in floats, 100 * 0.29 is below 29
+
+    @property
+    def num_all_batches(self) -> int | None:
+        """The number of batches in the epoch without a limit; None if unknown."""
+        source: Any = self.loader if self.sampler is None else self.sampler.batch_sampler
+        try:
+            return len(source)
+        except (TypeError, NotImplementedError, ValueError, RuntimeError):
+            return None  # different loaders raise different errors if they have no length
+
+    @property
+    def num_samples(self) -> int | None:
+        """The number of samples in the epoch without a limit; None if unknown."""
+        known = None if self.sampler is None else self.sampler.num_samples
+        if known is None and hasattr(self.dataset, "__len__"):
+            known = len(self.dataset)
+        return known
+
+    @property
+    def num_global_batches(self) -> int | None:
+        """The number of global batches in the epoch; None if unknown until read."""
+        total = self.num_batches
+        return None if total is None else -(-total // self.world_size)
+
+    @property
+    def num_own_batches(self) -> int | None:
+        """The number of batches of this process in the epoch; None if unknown until read."""
+        total = self.num_batches
+        if total is None:
+            return None
+        if self.sampler is not None:
+            return self.sampler.own_batches(total)
+        samples = self.num_samples if self.split else None
+        return self._sharding().own_batches(total, samples, rank=self.rank)
+
+    def _sharding(self) -> BatchSharding:
+        return BatchSharding(
+            kind=SAMPLES,
+            batch_size=getattr(self.loader, "batch_size", None),
+            world_size=self.world_size,
+            even=self.even,
+            split=self.split,
+            drop_last=self.drop_last,
+        )
+
+    @contextmanager
+    def isolated(self, epoch: int) -> Iterator[None]:
+        """Set the epoch inside the block, then restore the user's generators.
+
+        Another pass may be using these generators.
+        """
+        with isolated_generators(self.users_generators):
+            self.set_epoch(epoch)
+            yield
+
+    @property
+    def users_generators(self) -> Found:
+        """The user's generators that are seeded once per epoch.
+
+        Generators of a map-style dataset are not among them: they are seeded for each batch.
+        """
+        if self.sampler is not None or knows_where_it_is(self._source):
+            return of_samplers(self._source)
+        return generators_in(loader=self._source)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that is read next, and seed the order and the user's generators for it."""
+        self.epoch = epoch
+        self._generator.manual_seed(mix(self.seed, epoch, 1))
+        # Otherwise the order would depend on the generators' states, which no checkpoint holds.
+        seed_all(self.users_generators, mix(self.seed, epoch, 3), self._equal_generators)
+        if self.sampler is not None:
+            self.sampler.take_length(self._resumed_length.samples)
+            self.sampler.set_epoch(epoch)
+        if hasattr(self.loader, "set_epoch"):
+            self.loader.set_epoch(epoch)
+        set_epoch_of(getattr(self.loader, "dataset", None), self.seed, epoch)
+
+    def position(self) -> dict[str, Any] | None:
+        """Return the position in a stream after the global batches used so far, for a checkpoint.
+
+        The position is the same on all processes. It is None for a map-style dataset, where the
+        number of batches is enough to resume.
+        """
+        return None if self._stream is None else self._stream.position()
+
+    def resume_at(self, position: dict[str, Any] | None) -> None:
+        """Start the next pass at a position that `position` returned.
+
+        `start_batch` must be the number of batches before that position. If the position cannot be
+        used, the stream is read from its beginning and that many batches are discarded.
+
+        Args:
+            position: The saved position, or None.
+
+        Raises:
+            CheckpointError: The position is inside an epoch that a different number of workers
+                read.
+        """
+        if self._stream is not None:
+            self._stream.resume_at(position)
+
+    @property
+    def mark(self) -> int | None:
+        """A checksum of the current pass's order of samples; None if there is none.
+
+        Set it to the saved value before resuming inside an epoch: a different order then gives a
+        warning.
+        """
+        rest = None if self.sampler is None else self.sampler.rest
+        return self._mark if rest is None else rest.mark
+
+    @mark.setter
+    def mark(self, mark: int | None) -> None:
+        self._mark = mark
+
+    def _warn_of_changed_order(self) -> None:
+        """Warn if the checksum of the order does not match the `mark` that was set."""
+        before, self._mark = self._mark, None
+        if self.rank > 0 or not self.start_batch or before in (None, self.mark):
+            return
+        batches = self._source.batch_sampler
+        plain = batches is None or type(batches) is BatchSampler
+        logger.warning(
+            "The order of epoch %d differs from before the resume: some samples will be read twice "
+            "in it, and others not at all. If the loader is unchanged, its %s keeps state between "
+            "epochs, such as a list that it shuffles again: let each epoch's order depend on the "
+            "global generators, or on set_epoch.",
+            self.epoch,
+            type(self._source.sampler if plain else batches).__name__,
+        )
+
+    def close(self) -> None:
+        """Shut down persistent workers."""
+        if isinstance(self.loader, DataLoader):
+            self.loader._iterator = None
+
+    def _end_workers_of(self, batches: Iterator[Any]) -> None:
+        """Shut down an iterator's workers immediately, without waiting for garbage collection.
+
+        An error keeps the iterator alive until the garbage collector runs. The collector may free
+        the queues that torch uses for the shutdown first; the workers would then stay alive until
+        this process exits.
+        """
+        if hasattr(batches, "_shutdown_workers"):
+            end_workers([batches])
+            self.close()
+
+    def another(self) -> EpochIterator:
+        """Return a second, independent epoch iterator over the same data with the same limit.
+
+        It works only for map-style datasets, because the position of a stream is part of its state.
+        """
+        twin = EpochIterator(
+            self._source,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=self.seed,
+            shuffle=self._shuffle,
+            even=self.even,
+            split=self.split,
+            drop_last=self.drop_last,
+        )
+        twin.limit = self.limit
+        return twin
+
+    def reseed(self, seed: int) -> None:
+        """Use the seed of the run that is resumed."""
+        self.seed = seed = mix(seed, self._place) if self._place else seed
+        if self.sampler is not None:
+            self.sampler.reseed(seed)
+
+    def global_batches(
+        self, transfer: Transfer | None = None
+    ) -> Generator[GlobalBatch, None, None]:
+        """Yield the epoch's global batches, each with `GlobalBatch.last` set; prefetches one batch.
+
+        Args:
+            transfer: Moves a batch to the device; called one batch ahead of its use.
+        """
+        for current, following in ahead(self.read(transfer)):
+            current.last = following is None
+            if current.place is not None:
+                self.used(current.place, last=current.last)
+            yield current
+
+    def used(self, place: Place, *, last: bool) -> None:
+        """Record that the run has used a stream's batches up to a position; see `Stream.used`."""
+        if self._stream is not None:
+            self._stream.used(place, last=last)
+
+    def share_stream(self, other: EpochIterator) -> None:
+        """Use the stream of another epoch iterator of the same loader, at its current position."""
+        self._stream, self._generator, self.loader = other._stream, other._generator, other.loader
+
+    def read(self, transfer: Transfer | None = None) -> Iterator[GlobalBatch]:
+        """Yield the epoch's global batches without prefetching: `GlobalBatch.last` is not set."""
+        self.length = self.length_now
+        if self.sampler is None:
+            yield from self._read_stream(transfer)
+            return
+        self.sampler.start_round, self.sampler.start_batch = self.start_round, self.start_batch
+        self.sampler.limit, total = self._most, self.num_batches
+        shares = self.sampler.shares = deque()  # one deque per pass: two passes may overlap
+        batches = iter(batches_of(self.loader))
+        read = 0
+        try:
+            for batch in batches:
+                read += 1
+                if self._mark is not None:
+                    self._warn_of_changed_order()
+                share = shares.popleft()
+                self.batches_read = share.batches
+                moved = batch if transfer is None else transfer(batch)
+                yield own_global_batch(moved, share, batch)
+        except (Exception, KeyboardInterrupt):
+            self._end_workers_of(batches)
+            raise
+        if not getattr(self.loader, "persistent_workers", False):
+            self._end_workers_of(batches)  # a dataset may have ended the epoch by StopIteration
+        if self.world_size > 1:
+            yield from absent_batches(shares, self._remaining_batches(total, read))
+        elif shares:
+            logger.warning(
+                "The dataset (%s) ended epoch %d by StopIteration after %d of %s batches. If that "
+                "is not intended, make its __len__ return the number of samples.",
+                type(self._source.dataset).__name__,
+                self.epoch,
+                read,
+                "an unknown number of" if total is None else total,
+            )
+
+    def _remaining_batches(self, total: int | None, read: int) -> int | None:
+        """Return how many global batches are left after `read` of them; None if unknown."""
+        if total is None:
+            return None
+        batches, rest = divmod(total - self.start_batch, 1 if self.split else self.world_size)
+        return batches + (rest > 0 and not self.drop_last) - self.start_round - read
+
+    def _read_stream(self, transfer: Transfer | None) -> Iterator[GlobalBatch]:
+        assert self._stream is not None
+        skip, rounds_again = self.start_batch, self.start_round
+        batches_again = self.start_round * (1 if self.split else self.world_size)
+        if not self.even:  # with `even`, the first global batch is read to pad the last one
+            skip, rounds_again = skip + batches_again, 0
+        elif rounds_again and self.rank == 0:
+            self._stream.warn_of_replay(batches_again)
+        stream = self._stream.read(self.seed, self.epoch, skip=skip, limit=self._most)
+        if self.world_size > 1:
+            stream = check_same_stream(stream)
+        global_batches = self._sharding().global_batches(stream)
+        for batches, real, place in islice(global_batches, rounds_again, None):
+            sizes = [SAMPLES.count(batch) for batch in batches]
+            known = sum(sizes), real, len(batches)
+            self.batches_read = len(batches)
+            if self.rank < len(batches):
+                batch = batches[self.rank]
+                batch = batch if transfer is None else transfer(batch)
+                yield GlobalBatch(True, batch, sizes[self.rank], *known, place=place)
+            else:
+                yield GlobalBatch(False, None, 0, *known, place=place)

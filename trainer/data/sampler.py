@@ -1,0 +1,631 @@
+"""Samplers: which batches an epoch has, in which order, and which process gets each one.
+
+An epoch is one global list of batches, a pure function of the seed and the epoch number. The list
+is sharded in global batches; see `trainer.data.sampler`. Every process iterates over the indices of
+all processes, without reading data. So each process knows the batch sizes of the others without
+communication.
+
+Batch sharding: group an epoch's batches into global batches, one batch per process.
+
+At the end of the data some processes may have no batch in the last global batch. There are two ways
+to shard over N processes:
+
+- Whole batches (the default): global batch *r* holds batches *rN … rN + N - 1* of the loader, and
+  process *i* gets batch *rN + i*.
+- ``split``: each batch of the loader is a global batch, split into N parts.
+
+The same code shards lists of sample indices and batches of data: `INDICES` and `SAMPLES` have the
+operations to count, split and concatenate each kind.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from trainer.data.batch import completed, concatenate, length, marked, samples_in, take, unmarked
+from trainer.rng import isolated_rng, mix, seeded_iteration
+from trainer.tree import count_samples
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Operations on one kind of batch: lists of indices, or batches of data.
+
+    Attributes:
+        count: Returns the number of samples in a batch; 1 if unknown.
+        length: Returns the number of samples in a batch that is to be split.
+        take: Slices a batch: ``take(batch, start, stop)``.
+        joined: Concatenates batches; returns None if they cannot be concatenated.
+        completed: Pads a batch: ``completed(batch, beginning, samples)`` repeats the samples of
+            `beginning` until the batch has `samples` samples.
+    """
+
+    count: Callable[[Any], int]
+    length: Callable[[Any], int]
+    take: Callable[[Any, int, int], Any]
+    joined: Callable[[Sequence[Any]], Any | None]
+    completed: Callable[[Any, Any, int], Any]
+
+
+def _indices(batch: Any) -> list[Any]:
+    """Return a batch's indices as a list; the batch may be a single index (``batch_size=None``)."""
+    return batch if isinstance(batch, list) else [batch]
+
+
+INDICES = Kind(
+    count=lambda batch: len(batch) if isinstance(batch, list) else 1,
+    length=len,
+    take=lambda batch, start, stop: batch[start:stop],
+    joined=lambda batches: list(chain.from_iterable(map(_indices, batches))),
+    completed=lambda batch, beginning, samples: list(
+        islice(chain(batch, cycle(beginning)), samples)
+    ),
+)
+
+
+def _count(batch: Any) -> int:
+    samples = count_samples(batch)
+    return 1 if samples is None else samples
+
+
+SAMPLES = Kind(  # trees whose tensors have one row per sample
+    count=_count,
+    length=length,
+    take=lambda batch, start, stop: unmarked(take(batch, start, stop)),
+    joined=lambda batches: (
+        None if None in map(samples_in, batches) else concatenate([*map(marked, batches)])
+    ),
+    completed=completed,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSharding:
+    """How batches are sharded over the processes.
+
+    Args:
+        kind: `INDICES` or `SAMPLES`.
+        batch_size: Samples in a full batch of the loader; None if batches have no fixed size.
+        world_size: The number of processes.
+        even: Pad the last global batch with samples from the beginning of the epoch, so that every
+            process has the same number of full batches.
+        split: Split each batch into one part per process. The default gives each process whole
+            batches.
+        drop_last: Drop the last global batch if not every process has a batch in it.
+    """
+
+    kind: Kind
+    batch_size: int | None
+    world_size: int
+    even: bool = False
+    split: bool = False
+    drop_last: bool = False
+
+    def global_batches(
+        self, batches: Iterator[tuple[Any, P]]
+    ) -> Iterator[tuple[list[Any], int, P]]:
+        """Group batches into global batches.
+
+        Args:
+            batches: Batches, each with the data position after it.
+
+        Yields:
+            The batches of each global batch in the order of ranks, its number of samples without
+            the padding, and the data position after it.
+        """
+        sharded = self._sharded(batches)
+        beginning: list[Any] = []  # the batches of the first global batch
+        found = next(sharded, None)
+        while found is not None:
+            parts, place = found
+            if self.drop_last and len(parts) < self.world_size:
+                return
+            real, following = sum(map(self.kind.count, parts)), None
+            if self.even:
+                beginning = beginning or parts
+                if not self._is_full(parts):
+                    following = next(sharded, None)
+                    if following is None:  # sizes may vary: pad only the last global batch
+                        parts = self._filled(parts, beginning)
+            yield parts, real, place
+            found = following or next(sharded, None)
+
+    def own_batches(self, batches: int, samples: int | None, *, rank: int) -> int:
+        """Return how many batches one rank gets in an epoch.
+
+        Args:
+            batches: Batches in the epoch, over all ranks.
+            samples: Samples in the epoch. Used only for `split` without `even`; None assumes that
+                every rank gets a part of the last batch.
+            rank: The rank.
+        """
+        if not self.split:
+            full, rest = divmod(batches, self.world_size)
+            if self.drop_last:
+                return full
+            return full + (rest > 0 if self.even else rank < rest)
+        size = self._size
+        if self.even or self.drop_last or not (samples and self.batch_size and size):
+            return batches
+        return batches - (0 < samples % self.batch_size <= rank * size)
+
+    def _sharded(self, batches: Iterator[tuple[Any, P]]) -> Iterator[tuple[list[Any], P]]:
+        """Yield the batches of each global batch, before padding: at most one per process."""
+        if not self.split:
+            while read := list(islice(batches, self.world_size)):
+                yield [batch for batch, _ in read], read[-1][1]
+            return
+        for batch, place in batches:
+            total = self.kind.length(batch)
+            size = max(self._size or 1, -(-total // self.world_size))
+            starts = range(0, total, size)
+            yield [self.kind.take(batch, start, start + size) for start in starts], place
+
+    @property
+    def _size(self) -> int | None:
+        """The number of samples in a full batch of one process; None without a fixed size."""
+        size = self.batch_size
+        return size // self.world_size if size and self.split else size
+
+    def _is_full(self, parts: list[Any]) -> bool:
+        sizes = set(map(self.kind.count, parts))
+        return len(parts) == self.world_size and (self._size is None or sizes == {self._size})
+
+    def _filled(self, parts: list[Any], beginning: list[Any]) -> list[Any]:
+        """Pad the last global batch to a full batch per process, with samples of `beginning`."""
+        size, kind = self._size, self.kind
+        whole = size is None or sum(map(kind.count, parts)) > self.world_size * size
+        own = None if whole else kind.joined(parts)
+        if own is None or size is None:
+            # Batches that have no fixed size, or that cannot be split, are repeated whole.
+            return parts + list(islice(cycle(beginning), max(self.world_size - len(parts), 0)))
+        flat = kind.completed(own, kind.joined(beginning), self.world_size * size)
+        return [kind.take(flat, i * size, (i + 1) * size) for i in range(self.world_size)]
+
+
+# Indices to convert to Python integers at once: these take four times the memory of a tensor.
+_AT_ONCE = 2**16
+_PLAIN = (RandomSampler, SequentialSampler)
+_TELLING = 64  # indices of the first batch that go into the checksum of an order
+
+
+class SeededSampler(Sampler[int]):
+    """A ``RandomSampler`` whose order is a pure function of the seed, the epoch and the length.
+
+    Args:
+        like: The original sampler. Its ``replacement``, ``num_samples`` and dataset length are read
+            when a pass begins.
+        seed: The run's seed.
+    """
+
+    def __init__(self, like: RandomSampler, seed: int) -> None:
+        self.like = like
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch to iterate over next."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._orders())  # avoids a Python frame per sample
+
+    def _orders(self) -> Iterator[list[int]]:
+        for order in self._drawn():
+            for part in order.split(_AT_ONCE):
+                yield part.tolist()
+
+    def _drawn(self) -> Iterator[torch.Tensor]:
+        generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
+        length, left = len(self.like.data_source), self.like.num_samples
+        if self.like.replacement:
+            yield torch.randint(length, (left,), generator=generator)
+            return
+        while left > 0 < length:  # more samples than the dataset has: several permutations
+            order = torch.randperm(length, generator=generator)[:left]
+            left -= len(order)
+            yield order
+
+    def __len__(self) -> int:
+        return self.like.num_samples
+
+
+class BatchIndices(list[int]):
+    """The indices of a batch, with its position in the run.
+
+    Attributes:
+        place: The run's seed, the epoch, and the number of samples in the epoch before the batch.
+    """
+
+    place: tuple[int, int, int]
+
+    @property
+    def seed(self) -> int:
+        """The seed for fetching the batch, derived from `place` when it is needed."""
+        return mix(*self.place)
+
+
+class SampleIndex(int):
+    """Like `BatchIndices`, for a single index: a loader with ``batch_size=None``."""
+
+    place: tuple[int, int, int]
+
+    @property
+    def seed(self) -> int:
+        """See `BatchIndices`."""
+        return mix(*self.place)
+
+
+class SampleKey(NamedTuple):
+    """Like `SampleIndex`, for a dataset whose keys are not integers."""
+
+    key: Any
+    place: tuple[int, int, int]
+
+    @property
+    def seed(self) -> int:
+        """See `BatchIndices`."""
+        return mix(*self.place)
+
+
+class RankShard(NamedTuple):
+    """A rank's shard of one global batch: the sizes that are known before reading data.
+
+    Attributes:
+        present: Whether this rank has a batch.
+        indices: The number of indices in this rank's batch; 0 for a ready-made batch
+            (``batch_size=None``).
+        samples: The number of samples in this rank's batch; None if unknown until read.
+        global_samples: The number of samples in the global batch; None if unknown until read.
+        real_samples: The number of samples in the global batch without padding; None for
+            ready-made batches.
+        batches: The number of ranks that have a batch.
+        real_batches: The number of ranks whose batch is not only padding.
+    """
+
+    present: bool
+    samples: int | None
+    indices: int
+    global_samples: int | None
+    real_samples: int | None
+    batches: int
+    real_batches: int
+
+
+class SkippedOrder:
+    """A skipped order: the batches of an epoch without the first ones, for a resume.
+
+    The batches are skipped here, inside `seeded_iteration`, not by its caller: `seeded_iteration`
+    swaps the global generators at each batch that it yields, which takes longer than drawing one.
+
+    Args:
+        batches: The whole order.
+        skip: The number of batches to skip.
+        as_batch: Converts a batch of indices to a list.
+
+    Attributes:
+        before: The number of samples in the skipped batches.
+        mark: A checksum of the order, computed from its first batch; None if its keys are not
+            integers.
+    """
+
+    def __init__(self, batches: Iterable[Any], skip: int, as_batch: Callable[[Any], Any]) -> None:
+        self.batches, self.skip, self._as_batch = batches, skip, as_batch
+        self.before = 0
+        self.mark: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.batches)
+        first = list(map(self._as_batch, islice(batches, 1)))  # read once: it may be an iterator
+        batches = chain(first, batches)
+        indices = [i for each in first for i in (each if isinstance(each, list) else [each])]
+        with suppress(TypeError):  # keys that are not integers
+            telling = list(map(operator.index, indices[:_TELLING]))
+            self.mark = zlib.crc32(repr(telling).encode())
+        skipped = map(self._as_batch, islice(batches, self.skip))
+        self.before = sum(map(INDICES.count, skipped))
+        return batches
+
+
+class EpochLength(NamedTuple):
+    """The amount of data when an epoch began; the dataset may have grown or shrunk since.
+
+    Attributes:
+        samples: The number of samples in the dataset; None with a custom sampler.
+        batches: The number of batches without a limit; None if unknown until read.
+    """
+
+    samples: int | None = None
+    batches: int | None = None
+
+
+def _length_of(sampler: Any) -> int | None:
+    """Return the length of a sampler; None if its ``__len__`` is missing or raises."""
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError, ValueError):
+        return None
+
+
+class ShardedSampler(Sampler[Any]):
+    """Shards the batches of a loader's sampler over the processes.
+
+    Iterating yields this rank's batches of indices. `shares` receives one `RankShard` per global
+    batch, in the same order, also for a last global batch in which this rank has no batch.
+
+    Args:
+        batches: The loader's ``batch_sampler``, or its ``sampler`` if it has none.
+        keys: Whether `batches` is the ``sampler``. Everything it yields, even a tuple, is then one
+            key of the dataset.
+        rank: The rank of this process.
+        world_size: The number of processes.
+        seed: The run's seed.
+        shuffle: False reads the samples in the order of the dataset.
+        even: See `BatchSharding`.
+        split: See `BatchSharding`.
+        drop_last: See `BatchSharding`.
+        counts: Whether a batch has as many samples as indices. A custom ``collate_fn`` may change
+            the number of samples.
+    """
+
+    def __init__(
+        self,
+        batches: Sampler[Any] | Iterable[Any],
+        *,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool = True,
+        even: bool = False,
+        split: bool = False,
+        drop_last: bool = False,
+        keys: bool = False,
+        counts: bool = True,
+    ) -> None:
+        self.batch_sampler = batches  # the user's object, under the name that scripts read
+        self._as_batch: Callable[[Any], Any] = _as_it_is if keys else _listed
+        self._sampler, self._pure = _pure_order(batches, seed, shuffle=shuffle)
+        whole = self._sampler
+        inner = whole.sampler if type(whole) is BatchSampler else whole
+        plain = inner.like if type(inner) is SeededSampler else inner
+        self._plain: Any = plain if type(plain) in _PLAIN else None  # follows the dataset's length
+        self._dataset = getattr(self._plain, "data_source", None)
+        self.rank, self.world_size, self.seed, self.even = rank, world_size, seed, even
+        self.split, self._drops_rest = split, drop_last
+        # Copies of the user's attributes, because scripts read them from a ``batch_sampler``.
+        self.sampler: Any = getattr(batches, "sampler", batches)
+        self.drop_last = drop_last or bool(getattr(batches, "drop_last", False))
+        self.batch_size: int | None = getattr(batches, "batch_size", None)
+        self.limit: int | None = None
+        self.epoch = 0
+        self.start_round = 0  # global batches to skip, with the current number of processes
+        self.start_batch = 0  # batches to skip before sharding, with any number of processes
+        self.counts = counts
+        self.shares: deque[RankShard] = deque()
+        self.rest: SkippedOrder | None = None  # the order of the latest pass
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch to iterate over next, and call the samplers' ``set_epoch``, if any."""
+        self.epoch = epoch
+        for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
+            if sampler is not None and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    def reseed(self, seed: int) -> None:
+        """Use the seed of the run that is resumed."""
+        self.seed = seed
+        for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
+            if isinstance(sampler, SeededSampler):
+                sampler.seed = seed
+
+    @property
+    def length(self) -> EpochLength:
+        """The current amount of data in an epoch."""
+        samples = None if self._plain is None else len(self._plain.data_source)
+        return EpochLength(samples, _length_of(self._sampler))
+
+    def take_length(self, samples: int | None) -> None:
+        """Iterate as if the dataset had `samples` samples; None uses its own length."""
+        if self._plain is not None:
+            self._plain.data_source = self._dataset if samples is None else range(samples)
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches over all processes; None for a sampler without a length."""
+        known = [each for each in (self.length.batches, self.limit) if each is not None]
+        return min(known, default=None)
+
+    def own_batches(self, total: int) -> int:
+        """Return how many of an epoch's `total` batches belong to this rank."""
+        return self._sharding().own_batches(total, self.num_samples, rank=self.rank)
+
+    def __len__(self) -> int:
+        total = self.num_batches
+        if total is None:
+            raise TypeError("The loader's sampler has no length.")
+        return self.own_batches(total)
+
+    @property
+    def num_samples(self) -> int | None:
+        """The number of samples in an epoch without a limit; None for a custom batch sampler."""
+        return _length_of(self._sampler.sampler) if type(self._sampler) is BatchSampler else None
+
+    def _sharding(self) -> BatchSharding:
+        return BatchSharding(
+            kind=INDICES,
+            batch_size=self.batch_size,
+            world_size=self.world_size,
+            even=self.even,
+            split=self.split,
+            drop_last=self._drops_rest,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        # Two passes may overlap, so each keeps the values it started with.
+        shares, seed, epoch = self.shares, self.seed, self.epoch
+        shares.clear()
+        alone = self.world_size == 1 and not (self.even or self.split)
+        for share, batch, position in self._alone() if alone else self._together():
+            shares.append(share)
+            if not share.present:
+                continue
+            if isinstance(batch, list):
+                placed: Any = BatchIndices(batch)
+            elif type(batch) is int:
+                placed = SampleIndex(batch)
+            else:
+                yield SampleKey(batch, (seed, epoch, position))
+                continue
+            placed.place = seed, epoch, position
+            yield placed
+
+    def _alone(self) -> Iterator[tuple[RankShard, Any, int]]:
+        """Fast path of `_together` for one process, where each batch is a global batch."""
+        rest = SkippedOrder(self._sampler, self.start_batch + self.start_round, self._as_batch)
+        stream = iter(self._order(rest))
+        if type(self._sampler) is not BatchSampler:  # a BatchSampler yields lists already
+            stream = map(self._as_batch, stream)
+        position = 0
+        for batch in stream:
+            size = len(batch) if isinstance(batch, list) else None
+            samples = size if self.counts else None
+            yield (
+                RankShard(True, samples, size or 0, samples, size, 1, 1),
+                batch,
+                rest.before + position,
+            )
+            position += 1 if size is None else size
+
+    def _together(self) -> Iterator[tuple[RankShard, Any, int]]:
+        """Yield, per global batch, this rank's shard, its batch, and the samples before it."""
+        for position, real, batches in self._rounds():
+            own = batches[self.rank] if self.rank < len(batches) else None
+            sizes = [len(batch) if isinstance(batch, list) else None for batch in batches]
+            known = [size for size in sizes if size is not None]
+            sizes_known = self.counts and len(known) == len(sizes)
+            share = RankShard(
+                present=own is not None,
+                samples=0 if own is None else sizes[self.rank] if sizes_known else None,
+                indices=len(own) if isinstance(own, list) else 0,
+                global_samples=sum(known) if sizes_known else None,
+                real_samples=real if known else None,
+                batches=len(batches),
+                real_batches=len(batches) if known else real,
+            )
+            before = sum(known[: self.rank]) if known else self.rank
+            yield share, own, position + before
+
+    def _rounds(self) -> Iterator[tuple[int, int, list[Any]]]:
+        """Yield, per global batch, the samples before it, its samples, and its batches.
+
+        Samples are counted without padding.
+        """
+        as_batch = _listed if self.split else self._as_batch
+        rest = SkippedOrder(self._sampler, self.start_batch, as_batch)
+        stream, position = map(as_batch, self._order(rest)), 0
+        batches = ((batch, None) for batch in stream if not self.split or batch)
+        for number, (parts, real, _) in enumerate(self._sharding().global_batches(batches)):
+            if number >= self.start_round:
+                yield rest.before + position, real, parts
+            position += real
+
+    def _order(self, rest: SkippedOrder) -> Iterable[Any]:
+        self.rest = rest
+        stream: Iterable[Any] = rest
+        if not self._pure:
+            # A custom sampler may draw from the global generators. Without seeding, its order
+            # would differ between processes, and between a resumed run and the original one.
+            seed = mix(self.seed, self.epoch)
+            at_once = _drawn_at_once(self._sampler, seed)
+            if at_once is None:
+                stream = seeded_iteration(rest, seed)
+            else:
+                rest.batches = at_once
+        return stream if self.limit is None else islice(stream, max(0, self.limit - rest.skip))
+
+
+def _listed(batch: Any) -> Any:
+    """Convert a batch of indices to a list; a single index is returned unchanged."""
+    if type(batch) is list:
+        return batch
+    try:
+        indices = iter(batch)
+    except TypeError:
+        return batch
+    return list(indices)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _drawn_at_once(batches: Any, seed: int) -> Iterable[Any] | None:
+    """Return the seeded order of a torch sampler that draws the whole order at once; else None.
+
+    The global generators are then swapped only once, whereas `seeded_iteration` swaps them at each
+    batch.
+    """
+    inner = batches.sampler if type(batches) is BatchSampler else batches
+    if type(inner) not in (WeightedRandomSampler, SubsetRandomSampler):
+        return None
+    with isolated_rng(seed):
+        order = list(inner)
+    if inner is batches:
+        return order
+    return BatchSampler(order, batches.batch_size, batches.drop_last)
+
+
+def _pure_order(batches: Any, seed: int, *, shuffle: bool) -> tuple[Any, bool]:
+    """Replace a ``RandomSampler`` by a `SeededSampler`, in copies of the user's objects.
+
+    Returns:
+        The sampler to use, and whether its order is a pure function of the seed and the epoch.
+
+    Raises:
+        ValueError: The sampler shards the data already, or `shuffle` is False and the order of the
+            sampler cannot be replaced.
+    """
+    inner = batches.sampler if type(batches) is BatchSampler else batches
+    if isinstance(inner, DistributedSampler) and inner.num_replicas > 1:
+        raise ValueError(
+            "The loader has a DistributedSampler, which would shard the data a second time. "
+            "Remove it: loaders are sharded already."
+        )
+    pure = type(inner) in _PLAIN
+    inner = copy.copy(inner) if pure else inner
+    if type(inner) is RandomSampler:
+        if shuffle:
+            inner = SeededSampler(inner, seed)
+        else:
+            inner = SequentialSampler(inner.data_source)
+    elif not shuffle and not pure:
+        raise ValueError(
+            f"The order of a {type(inner).__name__} cannot be switched off, as overfit_batches "
+            "needs; give the loader shuffle=False or no sampler."
+        )
+    if type(batches) is not BatchSampler:
+        return inner, pure
+    batches = copy.copy(batches)
+    batches.sampler = inner
+    return batches, pure

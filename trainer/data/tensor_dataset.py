@@ -1,0 +1,64 @@
+"""The fast path for tensor datasets: whole batches are indexed, instead of sample by sample.
+
+A loader asks a ``TensorDataset`` for one sample after another and stacks them. The rows of its
+tensors, taken at once, are the same batch, without a tensor per sample, and without seeding, since
+nothing draws.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from trainer.data.inline_pickling import sent
+from trainer.data.sampler import BatchIndices
+from trainer.data.seeding import SeededDataset
+
+
+def wrapped(loader: Any) -> SeededDataset:
+    """Return a loader's dataset for reading by a `ShardedSampler`, batches already collated."""
+    data = loader.dataset
+    while type(data) is Subset:
+        data = data.dataset
+    collates = loader.batch_sampler is not None and loader.collate_fn is default_collate
+    kind = TensorRows if collates and type(data) is TensorDataset else SeededDataset
+    return kind(loader.dataset, loader.collate_fn)
+
+
+class TensorRows(SeededDataset):
+    """A ``TensorDataset``, or a ``Subset`` of one, in batches as ``default_collate`` makes them.
+
+    The tensors are looked up for each batch, so that users may replace them. Tensors of unusual
+    kinds are read sample by sample, as torch does.
+    """
+
+    def __getitems__(self, indices: BatchIndices) -> Any:
+        data: Any = self.dataset
+        rows: list[int] = indices
+        while type(data) is Subset:
+            places = data.indices
+            rows, data = [places[row] for row in rows], data.dataset
+        try:
+            taken = torch.frombuffer(array("q", rows), dtype=torch.int64)
+            batch = [tensor.index_select(0, taken) for tensor in data.tensors if _is_plain(tensor)]
+        except (IndexError, OverflowError, RuntimeError, TypeError):
+            batch = []  # torch's own error names the index; some dtypes have no index_select
+        if batch and len(batch) == len(data.tensors):
+            return sent(batch)
+        return sent(default_collate(self._fetch(list(indices))))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether ``index_select`` gives what indexing row by row and stacking give."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu  # no device has to wait
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and 0 < tensor.ndim < 5  # torch.stack keeps other memory formats of more
+        and not (tensor.requires_grad or tensor.is_nested or tensor.is_quantized)
+    )

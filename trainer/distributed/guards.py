@@ -1,0 +1,319 @@
+"""Check that all ranks call the same collective, before the collective runs.
+
+If ranks call different collectives, or pass different shapes, the backends may wait forever, crash
+or return wrong values. So an operation begins with a check: each rank all-gathers a hash of the
+operation that it is about to run. If the hashes differ, the ranks gather the descriptions of their
+operations, and all ranks raise an error that lists them. The check is one all-gather of 16 bytes
+per rank. If it waits for long on the host, a warning names the missing ranks.
+
+These functions need only the process group, because `trainer.state` is built on them. Data is sent
+as bytes, so dtypes that a backend does not support (int16 and float8 with gloo, for example) can be
+sent too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.errors import DistributedOperationException
+from trainer.tree import as_bytes, dense
+
+logger = logging.getLogger(__name__)
+
+_LONGEST = 2000  # characters of each rank's description in an error
+_ANNOUNCED_AFTER = 1.0  # seconds until a waiting rank writes to the store that it waits
+_WARNED_AFTER = 30.0  # seconds until a warning names the missing ranks
+_GUARDED = (
+    " If that call is inside `if accelerator.is_main_process:`, make it outside, on all processes."
+)
+
+
+# -- sending bytes and numbers -------------------------------------------------------------------
+
+
+def device_types(group: dist.ProcessGroup | None = None) -> set[str]:
+    """Return the device types of the tensors that a process group can send."""
+    return {part.partition(":")[0] for part in dist.get_backend_config(group).split(",")}
+
+
+def side_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return the device for sizes and objects: the CPU if possible, so that no device waits."""
+    types = device_types(group)
+    if "cpu" in types:
+        return torch.device("cpu")
+    return torch.device(min(types), torch.accelerator.current_device_index())
+
+
+def stack(
+    tensor: Tensor, group: dist.ProcessGroup | None = None, *, meeting: str | None = None
+) -> Tensor:
+    """All-gather tensors of the same shape (…) into one tensor of shape (processes, …).
+
+    Args:
+        tensor: This process's tensor.
+        group: The process group; None means the default group.
+        meeting: The operation, for the warning if the all-gather waits for long; None never warns.
+    """
+    own = dense(tensor)
+    size = dist.get_world_size(group)
+    result = own.new_empty((size, *own.shape))
+    if own.numel():
+        rows = list(as_bytes(result).view(size, -1))
+        if meeting is None or own.device.type != "cpu":
+            dist.all_gather(rows, as_bytes(own), group=group)
+        else:
+            work = dist.all_gather(rows, as_bytes(own), group=group, async_op=True)
+            _wait(work, meeting, group)
+    return result
+
+
+def share_numbers(
+    own: list[int], group: dist.ProcessGroup | None = None, *, meeting: str | None = None
+) -> list[list[int]]:
+    """All-gather a list of integers, of the same length on every process; one row per rank."""
+    numbers = torch.tensor(own, dtype=torch.int64, device=side_device(group))
+    rows: list[list[int]] = stack(numbers, group, meeting=meeting).tolist()
+    return rows
+
+
+def share_bytes(
+    payload: bytes, sizes: list[int], group: dist.ProcessGroup | None = None
+) -> list[bytes]:
+    """All-gather payloads of bytes.
+
+    Args:
+        payload: The payload of this process.
+        sizes: The size of each rank's payload in bytes.
+        group: The process group; None means the default group.
+    """
+    own = torch.zeros(max(sizes), dtype=torch.uint8)
+    if payload:
+        own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    rows = stack(own.to(side_device(group)), group).cpu()
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+# -- checking the calls --------------------------------------------------------------------------
+
+# A context variable, hence per thread: other threads may save meanwhile.
+_unaccompanied: ContextVar[str] = ContextVar("forbid_collectives", default="")
+
+
+@contextmanager
+def forbid_collectives(why: str) -> Iterator[None]:
+    """Forbid collectives on this thread inside the block, because not all ranks run it.
+
+    A collective in the block raises an error; without that it would hang.
+
+    Args:
+        why: The rest of the error message after the name of the operation: why collectives are
+            forbidden here, and what to do.
+    """
+    token = _unaccompanied.set(why)
+    try:
+        yield
+    finally:
+        _unaccompanied.reset(token)
+
+
+def check_collectives_allowed(operation: str) -> None:
+    """Check that collectives are not forbidden here.
+
+    Args:
+        operation: The collective, for the error.
+
+    Raises:
+        DistributedOperationException: This thread is in an `forbid_collectives` block.
+    """
+    if why := _unaccompanied.get():
+        raise DistributedOperationException(f"{operation} {why}")
+
+
+def check_collective(
+    plan: str,
+    number: int = 0,
+    problem: Exception | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> list[int]:
+    """Check that all ranks call the same collective; itself a collective call.
+
+    Args:
+        plan: A description of the operation that this process is about to run: the name by which
+            users know it, then shapes and dtypes in parentheses.
+        number: An integer to gather along with the check; default 0.
+        problem: The error because of which this process cannot continue; None without one.
+        group: The process group; None means the default group.
+
+    Returns:
+        The number of each rank.
+
+    Raises:
+        DistributedOperationException: The descriptions differ, another process has a problem, or
+            collectives are forbidden here (see `forbid_collectives`).
+        Exception: `problem` itself, on the process that has it.
+    """
+    operation = plan.partition(" (")[0]
+    check_collectives_allowed(operation)
+    if problem is not None:
+        plan = f"{operation} fails with {type(problem).__name__}: {problem}"
+    digest = hashlib.blake2b(plan.encode(), digest_size=8).digest()
+    own = [int.from_bytes(digest, "little", signed=True), number]
+    rows = share_numbers(own, group, meeting=operation)
+    if len({row[0] for row in rows}) > 1:
+        payload = plan.encode()
+        sizes = [size for (size,) in share_numbers([len(payload)], group)]
+        plans = [text.decode() for text in share_bytes(payload, sizes, group)]
+        if problem is None:
+            raise DistributedOperationException(_complaint(plans), plans)
+    if problem is not None:
+        raise problem
+    return [row[1] for row in rows]
+
+
+def share(plan: str, payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Check the call with `check_collective`, then all-gather a small payload; collective.
+
+    Raises:
+        DistributedOperationException: See `check_collective`.
+    """
+    sizes = check_collective(plan, len(payload), group=group)
+    return share_bytes(payload, sizes, group) if any(sizes) else [b""] * len(sizes)
+
+
+def collective_mismatch(error: BaseException, plan: str) -> bool:
+    """Return whether an error is a mismatch with ranks that were waiting in operation `plan`.
+
+    These ranks have raised too and left the operation, so this process must not enter it.
+    """
+    return isinstance(error, DistributedOperationException) and plan in error.plans
+
+
+def _complaint(plans: list[str]) -> str:
+    lines = [f"  rank {rank}: {plan[:_LONGEST]}" for rank, plan in enumerate(plans)]
+    operations = sorted({plan.split(" ", 1)[0].rstrip(":") for plan in plans})
+    if len(operations) > 1:
+        return "\n".join(
+            [
+                "The processes are waiting for each other in different operations:",
+                *lines,
+                f"Every process must call each of {' and '.join(operations)}, in the same order; "
+                "inside `if accelerator.is_main_process:` only one does.",
+            ]
+        )
+    return "\n".join(
+        [
+            "The processes must call the same operation, with trees of the same structure, shapes "
+            "and types:",
+            *lines,
+            "pad_across_processes makes sizes equal; gather_for_metrics and gather_object take "
+            "unequal ones.",
+        ]
+    )
+
+
+# -- waiting -------------------------------------------------------------------------------------
+
+
+def _wait(work: dist.Work, operation: str, group: dist.ProcessGroup | None) -> None:
+    """Wait for a collective; if it takes long, log which ranks have not called it."""
+    if _ends_within(work, _ANNOUNCED_AFTER):
+        return
+    size, own = dist.get_world_size(group), dist.get_rank(group)
+    store = _store_of(group)
+    # The store is gone if the process that hosts it has ended. Then no rank can read the note.
+    with suppress(RuntimeError):
+        store.set(_key(own), operation)
+    try:
+        ended = _ends_within(work, _WARNED_AFTER - _ANNOUNCED_AFTER)
+    except RuntimeError:  # the group's timeout is shorter, or a peer is lost
+        with suppress(RuntimeError):
+            _warn(operation, _waiting(store, size), size, own, failed=True)
+        raise
+    else:
+        if not ended:
+            with suppress(RuntimeError):
+                _warn(operation, _waiting(store, size), size, own)
+            work.wait()
+    finally:
+        gone(group)
+
+
+def awaited(operation: str, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether all other ranks wait in an operation within 30 seconds; not a collective.
+
+    A failed process calls this function before it sends its error in a collective, which would
+    block forever if the others never called it.
+
+    Args:
+        operation: The operation to note for this process.
+        group: The process group; None means the default group.
+    """
+    store, size, own = _store_of(group), dist.get_world_size(group), dist.get_rank(group)
+    until = time.monotonic() + _WARNED_AFTER
+    try:
+        store.set(_key(own), operation)  # another failed rank may wait for this one
+        while not (come := len(_waiting(store, size)) == size) and time.monotonic() < until:
+            time.sleep(0.01)
+    except RuntimeError:  # the process that hosts the store has ended
+        return False
+    if not come:
+        gone(group)
+    return come
+
+
+def gone(group: dist.ProcessGroup | None = None) -> None:
+    """Remove the note in the store that this process waits; not a collective."""
+    with suppress(RuntimeError):
+        _store_of(group).set(_key(dist.get_rank(group)), "")
+
+
+def _key(rank: int) -> str:
+    return f"cadence/waiting/{rank}"
+
+
+def _store_of(group: dist.ProcessGroup | None) -> Any:
+    group = group or dist.group.WORLD
+    assert group is not None  # a collective is running in it
+    return group.get_group_store()
+
+
+def _waiting(store: Any, size: int) -> list[int]:
+    keys = {rank: _key(rank) for rank in range(size)}
+    return [rank for rank, key in keys.items() if store.check([key]) and store.get(key)]
+
+
+def _warn(operation: str, waiting: list[int], size: int, own: int, *, failed: bool = False) -> None:
+    missing = ", ".join(str(rank) for rank in range(size) if rank not in waiting)
+    if not missing or own != min(waiting):  # only the lowest waiting rank logs
+        return
+    if failed:
+        logger.warning("%s waited for rank %s and failed.", operation, missing)
+        return
+    logger.warning(
+        "%s has waited %g seconds for rank %s. It ends when every process has called it.%s",
+        operation,
+        _WARNED_AFTER,
+        missing,
+        _GUARDED if waiting == [0] else "",
+    )
+
+
+def _ends_within(work: dist.Work, seconds: float) -> bool:
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # raises the collective's own error, if there is one
+    return True

@@ -1,0 +1,207 @@
+"""Intervals (how often something is due), the progress of a run, and durations."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, NamedTuple, get_args
+
+Unit = Literal["steps", "epochs", "items", "seconds"]
+
+# unit as written (plural) -> unit of Progress, and the factor
+_UNITS: dict[str, tuple[Unit, int]] = {
+    "steps": ("steps", 1),
+    "epochs": ("epochs", 1),
+    "items": ("items", 1),
+    "seconds": ("seconds", 1),
+    "minutes": ("seconds", 60),
+    "hours": ("seconds", 3600),
+}
+_EXAMPLES = "'500 steps', '1 epoch', '0.25 epochs', '1e9 items' or '30 minutes'"
+
+
+def _parse_text(text: str) -> tuple[float, Unit]:
+    """``'30 minutes'`` -> ``(1800.0, 'seconds')``."""
+    number, _, word = text.strip().partition(" ")
+    word = word.strip().lower()
+    try:
+        every = float(number)
+    except ValueError:
+        raise ValueError(
+            f"An interval is a number and a unit, got {text!r}. Write for example {_EXAMPLES}."
+        ) from None
+    plural = word if word.endswith("s") else f"{word}s"
+    if plural not in _UNITS:
+        near = difflib.get_close_matches(plural, _UNITS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"Unknown unit {word!r} in the interval {text!r}; the units are "
+            f"{', '.join(_UNITS)}.{hint} Write for example {_EXAMPLES}."
+        )
+    unit, size = _UNITS[plural]
+    return every * size, unit
+
+
+class Progress(NamedTuple):
+    """The progress of a run, in every unit that an interval may count.
+
+    Attributes:
+        steps: Optimizer updates.
+        epochs: Complete epochs, plus the fraction of the current one if its length is known.
+        items: What the loss was averaged over (samples or tokens), over all ranks.
+        seconds: Training time in seconds by rank 0's clock; the same number on every rank.
+    """
+
+    steps: int = 0
+    epochs: float = 0.0
+    items: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """How often something is due: once per ``every`` of ``unit``, such as 500 ``"steps"``.
+
+    Users write a string or an int, see :meth:`parse`.
+
+    Raises:
+        ValueError: If ``every`` is not a finite number above zero, is not whole for a ``unit`` of
+            steps or items, or ``unit`` is unknown.
+    """
+
+    every: float
+    unit: Unit
+
+    def __post_init__(self) -> None:
+        if self.unit not in get_args(Unit):
+            raise ValueError(f"unit must be one of {get_args(Unit)}, got {self.unit!r}.")
+        if isinstance(self.every, bool) or not (math.isfinite(self.every) and self.every > 0):
+            raise ValueError(
+                f"An interval must be a finite number above zero, got {self.every!r} {self.unit}. "
+                f"Write for example {_EXAMPLES}."
+            )
+        if self.unit in ("steps", "items") and self.every != int(self.every):
+            raise ValueError(
+                f"An interval in {self.unit} must be a whole number, got {self.every!r}. "
+                "Only epochs and the clock have fractions, as in '0.25 epochs'."
+            )
+
+    @classmethod
+    def given(cls, name: str, value: Interval | str | int) -> Interval:
+        """Parse the argument `name`; error messages contain its name.
+
+        Raises:
+            ValueError: See `parse`.
+            TypeError: See `parse`.
+        """
+        try:
+            return cls.parse(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from None
+
+    @classmethod
+    def parse(cls, value: Interval | str | int) -> Interval:
+        """Read an interval as users write it.
+
+        Args:
+            value: An :class:`Interval`, an int (steps), or a number and a unit: ``"500 steps"``,
+                ``"1 epoch"``, ``"0.25 epochs"``, ``"1e9 items"``, ``"45 seconds"``,
+                ``"30 minutes"``, ``"2 hours"``.
+
+        Raises:
+            ValueError: If the number or the unit is invalid.
+            TypeError: If ``value`` is none of these types.
+        """
+        if isinstance(value, Interval):
+            return value
+        if isinstance(value, bool):
+            raise ValueError(f"An interval cannot be {value}. Write for example {_EXAMPLES}.")
+        if isinstance(value, int):
+            return cls(value, "steps")
+        if isinstance(value, str):
+            return cls(*_parse_text(value))
+        raise TypeError(
+            f"An interval is an int (steps) or a string, got {value!r} of type "
+            f"{type(value).__name__}. Write for example {_EXAMPLES}."
+        )
+
+    def due(self, before: Progress, now: Progress) -> bool:
+        """Return whether a multiple of the interval lies in ``(before, now]``.
+
+        If several multiples lie between two checks, it is due once, at the later check. ``before``
+        is the progress at the previous check, or when it was last due.
+        """
+        if self.unit == "steps":  # a fast path, like the next one: called at every update
+            return before.steps // self.every < now.steps // self.every
+        if self.unit == "epochs" and self.every == 1:
+            return before.epochs // 1 < now.epochs // 1
+        return self._multiples(before) < self._multiples(now)
+
+    def _multiples(self, progress: Progress) -> int:
+        ratio: float = getattr(progress, self.unit) / self.every
+        if self.unit == "epochs":
+            # 3 of 10 batches are 0.3 epochs, and 0.3 / 0.1 is a little less than 3
+            nearest = round(ratio)
+            if math.isclose(ratio, nearest, rel_tol=1e-9, abs_tol=1e-9):
+                return nearest
+        return math.floor(ratio)
+
+    def __str__(self) -> str:
+        every, word = self.every, str(self.unit)
+        if self.unit == "seconds":
+            for larger in ("hours", "minutes"):
+                size = _UNITS[larger][1]
+                if self.every % size == 0:
+                    every, word = self.every / size, larger
+                    break
+        number = f"{every:.0f}" if every == int(every) else f"{every!r}"
+        return f"{number} {word.removesuffix('s') if every == 1 else word}"
+
+
+_TIMES = (
+    "'30 minutes', '00:12:00:00' (days, hours, minutes, seconds), a timedelta, or its arguments as "
+    "a dict such as {'hours': 12}"
+)
+
+
+def seconds_of(name: str, time: str | timedelta | Mapping[str, float]) -> float:
+    """Return a duration in seconds.
+
+    Args:
+        name: The name of the argument, for errors.
+        time: ``"30 minutes"``, ``"00:12:00:00"`` (days, hours, minutes, seconds), a ``timedelta``,
+            or its arguments as a dict.
+
+    Raises:
+        ValueError: ``time`` is not a duration above zero.
+        TypeError: ``time`` is none of these types.
+    """
+    seconds = _seconds(name, time)
+    if not seconds > 0:
+        raise ValueError(f"{name} is {time!r}; it must be above zero.")
+    return seconds
+
+
+def _seconds(name: str, time: str | timedelta | Mapping[str, float]) -> float:
+    if isinstance(time, timedelta):
+        return time.total_seconds()
+    if not isinstance(time, (str, Mapping)):
+        raise TypeError(f"{name} is {time!r} of type {type(time).__name__}; give {_TIMES}.")
+    try:
+        if isinstance(time, Mapping):
+            return timedelta(**time).total_seconds()
+        if time.count(":") == 3:
+            days, hours, minutes, seconds = map(int, time.split(":"))
+            return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+        interval = Interval.parse(time)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"{name} is {time!r}; give {_TIMES}.") from error
+    if interval.unit != "seconds":
+        raise ValueError(
+            f"{name} is {time!r}; give {_TIMES}. To limit epochs or steps, use max_epochs or "
+            "max_steps."
+        )
+    return float(interval.every)

@@ -1,0 +1,585 @@
+"""The arguments of a Trainer: validated, completed, and what they say about a run's length."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from inspect import Parameter
+from typing import Any, Literal
+
+from callbacks import Callback, Interval, ModelCheckpoint, Progress, ProgressBar
+from trainer import interval
+from trainer.accelerator import Accelerator
+from trainer.checks import check_bools
+from trainer.configuration import GradientAccumulationPlugin, ProjectConfiguration
+from trainer.data.epoch_iterator import EpochIterator
+from trainer.enums import RNGType
+from trainer.errors import expect
+from trainer.hooks import is_overridden
+from trainer.optim.clipping import validate_limits
+from trainer.optim.finite import Policy, check_policy
+from trainer.state import AcceleratorState, is_initialized
+
+
+def seconds_of(time: str | timedelta | Mapping[str, float] | None) -> float | None:
+    """Return the argument `max_time` in seconds; None stays None.
+
+    Raises:
+        ValueError: It is not a positive duration.
+        TypeError: It is of the wrong type.
+    """
+    return None if time is None else interval.seconds_of("max_time", time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """When a fit ends.
+
+    Attributes:
+        max_epochs: After this many epochs.
+        min_epochs: Not before this many epochs, even if a stop is requested.
+        max_steps: After this many updates.
+        min_steps: Not before this many updates, even if a stop is requested.
+        max_seconds: At the first update boundary after this time in seconds.
+
+    Raises:
+        ValueError: A number is negative, or a minimum is above its maximum.
+        TypeError: A number is not an int.
+    """
+
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int | None = None
+    min_steps: int | None = None
+    max_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check each number, and that no minimum exceeds its maximum."""
+        for unit in ("epochs", "steps"):
+            low, high = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
+            for name, number in ((f"min_{unit}", low), (f"max_{unit}", high)):
+                if number is None:
+                    continue
+                if isinstance(number, bool) or not isinstance(number, int):
+                    raise TypeError(f"{name} is {number!r}; it must be an int.")
+                if number < 0:
+                    raise ValueError(
+                        f"{name} is {number}; it must be 0 or more, or None for no such limit."
+                    )
+            if low is not None and high is not None and low > high:
+                raise ValueError(f"min_{unit} is {low}, above max_{unit}, {high}.")
+
+    @property
+    def endless(self) -> bool:
+        """Whether the run has no maximum."""
+        return self.max_epochs is None and self.max_steps is None and self.max_seconds is None
+
+    def reached(self, progress: Progress) -> bool:
+        """Return whether a maximum is reached."""
+        return (
+            (self.max_epochs is not None and progress.epochs >= self.max_epochs)
+            or (self.max_steps is not None and progress.steps >= self.max_steps)
+            or (self.max_seconds is not None and progress.seconds >= self.max_seconds)
+        )
+
+    def may_stop_early(self, progress: Progress) -> bool:
+        """Return whether the minimums allow an early stop."""
+        return progress.steps >= (self.min_steps or 0) and progress.epochs >= (self.min_epochs or 0)
+
+
+@dataclass
+class Schedule:
+    """Decides when a repeated event is due, such as validation or logging.
+
+    Attributes:
+        interval: How often the event is due.
+        before: The run's progress at the latest call of `due`. For intervals in seconds or steps:
+            the progress when the event was last due.
+    """
+
+    interval: Interval
+    before: Progress = field(default_factory=Progress)
+
+    def may_be_due(self, step: int) -> bool:
+        """Return False if `due` need not be called at this update; cheaper than `due`."""
+        every = self.interval.every
+        return self.interval.unit != "steps" or self.before.steps // every < step // every
+
+    def due(self, now: Progress) -> bool:
+        """Return whether the event is due; call once per update, unless `may_be_due` is False."""
+        due = self.interval.due(self.before, now)
+        if due or self.interval.unit != "seconds":
+            self.before = now
+        return due
+
+
+def check_limit(name: str, limit: int | float | None) -> None:
+    """Check a limit: an int is a number of batches, a float a fraction of the batches.
+
+    Raises:
+        ValueError: It is negative, or a fraction above 1.
+        TypeError: It is not a number.
+    """
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+        raise TypeError(f"{name} is {limit!r}; it must be an int (batches) or a float (fraction).")
+    if isinstance(limit, float) and not 0.0 <= limit <= 1.0:
+        raise ValueError(
+            f"{name} is {limit}; a float is a fraction from 0.0 to 1.0, an int a number of batches."
+        )
+    if limit < 0:
+        raise ValueError(f"{name} is {limit}; it must be 0 or more.")
+
+
+def apply_limit(epoch_iterator: EpochIterator, name: str, limit: int | float | None) -> None:
+    """Limit every epoch of an epoch iterator to a number of batches, counted over all ranks.
+
+    A fraction is taken of the batches that the epoch has when it begins.
+
+    Args:
+        epoch_iterator: The epoch iterator.
+        name: The user's argument, for messages.
+        limit: A number of batches, a fraction, or None for no limit.
+
+    Raises:
+        ValueError: It is a fraction of a stream without length, or rounds down to no batch.
+    """
+    epoch_iterator.limited_by = name
+    if limit is None or (isinstance(limit, float) and limit == 1.0):
+        return
+    total = epoch_iterator.num_batches
+    if isinstance(limit, float) and total is None:
+        raise ValueError(
+            f"{name} is {limit}, but the loader has no length to take a fraction of; give an int."
+        )
+    epoch_iterator.limit = limit
+    if total and limit and epoch_iterator.num_batches == 0:
+        raise ValueError(
+            f"{name} is {limit}, which of {total} batches leaves none; give at least "
+            f"{1 / total:.3g}, or an int."
+        )
+
+
+def require_length(epoch_iterator: EpochIterator, **intervals: Interval | str | int) -> None:
+    """Raise for intervals that are a fraction of an epoch of unknown length.
+
+    Args:
+        epoch_iterator: The epoch iterator.
+        **intervals: The intervals by argument name.
+
+    Raises:
+        ValueError: There is such an interval.
+    """
+    for name, given in intervals.items():
+        interval = Interval.parse(given)
+        if (
+            interval.unit == "epochs"
+            and interval.every % 1
+            and epoch_iterator.num_global_batches is None
+        ):
+            raise ValueError(
+                f"{name} is {interval}, but the loader has no length to take a fraction of; give "
+                "steps, items, a time, or whole epochs."
+            )
+
+
+Limit = int | float | None
+Profile = Literal["simple"]
+LIMITS = {  # the argument that limits the batches of each kind of data
+    "train": "limit_train_batches",
+    "validate": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of a `Trainer` that the loops need; `Trainer` documents them.
+
+    Raises:
+        ValueError: An argument has an invalid value.
+        TypeError: An argument has a wrong type.
+    """
+
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int | None = None
+    min_steps: int | None = None
+    max_time: str | timedelta | Mapping[str, float] | None = None
+    val_every: Interval | str | int = "1 epoch"
+    num_sanity_val_steps: int = 2
+    limit_train_batches: Limit = None
+    limit_val_batches: Limit = None
+    limit_test_batches: Limit = None
+    limit_predict_batches: Limit = None
+    overfit_batches: Limit = None
+    reload_dataloaders_every_n_epochs: int = 0
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = None
+    max_grad_value: float | None = None
+    seed: int | None = None
+    log_every: Interval | str | int = "50 steps"
+    non_finite: Policy = "stop"
+    max_skipped_in_row: int = 50
+    deterministic: bool | Literal["warn"] = False
+    detect_anomaly: bool = False
+    fast_dev_run: bool = False
+    profile: Profile | None = None
+    barebones: bool = False
+
+    def __post_init__(self) -> None:
+        """Validate the arguments and parse intervals."""
+        for name in (*LIMITS.values(), "overfit_batches"):
+            check_limit(name, getattr(self, name))
+        validate_limits(self.max_grad_norm, self.max_grad_value)
+        check_policy(self.non_finite, self.max_skipped_in_row)
+        check_bools(barebones=self.barebones, detect_anomaly=self.detect_anomaly)
+        if self.profile not in (None, "simple"):
+            raise ValueError(
+                f"profile is {self.profile!r}; it must be 'simple', a table of where the time "
+                "goes, or None. For a trace of every operator by torch's profiler pass "
+                "callbacks=[callbacks.Profiler()]."
+            )
+        if self.deterministic not in (True, False, "warn"):
+            raise ValueError(
+                f"deterministic is {self.deterministic!r}; it must be True, False or 'warn'."
+            )
+        _whole("num_sanity_val_steps", self.num_sanity_val_steps, -1, "0 for none, -1 for all")
+        reload = "reload_dataloaders_every_n_epochs"
+        _whole(reload, self.reload_dataloaders_every_n_epochs, 0, "0 for never")
+        _whole("gradient_accumulation_steps", self.gradient_accumulation_steps, 1, "1 for none")
+        if self.seed is not None:
+            _whole("seed", self.seed, 0, "None for no seed")
+        for name in ("val_every", "log_every"):
+            object.__setattr__(self, name, Interval.given(name, getattr(self, name)))
+        _ = self.length  # validated here
+        seconds_of(self.max_time)
+
+    @property
+    def length(self) -> Length:
+        """When a run ends."""
+        return Length(
+            max_epochs=self.max_epochs,
+            min_epochs=self.min_epochs,
+            max_steps=self.max_steps,
+            min_steps=self.min_steps,
+            max_seconds=seconds_of(self.max_time) if self._only_time else None,
+        )
+
+    @property
+    def budget(self) -> float | None:
+        """The time limit in seconds of each start of the program; None without one.
+
+        `max_time` is such a limit only beside `max_epochs` or `max_steps`. Alone, it is the length
+        of the run.
+        """
+        return None if self._only_time else seconds_of(self.max_time)
+
+    @property
+    def _only_time(self) -> bool:
+        return self.max_epochs is None and self.max_steps is None
+
+    def limit(self, kind: str) -> tuple[str, Limit]:
+        """Return the name and the value of the argument that limits the batches of this data."""
+        name = "overfit_batches" if self.overfits(kind) else LIMITS[kind]
+        return "fast_dev_run" if self.fast_dev_run else name, getattr(self, name)
+
+    def overfits(self, kind: str) -> bool:
+        """Return whether `overfit_batches` applies: only the first batches are read, unshuffled."""
+        return self.overfit_batches is not None and kind in ("train", "validate")
+
+    def for_a_trial(self, batches: bool | int) -> Settings:
+        """Return a copy for `fast_dev_run`: one epoch with a few batches of each kind of data.
+
+        Args:
+            batches: The number of batches; True for one.
+        """
+        if batches is not True:
+            _whole("fast_dev_run", batches, 1, "True for one batch, False for none")
+        batches = int(batches)
+        return replace(
+            self,
+            limit_train_batches=batches,
+            limit_val_batches=batches,
+            limit_test_batches=batches,
+            limit_predict_batches=batches,
+            overfit_batches=None if self.overfit_batches is None else batches,
+            max_epochs=1,
+            min_epochs=None,
+            max_steps=None,
+            min_steps=None,
+            num_sanity_val_steps=0,
+            val_every="1 epoch",
+            log_every=1,
+            fast_dev_run=True,
+        )
+
+    def stripped(self) -> Settings:
+        """Return a copy for `barebones`: no sanity check, no check for non-finite numbers."""
+        return replace(self, num_sanity_val_steps=0, non_finite="ignore")
+
+    @property
+    def writes(self) -> bool:
+        """Whether the Trainer writes files."""
+        return not (self.fast_dev_run or self.barebones)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the arguments that are not None as plain values, for records."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {
+            name: value if isinstance(value, (int, float)) else str(value)
+            for name, value in values.items()
+            if value is not None
+        }
+
+
+def _whole(name: str, value: Any, least: int, hint: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; it must be an int ({hint}).")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least} ({hint}).")
+
+
+LEFT_OUT: dict[str, tuple[Any, ...]] = {
+    # For each argument: the feature that it configures and that `barebones=True` switches off, then
+    # the values by which the argument does not request the feature. Neither does its default.
+    "fast_dev_run": ("the trial run", False, 0),
+    "profile": ("the profile", None),
+    "callbacks": ("callbacks", None, [], ()),
+    "progress_bar": ("the progress bar", False),
+    "checkpointing": ("checkpoints", False),
+    "log_with": ("trackers", None, [], ()),
+    "project_name": ("trackers", None),
+    "run_name": ("trackers", None),
+    "log_every": ("records of metrics",),
+    "num_sanity_val_steps": ("the check before the training", 0),
+    "non_finite": ("the check for NaN", "ignore"),
+    "max_skipped_in_row": ("the check for NaN",),
+    "detect_anomaly": ("the search for anomalies", False),
+    "slurm_requeue": ("the save that a requeued job resumes from", False),
+}
+
+
+def chosen_window(steps: int | None, ready: Accelerator | None) -> int:
+    """Return the micro-batches per update: the argument, else the accelerator's, else the default.
+
+    The default may come from the environment.
+    """
+    if steps is not None:
+        return steps
+    if ready is not None:
+        return ready.gradient_accumulation_steps
+    found = GradientAccumulationPlugin().num_steps
+    assert found is not None  # the default is read from the environment
+    return found
+
+
+def chosen_accelerator(
+    ready: Accelerator | None, gradient_accumulation_steps: int, **options: Any
+) -> Accelerator:
+    """Return the given accelerator, or a new one with these options, checked for the Trainer.
+
+    Args:
+        ready: The user's accelerator, or None.
+        gradient_accumulation_steps: Micro-batches per update, for a new accelerator.
+        **options: Other arguments of the `Accelerator`.
+
+    Raises:
+        ValueError: Both an accelerator and options were given, or it has an option that the Trainer
+            does not support.
+    """
+    if ready is None:
+        ready = _accelerator_of_ours(
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            scheduler_tick="update",
+            **options,
+        )
+    elif said := [name for name, value in options.items() if value]:
+        raise ValueError(
+            f"Pass accelerator, or {', '.join(said)} for the Trainer to make one, not both."
+        )
+    else:
+        _check_loop_options(ready)
+    config = ready.dataloader_config
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(config, name):
+            raise ValueError(
+                f"{name}=True cannot be used with the Trainer, which distributes whole batches and "
+                "reads on every process. Leave it out; to keep the total batch size of all "
+                "processes, divide the loader's by their number."
+            )
+    return ready
+
+
+def _accelerator_of_ours(**options: Any) -> Accelerator:
+    """Create an accelerator; its state is its own unless the script has an `Accelerator`, too."""
+    before = AcceleratorState._leave_to_trainer(shares=False)
+    ours = not is_initialized()
+    try:
+        ready = Accelerator(**options)
+    except BaseException:
+        AcceleratorState._shared_state = before
+        raise
+    if ours:
+        ready.state._of_trainer = True
+    if before.get("_runs"):  # called in a hook of another Trainer
+        AcceleratorState._shared_state = before
+    return ready
+
+
+def _check_loop_options(ready: Accelerator) -> None:
+    """Raise for options of a user's accelerator that the Trainer would silently ignore.
+
+    Raises:
+        ValueError: It has such an option.
+    """
+    if ready.log_with:
+        raise ValueError(
+            "The Accelerator that was passed has log_with, whose trackers init_trackers starts in "
+            "custom loops; pass log_with to the Trainer."
+        )
+    usual = {
+        "device_placement": (ready.device_placement, True),
+        "step_scheduler_with_optimizer": (ready.step_scheduler_with_optimizer, True),
+        "rng_types": (ready.rng_types, [RNGType.GENERATOR]),
+        "sync_with_dataloader": (ready.gradient_state.sync_with_dataloader, True),
+        "adjust_scheduler": (ready.gradient_state.adjust_scheduler, True),
+        "sync_each_batch": (ready.gradient_state.plugin.sync_each_batch, False),
+    }
+    for name, (value, default) in usual.items():
+        if value != default:
+            raise ValueError(
+                f"The Accelerator that was passed has {name}={value!r}, which is for custom loops; "
+                "the Trainer decides that itself. Leave it out."
+            )
+
+
+def project_dir_of(
+    config: ProjectConfiguration, project_dir: str | os.PathLike[str] | None
+) -> str | os.PathLike[str] | None:
+    """Return `project_dir`, or the one of the `ProjectConfiguration` if it is None.
+
+    Raises:
+        ValueError: The configuration has an option that the Trainer does not use.
+        TypeError: `config` is not a `ProjectConfiguration`.
+    """
+    expect("project_config", config, ProjectConfiguration)
+    if config.total_limit:
+        raise ValueError(
+            f"ProjectConfiguration(total_limit={config.total_limit!r}) concerns the Accelerator's "
+            "save_state, which the Trainer does not use; pass callbacks=[ModelCheckpoint("
+            "save_last=…)]."
+        )
+    if config.logging_dir != config.project_dir:
+        raise ValueError(
+            f"ProjectConfiguration(logging_dir={str(config.logging_dir)!r}) is for trackers of the "
+            "Accelerator; those of a Trainer write to logs in its project_dir. Leave it out."
+        )
+    return config.project_dir if project_dir is None else project_dir
+
+
+def complete(
+    callbacks: Sequence[Callback] | Callback | None, *, progress_bar: bool, checkpointing: bool
+) -> list[Callback]:
+    """Return the user's callbacks and the default ones, sorted so that those that save run last."""
+    given = listed(callbacks)
+    check_callbacks(given)
+    every = [
+        *([_default(ProgressBar())] if progress_bar else []),
+        *given,
+        *([_default(ModelCheckpoint())] if checkpointing else []),
+    ]
+    make_way(every)
+    return sorted(every, key=lambda callback: callback.runs_last)
+
+
+def listed(callbacks: Sequence[Callback] | Callback | None) -> list[Callback]:
+    """Return the user's callbacks as a list.
+
+    Raises:
+        TypeError: It is neither a callback nor a sequence.
+    """
+    if isinstance(callbacks, Callback):
+        callbacks = [callbacks]
+    # Hydra's lists are neither list nor tuple.
+    if isinstance(callbacks, str) or not isinstance(callbacks, (Sequence, type(None))):
+        raise TypeError(f"callbacks is {callbacks!r}; it must be a callback or a list of them.")
+    return list(callbacks or [])
+
+
+def _default(callback: Callback) -> Callback:
+    callback._is_default = True
+    return callback
+
+
+def make_way(callbacks: list[Callback]) -> None:
+    """Remove a default callback if the user has added one of the same class or a subclass."""
+    for default in [one for one in callbacks if getattr(one, "_is_default", False)]:
+        if sum(isinstance(one, type(default)) for one in callbacks) > 1:
+            callbacks.remove(default)
+
+
+def check_callbacks(given: Sequence[Any]) -> None:
+    """Raise for objects that are not callbacks, and for callbacks that conflict.
+
+    Raises:
+        TypeError: One is not a callback.
+        ValueError: Two have the same key in checkpoints, or two are progress bars.
+    """
+    for callback in given:
+        if not isinstance(callback, Callback):
+            raise TypeError(
+                f"callbacks holds {callback!r} of type {type(callback).__name__}; every one must "
+                "be an instance of callbacks.Callback."
+            )
+    keys = [one.state_key for one in given if is_overridden(one, "state_dict", Callback)]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(
+                f"Two callbacks have the state_key {key!r}, so that a checkpoint could not tell "
+                "them apart; override the property in one of them."
+            )
+    bars = [one for one in given if isinstance(one, ProgressBar)]
+    if len(bars) > 1:
+        names = " and ".join(type(bar).__name__ for bar in bars)
+        raise ValueError(f"callbacks holds {names}, which would draw over each other; pass one.")
+
+
+def check_barebones(arguments: Mapping[str, Parameter], given: Mapping[str, Any]) -> None:
+    """Raise for arguments that request a feature that ``barebones=True`` switches off.
+
+    Args:
+        arguments: The Trainer's parameters, whose defaults are always accepted.
+        given: The values of the arguments in `LEFT_OUT`, with intervals parsed.
+
+    Raises:
+        ValueError: An argument requests such a feature.
+    """
+    for name, (part, *off) in LEFT_OUT.items():
+        value = given[name]
+        if not any(_same(value, each) for each in (arguments[name].default, *off)):
+            accepted = f"{name}={off[0]!r}" if off else f"no {name}"
+            raise ValueError(
+                f"barebones=True leaves {part} out, but {name} is {_shown(value)}: pass "
+                f"{accepted}, or "
+                "leave barebones=True out. To see what the optional parts cost, compare with "
+                "profile='simple' instead."
+            )
+
+
+def _shown(value: Any) -> str:
+    """Format a value as the user may have written it."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, Callback):
+        return f"{type(value).__name__}(...)"
+    return repr(str(value) if isinstance(value, Interval) else value)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Return whether two values are equal; intervals are parsed before they are compared."""
+    return bool(value == (Interval.parse(other) if isinstance(value, Interval) else other))

@@ -1,0 +1,501 @@
+"""The user's loaders: checked, turned into epoch iterators, and created again every few epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from callbacks import Callback
+from trainer import checkpoint as disk
+from trainer.accelerator import Accelerator
+from trainer.data.epoch_iterator import EpochIterator
+from trainer.data.seeding import isolated_generators
+from trainer.datamodule import DataModule
+from trainer.distributed.objects import all_gather_object, broadcast_object
+from trainer.distributed.process_control import on_all
+from trainer.hook_typos import check_hook_typos
+from trainer.hooks import is_overridden
+from trainer.loops.config import Settings, apply_limit, require_length
+from trainer.loops.module_state import kept_by
+from trainer.loops.state import FitRun
+from trainer.module import TrainModule
+from trainer.ported.hooks import check_uncalled_hooks
+from trainer.ported.signatures import (
+    check_signature,
+    check_state_dict_methods,
+    check_step_signature,
+)
+from trainer.rng import isolated_rng, mix, set_seed
+
+# For each stage: its step, the hook that returns its loaders, and the argument for loaders.
+_STEPS = {
+    "fit": ("training_step", "train_dataloader", "train_dataloaders"),
+    "validate": ("validation_step", "val_dataloader", "dataloaders"),
+    "test": ("test_step", "test_dataloader", "dataloaders"),
+    "predict": ("predict_step", "predict_dataloader", "dataloaders"),
+}
+
+_KINDS = ("train", "validate", "test", "predict")  # kinds of data; the index is part of the seed
+
+# Hooks of the module, the datamodule and the callbacks that are called about once per run.
+_RARELY_CALLED = (
+    "prepare_data",
+    "setup",
+    "teardown",
+    "configure_model",
+    "configure_optimizers",
+    "on_save_checkpoint",
+    "on_load_checkpoint",
+)
+
+
+def steps_of(stage: str, module: TrainModule) -> list[str]:
+    """Return the names of the steps that this stage calls."""
+    names = ["training_step", "validation_step"] if stage == "fit" else [_STEPS[stage][0]]
+    return [n for n in names if n == "predict_step" or is_overridden(module, n, TrainModule)]
+
+
+def check_module(module: Any, stage: str) -> None:
+    """Check that a stage can run a module.
+
+    Args:
+        module: What the user passed as the module.
+        stage: fit, validate, test or predict.
+
+    Raises:
+        TypeError: It is not a `TrainModule`, or lacks a method that the stage needs.
+    """
+    if isinstance(getattr(module, "_orig_mod", None), TrainModule):
+        raise TypeError(
+            f"{stage} was given the result of torch.compile. Give the module itself; to compile "
+            "its steps pass Trainer(dynamo_backend='inductor')."
+        )
+    if not isinstance(module, TrainModule):
+        raise TypeError(
+            f"{stage} was given {module!r} of type {type(module).__name__}; it needs a "
+            "TrainModule. Subclass trainer.TrainModule and define its steps."
+        )
+    if "_modules" not in module.__dict__:
+        raise TypeError(
+            f"{type(module).__name__} did not call super().__init__() first thing in its __init__."
+        )
+    needed = [_STEPS[stage][0]] if stage != "predict" else []
+    if stage == "fit":
+        needed.append("configure_optimizers")
+    for name in needed:
+        if not is_overridden(module, name, TrainModule):
+            raise TypeError(
+                f"{type(module).__name__} does not define {name}, which {stage} needs: "
+                f"def {name}(self{', batch, batch_idx' if name.endswith('_step') else ''})."
+            )
+    if stage == "fit":
+        check_state_dict_methods(module)
+    steps = [is_overridden(module, name, TrainModule) for name in ("predict_step", "forward")]
+    if stage == "predict" and not any(steps):
+        raise TypeError(
+            f"{type(module).__name__} defines neither predict_step nor forward, of which predict "
+            "needs one: def predict_step(self, batch, batch_idx)."
+        )
+
+
+def check_hooks(
+    module: TrainModule | None, callbacks: Iterable[Callback], datamodule: Any, *, warns: bool
+) -> None:
+    """Check the signatures and names of the user's hooks, and warn of likely typos in names.
+
+    Args:
+        module: The user's module; None to check only callbacks that `setup` hooks have added.
+        callbacks: The callbacks.
+        datamodule: The user's datamodule, or None.
+        warns: Whether to warn: on the main process only, and not in trials.
+
+    Raises:
+        TypeError: A hook has a wrong signature, or is a Lightning hook that Cadence does not call;
+            the message says what to use instead.
+    """
+    owners: list[tuple[object, str, type]] = [(module, "module", TrainModule)]
+    owners += [(callback, "callback", Callback) for callback in callbacks]
+    owners += [(datamodule, "datamodule", DataModule)]
+    for owner, kind, base in owners:
+        if owner is None:
+            continue
+        check_uncalled_hooks(owner, kind)
+        for name in _RARELY_CALLED:
+            if hasattr(base, name) and is_overridden(owner, name, base):
+                check_signature(getattr(owner, name), name, getattr(base, name))
+        if warns:
+            check_hook_typos(owner, base)
+
+
+def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, Any]:
+    """Return (loaders, datamodule); the user may have passed a datamodule in place of loaders.
+
+    Args:
+        argument: The name of the argument for loaders, for errors.
+        given: Its value.
+        datamodule: The value of the argument ``datamodule``.
+
+    Raises:
+        ValueError: Two datamodules were passed.
+        TypeError: An argument is a class, or the datamodule has none of a DataModule's methods.
+    """
+    for name, value in ((argument, given), ("datamodule", datamodule)):
+        if isinstance(value, type):
+            raise TypeError(
+                f"{name} is the class {value.__name__}; pass an instance: {value.__name__}()."
+            )
+    methods = [name for name in vars(DataModule) if not name.startswith("_") and name != "trainer"]
+    if datamodule is not None and not any(hasattr(datamodule, name) for name in methods):
+        raise TypeError(
+            f"datamodule is {datamodule!r} of type {type(datamodule).__name__}, which has none of "
+            f"a DataModule's methods, such as {_STEPS['fit'][1]}. (Weights to load are passed by "
+            "name: ckpt_path=….)"
+        )
+    if not isinstance(given, DataModule):
+        return given, datamodule
+    if datamodule is not None:
+        raise ValueError(f"{argument} and datamodule are both a datamodule; pass one of them.")
+    return None, given
+
+
+def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) -> list[Any]:
+    """Return the loaders of a stage: those given, else the datamodule's, else the module's.
+
+    Args:
+        stage: fit, validate, test or predict.
+        given: A loader, a list of loaders, or None.
+        module: The user's module.
+        datamodule: An object with loader hooks, or None.
+
+    Raises:
+        ValueError: Loaders were given twice, or there are none.
+        TypeError: `given` is neither a loader nor a list of loaders.
+    """
+    _, hook, argument = _STEPS[stage]
+    loaders = find_loaders(hook, given, module, datamodule, argument)
+    owners = [(datamodule, DataModule)] * (datamodule is not None) + [(module, TrainModule)]
+    gave_none = [type(one).__name__ for one, base in owners if is_overridden(one, hook, base)]
+    if not loaders and gave_none:
+        raise ValueError(
+            f"{stage} has no data: {hook} of {' and of '.join(gave_none)} returned None or an "
+            f"empty list. Return a loader there, or pass {argument}."
+        )
+    if not loaders:
+        raise ValueError(
+            f"{stage} has no data: pass {argument}, or a datamodule, or define {hook} in "
+            f"{type(module).__name__}."
+        )
+    return loaders
+
+
+def find_loaders(
+    hook: str, given: Any, module: TrainModule, datamodule: Any, argument: str
+) -> list[Any]:
+    """Return the loaders as `loaders_for` does, but an empty list if there are none."""
+    if given is not None and datamodule is not None:
+        raise ValueError(f"Pass {argument} or datamodule, not both.")
+    if given is None:
+        given = None if datamodule is None else call_if_there(datamodule, hook)
+        if given is None:
+            given = call_if_there(module, hook)
+        if given is None or (isinstance(given, list) and not given):
+            return []
+    several = isinstance(given, (tuple, MutableSequence))  # Hydra's lists are not Python lists
+    if several and any(one is None for one in given):
+        raise TypeError(f"{argument} is a list with None in it; every item must be a loader.")
+    if isinstance(given, (str, bytes, Mapping)):
+        raise TypeError(
+            f"{argument} is a {type(given).__name__}; give a DataLoader or another iterable of "
+            f"batches{'' if argument == 'train_dataloaders' else ', or a list of them'}."
+        )
+    if hasattr(given, "shape") and hasattr(given, "dtype"):  # a tensor or an array
+        raise TypeError(
+            f"{argument} is a {type(given).__name__} of shape {tuple(given.shape)}, whose rows "
+            "would be the batches. Wrap it: DataLoader(TensorDataset(x, y), batch_size=32); or "
+            "pass list(...) if its rows are batches."
+        )
+    return list(given) if several and _holds_loaders(given) else [given]
+
+
+def _holds_loaders(given: Sequence[Any]) -> bool:
+    """Return whether this is a list of loaders; a list of batches counts as one loader."""
+    return all(hasattr(one, "__iter__") and not hasattr(one, "shape") for one in given) and not all(
+        isinstance(one, (list, tuple, Mapping)) for one in given
+    )
+
+
+def call_if_there(owner: Any, name: str, *args: Any) -> Any:
+    """Call a method of an object if it has one of that name; otherwise return None."""
+    method = getattr(owner, name, None)
+    return None if method is None else method(*args)
+
+
+def make_epoch_iterators(
+    kind: str, loaders: Sequence[Any], settings: Settings, accelerator: Accelerator, *, seed: int
+) -> list[EpochIterator]:
+    """Create the epoch iterators of loaders, with the Trainer's limits on batches; collective.
+
+    Args:
+        kind: train, validate, test or predict.
+        loaders: The user's loaders.
+        settings: The Trainer's arguments, such as the limits.
+        accelerator: The accelerator, over whose ranks the data are sharded.
+        seed: The seed of the shuffled order.
+
+    Raises:
+        ValueError: A loader is empty, or its length differs between ranks.
+    """
+    name, limit = settings.limit(kind)
+    if settings.fast_dev_run and limit:
+        limit *= accelerator.num_processes  # that many batches on each rank
+    epoch_iterators = []
+    for number, loader in enumerate(loaders):
+        epoch_iterator = EpochIterator(
+            loader,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            seed=seed,
+            place=0 if kind == "train" else mix(_KINDS.index(kind), number),
+            shuffle=not settings.overfits(kind),
+            remember=kind == "train",
+        )
+        apply_limit(epoch_iterator, name, limit)
+        which = f"{kind} loader" if len(loaders) == 1 else f"{kind} loader number {number}"
+        check_same_length(epoch_iterator, which)
+        if epoch_iterator.num_batches == 0:
+            check = f"{name} is 0" if limit == 0 else "check its dataset, its sampler and drop_last"
+            raise ValueError(f"The {which} is empty: {check}.")
+        epoch_iterators.append(epoch_iterator)
+    return epoch_iterators
+
+
+def check_same_length(epoch_iterator: EpochIterator, which: str) -> None:
+    """Raise if a loader's length differs between ranks, before they deadlock; collective.
+
+    Args:
+        epoch_iterator: The epoch iterator of the loader.
+        which: A description of the loader, for the error.
+
+    Raises:
+        ValueError: The lengths differ; raised on all ranks.
+    """
+    lengths = all_gather_object(epoch_iterator.num_batches)
+    if any(length != lengths[0] for length in lengths):
+        raise ValueError(
+            f"The {which} has a different number of batches on each process: "
+            f"{', '.join(f'rank {r}: {n}' for r, n in enumerate(lengths))}. Give every process the "
+            "same dataset, batch size and length of sampler; the Trainer shards the data."
+        )
+
+
+def validation_loaders(
+    given: Any, module: TrainModule, datamodule: Any, settings: Settings
+) -> list[Any]:
+    """Return the validation loaders of a fit; an empty list if no validation is to run.
+
+    That is the case without data, without `validation_step`, or with ``limit_val_batches=0``.
+
+    Args:
+        given: The loaders passed to `fit`, or None.
+        module: The user's module.
+        datamodule: The user's datamodule, or None.
+        settings: The Trainer's arguments.
+
+    Raises:
+        TypeError: Loaders were passed, but the module has no `validation_step`.
+    """
+    if settings.limit_val_batches == 0:
+        return []
+    if not is_overridden(module, "validation_step", TrainModule):
+        if given is None:
+            return []
+        raise TypeError(
+            f"fit was given val_dataloaders, but {type(module).__name__} does not define "
+            "validation_step(self, batch, batch_idx)."
+        )
+    return find_loaders("val_dataloader", given, module, datamodule, "val_dataloaders")
+
+
+def check_step(stage: str, module: TrainModule, epoch_iterators: Sequence[EpochIterator]) -> None:
+    """Check that a step's signature matches the number of loaders.
+
+    Raises:
+        TypeError: The step lacks ``dataloader_idx`` with several loaders, or requires it with one.
+    """
+    if epoch_iterators:
+        check_step_signature(module, _STEPS[stage][0], len(epoch_iterators))
+
+
+_DRAWS_BY_LOADERS = 5  # mixed into the loader hooks' seeds, so that they differ from other seeds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The run's progress when the current loaders were created.
+
+    A checkpoint holds it, so that a resumed run calls the loader hooks under the same conditions.
+
+    Attributes:
+        epoch: ``trainer.current_epoch`` as the loader hooks saw it.
+        step: ``trainer.global_step`` as the loader hooks saw it.
+        seed: The seed of the shuffled order.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    seed: int
+
+    def describe(self) -> dict[str, int]:
+        """Return the fields for the manifest of a checkpoint."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Where the loaders of a fit come from: arguments of `fit`, or hooks.
+
+    Attributes:
+        settings: The Trainer's arguments.
+        accelerator: The accelerator, over whose ranks the data are sharded.
+        module: The user's module.
+        train: The training loader that was passed to `fit`.
+        val: The validation loaders that were passed to `fit`.
+        datamodule: The datamodule that was passed to `fit`.
+
+    Raises:
+        ValueError: ``reload_dataloaders_every_n_epochs`` is set, but loaders were passed to `fit`.
+    """
+
+    settings: Settings
+    accelerator: Accelerator
+    module: TrainModule
+    train: Any
+    val: Any
+    datamodule: Any
+
+    def __post_init__(self) -> None:
+        """Raise if loaders were passed to `fit` that would have to be created again."""
+        every = self.settings.reload_dataloaders_every_n_epochs
+        for argument, hook in (("train", "train_dataloader"), ("val", "val_dataloader")):
+            if every and getattr(self, argument) is not None:
+                raise ValueError(
+                    f"reload_dataloaders_every_n_epochs is {every}, but fit was given "
+                    f"{argument}_dataloaders, which it cannot create again. Define {hook} in the "
+                    "module or in a DataModule instead, or leave "
+                    "reload_dataloaders_every_n_epochs at 0."
+                )
+
+    def origin(self, chosen: Path | None) -> Origin:
+        """Return the origin of the first loaders, after seeding the global RNG if there is a seed.
+
+        Args:
+            chosen: The checkpoint that the fit resumes from, if any.
+        """
+        seed = self.settings.seed
+        if seed is not None:
+            set_seed(seed)
+        if chosen is not None and (saved := disk.read_manifest(chosen).get("loaders")):
+            return Origin(**saved)
+        return Origin(seed=broadcast_object(torch.initial_seed()) if seed is None else seed)
+
+    def make(self, origin: Origin) -> tuple[EpochIterator, list[EpochIterator]]:
+        """Create the loaders; return the training and validation epoch iterators; collective.
+
+        Args:
+            origin: The run's progress.
+
+        Raises:
+            ValueError: There is not exactly one training loader, or a loader is empty.
+            TypeError: There is validation data but no ``validation_step``.
+            RuntimeError: A hook failed on another rank.
+        """
+        return self.epoch_iterators(origin, *on_all(lambda: self.call(origin), "fit"))
+
+    def call(self, origin: Origin) -> tuple[list[Any], list[Any]]:
+        """Return the training and the validation loaders, from the hooks if none were passed.
+
+        If the hooks are called every few epochs, they run under an RNG that is seeded from the
+        run's seed and the epoch, so that a resumed run draws the same random numbers.
+
+        Args:
+            origin: The run's progress.
+        """
+        again = self.settings.reload_dataloaders_every_n_epochs
+        drawn = mix(origin.seed, origin.epoch, _DRAWS_BY_LOADERS)
+        owners = self.module, self.datamodule
+        own = kept_by(*owners) if again else {}
+        with (
+            isolated_rng(drawn) if again else nullcontext(),
+            isolated_generators(own, mix(drawn, 1)),
+        ):
+            loaders = loaders_for("fit", self.train, *owners)
+            return loaders, validation_loaders(self.val, *owners, self.settings)
+
+    def epoch_iterators(
+        self, origin: Origin, loaders: list[Any], val: list[Any]
+    ) -> tuple[EpochIterator, list[EpochIterator]]:
+        """Create the epoch iterators of loaders, with the Trainer's limits; collective.
+
+        Args:
+            origin: The run's progress.
+            loaders: The training loaders; exactly one.
+            val: The validation loaders.
+
+        Returns:
+            The training epoch iterator and the validation epoch iterators.
+
+        Raises:
+            ValueError: There are several training loaders, or a loader is empty.
+        """
+        if len(loaders) > 1:
+            raise ValueError(
+                f"fit was given {len(loaders)} training loaders; it takes one. Combine them in one "
+                "loader of a torch.utils.data.StackDataset or ConcatDataset, or pass an object "
+                "whose __iter__ yields the joint batches."
+            )
+        settings, accelerator = self.settings, self.accelerator
+        (epoch_iterator,) = make_epoch_iterators(
+            "train", loaders, settings, accelerator, seed=origin.seed
+        )
+        val_feeds = make_epoch_iterators("validate", val, settings, accelerator, seed=origin.seed)
+        check_step("validate", self.module, val_feeds)
+        require_length(epoch_iterator, val_every=settings.val_every, log_every=settings.log_every)
+        return epoch_iterator, val_feeds
+
+
+def reload_if_due(run: FitRun) -> None:
+    """Create the loaders again if that is due in this epoch; ends the old loaders' workers.
+
+    Args:
+        run: The fit.
+
+    Raises:
+        ValueError: See `Sources.make`; or there is no longer any validation data.
+        RuntimeError: A hook failed on another rank.
+    """
+    counters, sources = run.counters, run.sources
+    every = sources.settings.reload_dataloaders_every_n_epochs
+    if not every or counters.epoch % every:
+        return
+    origin = Origin(epoch=counters.epoch, step=counters.global_step, seed=run.epoch_iterator.seed)
+    for old in (run.epoch_iterator, *run.val_feeds):
+        old.close()
+
+    def call() -> tuple[list[Any], list[Any]]:
+        loaders, val_loaders = sources.call(origin)
+        if run.val_feeds and not val_loaders:
+            raise ValueError(
+                f"val_dataloader returned nothing in epoch {counters.epoch}, so validations that "
+                "are due could not run. Return loaders in every epoch; val_every says how often "
+                "to validate."
+            )
+        return loaders, val_loaders
+
+    loaders, val_loaders = on_all(call, "reload_dataloaders_every_n_epochs")
+    run.epoch_iterator, run.val_feeds = sources.epoch_iterators(origin, loaders, val_loaders)
+    run.origin = origin

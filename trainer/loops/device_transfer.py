@@ -1,0 +1,273 @@
+"""Device transfer: batches pass the user's transfer hooks and move to the device, one ahead.
+
+Without user hooks the copy runs on a side stream, so that it overlaps with the computation.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Generator
+from contextlib import closing
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.data.epoch_iterator import EpochIterator, GlobalBatch
+from trainer.data.prefetch import InFlight, send, streams_for
+from trainer.data.seeding import equal, isolated_generators
+from trainer.datamodule import DataModule
+from trainer.distributed import guards
+from trainer.hooks import is_overridden
+from trainer.loops.module_state import kept_by
+from trainer.loops.no_collectives import reason
+from trainer.module import TrainModule
+from trainer.rng import isolated_rng, mix
+
+logger = logging.getLogger(__name__)
+
+_HERE = "a hook of a batch's transfer or count_items"
+_INSTEAD = "on_train_step_end or a hook of an epoch's end"
+_DRAWS_BY_HOOKS = 4  # mixed into the hooks' seeds, so that they differ from the shuffle seeds
+
+
+class DeviceTransfer:
+    """Device transfer of the batches of a run.
+
+    Args:
+        module: The user's module.
+        datamodule: The user's datamodule, or None.
+        device: The device that batches are moved to.
+        rank: The rank of this process.
+        world_size: The number of processes.
+
+    Attributes:
+        counts_items: Whether the module overrides `count_items`; otherwise items are samples.
+        may_lack_items: Whether this rank may have a batch without items while other ranks have
+            items.
+    """
+
+    def __init__(
+        self,
+        module: TrainModule,
+        datamodule: Any,
+        *,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self._module, self._datamodule, self._device = module, datamodule, device
+        self._rank, self._world_size = rank, world_size
+        self._equal_generators = equal(kept_by(module, datamodule))
+        self.counts_items = counts_items(module)
+        self.may_lack_items = self.counts_items and world_size > 1
+
+        def own(name: str) -> Callable[..., Any] | None:
+            return _batch_hook(name, module, datamodule)
+
+        moves = own("transfer_batch_to_device")
+        self._before, self._after = own("on_before_batch_transfer"), own("on_after_batch_transfer")
+        ours = moves is None and self._before is None and self._after is None
+        self._runs_users_code = self.counts_items or not ours
+        if moves is None and device.type != "cpu":
+            moves = module.transfer_batch_to_device
+        self._moves = moves
+        # The user's hooks must run on the default compute stream, as they expect.
+        self._streams = streams_for(device) if ours else None
+
+    def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Move a batch to the device."""
+        if self._moves is None:
+            return batch
+        return self._moves(batch, self._device, dataloader_idx)
+
+    def global_batches(
+        self, epoch_iterator: EpochIterator, dataloader_idx: int = 0, *, counted: bool = True
+    ) -> Generator[GlobalBatch, None, None]:
+        """Yield an epoch's global batches on the device; see `EpochIterator.global_batches`.
+
+        Args:
+            epoch_iterator: The epoch iterator.
+            dataloader_idx: The index of its loader among several, passed to the hooks.
+            counted: Whether each batch is paired with its number of items, for `items_of`.
+        """
+        transfer = self.transfer(epoch_iterator, dataloader_idx, counted=counted)
+        global_batches = epoch_iterator.global_batches(self._accompanied(epoch_iterator, transfer))
+        return global_batches if self._streams is None else self._handed_over(global_batches)
+
+    def _handed_over(
+        self, global_batches: Generator[GlobalBatch, None, None]
+    ) -> Generator[GlobalBatch, None, None]:
+        with closing(global_batches):
+            for current in global_batches:
+                if current.present:
+                    current.batch = self.hand_over(current.batch)
+                yield current
+
+    def _accompanied(
+        self, epoch_iterator: EpochIterator, transfer: Callable[[Any], Any]
+    ) -> Callable[[Any], Any]:
+        """Wrap `transfer` to forbid collectives in it when some ranks have no batch."""
+        if epoch_iterator.world_size == 1 or not self._runs_users_code:
+            return transfer
+
+        def accompanied(batch: Any) -> Any:
+            if epoch_iterator.batches_read == epoch_iterator.world_size:
+                return transfer(batch)
+            with guards.forbid_collectives(
+                reason(epoch_iterator, epoch_iterator.batches_read, _HERE, _INSTEAD)
+            ):
+                return transfer(batch)
+
+        return accompanied
+
+    def hand_over(self, batch: InFlight) -> Any:
+        """Make the compute stream wait for a copied batch; see `InFlight.arrive`."""
+        return batch.arrive()
+
+    def transfer(
+        self, epoch_iterator: EpochIterator, dataloader_idx: int, *, counted: bool
+    ) -> Callable[[Any], Any]:
+        """Return the function that is called with each batch, one batch ahead of its use.
+
+        Args:
+            epoch_iterator: The epoch iterator.
+            dataloader_idx: The index of its loader among several, passed to the hooks.
+            counted: Whether the function returns (batch, items reader) or the batch alone.
+        """
+        change = self._changing(epoch_iterator, dataloader_idx)
+        if not counted:
+            return self._on_side_stream(change)
+        if not self.counts_items:
+            if change is _as_it_is:
+                return _uncounted
+            return self._on_side_stream(lambda batch: (change(batch), None))
+
+        def transfer(batch: Any) -> Any:
+            batch = change(batch)
+            return batch, _start_reading(self._module.count_items(batch))
+
+        # `count_items` runs on the side stream, right after the copy: run later, its result would
+        # make the host wait. It may read tensors that the previous step writes, such as a buffer,
+        # so the side stream first waits for the compute stream.
+        return self._on_side_stream(transfer, follow=True)
+
+    def _on_side_stream(
+        self, move: Callable[[Any], Any], *, follow: bool = False
+    ) -> Callable[[Any], Any]:
+        """Return `move` wrapped to run on the side stream, if there is one.
+
+        `hand_over` then makes its results available to the compute stream.
+        """
+        if self._streams is None:
+            return move
+        return partial(send, move=move, streams=self._streams, follow=follow)
+
+    def _changing(self, epoch_iterator: EpochIterator, dataloader_idx: int) -> Callable[[Any], Any]:
+        """Return the function that applies the user's hooks and moves a batch to the device.
+
+        Like the dataset's random numbers, those of the hooks are seeded from the batch's number.
+        If the hooks used the RNG of the training, a resumed run would draw different numbers: it
+        prefetches a batch a second time that the interrupted run had prefetched already.
+        """
+        if self._before is None and self._after is None:
+            if self._moves is None:
+                return _as_it_is
+            return lambda batch: self.move(batch, dataloader_idx)
+        numbers = count(epoch_iterator.start_batch + self._rank, self._world_size)
+        own = kept_by(self._module, self._datamodule)
+
+        def change(batch: Any) -> Any:
+            seed = mix(epoch_iterator.seed, epoch_iterator.epoch, _DRAWS_BY_HOOKS, next(numbers))
+            with isolated_rng(seed), isolated_generators(own, mix(seed, 1), self._equal_generators):
+                batch = _changed(self._before, batch, dataloader_idx)
+                return _changed(self._after, self.move(batch, dataloader_idx), dataloader_idx)
+
+        return change
+
+
+def counts_items(module: TrainModule) -> bool:
+    """Return whether the module overrides `count_items`."""
+    return is_overridden(module, "count_items", TrainModule)
+
+
+def _batch_hook(name: str, module: TrainModule, datamodule: Any) -> Callable[..., Any] | None:
+    """Return the datamodule's override of a hook, else the module's override, else None."""
+    bases = ((datamodule, DataModule), (module, TrainModule))
+    owners = [owner for owner, base in bases if is_overridden(owner, name, base)]
+    if len(owners) > 1:
+        logger.warning("%s of the datamodule is used, not that of the module.", name)
+    return getattr(owners[0], name) if owners else None
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _uncounted(batch: Any) -> Any:
+    return batch, None
+
+
+def _changed(hook: Callable[..., Any] | None, batch: Any, dataloader_idx: int) -> Any:
+    """Return the result of a batch hook; the batch itself if there is no hook."""
+    if hook is None:
+        return batch
+    changed = hook(batch, dataloader_idx)
+    if changed is None:
+        name = getattr(hook, "__name__", "A batch hook")
+        raise TypeError(f"{name} returned None; it must return the batch.")
+    return changed
+
+
+def items_of(current: GlobalBatch) -> tuple[Any, float]:
+    """Return this rank's batch of a global batch and its number of items; (None, 0.0) if absent."""
+    if not current.present:
+        return None, 0.0
+    batch, read = current.batch
+    return batch, float(current.samples) if read is None else read()
+
+
+def _start_reading(count: float | Tensor) -> Callable[[], float]:
+    """Start copying a number from the device to the host; return a function that reads it.
+
+    The copy starts one batch ahead, so that reading does not wait for the device.
+
+    Args:
+        count: What `count_items` returned: a number, or a tensor of one element on any device.
+
+    Raises:
+        ValueError: It is a tensor of several elements, or negative or not finite (when read).
+        TypeError: It is not a number.
+    """
+    if not isinstance(count, Tensor):
+        return lambda: _checked(count)
+    if count.numel() != 1:
+        raise ValueError(
+            f"count_items returned a tensor of shape {tuple(count.shape)}; it must be one number, "
+            "for example its .sum()."
+        )
+    if count.device.type == "cpu":
+        return lambda: _checked(float(count))
+    host = torch.empty((), dtype=count.dtype, device="cpu", pin_memory=count.device.type == "cuda")
+    host.copy_(count.reshape(()), non_blocking=True)
+    event = torch.Event(count.device)
+    event.record()
+
+    def read() -> float:
+        event.synchronize()
+        return _checked(float(host))
+
+    return read
+
+
+def _checked(items: Any) -> float:
+    number = float(items) if hasattr(items, "__float__") else None
+    if number is not None and 0 <= number < math.inf:
+        return number
+    raise (TypeError if number is None else ValueError)(
+        f"count_items returned {items!r}; it must be the number of items that the loss is a mean "
+        "over: 0 or more, and finite."
+    )

@@ -1,0 +1,921 @@
+"""Saving a fit in a checkpoint, and restoring it.
+
+The optimizer fingerprint is what ``configure_optimizers`` chose, as text that processes and starts
+of a run can compare.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from callbacks import Callback, Interval, Progress
+from trackers.masking import masked
+from trainer import checkpoint as disk
+from trainer.checkpoint import gradients
+from trainer.checkpoint.async_writer import (
+    Encoded,
+    StatePart,
+    encoded_part,
+    tree_part,
+    weights_part,
+    write_parts,
+)
+from trainer.checkpoint.loading import read_shapes
+from trainer.checkpoint.restore import OPTIMIZER_FORM, dtypes_of
+from trainer.checkpoint.serialization import encode_tree
+from trainer.checkpoint.storage import MANIFEST, check_form, count, reading
+from trainer.checkpoint.weights import own_names
+from trainer.data.sampler import EpochLength
+from trainer.errors import CheckpointError
+from trainer.hparams import to_manifest
+from trainer.loops.buffer_sync import sync_buffers
+from trainer.loops.config import Schedule
+from trainer.loops.module_state import (
+    accumulators_of,
+    generators_of,
+    load_switches,
+    restore_accumulators,
+    switches_of,
+)
+from trainer.loops.run_metadata import versions
+from trainer.loops.state import Counters, FitRun
+from trainer.module import TrainModule
+from trainer.names import bare_names, bare_state_dict
+from trainer.optim.configure import SchedulerEntry
+from trainer.optim.groups import names_of_groups, restore_groups
+from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
+from trainer.optim.state import load_state, state_of
+from trainer.rng import is_rng_state, isolated_rng, mix, rng_state
+from trainer.state import PartialState
+
+logger = logging.getLogger(__name__)
+
+_OF_SPEED = ("foreach", "fused", "capturable", "differentiable")  # do not change the result
+_NOT_CHOSEN = ("params", "initial_lr")  # keys of a parameter group that are not options
+_OF_SCHEDULES = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")  # keys of a group
+_NOT_OF_A_SCHEDULE = ("last_epoch", "verbose", "base_lrs", "optimizer", "lr_lambdas")
+_PRIVATE = ("_milestones", "_anneal_func_type", "_anneal_strategy")  # private, but user options
+
+
+def options_of(
+    names: Sequence[str],
+    optimizers: Sequence[AcceleratedOptimizer],
+    schedulers: Sequence[SchedulerEntry],
+) -> dict[str, str]:
+    """Return the options of optimizers and schedulers as strings, by their name in messages.
+
+    An optimizer gives its class and options, with initial learning rates. A torch scheduler gives
+    the numbers that it was created with. Any other scheduler gives its class and interval.
+
+    Args:
+        names: The names of the optimizers.
+        optimizers: The prepared optimizers, in the user's order.
+        schedulers: The schedulers, in the user's order.
+    """
+    options = {"optimizers": ", ".join(names) or "none"}
+    for name, prepared in zip(names, optimizers, strict=True):
+        optimizer = prepared.optimizer
+        groups = optimizer.param_groups
+        options[f"the class of {name}"] = type(optimizer).__name__
+        for number, group in enumerate(groups):
+            place = name if len(groups) == 1 else f"{name}, group {number}"
+            options[f"the number of parameters of {place}"] = str(len(group["params"]))
+            chosen = [*getattr(optimizer, "defaults", group)]  # a user's class may have none
+            chosen += [option for option in _OF_SCHEDULES if option in group]
+            values = group | {"lr": group.get("initial_lr", group.get("lr"))}
+            options |= {
+                f"{option} of {place}": _plain(values.get(option))
+                for option in chosen
+                if option not in (*_OF_SPEED, *_NOT_CHOSEN)
+            }
+    for number, entry in enumerate(schedulers):
+        kind = type(entry.scheduler).__name__
+        ticks = f"{kind}, every {entry.frequency} {entry.interval}, monitor={entry.monitor!r}"
+        options[f"scheduler {number}"] = ticks
+        options[_class_of(number)] = kind
+        options |= dict(_numbers(entry.scheduler, f"scheduler {number} ({kind})"))
+    return options
+
+
+def _class_of(scheduler: int) -> str:
+    return f"the class of scheduler {scheduler}"
+
+
+def _numbers(schedule: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Yield the arguments that torch's schedulers were created with, also of nested schedulers.
+
+    Counters are left out. Other classes, also subclasses of torch's, may have attributes of any
+    kind: they are not compared.
+    """
+    is_of_torch = type(schedule).__module__.startswith("torch.optim.")
+    for key, value in vars(schedule).items() if is_of_torch else ():
+        if key in _NOT_OF_A_SCHEDULE:
+            continue
+        if key == "_schedulers":
+            for number, inner in enumerate(value):
+                yield from _numbers(inner, f"{place}, part {number}")
+        elif key == "_schedule_phases":  # of OneCycleLR: a list of phases, each with its last step
+            yield f"phases of {place}", _plain([phase["end_step"] for phase in value])
+        elif key in _PRIVATE or not key.startswith("_"):
+            yield f"{key.lstrip('_')} of {place}", _plain(value)
+
+
+def _plain(value: Any) -> str:
+    """Format numbers and strings, also in nested tuples; of other objects only the type's name."""
+    if isinstance(value, Tensor) and value.numel() == 1:  # a learning rate on the device
+        value = value.item()
+    if isinstance(value, Mapping):  # MultiStepLR keeps its milestones in a Counter
+        value = [each for pair in value.items() for each in pair]
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_plain, value))}]"
+    if isinstance(value, Real) and not isinstance(value, bool):  # also numpy's numbers
+        number = float(value)  # so that 1 equals 1.0, and a float32 the float it came from
+        whole = number.is_integer() and abs(number) < 2**53  # keep all digits of counts
+        return str(int(number)) if whole else f"{number:.6g}"
+    plain = value is None or isinstance(value, (bool, str))
+    return repr(value) if plain else type(value).__name__
+
+
+def keep_options(
+    options: MutableMapping[str, str],
+    saved: Mapping[str, str],
+    restored: Mapping[str, str],
+    *,
+    tell: bool,
+) -> None:
+    """Warn that a resumed run keeps the checkpoint's options where the script has changed them.
+
+    Args:
+        options: The options that `configure_optimizers` returned at this start; replaced in place
+            by the checkpoint's options where they differ.
+        saved: The options in the checkpoint: those in effect then, without changes by hooks.
+        restored: The options of the restored optimizers and schedulers, which schedulers and hooks
+            may have changed during the run.
+        tell: Whether to warn.
+    """
+    changed = [
+        name
+        for name, value in options.items()
+        if " of " in name
+        and not name.startswith("the ")
+        and value not in (saved.get(name, value), restored.get(name))
+    ]
+    if changed and tell:
+        logger.warning(
+            "The optimizers and schedules are the checkpoint's, although configure_optimizers has "
+            "changed: %s%s. To change a value within a run, set it in on_train_start; a learning "
+            "rate by trainer.scale_learning_rate there, once, which tells its schedule too.",
+            "; ".join(
+                f"{n} stays {restored.get(n, saved[n])}, not {options[n]}" for n in changed[:3]
+            ),
+            "; …" if changed[3:] else "",
+        )
+    options.update((name, saved[name]) for name in changed)
+
+
+def check_schedules(options: Mapping[str, str], saved: Mapping[str, str], schedulers: int) -> None:
+    """Raise if a scheduler's class differs from the checkpoint's: it cannot load that state.
+
+    Args:
+        options: The options at this start.
+        saved: The options in the checkpoint.
+        schedulers: The number of schedulers.
+
+    Raises:
+        CheckpointError: A class differs.
+    """
+    for name in map(_class_of, range(schedulers)):
+        if options[name] != saved.get(name, options[name]):
+            raise CheckpointError(
+                f"configure_optimizers returns a {options[name]}, but {name} in the checkpoint is "
+                f"{saved[name]}, whose state it cannot continue. Return the same one, or start a "
+                "new run with the weights: load_from_checkpoint, and fit without ckpt_path."
+            )
+
+
+OPTIMIZER, TRAINER, RECORD, DATA = "optimizer", "trainer", "record", "datamodule"
+# The trained weights, if model.safetensors holds other ones, such as averaged weights.
+TRAINED_NAME = "trained.safetensors"
+
+# The schemas of the saved files, see `trainer.checkpoint.storage.check_form`. State dicts of other
+# objects are opaque here: only their type, dict, is checked.
+_NUMBER = (int, float)
+_SWITCHES = {"frozen": [str], "evaluating": [str]}
+MANIFEST_FORM = {
+    **dict.fromkeys(("step", "epoch"), count),
+    "world_size": lambda n: count(n) and n > 0,
+    "files": {disk.WEIGHTS_NAME: dict},
+}
+RECORD_FORM = {"offset": (int, NoneType), "trackers?": dict}
+
+
+def _are_sizes(values: Any, *numbers: int) -> bool:
+    fits = isinstance(values, list) and len(values) in numbers
+    return fits and all(value is None or count(value) for value in values)
+
+
+STATE_FORM = {
+    "run_id": str,
+    "counters": {
+        **dict.fromkeys(("global_step", "epoch", "epoch_batches", "validations"), count),
+        **dict.fromkeys(("batches_seen", "samples_seen"), count),
+        "epoch_complete": bool,
+        "seconds": _NUMBER,
+    },
+    "items_seen": _NUMBER,
+    "last_logged": count,
+    "data": lambda sizes: _are_sizes(sizes, 2, 3),
+    "length?": lambda sizes: _are_sizes(sizes, 2),
+    "validated?": dict,
+    "order?": (int, NoneType),
+    "options?": dict,
+    "switches?": {"begun": _SWITCHES, "now": _SWITCHES},
+    **dict.fromkeys(("should_stop", "unfinished"), bool),
+    "boundary?": list,
+    **dict.fromkeys(("latest", "updates", "callbacks", "extra"), dict),
+    "schedules": {"val": list, "log": list},
+    "optimizers": [str],
+    "groups": [list],
+    "schedulers": [dict],
+    **dict.fromkeys(("scaler", "guard"), (dict, NoneType)),
+}
+RANK_FORM = {
+    "rng": lambda state: is_rng_state(state) and isinstance(state.get("own", {}), dict),
+    "metrics": {"epochs": dict, "states": dict, "names": [str], "stepwise?": dict},
+    "stream": (dict, NoneType),
+    **dict.fromkeys(("communication?", "gradients?"), dict),
+}
+
+
+def save_run(
+    run: FitRun,
+    target: Path,
+    *,
+    trainer: Any,
+    callbacks: Sequence[Callback],
+    configuration: Mapping[str, Any],
+    weights_only: bool = False,
+    background: bool = False,
+    required: bool = True,
+    displaces: Sequence[Path] = (),
+    on_each_node: bool = False,
+) -> bool:
+    """Save the state of a fit at an update boundary; collective.
+
+    Args:
+        run: The fit.
+        target: The checkpoint's folder.
+        trainer: Passed to the callbacks' ``on_save_checkpoint``.
+        callbacks: The callbacks, whose states are saved.
+        configuration: The resolved configuration, recorded in the manifest.
+        weights_only: Save only the weights, from which no run can resume.
+        background: Copy the state to host memory, return, and write it on another thread while
+            training continues.
+        required: Whether to raise if the checkpoint cannot be written; otherwise the error is
+            logged.
+        displaces: Checkpoints to delete once this one is committed.
+        on_each_node: Whether each machine keeps a complete checkpoint, since they share no disk.
+
+    Returns:
+        Whether the checkpoint is committed, or being written in the background.
+
+    Raises:
+        CheckpointError: The state of some rank cannot be saved, or the files cannot be written.
+            Raised on all ranks. An error of a background save is raised at the next update.
+    """
+    _settle(run)
+    state = PartialState()
+    extra = {} if weights_only else _state_from_hooks(run, trainer, callbacks, target)
+    shared: list[StatePart] = []
+    own: list[Encoded] = []
+    writer_rank = disk.keeps(state, on_each_node)
+
+    def capture() -> Encoded | None:
+        others, trained = _weights_of(run, trainer, callbacks)
+        if writer_rank:
+            shared.append(weights_part(others))
+        if weights_only:
+            return None
+        if writer_rank:
+            shared.extend(_shared_parts(run, callbacks, trained, extra))
+        own.append(encode_tree(_state_of_rank(run), disk.rank_stem(run.rank)))
+        return own[0] if on_each_node else None
+
+    of_all = disk.run_on_all_ranks(f"Saving {target}", capture, state, run.writer.group)
+    if on_each_node:
+        ranks = [
+            (rank, each) for rank, each in enumerate(of_all) if each is not None and writer_rank
+        ]
+    else:
+        ranks = [(run.rank, each) for each in own]
+    of_ranks = [encoded_part(*each, disk.rank_stem(rank)) for rank, each in ranks]
+    parts = [*shared, *of_ranks]
+    needs = sum(part.size for part in parts)
+    if not on_each_node:  # each other rank writes about as many bytes to the same disk
+        needs += (run.world_size - 1) * sum(part.size for part in of_ranks)
+    write = run.writer.copies.hold(parts) if background else write_parts(parts)
+    run.writer.start(
+        partial(
+            disk.save_checkpoint,
+            target.absolute(),  # hooks may change the working directory while it is written
+            write_shared=_nothing if weights_only else _writer_of_record(run),
+            write_rank=write,
+            manifest=_manifest_of(run, configuration) | {"weights_only": weights_only},
+            state=state,
+            on_each_node=on_each_node,
+            needs=needs,
+            displaces=[path.absolute() for path in displaces],
+        ),
+        name=target,
+        required=required,
+        background=background,
+    )
+    return background or run.writer.wait()
+
+
+def _settle(run: FitRun) -> None:
+    """Wait for pending work, so that the state is consistent: of one update, on all ranks."""
+    run.writer.wait()
+    if run.guard is not None:
+        run.guard.settle()  # never save weights that non-finite gradients have updated
+    sync_buffers(run)
+    run.step_sync.settle()
+    run.recorder.flush()
+
+
+def _state_from_hooks(
+    run: FitRun, trainer: Any, callbacks: Sequence[Callback], target: Path
+) -> dict[str, Any]:
+    """Return what the ``on_save_checkpoint`` hooks add to the checkpoint; collective.
+
+    Raises:
+        CheckpointError: A hook failed on one of several ranks; raised on all ranks. With a single
+            process, the hook's own error is raised.
+    """
+    extra: dict[str, Any] = {"epoch": run.counters.epoch, "global_step": run.counters.global_step}
+
+    def ask() -> None:
+        for callback in callbacks:
+            callback.on_save_checkpoint(trainer, run.module, extra)
+        run.module.on_save_checkpoint(extra)
+
+    if run.world_size == 1:
+        ask()
+    else:
+        disk.run_on_all_ranks(f"Saving {target}", ask, PartialState(), run.writer.group)
+    return extra
+
+
+def _shared_parts(
+    run: FitRun,
+    callbacks: Sequence[Callback],
+    trained: Mapping[str, object] | None,
+    extra: Mapping[str, Any],
+) -> list[StatePart]:
+    """Return the state parts that are equal on all ranks, except the file of the model's weights.
+
+    Args:
+        run: The fit.
+        callbacks: The callbacks, whose states are saved.
+        trained: The trained weights if the model's file holds other ones, else None.
+        extra: What the ``on_save_checkpoint`` hooks have added.
+    """
+    optimizers = [state_of(optimizer, [run.module]) for optimizer in run.optimizers]
+    parts = [tree_part(optimizers, OPTIMIZER)]
+    if trained is not None:
+        parts.append(weights_part(trained, TRAINED_NAME))
+    parts.append(tree_part(_state_of(run, callbacks) | {"extra": extra}, TRAINER))
+    if data := _state_of_data(run.datamodule):
+        parts.append(tree_part(data, DATA))
+    return parts
+
+
+def _state_of_rank(run: FitRun) -> dict[str, Any]:
+    """Return the state that differs between ranks: RNG, metrics, stream position and more."""
+    state = {
+        "rng": generators_of(run),
+        "metrics": accumulators_of(run.metrics, run.module),
+        "stream": run.epoch_iterator.position(),
+        **run.engine.state_dict(),
+    }
+    if not run.module.automatic_optimization:
+        run.precision.state_dict()  # rescales the gradients to the saved loss scale
+        state["gradients"] = gradients.take(named_gradients(run))
+    return state
+
+
+def named_gradients(run: FitRun) -> dict[str, nn.Parameter]:
+    """Return the parameters that may have gradients at a boundary in manual optimisation."""
+    return gradients.named_parameters([run.module], run.optimizers)
+
+
+def _writer_of_record(run: FitRun) -> Callable[[Path], None]:
+    """Start to sync the local record to disk; return a function that waits, then saves its length.
+
+    The function also saves the trackers' run ids, so that a resumed run continues the same tracker
+    runs.
+    """
+    offset = run.recorder.sync()
+
+    def write(folder: Path) -> None:
+        record = {"offset": offset(), "trackers": run.recorder.run_ids}
+        disk.save_tree(record, folder, RECORD)
+
+    return write
+
+
+def _nothing(_: Path) -> None:
+    """Write no record file: no run resumes from a weights-only checkpoint."""
+
+
+def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
+    """Check before the first update that the disk has space for a checkpoint; collective.
+
+    The size of the optimizers' state is not known yet. A warning is logged if there is no space for
+    twice the bytes of the trained parameters, which Adam's moments need. Uninitialised parameters
+    of lazy modules are not counted.
+
+    Args:
+        run: The fit.
+        folder: The folder of the checkpoints.
+        on_each_node: Whether each machine keeps a complete checkpoint.
+
+    Raises:
+        CheckpointError: There is no space for the present state; raised on all ranks.
+    """
+    state = PartialState()
+
+    def check() -> None:
+        if not disk.keeps(state, on_each_node):
+            return
+        kept = [optimizer.state_dict() for optimizer in run.optimizers]
+        now = weights_part(bare_state_dict(run.module)).size + tree_part(kept, OPTIMIZER).size
+        later = now + 2 * sum(
+            p.nbytes for p in run.parameters if p.requires_grad and not is_lazy(p)
+        )
+        disk.require_space(folder, now)
+        try:
+            disk.require_space(folder, later)
+        except CheckpointError as error:
+            logger.warning("There may not be enough space for checkpoints: %s.", error)
+
+    disk.run_on_all_ranks(f"Checking the free space in {folder}", check, state)
+
+
+def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, Any]) -> Path:
+    """Save the weights of this rank alone; not collective, for use after an error.
+
+    Args:
+        run: The fit.
+        target: The checkpoint's folder.
+        configuration: The resolved configuration, recorded in the manifest.
+
+    Returns:
+        The path of the committed checkpoint.
+
+    Raises:
+        CheckpointError: The target exists and is not a checkpoint.
+        OSError: The weights cannot be written.
+    """
+    staging = disk.open_staging(target)
+    disk.save_weights(bare_state_dict(run.module), staging)
+    return disk.commit(staging, target, _manifest_of(run, configuration) | {"weights_only": True})
+
+
+def _weights_of(
+    run: FitRun, trainer: Any, callbacks: Sequence[Callback]
+) -> tuple[Mapping[str, object], Mapping[str, object] | None]:
+    """Return the weights of the model's file and, if they differ, the trained weights.
+
+    A callback such as weight averaging may give the weights for use outside this run. The trained
+    weights are then saved beside them, to resume with.
+
+    Raises:
+        ValueError: More than one callback returns weights from `weights_to_save`.
+    """
+    pending_saves = [
+        (callback, callback.weights_to_save(trainer, run.module)) for callback in callbacks
+    ]
+    given = [
+        (callback.state_key, weights) for callback, weights in pending_saves if weights is not None
+    ]
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(key for key, _ in given)} both return weights_to_save; a checkpoint "
+            "can hold those of only one. Leave out the others."
+        )
+    others, trained = given[0][1] if given else (run.module.state_dict(), None)
+    bare = dict(bare_names(run.module, others.items()))
+    return bare, None if trained is None else dict(bare_names(run.module, trained.items()))
+
+
+def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "step": run.counters.global_step,
+        "epoch": run.counters.epoch,
+        "world_size": run.world_size,
+        "run_id": run.run_id,
+        "loaders": run.origin.describe(),
+        "metrics": {  # only metrics of these weights, that is, of the latest update
+            name: value
+            for name in run.recorder.latest
+            for value, update in (run.recorder.monitored(name) or (0.0, -1),)
+            if update == run.counters.global_step
+        },
+        "versions": versions(),
+        "configuration": masked(dict(configuration)),
+        "hyper_parameters": to_manifest(run.module),
+    }
+
+
+def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
+    counters = asdict(run.counters) | {"seconds": run.progress.seconds}
+    del counters["global_batches"]  # depends on the number of processes
+    return {
+        "run_id": run.run_id,
+        "counters": counters,
+        "items_seen": run.step_sync.items_seen,
+        "reference": run.weighting.reference,
+        "data": data_of(run),
+        "order": run.epoch_iterator.mark,
+        "length": list(run.epoch_iterator.length),
+        "options": run.options,
+        "switches": {"begun": run.begun, "now": run.ended or switches_of(run.module)},
+        "should_stop": run.stop_now or run.step_sync.latest.stop_votes > 0,
+        "unfinished": run.unfinished,
+        "boundary": run.hooks.boundary.left,
+        "last_logged": run.last_logged,
+        "latest": run.recorder.latest,
+        "updates": run.recorder.updates,
+        "validated": run.recorder.validated,
+        "schedules": {
+            name: [str(schedule.interval), schedule.before._asdict()]
+            for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule))
+        },
+        "optimizers": run.optimizer_names,
+        "groups": [names_of_groups(optimizer, run.module) for optimizer in run.optimizers],
+        "schedulers": [entry.scheduler.state_dict() for entry in run.schedulers],
+        "scaler": run.precision.state_dict(),
+        "guard": None if run.guard is None else run.guard.state_dict(),
+        "callbacks": {callback.state_key: callback.state_dict() for callback in callbacks},
+    }
+
+
+def _state_of_data(datamodule: Any) -> dict[str, Any]:
+    """Return a datamodule's state under the name of its class; empty if it has none."""
+    state = datamodule.state_dict() if has_state(datamodule) else None
+    return {type(datamodule).__qualname__: state} if state else {}
+
+
+def has_state(datamodule: Any) -> bool:
+    """Return whether a datamodule's state can be saved and restored."""
+    return hasattr(datamodule, "state_dict") and hasattr(datamodule, "load_state_dict")
+
+
+def data_of(run: FitRun) -> list[int | None]:
+    """Return what makes a position in an epoch comparable: [batch size, samples, batches].
+
+    Each is None where unknown. The number of batches, which may change with the epoch, is given
+    only for a batch sampler that has no fixed batch size.
+    """
+    sampler = run.epoch_iterator.sampler
+    if sampler is None:
+        size = getattr(run.epoch_iterator.loader, "batch_size", None)
+        return [size if isinstance(size, int) else None, None, None]
+    data, size = run.epoch_iterator.dataset, sampler.batch_size
+    samples = len(data) if hasattr(data, "__len__") else None
+    return [size, samples, run.epoch_iterator.num_all_batches if size is None else None]
+
+
+_UNFIT = "cannot be restored"
+
+
+def load_datamodule(datamodule: Any, path: Path) -> None:
+    """Restore a datamodule from a checkpoint that holds its state; collective.
+
+    Nothing is done for a datamodule without `state_dict` and `load_state_dict`.
+
+    Args:
+        datamodule: The user's datamodule, or None.
+        path: The checkpoint.
+
+    Raises:
+        CheckpointError: The state cannot be read, or `load_state_dict` failed; raised on all ranks.
+    """
+
+    def load() -> None:
+        files = disk.read_manifest(path)["files"]
+        if f"{DATA}.json" not in files:
+            return
+        state = disk.load_tree(path, DATA, files, dict)
+        if type(datamodule).__qualname__ in state:
+            datamodule.load_state_dict(state[type(datamodule).__qualname__])
+        else:
+            logger.warning(
+                "%s holds the state of a datamodule %s, which is not used.", path, *state
+            )
+
+    if has_state(datamodule):
+        disk.run_on_all_ranks(f"Restoring the datamodule from {path}", load, PartialState())
+
+
+def load_run(
+    run: FitRun, path: Path, *, trainer: Any, callbacks: Sequence[Callback], stays_stopped: bool
+) -> int | None:
+    """Restore a fit from a checkpoint.
+
+    Args:
+        run: The fit at its start.
+        path: The checkpoint.
+        trainer: Passed to the callbacks' ``on_load_checkpoint``.
+        callbacks: The callbacks, whose states are restored.
+        stays_stopped: Whether a run that had decided to stop (such as by `EarlyStopping`) stays
+            stopped. False lets it train on.
+
+    Returns:
+        The length of the local record at that checkpoint in bytes; None if unknown.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or does not match the module, the optimizers,
+            the data or the number of processes.
+    """
+    manifest = disk.verify(path)
+    if manifest.get("weights_only"):
+        raise CheckpointError(
+            f"{path} holds only weights, from which no run can resume. Start a new run with them: "
+            "pass its path as ckpt_path, in another project_dir."
+        )
+    saved = read_saved(path, manifest)
+    state = saved.state
+    trained = set(map(id, parameters_of(run.optimizers)))
+    trained &= set(map(id, run.module.parameters()))
+    run.module.on_load_checkpoint(state["extra"])  # before the weights: it may resize buffers
+    if not trained <= set(map(id, run.module.parameters())):
+        raise CheckpointError(
+            f"on_load_checkpoint of {type(run.module).__name__} has replaced parameters that are "
+            "trained, but the optimizers have the old ones: create them in __init__ or "
+            "configure_model. Buffers and frozen parameters may be replaced."
+        )
+    file = path / disk.WEIGHTS_NAME
+    weights = disk.load_weights(file)
+    disk.load_into(run.module, weights, where=file)
+    if "switches" in state:  # checkpoints of earlier releases do not have it
+        load_switches(run.module, run.begun, state["switches"], tell=run.rank == 0)
+    apart = path / TRAINED_NAME
+    if differs := TRAINED_NAME in manifest["files"]:
+        weights = disk.load_weights(apart)
+    with reading(path / f"{OPTIMIZER}.json", _UNFIT):
+        _restore_optimizers(run, path, saved, weights)
+    restored = options_of(run.optimizer_names, run.optimizers, run.schedulers)
+    keep_options(run.options, state.get("options", {}), restored, tell=run.rank == 0)
+    with reading(path / f"{TRAINER}.json", _UNFIT):
+        run.precision.load_state_dict(state["scaler"])
+        _restore_counters(run, state)
+    for callback in callbacks:
+        if callback.state_key in state["callbacks"]:
+            with reading(f"The state of {callback.state_key} in {path}", _UNFIT):
+                callback.load_state_dict(state["callbacks"][callback.state_key])
+    if differs:
+        disk.load_into(run.module, weights, where=apart)
+    for callback in callbacks:
+        callback.on_load_checkpoint(trainer, run.module, state["extra"])
+    with reading(f"The states of the processes in {path}", _UNFIT):
+        _restore_ranks(run, path, saved.ranks)
+    run.stop_now = stays_stopped and state["should_stop"]
+    run.unfinished = state["unfinished"]
+    run.hooks.boundary.left = state.get("boundary", [])
+    run.last_logged = state["last_logged"]
+    run.run_id = state["run_id"]
+    _restore_epoch(run, state)  # after the callbacks' hooks, which may restore the data
+    with reading(path / f"{TRAINER}.json", _UNFIT):
+        for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule)):
+            interval, before = state["schedules"][name]
+            _restore_schedule(schedule, Interval.parse(interval), Progress(**before), run)
+    run.recorder.resume(saved.record.get("trackers", {}), run.counters.global_step)
+    offset: int | None = saved.record["offset"]
+    return offset
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The contents of a checkpoint except the weights, read and checked against the schemas.
+
+    Attributes:
+        state: The state that is equal on all ranks.
+        optimizers: The optimizers' state dicts.
+        ranks: The state of each rank, in the order of ranks.
+        record: The length of the local record in bytes, and the run ids of the trackers.
+    """
+
+    state: dict[str, Any]
+    optimizers: list[dict[str, Any]]
+    ranks: list[dict[str, Any]]
+    record: dict[str, Any]
+
+
+def read_saved(path: Path, manifest: Mapping[str, Any], *, copy: bool = True) -> Saved:
+    """Read a checkpoint except its weights, of which only the headers are read and checked.
+
+    Args:
+        path: The checkpoint, whose hashes are already verified.
+        manifest: Its manifest.
+        copy: See `trainer.checkpoint.serialization.read_tensors`.
+
+    Raises:
+        CheckpointError: A file is malformed, or the checkpoint is not one of a fit.
+    """
+    check_form(manifest, MANIFEST_FORM, path / MANIFEST)
+    files = manifest["files"]
+
+    def tree(stem: str, form: Any) -> Any:
+        return disk.load_tree(path, stem, files, form, copy=copy)
+
+    for name in {disk.WEIGHTS_NAME, TRAINED_NAME} & files.keys():
+        read_shapes(path / name)
+    if f"{DATA}.json" in files:
+        tree(DATA, dict)
+    return Saved(
+        state=tree(TRAINER, STATE_FORM),
+        optimizers=tree(OPTIMIZER, [OPTIMIZER_FORM]),
+        ranks=[tree(disk.rank_stem(rank), RANK_FORM) for rank in range(manifest["world_size"])],
+        record=tree(RECORD, RECORD_FORM),
+    )
+
+
+def _restore_optimizers(
+    run: FitRun, path: Path, read: Saved, weights: Mapping[str, torch.Tensor]
+) -> None:
+    """Restore the optimizers and the schedulers.
+
+    Args:
+        run: The fit.
+        path: The checkpoint, for errors.
+        read: Its contents.
+        weights: The saved trained weights by name, whose dtypes the optimizer states refer to.
+    """
+    state, optimizers = read.state, read.optimizers
+    _same_number(path, "optimizers", run.optimizers, optimizers)
+    _same_names(path, run.optimizer_names, state["optimizers"])
+    schedulers = [entry.scheduler for entry in run.schedulers]
+    for optimizer, groups in zip(run.optimizers, state["groups"], strict=True):
+        restore_groups(optimizer, groups, run.module, schedulers=schedulers)
+    dtypes = dtypes_of(run.module, own_names(run.module, weights))
+    for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
+        load_state(optimizer, saved, dtypes)
+    _same_number(path, "schedulers", run.schedulers, state["schedulers"])
+    check_schedules(run.options, state.get("options", {}), len(run.schedulers))
+    for entry, saved in zip(run.schedulers, state["schedulers"], strict=True):
+        entry.scheduler.load_state_dict(saved)
+
+
+def _restore_ranks(run: FitRun, path: Path, ranks: Sequence[dict[str, Any]]) -> None:
+    """Restore this rank's state; if the number of processes has changed, redistribute the states.
+
+    Args:
+        run: The fit.
+        path: The checkpoint, for warnings.
+        ranks: The saved state of each rank.
+    """
+    run.epoch_iterator.resume_at(ranks[0]["stream"])  # equal on all ranks
+    taken_in = [rank["metrics"] for rank in ranks]
+    for part in taken_in:  # decisions depend on which names were logged: equal on all ranks
+        run.metrics.names.update(part["names"])
+    if len(ranks) == run.world_size:
+        restore_accumulators(run.metrics, run.module, [taken_in[run.rank]])
+    else:
+        restore_accumulators(run.metrics, run.module, taken_in, holds=run.rank == 0)
+    _restore_gradients(run, [rank.get("gradients", {}) for rank in ranks])
+    run.engine.load_state_dicts(ranks)
+    if run.rank < len(ranks):
+        run.saved_rng = ranks[run.rank]["rng"]
+    else:
+        logger.warning(
+            "%s was saved by fewer processes: rank %d starts with freshly seeded generators.",
+            path,
+            run.rank,
+        )
+        with isolated_rng(mix(run.epoch_iterator.seed, run.rank, run.counters.global_step) % 2**32):
+            run.saved_rng = rng_state()
+
+
+def _restore_gradients(run: FitRun, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Restore accumulated gradients, which only manual optimisation has at an update boundary."""
+    if run.module.automatic_optimization:
+        return
+    named = named_gradients(run)
+    here = gradients.given(ranks, run.rank, run.world_size)
+    for note in gradients.check(named, here):
+        logger.warning(note)
+    gradients.put(named, here)
+
+
+def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
+    counters = Counters(**state["counters"])
+    counters.global_batches = -(-counters.epoch_batches // run.world_size)
+    run.counters.__dict__.update(vars(counters))
+    run.step_sync.items_seen = state["items_seen"]
+    run.step_sync.latest = run.step_sync.latest._replace(seconds=counters.seconds)
+    if run.guard is not None and state["guard"] is not None:
+        run.guard.load_state_dict(state["guard"])
+    run.weighting.reference = state["reference"]
+    run.recorder.latest.update(state["latest"])
+    run.recorder.updates.update(state["updates"])
+    run.recorder.validated.update(state.get("validated", {}))  # missing in earlier releases
+
+
+def _restore_epoch(run: FitRun, state: Mapping[str, Any]) -> None:
+    """Continue the saved epoch, with the length that it had when it began.
+
+    Raises:
+        CheckpointError: The batch size, the number of samples or the number of batches differs from
+            the saved one: samples would be skipped or seen twice.
+    """
+    if run.counters.epoch_batches == 0 or run.counters.epoch_complete:
+        return
+    run.epoch_iterator.mark = state.get("order")  # missing in checkpoints of earlier releases
+    if "length" in state:  # likewise
+        run.epoch_iterator.resume_length(run.counters.epoch, EpochLength(*state["length"]))
+    saved = [*state["data"], None][:3]  # an earlier release did not save the number of batches
+    with run.epoch_iterator.isolated(
+        run.counters.epoch
+    ):  # the length of the data may depend on the epoch
+        here = data_of(run)
+        if None in (saved[2], here[2]):
+            here[2] = saved[2]
+        elif here != saved and run.epoch_iterator.sampler is not None:
+            next(
+                iter(run.epoch_iterator.sampler), None
+            )  # it may count its batches when iteration starts
+            here = data_of(run)
+    of_streams = saved[1] is here[1] is None
+    if here == saved or (of_streams and here[2] == saved[2] and None in (saved[0], here[0])):
+        return
+    raise CheckpointError(
+        f"The checkpoint was saved inside an epoch in {_described(saved)}, but the training "
+        f"loader now has {_described(here)}. Use the same, even with another number of "
+        "processes, or resume from a checkpoint at the end of an epoch. Data that change during "
+        "the run are part of its state: save and load them in on_save_checkpoint and "
+        "on_load_checkpoint, or in a DataModule's state_dict and load_state_dict."
+    )
+
+
+def _described(data: Sequence[int | None]) -> str:
+    size, samples, batches = data
+    words = f"batches of {size}" if batches is None else f"{batches} batches"
+    return words if samples is None else f"{words} of {samples} samples"
+
+
+def _restore_schedule(schedule: Schedule, saved: Interval, before: Progress, run: FitRun) -> None:
+    """Restore a schedule; if its interval has changed, it counts from the run's progress."""
+    schedule.before = before if schedule.interval == saved else run.progress
+
+
+def _same_number(path: Path, what: str, here: Sequence[Any], saved: Sequence[Any]) -> None:
+    if len(here) != len(saved):
+        raise CheckpointError(
+            f"{path} holds {len(saved)} {what}, but configure_optimizers returned {len(here)}."
+        )
+
+
+def _same_names(path: Path, here: Sequence[str], saved: Sequence[str]) -> None:
+    """Raise if the saved optimizers' names or their order differ from the present ones."""
+    if list(here) != list(saved):
+        raise CheckpointError(
+            f"{path} holds the state of the optimizers {', '.join(map(repr, saved))}, but "
+            f"configure_optimizers returned {', '.join(map(repr, here))}. Return the same in that "
+            "order; an optimizer is named by the 'name' beside it, else by its class."
+        )
+
+
+def load_weights(module: TrainModule, path: Path) -> dict[str, Any]:
+    """Load a module's weights from a checkpoint, and call its `on_load_checkpoint` first.
+
+    Args:
+        module: The user's module.
+        path: The checkpoint.
+
+    Returns:
+        The checkpoint's manifest.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or does not match the module.
+    """
+    manifest = disk.verify(path)
+    files = manifest["files"]
+    check_form(manifest, MANIFEST_FORM, path / MANIFEST)
+    if f"{TRAINER}.json" in files:  # missing in a weights-only checkpoint
+        module.on_load_checkpoint(disk.load_tree(path, TRAINER, files, {"extra": dict})["extra"])
+    weights, file = disk.load_weights(path), path / disk.WEIGHTS_NAME
+    disk.load_into(module, weights, where=file, strict=module.strict_loading)
+    return manifest

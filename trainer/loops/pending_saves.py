@@ -1,0 +1,67 @@
+"""Pending saves: checkpoints requested inside a gradient accumulation window.
+
+Inside a window the state is incomplete, so the save is made at the next update boundary. All ranks
+make it, even if only one requested it: saving is collective, and that rank would hang alone. The
+other ranks learn of a request by the step sync, or by a collective that is due anyway, so updates
+without a request cost nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.distributed.objects import all_gather_object
+
+logger = logging.getLogger(__name__)
+
+
+class PendingSaves:
+    """The pending saves of this rank: one per folder, with the options of the latest request.
+
+    Args:
+        save: Saves to a path with the given options; called at an update boundary.
+    """
+
+    def __init__(self, save: Callable[..., object]) -> None:
+        self._save = save
+        self._waiting: dict[Path, dict[str, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, target: Path, **options: Any) -> None:
+        """Request a save."""
+        self._waiting[target] = options
+
+    def make(self, world_size: int) -> None:
+        """Make the saves that any rank has requested, at an update boundary; collective.
+
+        Raises:
+            CheckpointError: A save failed; raised on all ranks.
+        """
+        asked = self._waiting if world_size == 1 else _of_all(self._waiting)
+        self._waiting = {}
+        for target, options in asked.items():
+            self._save(target, **options)
+
+    def give_up(self) -> None:
+        """Drop the pending saves, with a warning for each."""
+        for target in self._waiting:
+            logger.warning(
+                "The checkpoint %s was not saved: it was requested inside a window that never "
+                "completed.",
+                target,
+            )
+        self._waiting = {}
+
+
+def _of_all(own: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, Any]]:
+    """Return the saves that any rank has requested, in the same order on all ranks."""
+    everybody = all_gather_object(own)
+    names = [[target.name for target in each] for each in everybody]
+    if all(each == names[0] for each in names):
+        return own  # the same saves, but the paths may differ between machines
+    return {target: options for each in everybody for target, options in each.items()}

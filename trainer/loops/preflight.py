@@ -1,0 +1,373 @@
+"""Preflight checks, mostly before the training: processes that differ, decisions never due.
+
+Rank consistency: check that arguments, optimizers and checkpoint names agree on all ranks.
+
+Preflight checks: warnings and errors about validation and monitored metrics, before training.
+
+They find validations that would never run, monitored metrics that would never be logged, a wrong
+``mode`` of a monitored metric, and loaders that cannot be iterated twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from callbacks import Callback, EarlyStopping, Interval, ModelCheckpoint, SpikeDetection, Timer
+from callbacks.monitor import Monitor
+from trainer.data.epoch_iterator import EpochIterator
+from trainer.datamodule import DataModule
+from trainer.distributed.objects import all_gather_object
+from trainer.hooks import is_overridden
+from trainer.loops.config import Length, Settings
+from trainer.loops.state import FitRun
+from trainer.module import TrainModule
+from trainer.optim.configure import SchedulerEntry
+
+# Arguments that may differ between ranks: they affect neither decisions nor numbers of a fit.
+_OF_A_PROCESS = {
+    "deterministic",
+    "detect_anomaly",
+    "profile",
+    "limit_test_batches",
+    "limit_predict_batches",
+}
+_OF_THE_CLOCK = (
+    " Times computed on each process differ slightly: use rank 0's, seconds = "
+    "trainer.utils.broadcast_object_list([seconds])[0]."
+)
+_Decider = EarlyStopping | ModelCheckpoint | SpikeDetection | Timer
+
+
+def check_rank_consistency(
+    settings: Settings, callbacks: Iterable[Callback], ckpt_path: str | os.PathLike[str] | None
+) -> None:
+    """Raise if the arguments of a fit differ between ranks, before they deadlock; collective.
+
+    Only arguments that decide how the loop proceeds are compared.
+
+    Args:
+        settings: The Trainer's arguments.
+        callbacks: The callbacks, whose settings are compared if they save or stop.
+        ckpt_path: The argument of `Trainer.fit`.
+
+    Raises:
+        ValueError: An argument differs; raised on all ranks, with the value on each rank.
+    """
+    own = {name: repr(value) for name, value in settings.describe().items()}
+    for name in _OF_A_PROCESS if settings.budget is None else {*_OF_A_PROCESS, "max_time"}:
+        own.pop(name, None)
+    deciders = [each for each in callbacks if isinstance(each, _Decider) and each.decides_by]
+    own["callbacks that save or stop"] = ", ".join(map(_decides_by, deciders)) or "none"
+    word = ckpt_path in (None, "auto", "best", "last")  # paths may differ between machines
+    own["ckpt_path"] = repr(ckpt_path) if word else "a path"
+    by_clock = {name for name, value in vars(settings).items() if _is_of_the_clock(name, value)}
+    if any(_is_of_the_clock(name, value) for each in deciders for name, value in _decided(each)):
+        by_clock.add("callbacks that save or stop")
+    gathered = all_gather_object((own, by_clock))
+    for name, shown in _differences([values for values, _ in gathered]):
+        hint = _OF_THE_CLOCK if any(name in names for _, names in gathered) else ""
+        raise ValueError(
+            f"The processes called fit with different values of {name}: {shown}. Pass the same "
+            "on all processes; the Trainer itself does on one process what only one should do, "
+            f"such as writing.{hint}"
+        )
+
+
+def check_optimizer_fingerprints(options: Mapping[str, str]) -> None:
+    """Raise if optimizer options differ between ranks, so that weights would diverge; collective.
+
+    Args:
+        options: What `trainer.loops.fit_state.options_of` returned.
+
+    Raises:
+        ValueError: An option differs; raised on all ranks, with the value on each rank.
+    """
+    for name, shown in _differences(all_gather_object(options)):
+        raise ValueError(
+            f"configure_optimizers returned different values of {name}: {shown}. The weights would "
+            "differ from the first update on. Draw or read a value once and share it: value = "
+            "trainer.utils.broadcast_object_list([value])[0] is rank 0's on all processes."
+        )
+
+
+def check_optimizer_names(target: str) -> None:
+    """Raise if ranks give a checkpoint different names; collective.
+
+    Otherwise only the checkpoint of rank 0's name would exist.
+
+    Args:
+        target: The name of the checkpoint.
+
+    Raises:
+        ValueError: The names differ; raised on all ranks, with the name on each rank.
+    """
+    for _, shown in _differences(all_gather_object({"target": target})):
+        raise ValueError(
+            f"save_checkpoint was called with different names: {shown}. All processes write one "
+            "checkpoint. Choose its name once and share it: name = "
+            "trainer.utils.broadcast_object_list([name])[0] is rank 0's on all processes."
+        )
+
+
+def _differences(gathered: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield the names whose values differ between ranks, each with the values of all ranks."""
+    for name in dict.fromkeys(name for values in gathered for name in values):
+        values = [each.get(name, "None") for each in gathered]
+        if any(value != values[0] for value in values):
+            yield name, "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+
+
+def _is_of_the_clock(name: str, value: Any) -> bool:
+    if isinstance(value, Interval):
+        return value.unit == "seconds"
+    return name in ("max_time", "duration") and value is not None
+
+
+def _decided(callback: _Decider) -> list[tuple[str, Any]]:
+    """Return the settings that decide when the callback acts."""
+    named = [(name, getattr(callback, name)) for name in callback.decides_by]
+    return [(name, value) for name, value in named if value is not None]
+
+
+def _decides_by(callback: _Decider) -> str:
+    """Format the callback's class with the settings that decide when it acts."""
+    parts = [
+        f"{name}={f'{value.name} {value.mode}' if isinstance(value, Monitor) else value}"
+        for name, value in _decided(callback)
+    ]
+    return f"{type(callback).__name__}({', '.join(parts)})"
+
+
+logger = logging.getLogger(__name__)
+
+# Lower-case words in metric names, by the mode in which such a metric improves.
+_BETTER = {
+    "max": {
+        "acc",
+        "accuracy",
+        "auc",
+        "auroc",
+        "bleu",
+        "dice",
+        "f1",
+        "iou",
+        "miou",
+        "psnr",
+        "recall",
+    },
+    "min": {"cer", "loss", "mae", "mse", "nll", "perplexity", "ppl", "rmse", "wer"},
+}
+_TURNED = {  # words that reverse or change the meaning of a metric's name
+    *("neg", "negative", "inverse", "error", "err", "gap", "drop", "diff", "delta", "std"),
+    *("var", "improvement", "reduction", "gain", "time", "change"),
+}
+_NONE_WANTED = "limit_val_batches=0 says that no validation is wanted."
+
+
+def can_be_due(
+    interval: Interval,
+    length: Length,
+    *,
+    updates: int | None,
+    epoch_iterator: EpochIterator | None,
+    accumulation: Callable[[int], int],
+) -> bool:
+    """Return whether a run is at least one interval long; True if that is unknown.
+
+    Args:
+        interval: How often something is due.
+        length: The maximum length of the run.
+        updates: The number of updates in the run; None if unknown.
+        epoch_iterator: That of the training data; None if epochs have different loaders.
+        accumulation: Returns the number of micro-batches per window in a given epoch.
+    """
+    every = interval.every
+    if interval.unit == "steps":
+        return updates is None or updates >= every
+    if interval.unit == "seconds":
+        return length.max_seconds is None or length.max_seconds >= every
+    if interval.unit == "items":
+        return True
+    if length.max_epochs is not None and length.max_epochs < every:
+        return False
+    if (
+        length.max_steps is None or epoch_iterator is None or epoch_iterator.sampler is None
+    ):  # a stream may be shorter
+        return True
+    global_batches = epoch_iterator.num_global_batches or 0
+    whole, part = int(every), every % 1
+    needed = sum(-(-global_batches // accumulation(epoch)) for epoch in range(whole))
+    rest = math.ceil(round(part * (epoch_iterator.num_batches or 0) / epoch_iterator.world_size, 6))
+    return length.max_steps >= needed + -(-rest // accumulation(whole))
+
+
+def monitors_of(
+    entries: Iterable[SchedulerEntry], callbacks: Iterable[Callback]
+) -> list[tuple[str, str]]:
+    """Return the monitored metrics: pairs (class name of the callback or scheduler, metric)."""
+    found = [(type(callback).__name__, monitor.name) for callback, monitor in _watching(callbacks)]
+    schedulers = [(entry.scheduler, entry.monitor) for entry in entries]
+    return found + [(type(each).__name__, name) for each, name in schedulers if name is not None]
+
+
+def _watching(callbacks: Iterable[Callback]) -> list[tuple[Callback, Monitor]]:
+    found = [(callback, getattr(callback, "monitor", None)) for callback in callbacks]
+    return [(callback, monitor) for callback, monitor in found if isinstance(monitor, Monitor)]
+
+
+def warn_of_monitor_modes(entries: Iterable[SchedulerEntry], callbacks: Iterable[Callback]) -> None:
+    """Warn if a monitor's ``mode`` contradicts the metric's name, such as "min" for an accuracy.
+
+    The default ``mode`` is ``"min"``. It is only a warning, since a name proves nothing.
+
+    Args:
+        entries: The schedulers.
+        callbacks: The callbacks.
+    """
+    taken: list[tuple[object, str, str]] = [
+        (callback, monitor.name, monitor.mode) for callback, monitor in _watching(callbacks)
+    ]
+    taken += [
+        (entry.scheduler, entry.monitor, entry.scheduler.mode)
+        for entry in entries
+        if entry.monitor is not None and isinstance(entry.scheduler, ReduceLROnPlateau)
+    ]
+    for who, name, mode in taken:
+        if re.search(r"(^|[/_ ])1 ?-", name):  # "1-accuracy" improves in the other direction
+            continue
+        words = set(re.split(r"[^a-z0-9]+", name.lower()))
+        other = "max" if mode == "min" else "min"
+        if words & _BETTER[other] and not words & (_BETTER[mode] | _TURNED):
+            logger.warning(
+                "%s takes the %s of %r as the best: pass mode=%r if that is not meant.",
+                type(who).__name__,
+                {"min": "smallest value", "max": "largest value"}[mode],
+                name,
+                other,
+            )
+
+
+def warn_of_no_validation(run: FitRun, settings: Settings) -> None:
+    """Warn if no validation will run although the module or the arguments suggest one."""
+    if settings.limit_val_batches == 0:
+        return
+    name, module = type(run.module).__name__, run.module
+    steps = is_overridden(module, "validation_step", TrainModule)
+    if run.val_feeds:
+        if not run.validates:
+            logger.warning(
+                "val_every is %s, but the run ends before that: no validation will run. Choose a "
+                "shorter interval or a longer run; %s",
+                settings.val_every,
+                _NONE_WANTED,
+            )
+    elif steps:
+        logger.warning(
+            "%s defines validation_step, but there is no validation data: pass val_dataloaders to "
+            "fit, or define val_dataloader; %s",
+            name,
+            _NONE_WANTED,
+        )
+    elif _has_loaders(module, run.datamodule):
+        logger.warning(
+            "There is a val_dataloader, but %s does not define validation_step, so it is not "
+            "used; %s",
+            name,
+            _NONE_WANTED,
+        )
+    elif settings.val_every != Interval.parse("1 epoch"):
+        logger.warning(
+            "val_every is %s, but there is no validation data, and %s does not define "
+            "validation_step: no validation will run.",
+            settings.val_every,
+            name,
+        )
+
+
+def _has_loaders(module: TrainModule, datamodule: Any) -> bool:
+    if is_overridden(module, "val_dataloader", TrainModule):
+        return True
+    if isinstance(datamodule, DataModule):
+        return is_overridden(datamodule, "val_dataloader", DataModule)
+    return hasattr(datamodule, "val_dataloader")
+
+
+def refuse_second_pass(run: FitRun, reload_every: int) -> None:
+    """Raise if a loader is a one-pass iterator that the run would read more than once.
+
+    It is allowed with a limit on batches, where the next epoch reads on, and in a run that ends by
+    steps or time, which may need one pass only.
+
+    Args:
+        run: The fit, after the checkpoint is restored.
+        reload_every: Epochs after which the loaders are created again; 0 for never.
+
+    Raises:
+        ValueError: There is such a loader.
+    """
+    length, counters = run.length, run.counters
+    epochs = 1
+    if length.max_epochs and length.max_steps is None and length.max_seconds is None:
+        epochs = length.max_epochs - counters.epoch - counters.epoch_complete
+    epochs = min(epochs, reload_every or epochs)
+    sanity_check = run.sanity_steps != 0 and counters.batches_seen == 0
+    reads = [("train", run.epoch_iterator, epochs)]
+    reads += [("val", epoch_iterator, epochs + sanity_check) for epoch_iterator in run.val_feeds]
+    for which, epoch_iterator, passes in reads:
+        if epoch_iterator.reads_once and epoch_iterator.limit is None and passes > 1:
+            sanity = " (once for the sanity check)" * (which == "val" and sanity_check)
+            raise ValueError(
+                f"The {which} loader, a {type(epoch_iterator.loader).__name__}, can be read once, "
+                f"but this run reads it {passes} times{sanity}. Pass an object that can be "
+                f"iterated again, such as a DataLoader or a list, or set limit_{which}_batches to "
+                "read on where the last epoch ended."
+            )
+
+
+def check_reachable(run: FitRun, logged: Iterable[str]) -> None:
+    """Raise if a monitored metric is logged by validation, but no validation will be due.
+
+    Args:
+        run: The fit.
+        logged: The names that validation logged in the sanity check.
+
+    Raises:
+        ValueError: A callback or scheduler monitors such a metric.
+    """
+    if run.validates:
+        return
+    for who, name in run.monitored:
+        if name in logged:
+            raise ValueError(
+                f"{who} monitors {name!r}, which validation_step logs, but the run ends before a "
+                f"validation is due: val_every is {run.val_schedule.interval}. Choose a shorter "
+                "interval, a longer run, or another metric."
+            )
+
+
+def warn_of_shared_names(run: FitRun) -> None:
+    """Warn on rank 0 of monitored metrics that both training and validation log."""
+    trained = dict(run.metrics.step.names() + run.metrics.epoch("train").names())
+    for name in sorted({name for _, name in run.monitored if name in trained}):
+        if name in run.recorder.validated and run.warns:
+            logger.warning(
+                "training and validation both log %r: monitors of it take the validation's value. "
+                "Different names would also keep the two apart in records and trackers.",
+                name,
+            )
+
+
+def warn_of_missed(run: FitRun) -> None:
+    """Warn on rank 0 at the end of the fit if no validation was due, contrary to expectation."""
+    if run.validates and run.counters.validations == 0 and run.rank == 0:
+        logger.warning(
+            "The run is over, and no validation was due in it: val_every is %s.",
+            run.val_schedule.interval,
+        )

@@ -1,0 +1,611 @@
+"""The project folder of a run: checkpoints, local record, tracker files, and its lock.
+
+`choose_checkpoint` finds the one that a run resumes from, or that an evaluation loads.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import multiprocessing
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trackers import (
+    BackgroundTracker,
+    JsonlTracker,
+    NullTracker,
+    resolve_trackers,
+    select_trackers,
+)
+from trackers.jsonl import unused_name
+from trainer import checkpoint as disk
+from trainer.checkpoint.storage import MANIFEST, metrics_of, run_id_of
+from trainer.distributed.objects import all_gather_object, broadcast_object
+from trainer.distributed.process_control import on_main
+from trainer.errors import CheckpointError, LaterReleaseError, choose
+from trainer.files import absolute_path
+from trainer.loops.fit_state import read_saved
+from trainer.loops.recorder import Recorder
+from trainer.loops.run_metadata import RunMetadata
+from trainer.state import PartialState
+from trainer.tracking import check_name
+
+logger = logging.getLogger(__name__)
+
+WORDS = ("auto", "best", "last")
+
+
+def choose_checkpoint(
+    ckpt_path: str | os.PathLike[str] | None,
+    roots: Sequence[Path],
+    monitors: Sequence[tuple[str, str]],
+    *,
+    on_each_node: bool,
+    instead: str,
+) -> Path | None:
+    """Resolve ``ckpt_path`` to a checkpoint, the same on all ranks; collective.
+
+    Args:
+        ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
+        roots: The folders to search; the same on all ranks unless `on_each_node`.
+        monitors: Metric and mode of each callback that ranks checkpoints.
+        on_each_node: Whether each machine has its own checkpoints, since they share no disk.
+        instead: The advice of the error if there are only weights-only checkpoints.
+
+    Returns:
+        The checkpoint's folder; None if `ckpt_path` is None, or "auto" finds none.
+
+    Raises:
+        CheckpointError: The path is no checkpoint, ``"last"`` or ``"best"`` finds none, a word
+            finds only weights-only checkpoints, or the machines' checkpoints at the path are from
+            different runs.
+        ValueError: ``"best"`` without a metric to rank by.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path not in WORDS:
+        return _of_one_run(lambda: _existing(ckpt_path), on_each_node)
+    if ckpt_path == "best":
+        best = _best(roots, monitors, on_each_node)
+        return _of_one_run(lambda: best, on_each_node)
+    newest = _newest(roots, on_each_node)
+    if newest is None:
+        disk.check_not_weights_only(
+            roots, PartialState(), instead=instead, on_each_node=on_each_node
+        )
+    if newest is None and ckpt_path == "last":
+        raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {_all(roots)}.")
+    return newest
+
+
+def _of_one_run(choose_here: Callable[[], Path], on_each_node: bool) -> Path:
+    """Return the chosen checkpoint, checked to be of the same run on all machines.
+
+    Args:
+        choose_here: Returns this rank's choice.
+        on_each_node: Whether each machine has its own checkpoints.
+
+    Raises:
+        CheckpointError: The machines have it from different runs, or a rank does not find it;
+            raised on all ranks.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return choose_here()
+
+    def look() -> tuple[Path, str | None]:
+        path = choose_here()
+        return path, run_id_of(path) if disk.keeps(state, on_each_node) else None
+
+    found = disk.run_on_all_ranks("Choosing a checkpoint", look, state)
+    runs = {rank: run_id for rank, (_, run_id) in enumerate(found) if run_id is not None}
+    path = found[state.process_index][0]
+    if len(set(runs.values())) > 1:
+        listing = ", ".join(f"that of rank {rank} from {run_id}" for rank, run_id in runs.items())
+        raise CheckpointError(
+            f"The machines have {path} from different runs ({listing}). Copy one of them to all."
+        )
+    return path
+
+
+def _newest(roots: Sequence[Path], on_each_node: bool) -> Path | None:
+    newest, refused = [], []
+    for root in roots:
+        try:
+            found = disk.newest_sound(
+                root,
+                PartialState(),
+                on_each_node=on_each_node,
+                check=partial(read_saved, copy=False),
+            )
+        except LaterReleaseError:  # do not fall back to a checkpoint that may be older
+            raise
+        except CheckpointError as error:  # raised on all ranks
+            refused.append(error)
+        else:
+            newest += [] if found is None else [found]
+    if not newest and refused:
+        raise refused[0]
+    for each in refused:
+        logger.warning("%s A checkpoint of another folder is used.", each)
+    return max(newest, key=lambda path: disk.step_of(path) or 0, default=None)
+
+
+def _best(roots: Sequence[Path], monitors: Sequence[tuple[str, str]], on_each_node: bool) -> Path:
+    if not monitors:
+        raise ValueError(
+            "ckpt_path='best', but no ModelCheckpoint says what is best: give it a monitor."
+        )
+    monitor, mode = monitors[0]
+    state = PartialState()
+    writer_rank = disk.keeps(state, on_each_node)
+    found = disk.run_on_all_ranks(
+        "Choosing the best checkpoint",
+        lambda: [scores_of(root, monitor) for root in roots] if writer_rank else None,
+        state,
+    )
+    machines = [each for each in found if each is not None]
+    scores = {
+        root / name: value
+        for root, first, *others in zip(roots, *machines, strict=True)
+        for name, value in first.items()
+        if all(name in each for each in others)
+    }
+    best = best_of(scores, mode)
+    if best is None:
+        raise CheckpointError(
+            f"ckpt_path='best', but no checkpoint in {_all(roots)} has a value of {monitor!r}."
+        )
+    return best
+
+
+def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
+    path = Path(ckpt_path)
+    if path.is_file() and not (path.parent / MANIFEST).exists():
+        raise CheckpointError(
+            f"ckpt_path is the file {path}; a checkpoint is a folder. Files such as .ckpt and .pt "
+            "are pickles, which are never loaded: read their weights with the library that wrote "
+            "them, and load them with module.load_state_dict."
+        )
+    if path.is_file():
+        raise CheckpointError(f"ckpt_path is the file {path}; give its folder, {path.parent}.")
+    if newest := disk.committed(path) or disk.committed(path / "checkpoints"):
+        what = "a folder of checkpoints" if newest[-1].parent == path else "the folder of a run"
+        raise CheckpointError(
+            f"ckpt_path is {path}, {what}; give one of its checkpoints, such as {newest[-1]}, or "
+            "ckpt_path='auto' with its project_dir."
+        )
+    if not disk.locate(path).exists():
+        hint = choose("As a word it", path.name, WORDS) if path.parent == Path.cwd() else ""
+        raise CheckpointError(
+            f"There is no checkpoint at {path}. ckpt_path is None, the folder of a checkpoint, or "
+            f"a word ({', '.join(WORDS)}). {hint}".rstrip()
+        )
+    return disk.locate(path)
+
+
+def _all(roots: Sequence[Path]) -> str:
+    return ", ".join(map(str, roots))
+
+
+def scores_of(root: Path, monitor: str) -> dict[str, float]:
+    """Return a metric's value for each checkpoint in a folder whose manifest has a finite one.
+
+    Checkpoints with a damaged manifest are skipped with a warning.
+
+    Args:
+        root: The folder of the checkpoints.
+        monitor: The metric.
+
+    Returns:
+        The values by the checkpoint's folder name.
+    """
+    scores = {}
+    for path in disk.committed(root):
+        try:
+            value = metrics_of(disk.read_manifest(path)).get(monitor)
+        except CheckpointError as error:
+            logger.warning("%s is not used: %s", path, error)
+            continue
+        if value is not None and math.isfinite(value):
+            scores[path.name] = value
+    return scores
+
+
+def best_of(scores: Mapping[Path, float], mode: str) -> Path | None:
+    """Return the checkpoint with the best value, of equal ones the oldest; None without any."""
+    by_age = sorted(scores, key=lambda path: disk.step_of(path) or 0)
+    sign = 1 if mode == "min" else -1
+    return min(by_age, key=lambda path: sign * scores[path], default=None)
+
+
+_CAPACITY = 1_000_000  # records in the queue; large, so that the local record drops none
+_TO_EVALUATE = "To evaluate them, pass the path of one."
+_TO_TRAIN = (
+    "Start a new run in another project_dir, with these weights if you wish "
+    "(their path as ckpt_path). For a run that can be resumed, add a ModelCheckpoint without "
+    "save_weights_only, with its own dirpath."
+)
+
+
+def _check_not_importing() -> None:
+    """Raise in a spawned process that is importing the main script, as without a main guard.
+
+    `multiprocessing` itself raises there only later, when a further process is started.
+
+    Raises:
+        RuntimeError: This is such a process.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "fit was called in a new process, for example a loader worker, which imports the "
+            "script only for its classes and would start the run again. Put the script's code "
+            "under `if __name__ == '__main__':`."
+        )
+
+
+class Project:
+    """The project folder of a Trainer, and the files in it.
+
+    Args:
+        folder: The user's ``project_dir``; None for a new folder under ``runs/``.
+        name: The project's name for trackers; the folder's name by default.
+        run_name: The run's name for trackers.
+        log_with: See `trackers.resolve_trackers`.
+        writes: False for a trial run, which writes no files.
+        on_each_node: Whether each machine keeps checkpoints, since they share no disk.
+
+    Attributes:
+        folder: The absolute path, resolved in the working directory at the start. Machines may have
+            different working directories.
+
+    Raises:
+        ValueError: A tracker is unknown.
+        ImportError: A tracker's package is not installed.
+        TypeError: `folder` is not a path, or an item of `log_with` is not a tracker.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        *,
+        name: str | None,
+        run_name: str | None,
+        log_with: Any,
+        writes: bool,
+        on_each_node: bool = False,
+    ) -> None:
+        if not isinstance(folder, (str, os.PathLike, type(None))):
+            raise TypeError(f"project_dir is {folder!r}; it must be a path.")
+        if folder is None:  # all ranks are here, to agree on a name; it is created when needed
+            start = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
+            given = Path("runs") / broadcast_object(f"{start}-{uuid.uuid4().hex[:4]}")
+        else:
+            given = Path(folder)
+        self.folder: Path = absolute_path("project_dir", given)
+        self._fixed = folder is not None
+        self._name, self._run_name = name, run_name
+        self._log_with = select_trackers(log_with if writes else None, logging_dir=folder or "runs")
+        for what, each in (("project_name", name), ("run_name", run_name)):
+            if each is not None:
+                check_name(what, each, self._log_with)
+        self._writes = writes
+        self._fitted: Recorder | None = None
+        self.on_each_node = on_each_node
+
+    def unwritten(self) -> Project:
+        """Return a copy for a trial run, which writes no files."""
+        trial = copy.copy(self)
+        trial._writes = False
+        return trial
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def record(self) -> Path:
+        """The local record of metrics: ``metrics.jsonl``."""
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """The local record of evaluations outside a fit."""
+        return self.folder / "evaluations.jsonl"
+
+    @property
+    def run_metadata(self) -> Path:
+        """The file with the run metadata: ``run.json``."""
+        return self.folder / "run.json"
+
+    @property
+    def logs(self) -> Path:
+        """The folder for trackers that write files."""
+        return self.folder / "logs"
+
+    def given_checkpoint(self, ckpt_path: Any) -> Any:
+        """Return the user's ``ckpt_path``, with a relative path made absolute; collective.
+
+        It is resolved now, since hooks may change the working directory later. Ranks may have
+        different working directories, so the path of the writer rank is taken if it exists here.
+
+        Args:
+            ckpt_path: The argument of `Trainer.fit`, `validate`, `test` or `predict`.
+
+        Raises:
+            TypeError: It is not None, a string or a path.
+            ValueError: It is empty; or it is a word such as "auto", but without ``project_dir``
+                every start has a new folder.
+        """
+        choices = "it is None, the folder of a checkpoint, 'last', 'best' or 'auto'"
+        if not isinstance(ckpt_path, (str, os.PathLike, type(None))):
+            kind = type(ckpt_path).__name__
+            raise TypeError(f"ckpt_path is {ckpt_path!r} of type {kind}; {choices}.")
+        if ckpt_path == "":
+            raise ValueError(f"ckpt_path is ''; {choices}.")
+        # Rank 0's answer: a rank with another working directory may not see the folder.
+        found = self._fixed or broadcast_object(self.checkpoints.exists())
+        if ckpt_path in WORDS and not found:
+            raise ValueError(
+                f"ckpt_path={ckpt_path!r} looks for the checkpoints of an earlier start, but "
+                "without project_dir every start has a new folder. Pass "
+                "Trainer(project_dir='runs/…')."
+            )
+        own = None
+        if ckpt_path is not None and ckpt_path not in WORDS:
+            own = absolute_path("ckpt_path", ckpt_path)
+        writer_rank = disk.writer_rank_of(PartialState(), self.on_each_node)
+        kept = all_gather_object(own)[writer_rank]  # on all ranks: some may have been given a word
+        if own is None:
+            return ckpt_path
+        return kept if kept is not None and disk.locate(kept).exists() else own
+
+    @contextmanager
+    def alone(
+        self, roots: Callable[[], Sequence[Path]]
+    ) -> Iterator[tuple[Callable[[], None], Callable[[str], None]]]:
+        """Lock the project folder and `roots` against other runs while inside; collective.
+
+        Args:
+            roots: Returns the folders outside the project folder that the run's callbacks save to.
+
+        Yields:
+            Two functions. The first, collective, locks the folders of callbacks that were added in
+            the meantime. The second takes the run's id, which runs that are refused show in their
+            error.
+
+        Raises:
+            ValueError: Another run holds a lock; raised on all ranks.
+            RuntimeError: This is a spawned process that is importing the main script.
+        """
+        _check_not_importing()
+        state, own = PartialState(), self.folder.resolve()
+        here = self._writes and disk.keeps(state, self.on_each_node)
+        warns: dict[Path, Callable[[str], None]] = {}  # of each locked folder: publishes the run id
+        with ExitStack() as held:
+
+            def take() -> None:
+                others = {root.resolve(): root for root in roots()}
+                folders = {own: self.folder} | {
+                    at: root for at, root in others.items() if not at.is_relative_to(own)
+                }
+                new = {at: folder for at, folder in folders.items() if at not in warns}
+                # A callback's `dirpath` may lie inside the folder of another run.
+                for at, folder in new.items():
+                    near = self.checkpoints if at == own else folder.parent
+                    if near.resolve() not in warns and (holder := disk.holder_of(near)):
+                        raise ValueError(
+                            f"{near} is in use by {holder}. Wait until it ends, or give one of the "
+                            "runs another project_dir or dirpath."
+                        )
+                for at, folder in new.items():
+                    warns[at] = held.enter_context(disk.alone_in(folder))
+
+            def lock() -> None:
+                disk.raise_on_all_ranks(take, state, here=here)
+
+            def warn_all(run_id: str) -> None:
+                for tell in warns.values():
+                    tell(run_id)
+
+            lock()
+            yield lock, warn_all
+
+    def check_fresh(self, roots: Sequence[Path]) -> None:
+        """Raise if a new run would start in a folder with another run's checkpoints; collective.
+
+        Args:
+            roots: The folders that the run's callbacks save to.
+
+        Raises:
+            ValueError: A folder has checkpoints.
+        """
+        looks = disk.keeps(PartialState(), self.on_each_node)
+        here = [root for root in self.looks_in(roots) if looks and disk.committed(root)]
+        taken = [root for found in all_gather_object(here) for root in found]
+        if taken and self._writes:
+            raise ValueError(
+                f"{taken[0]} has the checkpoints of another run. To resume it, pass "
+                "fit(ckpt_path='auto'); to start a new one, give another project_dir."
+            )
+
+    def looks_in(self, roots: Sequence[Path]) -> list[Path]:
+        """Return the checkpoint folders of the Trainer and of its callbacks, once each; collective.
+
+        Ranks may have different working directories, so the paths of the writer rank are returned.
+        Which folders are duplicates is decided by rank 0's paths.
+
+        Args:
+            roots: The folders that the run's callbacks save to.
+
+        Raises:
+            ValueError: Ranks have different numbers of folders; raised on all ranks.
+        """
+        own = [(root, root.resolve()) for root in (self.checkpoints, *roots)]
+        every = all_gather_object(own)
+        if len(set(map(len, every))) > 1:
+            raise ValueError(
+                "The processes were given a ModelCheckpoint with dirpath in different numbers: "
+                f"{', '.join(str(len(each) - 1) for each in every)}. Pass the same on all."
+            )
+        once = {resolved: index for index, (_, resolved) in reversed(list(enumerate(every[0])))}
+        writer_rank = disk.writer_rank_of(PartialState(), self.on_each_node)
+        return [every[writer_rank][index][0] for index in sorted(once.values())]
+
+    def choose(
+        self,
+        ckpt_path: Any,
+        roots: Sequence[Path],
+        monitors: Sequence[tuple[str, str]],
+        *,
+        sweeps: bool = False,
+    ) -> Path | None:
+        """Resolve ``ckpt_path`` to a checkpoint, the same on all ranks; collective.
+
+        Args:
+            ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
+            roots: The folders other than `checkpoints` that the run's callbacks save to.
+            monitors: Metric and mode of each callback that ranks checkpoints.
+            sweeps: Whether to delete the staging folders of killed saves. True only for a fit: an
+                evaluation may run at the same time as a training, whose save in progress it must
+                not delete.
+
+        Returns:
+            The checkpoint's folder; None if `ckpt_path` is None, or "auto" finds none.
+
+        Raises:
+            CheckpointError: The path is no checkpoint, ``"last"`` or ``"best"`` finds none, or a
+                word finds only weights-only checkpoints.
+            ValueError: ``"best"`` without a metric to rank by.
+        """
+        roots = self.looks_in(roots)
+        if sweeps and self._writes:
+            state = PartialState()
+            writer_rank = disk.keeps(state, self.on_each_node)
+            what = "Deleting the leftovers of killed saves"
+            disk.run_on_all_ranks(
+                what, lambda: [disk.sweep(r) for r in roots if writer_rank], state
+            )
+        return choose_checkpoint(
+            ckpt_path,
+            roots,
+            monitors,
+            on_each_node=self.on_each_node,
+            instead=_TO_TRAIN if sweeps else _TO_EVALUATE,
+        )
+
+    def check_branch(self, chosen: Path, roots: Sequence[Path]) -> None:
+        """Raise if the folders hold checkpoints of another run than the chosen one; collective.
+
+        Args:
+            chosen: The checkpoint to resume from.
+            roots: The folders that the run's callbacks save to.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read.
+            ValueError: There are checkpoints of another run.
+        """
+        state, roots = PartialState(), [self.checkpoints, *roots]
+        here = self._writes and disk.keeps(state, self.on_each_node)
+        disk.raise_on_all_ranks(lambda: disk.check_same_run(chosen, roots), state, here=here)
+
+    def leave_branch(self, chosen: Path, roots: Sequence[Path], offset: int | None) -> bool:
+        """Quarantine the checkpoints later than the chosen one, and copy the record; collective.
+
+        The run continues from an earlier checkpoint, so the later ones belong to a branch that is
+        given up. They are renamed, not deleted.
+
+        Args:
+            chosen: The checkpoint to resume from.
+            roots: The folders that the run's callbacks save to.
+            offset: The length in bytes to which the record will be truncated; None if unknown.
+
+        Returns:
+            Whether there were later checkpoints; False on a rank that writes no checkpoints.
+
+        Raises:
+            CheckpointError: A file could not be copied or renamed.
+        """
+        state, roots = PartialState(), self.looks_in(roots)
+
+        def leave() -> bool:
+            if not self._writes or not disk.keeps(state, self.on_each_node):
+                return False
+            later = disk.later_than(chosen, roots)
+            # First the record: if this is interrupted, the later checkpoints show that it is due.
+            if self.record.exists():
+                if not JsonlTracker(self.record).ends_record(offset or 0):
+                    self.record.rename(unused_name(self.record))  # it is not of this checkpoint
+                elif later:
+                    shutil.copy2(self.record, unused_name(self.record))
+            disk.leave_branch(chosen, later)
+            return bool(later)
+
+        left = disk.run_on_all_ranks("Setting aside later checkpoints", leave, state)
+        return left[state.process_index]
+
+    def begin_record(self) -> None:
+        """Create the folder and rename an earlier run's records in it, on rank 0; collective.
+
+        Raises:
+            ValueError: The folder cannot be created.
+        """
+        if self._writes:
+            on_main(self._begin_record)
+
+    def _begin_record(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"project_dir is {str(self.folder)!r}, which cannot be used as a folder: {error}."
+            ) from error
+        if (
+            self.record.exists() or self.run_metadata.exists()
+        ):  # of another run, like all three files
+            for file in (self.record, self.evaluations, self.run_metadata):
+                if file.exists():
+                    file.rename(unused_name(file))
+
+    def make_recorder(self, *, evaluates: bool = False) -> Recorder:
+        """Return the recorder; on ranks other than 0, one that writes nothing; collective.
+
+        Args:
+            evaluates: Whether it is for an evaluation. Evaluations have a local record of their
+                own, because a fit that runs at the same time, or is resumed later, truncates and
+                continues ``metrics.jsonl``. If this Trainer has run a fit before, the values go to
+                the tracker runs of that fit, otherwise to new ones.
+        """
+        made: list[Recorder] = []
+        if self._writes:
+            on_main(lambda: made.append(self._make_recorder(evaluates)))
+        return made[0] if made else Recorder(NullTracker(), [])
+
+    def _make_recorder(self, evaluates: bool) -> Recorder:
+        alone = evaluates and self._fitted is None
+        run_ids = {} if self._fitted is None else self._fitted.run_ids
+        trackers = resolve_trackers(
+            self._log_with,
+            project_name=self._name or self.folder.name,
+            run_name=self._run_name,
+            logging_dir=self.logs / "evaluations" if alone else self.logs,
+        )
+        file = self.evaluations if evaluates else self.record
+        record = BackgroundTracker(JsonlTracker(file), capacity=_CAPACITY)
+        services = [BackgroundTracker(tracker) for tracker in trackers]
+        recorder = Recorder(record, services, RunMetadata(self.run_metadata))
+        if not evaluates:
+            self._fitted = recorder
+        else:
+            recorder.resume(run_ids, None)
+        return recorder

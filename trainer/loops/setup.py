@@ -1,0 +1,861 @@
+"""From a Trainer's settings and a user's module to a run, and the teardown after it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from callbacks import Callback, Interval
+from trackers.base import Status
+from trainer.accelerator import Accelerator
+from trainer.checkpoint.async_writer import Writer
+from trainer.checkpoint.resolve import holds_weights_only
+from trainer.data.epoch_iterator import EpochIterator
+from trainer.datamodule import DataModule
+from trainer.distributed.collectives import broadcast
+from trainer.distributed.objects import broadcast_object
+from trainer.distributed.process_control import on_all, on_main
+from trainer.distributed.step_sync import StepSync
+from trainer.engines.averaging import average_gradients, sparse_weights
+from trainer.engines.choose import choose_engine
+from trainer.environment import defaulting
+from trainer.errors import CheckpointError, Preempted
+from trainer.hooks import HookTable
+from trainer.hparams import logged, to_manifest
+from trainer.loops.config import Schedule, Settings, check_callbacks, make_way
+from trainer.loops.dataloaders import (
+    Origin,
+    Sources,
+    call_if_there,
+    check_step,
+    loaders_for,
+    make_epoch_iterators,
+)
+from trainer.loops.device_transfer import counts_items
+from trainer.loops.fit_state import load_datamodule, load_run, load_weights, options_of
+from trainer.loops.module_state import switches_of
+from trainer.loops.parts import Parts
+from trainer.loops.pending_saves import PendingSaves
+from trainer.loops.preflight import (
+    can_be_due,
+    check_optimizer_fingerprints,
+    check_rank_consistency,
+    monitors_of,
+    refuse_second_pass,
+    warn_of_monitor_modes,
+    warn_of_no_validation,
+)
+from trainer.loops.recorder import Recorder
+from trainer.loops.run_directory import WORDS
+from trainer.loops.run_metadata import name_of, versions
+from trainer.loops.state import Counters, FitRun, Run
+from trainer.metrics import MetricStore
+from trainer.module import TrainModule
+from trainer.names import bare_names
+from trainer.optim.clipping import NO_LIMITS, Limits
+from trainer.optim.configure import OptimizerEntry, SchedulerEntry, names_of, read_optimizers
+from trainer.optim.finite import FiniteGuard
+from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
+from trainer.optim.weighting import LossWeighting
+from trainer.ported.signatures import without_batch_idx
+from trainer.rng import mix, seed_generators
+from trainer.state import PartialState
+from trainer.tree import own_memory
+
+# Without it cuBLAS is not deterministic: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+_CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+logger = logging.getLogger(__name__)
+
+_threads: list[threading.Thread] = []  # the threads that run a Trainer at present
+
+
+@contextmanager
+def sharing_the_process() -> Iterator[None]:
+    """Warn if another thread runs a Trainer, since both change process-wide settings of torch."""
+    own = threading.current_thread()  # its hooks may run another Trainer: no warning for that
+    _threads.append(own)
+    if any(each is not own and each.is_alive() for each in _threads):  # dead in a forked process
+        logger.warning(
+            "Another thread of this process runs a Trainer too. Both draw from the same random "
+            "generators and change the same modes of torch, so that neither run can be repeated "
+            "or resumed exactly. Run each in its own process: with Optuna, start several with "
+            "n_jobs=1; with joblib, pass backend='loky'."
+        )
+    try:
+        yield
+    finally:
+        _threads.remove(own)
+
+
+@contextmanager
+def deterministic(mode: bool | Literal["warn"]) -> Iterator[None]:
+    """Use deterministic algorithms inside; restore the previous settings on exit.
+
+    Operations without a deterministic implementation raise, or with ``"warn"`` only warn.
+
+    Args:
+        mode: True, ``"warn"``, or False to change nothing.
+    """
+    if not mode:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    with defaulting(*_CUBLAS):
+        torch.use_deterministic_algorithms(True, warn_only=mode == "warn")
+        torch.backends.cudnn.benchmark = False
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warned)
+            torch.backends.cudnn.benchmark = benchmark
+
+
+@contextmanager
+def detecting_anomalies(enabled: bool) -> Iterator[None]:
+    """Enable autograd's anomaly detection inside: it names the operation whose gradient is NaN.
+
+    Args:
+        enabled: False changes nothing.
+    """
+    with torch.autograd.set_detect_anomaly(True) if enabled else nullcontext():
+        yield
+
+
+_STRING_AND_NUMBER = re.compile("'(str' and '(float|int)|(float|int)' and 'str)'")
+_NO_STRING = (
+    "Give a number, for example float(lr): YAML reads 1e-3 as a string, and 1.0e-3 as a number."
+)
+
+
+def prepare_optimizers(
+    module: TrainModule, accelerator: Accelerator
+) -> tuple[list[AcceleratedOptimizer], list[OptimizerEntry], list[SchedulerEntry]]:
+    """Call ``configure_optimizers`` and prepare the optimizers that it returned; collective.
+
+    In manual optimisation on several processes, each optimizer averages its gradients over the
+    ranks when it steps.
+
+    Args:
+        module: The user's module.
+        accelerator: The accelerator.
+
+    Returns:
+        The prepared optimizers, the user's optimizers with their options, and the schedulers.
+
+    Raises:
+        TypeError: A learning rate is a string, or the hook's result is malformed; see
+            `read_optimizers`.
+        ValueError: An optimizer has none of the module's parameters, two optimizers share one, a
+            scheduler belongs to another optimizer, or an optimizer does not support this mode.
+        RuntimeError: The hook failed on another rank.
+    """
+    entries, schedulers = on_all(lambda: read_optimizers(_configured(module)), "fit")
+    optimizers, names = [entry.optimizer for entry in entries], names_of(entries)
+    alone = module.automatic_optimization or not accelerator.use_distributed
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if isinstance(group.get("lr"), str):  # torch checks the default only
+                raise TypeError(
+                    f"configure_optimizers returned a {type(optimizer).__name__} with a group of "
+                    f"lr={group['lr']!r}. {_NO_STRING}"
+                )
+        if isinstance(optimizer, torch.optim.LBFGS) and module.automatic_optimization:
+            raise ValueError(
+                "configure_optimizers returned LBFGS, which evaluates the loss several times per "
+                "update; set automatic_optimization = False and call optimizer.step(closure)."
+            )
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"configure_optimizers returned a {type(optimizer).__name__} that has none of the "
+                f"parameters of {type(module).__name__}; pass it self.parameters()."
+            )
+    _check_attached(schedulers, optimizers)
+    if module.automatic_optimization:
+        _check_separate(optimizers, names, module)
+    else:
+        _check_no_limits(entries, names)
+    reduce = None if alone else partial(average_gradients, sparse=sparse_weights(module))
+    prepared = [
+        AcceleratedOptimizer(optimizer, precision=accelerator.precision, reduce=reduce)
+        for optimizer in optimizers
+    ]
+    return prepared, entries, schedulers
+
+
+def _configured(module: TrainModule) -> Any:
+    """Call ``configure_optimizers``, with a clear error if an option is a string, as from YAML.
+
+    Raises:
+        TypeError: Torch compared a string option with a number.
+    """
+    try:
+        return module.configure_optimizers()
+    except TypeError as error:
+        if not _STRING_AND_NUMBER.search(str(error)):
+            raise
+        raise TypeError(
+            f"An option in configure_optimizers of {type(module).__name__} is a string where a "
+            f"number is needed ({error}). {_NO_STRING}"
+        ) from error
+
+
+def _check_attached(schedulers: list[SchedulerEntry], optimizers: list[Optimizer]) -> None:
+    """Raise if a scheduler belongs to an optimizer that was not returned: it has no effect.
+
+    An optimizer counts as returned if a returned optimizer that is not torch's may wrap it.
+
+    Raises:
+        ValueError: There is such a scheduler.
+    """
+    trained = set(map(id, parameters_of(optimizers)))
+    for entry in schedulers:
+        scheduled = getattr(entry.scheduler, "optimizer", None)
+        if not isinstance(scheduled, Optimizer):
+            continue
+        known = any(scheduled is optimizer for optimizer in optimizers)
+        # Compare parameters, since an optimizer that wraps another may have groups of its own.
+        apart = trained.isdisjoint(map(id, parameters_of([scheduled])))
+        if apart or not (known or any(map(_may_wrap, optimizers))):
+            raise ValueError(
+                f"configure_optimizers returned a {type(entry.scheduler).__name__} of a "
+                f"{type(scheduled).__name__} that it did not return, whose learning rates have no "
+                "effect: create the scheduler with the optimizer that you return."
+            )
+
+
+def _may_wrap(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer may wrap another one; torch's own do not."""
+    return not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _check_no_limits(entries: list[OptimizerEntry], names: list[str]) -> None:
+    """Raise for clipping limits in manual optimisation, where the loop does not clip.
+
+    Raises:
+        ValueError: An optimizer has limits.
+    """
+    for entry, name in zip(entries, names, strict=True):
+        if entry.max_grad_norm is not None or entry.max_grad_value is not None:
+            raise ValueError(
+                f"configure_optimizers returned limits on the gradients of {name!r}, but in manual "
+                "optimisation training_step does the clipping: call self.clip_gradients(optimizer, "
+                "...) there."
+            )
+
+
+def _check_separate(optimizers: list[Optimizer], names: list[str], module: TrainModule) -> None:
+    """Raise if two optimizers share a parameter, which each update would change twice.
+
+    Raises:
+        ValueError: There is such a parameter.
+    """
+    owners: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for parameter in parameters_of([optimizer]):
+            other = owners.setdefault(id(parameter), number)
+            if other != number:
+                named = bare_names(module, module.named_parameters())
+                name = next((n for n, p in named if p is parameter), "?")
+                raise ValueError(
+                    f"The optimizers {names[other]!r} and {names[number]!r} that "
+                    f"configure_optimizers returned both have the parameter {name!r}. In "
+                    "automatic optimisation there is one loss, and every optimizer steps at every "
+                    "update: give each its own parameters. To alternate between losses set "
+                    "automatic_optimization = False."
+                )
+
+
+@contextmanager
+def stage_of(
+    name: str,
+    trainer: Any,
+    module: TrainModule,
+    datamodule: Any,
+    callbacks: list[Callback],
+    *,
+    added: list[Callback],
+    check: Callable[..., None],
+    finish: Callable[[Status, BaseException | None], None],
+) -> Iterator[HookTable]:
+    """Set up the module, the datamodule and the callbacks; tear them down on exit or error.
+
+    Args:
+        name: The stage: fit, validate, test or predict.
+        trainer: Passed to the hooks.
+        module: The user's module.
+        datamodule: The user's datamodule, or None.
+        callbacks: The callbacks in the order of calls. Extended by those that `setup` hooks add,
+            and sorted so that those that save run last.
+        added: Callbacks that `setup` hooks have added in earlier stages; extended in place.
+        check: See `check_hooks`; called for the callbacks that `setup` hooks add.
+        finish: Called last in every case, with the status and the error, if any.
+
+    Yields:
+        The hooks of the module and the callbacks.
+    """
+    hooks = HookTable(trainer, module, callbacks, TrainModule)
+    status: Status = "finished"
+    cause: BaseException | None = None
+    with _belonging_to(trainer, module, datamodule):
+        try:
+            _set_up(name, trainer, module, datamodule, callbacks, added, check)
+            _attach_trainer(trainer, module)
+            callbacks.sort(key=lambda callback: callback.runs_last)
+            hooks = HookTable(trainer, module, callbacks, TrainModule)  # `setup` may add some
+            yield hooks
+        except Preempted:
+            status = "preempted"
+            raise
+        except BaseException as error:
+            status, cause = "failed", error
+            hooks.on_exception(error)
+            for failed in _errors_of([partial(call_if_there, datamodule, "on_exception", error)]):
+                logger.error("on_exception of the datamodule failed.", exc_info=failed)
+            raise
+        finally:
+            tear_down: list[Callable[[], Any]] = [
+                partial(call_if_there, datamodule, "teardown", name),
+                *(
+                    partial(call_if_there, each, "teardown", trainer, module, name)
+                    for each in callbacks
+                ),
+                partial(module.teardown, name),
+            ]
+            errors = _errors_of(tear_down)
+            cause = cause or next(iter(errors), None)
+            errors += _errors_of([partial(finish, "failed" if errors else status, cause)])
+            # If the run itself has failed, that error is already being raised.
+            failure = errors.pop(0) if errors and status == "finished" else None
+            for other in errors:
+                _log_other_error(other, name)
+            if failure is not None:
+                raise failure
+
+
+def _log_other_error(error: BaseException, name: str) -> None:
+    """Log a teardown error that is not raised, because another error is."""
+    if isinstance(error, CheckpointError):  # no traceback: the message says all
+        logger.error("The teardown after %s failed, too: %s", name, error)
+    else:
+        logger.error("The teardown after %s failed.", name, exc_info=error)
+
+
+@contextmanager
+def _belonging_to(trainer: Any, module: TrainModule, datamodule: Any) -> Iterator[None]:
+    """Set `trainer` on the module and the datamodule, and make every step accept `batch_idx`.
+
+    On exit the earlier values are restored: this may run in a hook of another Trainer.
+    """
+    steps = without_batch_idx(module)
+    owns_data = isinstance(datamodule, DataModule)
+    outer = {
+        part: part.__dict__.get("_trainer")
+        for part in module.modules()
+        if isinstance(part, TrainModule)
+    }
+    outer_of_data = datamodule.trainer if owns_data else None
+    module.__dict__.update(steps)
+    _attach_trainer(trainer, module)
+    if owns_data:
+        datamodule.trainer = trainer
+    try:
+        yield
+    finally:
+        _attach_trainer(None, module)
+        for part, trainer_before in outer.items():
+            part.__dict__["_trainer"] = trainer_before
+        for step in steps:
+            module.__dict__.pop(step, None)
+        if owns_data:
+            datamodule.trainer = outer_of_data
+        if outer[module] is None:
+            TrainModule.untoggle_optimizer(module)  # a step may have failed while one was toggled
+
+
+def _attach_trainer(trainer: Any, module: TrainModule) -> None:
+    """Set the trainer of a module and of the `TrainModule`s inside it."""
+    for part in module.modules():
+        if isinstance(part, TrainModule):
+            part.__dict__["_trainer"] = trainer
+
+
+def _set_up(
+    name: str,
+    trainer: Any,
+    module: TrainModule,
+    datamodule: Any,
+    callbacks: list[Callback],
+    added: list[Callback],
+    check: Callable[..., None],
+) -> None:
+    given, done = set(map(id, callbacks)), set[int]()
+    earlier = {one.state_key for one in added if id(one) in given}
+    with PartialState().local_main_process_first():
+        call_if_there(datamodule, "prepare_data")
+        module.prepare_data()
+
+    def next_callback() -> Callback | None:
+        """Return the next callback to set up, or None.
+
+        A callback that `setup` adds again is dropped if an earlier stage has added the same.
+        """
+        # `setup` may append the same object in every stage.
+        callbacks[:] = {id(each): each for each in callbacks}.values()
+        new = [each for each in callbacks if id(each) not in given]
+        for one in [each for each in new if getattr(each, "state_key", None) in earlier]:
+            callbacks[:] = [each for each in callbacks if each is not one]
+            if PartialState().is_main_process:
+                logger.warning(
+                    "setup has added another %s (%s) for %s: the one that it added for an earlier "
+                    "stage is used. Add it in one stage only, if stage == 'fit'.",
+                    type(one).__name__,
+                    one.state_key,
+                    name,
+                )
+        make_way(callbacks)
+        check_callbacks(callbacks)
+        return next((each for each in callbacks if id(each) not in done), None)
+
+    def set_up_callbacks() -> None:
+        """Set up the callbacks not set up yet; each may add others, at any position."""
+        while (callback := next_callback()) is not None:
+            done.add(id(callback))
+            if id(callback) not in given:
+                added.append(callback)
+                check(None, [callback], None)
+            callback.setup(trainer, module, name)
+
+    def hooks() -> None:
+        call_if_there(datamodule, "setup", name)
+        set_up_callbacks()
+        module.setup(name)
+        set_up_callbacks()  # the callbacks that the module's setup has added
+        module.configure_model()
+        set_up_callbacks()
+
+    on_all(hooks, name)
+
+
+def _errors_of(calls: Sequence[Callable[[], Any]]) -> list[BaseException]:
+    """Make every call even if others raise, also KeyboardInterrupt; return the errors."""
+    errors: list[BaseException] = []
+    for call in calls:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - raised or logged by the caller
+            errors.append(error)
+    return errors
+
+
+def choose_start(parts: Parts, ckpt_path: Any, module: TrainModule, datamodule: Any) -> Path | None:
+    """Return the checkpoint that a fit resumes from, and restore the datamodule; collective.
+
+    This is called before the loaders are created, since they may depend on the datamodule's state.
+    If `ckpt_path` is the path of a weights-only checkpoint, its weights are loaded and a new run
+    starts.
+
+    Args:
+        parts: The Trainer's components.
+        ckpt_path: The argument of `Trainer.fit`.
+        module: The user's module.
+        datamodule: The user's datamodule, or None.
+
+    Returns:
+        The checkpoint to resume from; None for a new run.
+
+    Raises:
+        ValueError: The folder has another run's checkpoints, or arguments differ between ranks.
+        TypeError: Hyper-parameters that were set after ``__init__`` are not plain data.
+        CheckpointError: The requested checkpoint is missing or damaged, or does not match the
+            module.
+    """
+    check_rank_consistency(parts.settings, parts.callbacks, ckpt_path)
+    on_all(lambda: to_manifest(module), "fit")  # fail before the first step, not at the first save
+    if ckpt_path is None:
+        parts.project.check_fresh(parts.roots())
+    chosen = parts.choose(ckpt_path, sweeps=True)
+    if chosen is not None and ckpt_path not in WORDS and holds_weights_only(chosen):
+        parts.project.check_fresh(parts.roots())
+        on_all(partial(load_weights, module, chosen), "fit")
+        parts.accelerator.print(f"Starting a new run with the weights of {chosen}.")
+        return None
+    if chosen is not None:
+        if _goes_back(ckpt_path):
+            parts.project.check_branch(chosen, parts.roots())
+        load_datamodule(datamodule, chosen)
+    return chosen
+
+
+def _goes_back(ckpt_path: Any) -> bool:
+    """Return whether checkpoints later than the requested one may exist."""
+    return ckpt_path not in ("auto", "last")
+
+
+def make_fit_run(
+    parts: Parts,
+    hooks: HookTable,
+    sources: Sources,
+    chosen: Path | None,
+    *,
+    origin: Origin,
+    epoch_iterator: EpochIterator,
+    val_feeds: list[EpochIterator],
+    stop_requested: Callable[[], bool],
+    signalled: Callable[[], int | None],
+) -> FitRun:
+    """Create the `FitRun` of a fit at its start; `start_fit` then restores the checkpoint into it.
+
+    The model is prepared before the optimizers, because sharding replaces parameters.
+
+    Args:
+        parts: The Trainer's components.
+        hooks: The hooks of the module and the callbacks.
+        sources: Where the data loaders come from.
+        chosen: The checkpoint to resume from; None for a new run.
+        origin: The run's progress when the loaders were created.
+        epoch_iterator: The epoch iterator of the training data.
+        val_feeds: The epoch iterators of the validation data; empty if there is none.
+        stop_requested: Returns whether this process requests a stop.
+        signalled: Returns the exit code if this process received the exit signal, else None.
+
+    Raises:
+        ValueError: The module's optimizers or the Trainer's settings cannot be used.
+        TypeError: ``training_step`` has a wrong signature.
+    """
+    settings, accelerator, module = parts.settings, parts.accelerator, sources.module
+    check_step("fit", module, [epoch_iterator])
+    if not module.automatic_optimization:
+        _check_manual(settings)
+    accelerator.gradient_state.sync_gradients = True
+    accelerator.precision.begin()
+    module.to(accelerator.device)
+    own_memory(module)
+    if chosen is None:
+        parts.project.begin_record()
+    recorder = parts.project.make_recorder()
+    world_size = accelerator.num_processes
+    # The user's `count_items` may return fractions.
+    step_sync = StepSync(accelerator.device, whole_items=not counts_items(module))
+    engine = choose_engine(
+        module,
+        step_sync,
+        world_size=world_size,
+        automatic=module.automatic_optimization,
+        ddp_kwargs=accelerator.ddp_kwargs,
+    )
+    optimizers, entries, schedulers = prepare_optimizers(module, accelerator)
+    names = names_of(entries)
+    options = options_of(names, optimizers, schedulers)
+    check_optimizer_fingerprints(options)
+    own = [Limits(max_norm=one.max_grad_norm, max_value=one.max_grad_value) for one in entries]
+    common = _common(parts, module, sources.datamodule, hooks, recorder, quiet=settings.barebones)
+    return FitRun(
+        **common,
+        engine=engine,
+        step_sync=step_sync,
+        weighting=LossWeighting(
+            micro_batches=settings.gradient_accumulation_steps,
+            world_size=world_size,
+            reference=_nominal_items(module, epoch_iterator),
+        ),
+        guard=_guard(module, [each.optimizer for each in optimizers], accelerator, settings),
+        optimizers=optimizers,
+        optimizer_names=names,
+        schedulers=schedulers,
+        limits=Limits(max_norm=settings.max_grad_norm, max_value=settings.max_grad_value),
+        own_limits=[pair for pair in zip(optimizers, own, strict=True) if pair[1] != NO_LIMITS],
+        writer=Writer(accelerator.state),
+        pending_saves=PendingSaves(parts.trainer.save_checkpoint),
+        length=parts.length,
+        val_schedule=Schedule(Interval.parse(settings.val_every)),
+        log_schedule=Schedule(Interval.parse(settings.log_every)),
+        sanity_steps=settings.num_sanity_val_steps,
+        validates=bool(val_feeds) and _comes_to_validation(parts, epoch_iterator),
+        monitored=monitors_of(schedulers, parts.callbacks),
+        stop_requested=stop_requested,
+        warns=parts.warns and accelerator.is_main_process,
+        begun=switches_of(module),
+        options=options,
+        sources=sources,
+        origin=origin,
+        epoch_iterator=epoch_iterator,
+        val_feeds=val_feeds,
+        signalled=signalled,
+        accumulation=settings.gradient_accumulation_steps,
+        run_id=broadcast_object(uuid.uuid4().hex),
+        parameters=list(module.parameters()),
+    )
+
+
+def _nominal_items(module: TrainModule, epoch_iterator: EpochIterator) -> float | None:
+    """Return the items of a full micro-batch; None if unknown before the first one is read."""
+    if (
+        epoch_iterator.sampler is None
+        or not epoch_iterator.sampler.batch_size
+        or counts_items(module)
+    ):
+        return None
+    return float(epoch_iterator.sampler.batch_size)
+
+
+def _comes_to_validation(parts: Parts, epoch_iterator: EpochIterator) -> bool:
+    """Return whether the run is long enough for a validation; True if that is unknown."""
+    if parts.trial_steps is not None:  # too short, and no warning is needed
+        return False
+    settings, trainer = parts.settings, parts.trainer
+    reloads = settings.reload_dataloaders_every_n_epochs > 0
+    return can_be_due(
+        Interval.parse(settings.val_every),
+        settings.length,
+        updates=settings.max_steps if reloads else trainer.estimated_stepping_batches,
+        epoch_iterator=None if reloads else epoch_iterator,
+        accumulation=trainer.accumulation_in,
+    )
+
+
+def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) -> None:
+    """Restore a fit from its checkpoint, if any, and start the local record and the trackers.
+
+    Args:
+        parts: The Trainer's components.
+        run: The fit at its start.
+        chosen: The checkpoint to resume from; None for a new run.
+        ckpt_path: The argument of `Trainer.fit`.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or does not match the run.
+    """
+    lasts = not run.length.reached(run.progress)
+    if run.warns and lasts:
+        warn_of_no_validation(run, parts.settings)
+        warn_of_monitor_modes(run.schedulers, parts.callbacks)
+    offset = None
+    if chosen is not None:
+        offset = _go_on(parts, run, chosen, back=_goes_back(ckpt_path))
+    else:
+        if ckpt_path == "auto":  # so that the user notices a wrong folder
+            empty = ", ".join(map(str, parts.project.looks_in(parts.roots())))
+            parts.accelerator.print(f"No checkpoint in {empty}: starting a new run.")
+        if run.warns and not lasts:
+            parts.accelerator.print("There is nothing to do: max_epochs or max_steps is 0.")
+        run.recorder.begin_anew()
+        if run.rank > 0:
+            # Rank 0 draws the same random numbers as a single process. The other ranks are seeded
+            # differently, so that their dropout masks differ.
+            seed_generators(mix(run.epoch_iterator.seed, run.rank) % 2**32)
+    refuse_second_pass(run, parts.settings.reload_dataloaders_every_n_epochs)
+    hparams = logged(run.module)
+    if isinstance(run.datamodule, DataModule):
+        hparams = logged(run.datamodule) | hparams
+    configuration, step = parts.settings.describe(), run.counters.global_step
+    start = partial(
+        run.recorder.start,
+        configuration | hparams,
+        run_metadata=_about(run, configuration, hparams),
+        step=step,
+        cut_at=offset,
+        cut_behind=None if chosen is None else step,
+    )
+    with _finished_on_error(run.recorder):
+        on_main(start)
+        # Not in a single-process trial: it may end while the other ranks still connect.
+        if run.world_size > 1:
+            run.writer.open()  # last: nothing can fail between this and the code that closes it
+
+
+@contextmanager
+def _finished_on_error(recorder: Recorder) -> Iterator[None]:
+    """Finish the record and the trackers if the code inside fails, on this rank or another."""
+    try:
+        yield
+    except BaseException as error:
+        recorder.finish("failed", error)  # the Trainer, which usually does it, has no run yet
+        raise
+
+
+def _go_on(parts: Parts, run: FitRun, chosen: Path, *, back: bool) -> int | None:
+    """Restore a fit from a checkpoint, on all ranks or none, and print where it resumes.
+
+    Args:
+        parts: The Trainer's components.
+        run: The fit.
+        chosen: The checkpoint.
+        back: Whether later checkpoints may exist; they are quarantined.
+
+    Returns:
+        The length of the local record at that checkpoint in bytes; None if unknown.
+    """
+    load = partial(
+        load_run,
+        run,
+        chosen,
+        trainer=parts.trainer,
+        callbacks=parts.callbacks,
+        stays_stopped=not back,
+    )
+    offset = on_all(load, "fit")
+    # Only after loading has succeeded: the checkpoint may not match the run.
+    if back and parts.project.leave_branch(chosen, parts.roots(), offset):
+        run.recorder.resume({}, run.counters.global_step)  # services cannot delete logged steps
+    parts.accelerator.print(_going_on(run, chosen))
+    return offset
+
+
+def _about(run: FitRun, configuration: dict[str, Any], hparams: dict[str, Any]) -> dict[str, Any]:
+    """Return the run metadata for `run.json`."""
+    return {
+        "run_id": run.run_id,
+        "module": type(run.module).__qualname__,
+        "world_size": run.world_size,
+        "device": name_of(run.device),
+        "versions": versions(),
+        "configuration": configuration,
+        "hyper_parameters": hparams,
+    }
+
+
+def _check_manual(settings: Settings) -> None:
+    """Raise for settings that have no effect in manual optimisation.
+
+    Raises:
+        ValueError: Accumulation, clipping, or skipping of non-finite updates is configured.
+    """
+    steps = settings.gradient_accumulation_steps
+    if steps > 1:
+        raise ValueError(
+            f"gradient_accumulation_steps is {steps}, but in manual optimisation training_step "
+            "decides when to step; pass gradient_accumulation_steps=1. (The value may come from "
+            "the launcher, by ACCELERATE_GRADIENT_ACCUMULATION_STEPS, or from a ready Accelerator.)"
+        )
+    if settings.non_finite == "skip":
+        raise ValueError(
+            "non_finite is 'skip', but in manual optimisation training_step decides about updates: "
+            "check the loss there, or leave non_finite at 'stop'."
+        )
+    for name in ("max_grad_norm", "max_grad_value"):
+        if getattr(settings, name):
+            raise ValueError(
+                f"{name} is set, but in manual optimisation training_step does the clipping: call "
+                "self.clip_gradients(optimizer, ...) there."
+            )
+
+
+def _going_on(run: FitRun, chosen: Path) -> str:
+    """Return the message of a resumed run: where it resumes, or why nothing is left to do."""
+    counters = run.counters
+    text = f"Resuming from {chosen} (epoch {counters.epoch + 1}, update {counters.global_step})."
+    if run.length.reached(run.progress):
+        return f"{text} Nothing is left to do: the length that the Trainer was given is reached."
+    if run.stop_now:
+        return (
+            f"{text} Nothing is left to do: the run had decided to stop there. To train further, "
+            "pass the checkpoint's path as ckpt_path."
+        )
+    return text
+
+
+def prepare_evaluation(
+    parts: Parts,
+    stage: str,
+    module: TrainModule,
+    hooks: HookTable,
+    dataloaders: Any,
+    datamodule: Any,
+    ckpt_path: Any,
+    counters: Counters,
+) -> tuple[Run, list[EpochIterator]]:
+    """Create the `Run` of validate, test or predict, and its epoch iterators; collective.
+
+    Args:
+        parts: The Trainer's components.
+        stage: validate, test or predict.
+        module: The user's module.
+        hooks: The hooks of the module and the callbacks.
+        dataloaders: The data loaders given by the user, or None.
+        datamodule: The user's datamodule, or None.
+        ckpt_path: The checkpoint whose weights are loaded; None for the module's present weights.
+        counters: The progress of the last fit; replaced by the checkpoint's if one is loaded.
+
+    Raises:
+        ValueError: There is no data, or a loader is empty.
+        CheckpointError: The requested checkpoint is missing or damaged, or does not match the
+            module.
+    """
+    chosen = parts.choose(ckpt_path)
+    if chosen is not None:
+        load_datamodule(datamodule, chosen)
+    loaders = on_all(lambda: loaders_for(stage, dataloaders, module, datamodule), stage)
+    epoch_iterators = make_epoch_iterators(
+        stage, loaders, parts.settings, parts.accelerator, seed=0
+    )
+    check_step(stage, module, epoch_iterators)
+    module.to(parts.accelerator.device)
+    own_memory(module)
+    if chosen is not None:
+        manifest = on_all(partial(load_weights, module, chosen), stage)
+        counters = Counters(global_step=manifest["step"], epoch=manifest["epoch"])
+    elif parts.accelerator.use_distributed:  # initial weights may differ between ranks
+        broadcast([*module.parameters(), *module.buffers()])
+    recorder = parts.project.make_recorder(evaluates=True)
+    run = Run(**_common(parts, module, datamodule, hooks, recorder), counters=counters)
+    with _finished_on_error(recorder):
+        on_main(lambda: recorder.start(parts.settings.describe()))
+    return run, epoch_iterators
+
+
+def _guard(
+    module: TrainModule, optimizers: list[Optimizer], accelerator: Accelerator, settings: Settings
+) -> FiniteGuard | None:
+    """Return the check for non-finite gradients; None if the user ignores them."""
+    if settings.non_finite == "ignore":
+        return None
+    return FiniteGuard(
+        settings.non_finite,
+        settings.max_skipped_in_row,
+        optimizers=optimizers,
+        named_parameters=lambda: bare_names(module, module.named_parameters()),
+        rank=accelerator.process_index,
+        manual=not module.automatic_optimization,
+    )
+
+
+def _common(
+    parts: Parts,
+    module: TrainModule,
+    datamodule: Any,
+    hooks: HookTable,
+    recorder: Recorder,
+    *,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Return the arguments of `Run`, which a fit and an evaluation have in common."""
+    accelerator = parts.accelerator
+    metrics = MetricStore(
+        accelerator.device, world_size=accelerator.num_processes, quiet_training=quiet
+    )
+    recorder.private = metrics.private
+    return {
+        "module": module,
+        "datamodule": datamodule,
+        "hooks": hooks,
+        "metrics": metrics,
+        "recorder": recorder,
+        "precision": accelerator.precision,
+        "device": accelerator.device,
+        "world_size": accelerator.num_processes,
+        "rank": accelerator.process_index,
+    }

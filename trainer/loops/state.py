@@ -1,0 +1,361 @@
+"""The state of one run: the objects and counters that the training and evaluation loops use.
+
+`Run` serves validate, test and predict. `FitRun` adds what training needs. Both are created once,
+before the loop begins, by `trainer.loops.setup`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from callbacks import Progress
+from trainer.checkpoint.async_writer import Writer
+from trainer.data.epoch_iterator import EpochIterator
+from trainer.distributed.step_sync import StepStats, StepSync
+from trainer.engines.base import Engine
+from trainer.hooks import HookTable
+from trainer.loops.config import Length, Schedule
+from trainer.loops.device_transfer import DeviceTransfer
+from trainer.loops.pending_saves import PendingSaves
+from trainer.loops.preemption import Questions
+from trainer.loops.recorder import Recorder
+from trainer.metrics import MetricStore
+from trainer.module import TrainModule
+from trainer.optim.clipping import Limits
+from trainer.optim.configure import SchedulerEntry
+from trainer.optim.finite import FiniteGuard, is_non_finite
+from trainer.optim.optimizer import AcceleratedOptimizer
+from trainer.optim.weighting import LossWeighting
+from trainer.precision import Precision
+
+if TYPE_CHECKING:
+    from trainer.loops.dataloaders import Origin, Sources
+
+
+_UNKNOWN = -1
+
+
+class Timing(Protocol):
+    """Measures how much time each part of the loop takes."""
+
+    def part(self, part: str) -> AbstractContextManager[None]:
+        """Return a context manager that adds the time spent inside it to this part."""
+
+    def call(self, part: str, function: Callable[..., None], *args: Any) -> None:
+        """Call a function and add its time to this part."""
+
+
+class Untimed:
+    """A no-op `Timing`."""
+
+    def part(self, part: str) -> AbstractContextManager[None]:  # noqa: ARG002 - an interface
+        """Return a context manager that does nothing."""
+        return nullcontext()
+
+    # ARG002: an interface
+    def call(self, part: str, function: Callable[..., None], *args: Any) -> None:  # noqa: ARG002
+        """Call the function; at every update this is faster than entering a context manager."""
+        function(*args)
+
+
+@dataclass
+class Counters:
+    """The progress counters of a fit; a checkpoint holds them.
+
+    Attributes:
+        global_step: Optimizer updates so far.
+        epoch: The current epoch, from 0.
+        global_batches: Global batches of the current epoch so far (one batch per rank each).
+        epoch_batches: Batches in those global batches, over all processes.
+        epoch_complete: Whether the current epoch is over.
+        batches_seen: Micro-batches so far, over all processes.
+        samples_seen: Samples so far, over all processes.
+        validations: Validations so far, without the sanity check.
+        seconds: Training time of the run in seconds, before the current start of the program.
+    """
+
+    global_step: int = 0
+    epoch: int = 0
+    global_batches: int = 0
+    epoch_batches: int = 0
+    epoch_complete: bool = False
+    batches_seen: int = 0
+    samples_seen: int = 0
+    validations: int = 0
+    seconds: float = 0.0
+
+    def begin_epoch(self) -> None:
+        """Begin the next epoch."""
+        self.epoch += 1
+        self.global_batches = self.epoch_batches = 0
+        self.epoch_complete = False
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One call of `Trainer.fit`, `validate`, `test` or `predict`.
+
+    Attributes:
+        module: The user's module.
+        datamodule: The user's datamodule, or None.
+        hooks: The hooks of the module and the callbacks.
+        metrics: Logged values that are not reduced yet.
+        recorder: Receives the reduced values.
+        precision: Autocast and gradient scaler.
+        device: The device that batches are moved to.
+        world_size: The number of processes.
+        rank: The rank of this process.
+        counters: The progress of the fit. In an evaluation: that of the loaded checkpoint, or of
+            the last fit.
+        eval_lengths: For each loader of the current evaluation, how many batches this rank gets.
+        batch_idx: The index of the current batch, as passed to the user's step.
+        sanity_checking: Whether the current evaluation is the sanity check before training.
+        timing: Measures the parts of the loop that are not calls of the objects above; see
+            `trainer.loops.profiler`.
+    """
+
+    module: Final[TrainModule]
+    datamodule: Final[Any]
+    hooks: Final[HookTable]
+    metrics: Final[MetricStore]
+    recorder: Final[Recorder]
+    precision: Final[Precision]
+    device: Final[torch.device]
+    world_size: Final[int]
+    rank: Final[int]
+    counters: Final[Counters] = field(default_factory=Counters)
+    eval_lengths: list[int | None] = field(default_factory=list)
+    batch_idx: int = 0
+    sanity_checking: bool = False
+    timing: Timing = field(default_factory=Untimed)
+
+    def __post_init__(self) -> None:
+        """Look up once which of the user's hooks transform batches."""
+        self.device_transfer = DeviceTransfer(
+            self.module,
+            self.datamodule,
+            device=self.device,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+
+    def bare_step(self, name: str) -> Callable[..., Any]:
+        """Return a step of the user's module, to be called directly, without the engine."""
+        step: Callable[..., Any] = getattr(self.module, name)
+        return step
+
+    def place(self, stage: str) -> str:
+        """Describe this process's position, for the watchdog; called on another thread.
+
+        Args:
+            stage: fit, validate, test or predict.
+        """
+        return f"{stage}, batch {self.batch_idx}"
+
+    def should_end(self, batch_idx: int, *, aligned: bool) -> bool:  # noqa: ARG002 - an interface
+        """Return whether all ranks must abandon the evaluation before this global batch."""
+        return False  # outside a fit there is nothing to save: signals keep their default handler
+
+
+@dataclass(kw_only=True)
+class FitRun(Run):
+    """The state of one `Trainer.fit`; `trainer.loops.setup.make_fit_run` creates it.
+
+    Attributes:
+        engine: Runs the module and reduces its gradients.
+        step_sync: The step sync: sums per update what all ranks must agree on.
+        weighting: Weights each micro-batch's loss by its items.
+        guard: Finds non-finite gradients; None if they are ignored.
+        optimizers: The prepared optimizers, in the user's order.
+        optimizer_names: See `trainer.optim.configure.names_of`.
+        schedulers: The learning rate schedulers, each with its interval and frequency.
+        limits: Gradient clipping limits for all parameters.
+        own_limits: Optimizers with clipping limits of their own.
+        writer: Writes checkpoints, also in the background.
+        pending_saves: Pending saves, to be made at the next update boundary.
+        length: When the run ends.
+        val_schedule: When validation is due.
+        log_schedule: At which updates logged values are recorded.
+        sanity_steps: Batches of each validation loader in the sanity check; -1 for all.
+        validates: Whether there is validation data and the run is long enough for a validation.
+        monitored: See `trainer.loops.preflight.monitors_of`.
+        stop_requested: Returns whether this process requests a stop; the other ranks learn of it
+            at the next update.
+        warns: Whether to print warnings about the set-up: on rank 0, and not in tuning trials.
+        begun: Module flags at the start: which parameters were frozen and which submodules in
+            eval mode; see `trainer.loops.module_state`.
+        options: See `trainer.loops.fit_state.options_of`.
+        started: `time.monotonic` at the current start of the program, in seconds.
+        thread: The identifier of the training thread.
+        sources: Where the data loaders come from; see `trainer.loops.dataloaders`.
+        origin: The run's progress when its loaders were created.
+        epoch_iterator: The epoch iterator of the training data.
+        val_feeds: The epoch iterators of the validation data; empty if there is none.
+        signalled: Returns the exit code once a signal or the time budget ends this process, else
+            None; the other ranks learn of it at the next update.
+        accumulation: Micro-batches in the next gradient accumulation window.
+        schedulers_paused: Whether a callback sets the learning rates, not the schedulers.
+        run_id: Identifies the run, also in later starts that resume it.
+        last_logged: The latest update whose values were recorded.
+        unfinished: Whether a signal ended the run before the work due after its last update.
+        stop_now: Whether all ranks have decided to stop.
+        saved_rng: RNG states of the checkpoint that the run resumes from; None once restored.
+        ended: Module flags as in `begun`, at the end of the fit: later changes to the module do
+            not belong to the run.
+        parameters: All parameters of the module and the optimizers, as of the latest update.
+        unused: The parameters that no optimizer has.
+        unregistered: Unregistered parameters: an optimizer has them, the module does not.
+        warned_of_unregistered: Whether a warning about unregistered parameters was logged.
+        warned_of_buffers: Whether it was logged that frozen parameters differed between ranks.
+        parameter_fingerprint: Fingerprint of the parameter lists, by which
+            `trainer.loops.train_step.refresh_parameter_lists` detects that they may have changed.
+        epoch_length: Batches of all ranks in the current epoch; None if unknown until the data is
+            read; -1 before the first epoch, when `epoch_iterator` is asked each time.
+        data_ended: Whether this rank has no further batch in the epoch. Only this rank can know
+            it: a stream is exhausted, or a dataset has ended early.
+        questions: Exchanges between ranks whether to abandon an evaluation.
+        in_boundary: Whether the loop is at an update boundary: the update is done, and callbacks
+            may save or stop.
+        log_due: Whether the values of the current update will be recorded.
+        found: In manual optimisation on an accelerator, a device tensor that says whether any
+            gradient of the current step is non-finite.
+        own_hooks: In manual optimisation, the hooks of the current batch. Collectives in them are
+            forbidden if some ranks have no batch; see `trainer.loops.no_collectives`.
+        last_batch: In manual optimisation, the latest batch; it is the dummy batch when this rank
+            has none.
+        is_dummy: Whether the current batch is a dummy batch, whose gradients are zeroed.
+    """
+
+    # Components, fixed until the end of the fit.
+    engine: Final[Engine]
+    step_sync: Final[StepSync]
+    weighting: Final[LossWeighting]
+    guard: Final[FiniteGuard | None]
+    optimizers: Final[list[AcceleratedOptimizer]]
+    optimizer_names: Final[list[str]]
+    schedulers: Final[list[SchedulerEntry]]
+    limits: Final[Limits]
+    own_limits: Final[list[tuple[AcceleratedOptimizer, Limits]]]
+    writer: Final[Writer]
+    pending_saves: Final[PendingSaves]
+    length: Final[Length]
+    val_schedule: Final[Schedule]
+    log_schedule: Final[Schedule]
+    sanity_steps: Final[int]
+    validates: Final[bool]
+    monitored: Final[list[tuple[str, str]]]
+    stop_requested: Final[Callable[[], bool]]
+    warns: Final[bool]
+    begun: Final[dict[str, list[str]]]
+    options: Final[dict[str, str]]
+    started: Final[float] = field(default_factory=time.monotonic)
+    thread: Final[int] = field(default_factory=threading.get_ident)
+    # These may be replaced: the loaders every few epochs, the others by callbacks.
+    sources: Final[Sources]
+    origin: Origin
+    epoch_iterator: EpochIterator
+    val_feeds: list[EpochIterator]
+    signalled: Callable[[], int | None]
+    accumulation: int
+    schedulers_paused: bool = False
+    # Progress beside `counters`: initial values, unless `load_run` restores them.
+    run_id: str
+    last_logged: int = 0
+    unfinished: bool = False
+    stop_now: bool = False
+    saved_rng: dict[str, Any] | None = None
+    ended: dict[str, list[str]] | None = None
+    # The state of the current epoch, window and batch.
+    parameters: list[nn.Parameter]
+    unused: list[nn.Parameter] = field(default_factory=list)
+    unregistered: list[nn.Parameter] = field(default_factory=list)
+    warned_of_unregistered: bool = False
+    warned_of_buffers: bool = False
+    parameter_fingerprint: list[int] = field(default_factory=list)
+    epoch_length: int | None = _UNKNOWN
+    data_ended: bool = False
+    questions: Final[Questions] = field(default_factory=Questions)
+    in_boundary: bool = False
+    log_due: bool = False
+    found: Tensor | None = None
+    own_hooks: Any = field(init=False)
+    last_batch: Any = None
+    is_dummy: bool = False
+
+    def __post_init__(self) -> None:
+        """Start outside a batch, where all ranks call the hooks and collectives are allowed."""
+        super().__post_init__()
+        self.own_hooks = self.hooks
+
+    @property
+    def deciding(self) -> bool:
+        """Whether the calling thread is at an update boundary, where all ranks run callbacks."""
+        return self.in_boundary and self.thread == threading.get_ident()
+
+    @property
+    def clock(self) -> float:
+        """Training time of the whole run in seconds, by this process's clock."""
+        return self.counters.seconds + time.monotonic() - self.started
+
+    def place(self, stage: str) -> str:
+        """See `Run.place`."""
+        scope, counters = self.metrics.scope, self.counters
+        where = f"{stage}, epoch {counters.epoch}, step {counters.global_step}"
+        if scope is not None and scope.phase != "train":
+            return f"{where}, {scope.phase} batch {self.batch_idx}"
+        return f"{where}, batch {self.batch_idx}"
+
+    def own_stats(self, items: float, loss: Tensor | None = None) -> StepStats:
+        """Return this rank's step stats of a window, to be summed over all ranks.
+
+        Args:
+            items: The window's items on this rank.
+            loss: A scalar that is finite only if all losses of the window are; None without loss.
+        """
+        return StepStats(
+            items,
+            stop_votes=1.0 if self.stop_requested() else 0.0,
+            signals=0.0 if self.signalled() is None else 1.0,
+            seconds=self.clock if self.rank == 0 else 0.0,
+            ended=1.0 if self.data_ended else 0.0,
+            failed_saves=1.0 if self.writer.failed else 0.0,
+            requested_saves=float(len(self.pending_saves)),
+            ended_ranks=float(self.rank) if self.data_ended else 0.0,
+            bad_losses=0.0 if loss is None or self.guard is None else is_non_finite(loss),
+        )
+
+    def should_end(self, batch_idx: int, *, aligned: bool) -> bool:
+        """Return whether any rank received the exit signal; they ask every few global batches."""
+        signalled = self.signalled() is not None
+        if self.world_size == 1:
+            return signalled
+        return self.questions.ask(
+            batch_idx, signalled, rank=self.rank, device=self.device, aligned=aligned
+        )
+
+    @property
+    def progress(self) -> Progress:
+        """The progress of the run, the same on all ranks."""
+        return self.progress_at(self.counters.global_step)
+
+    def progress_at(self, step: int) -> Progress:
+        """Return the progress as of an update: the latest one or the one in progress."""
+        counters, batches = self.counters, self.epoch_length
+        if batches == _UNKNOWN:  # before the first epoch; later cached, as every update needs it
+            batches = self.epoch_iterator.num_batches
+        epochs = float(counters.epoch)
+        if counters.epoch_complete:
+            epochs += 1.0
+        elif batches:  # counted over all ranks: the same fraction for any number of ranks
+            epochs += min(counters.epoch_batches / batches, 0.999_999)  # 1.0 only when it is over
+        step_sync = self.step_sync
+        seconds = self.clock if self.world_size == 1 else step_sync.latest.seconds
+        return Progress(step, epochs, step_sync.items_seen, seconds)

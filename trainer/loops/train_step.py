@@ -1,0 +1,560 @@
+"""One update: a window of micro-batches, or a batch of manual optimisation."""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+from collections.abc import Iterator
+from itertools import repeat
+from operator import attrgetter, is_not
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.epoch_iterator import GlobalBatch
+from trainer.distributed import guards
+from trainer.distributed.objects import broadcast_object
+from trainer.loops.batch_norm import kept_metrics
+from trainer.loops.device_transfer import items_of
+from trainer.loops.evaluate import ENDED_EARLY, kept_buffers
+from trainer.loops.module_state import warn_of_dropout_off
+from trainer.loops.no_collectives import WITHOUT_ITEMS, NoCollectives, reason
+from trainer.loops.profiler import OPTIMIZER
+from trainer.loops.state import FitRun
+from trainer.metrics import to_floats
+from trainer.optim.clipping import clip_, clip_each_
+from trainer.optim.finite import find_non_finite
+from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
+from trainer.rng import isolated_rng
+from trainer.tree import detach, to_host
+
+logger = logging.getLogger(__name__)
+
+_GRADIENT = attrgetter("grad")
+_HERE = "training_step or a hook of a batch"
+
+
+def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: PLR0915  # one algorithm
+    """Run forward and backward on a window of micro-batches and make one optimizer update.
+
+    Args:
+        run: The fit.
+        window: The global batches of the window, one per micro-batch. In the last one of the epoch
+            this rank may have no batch; it still takes part in the gradient reduction.
+
+    Returns:
+        True: the window always makes an update.
+    """
+    hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
+    size = run.weighting.micro_batches = run.accumulation  # a hook may change it for the next one
+    items_here = 0.0
+    known: float | None = 0.0  # items of all ranks; None if this rank cannot know the others'
+    largest: Tensor | None = None  # non-finite only if a loss is: unlike a sum it cannot overflow
+    metrics.begin_window()
+    hooks.on_train_step_start()
+    for number, micro in enumerate(window, 1):
+        sync = micro.last or number == size
+        engine.begin_micro_batch(sync=sync)
+        batch, items = items_of(micro)
+        run.weighting.refer_to(items)
+        batch_idx = run.batch_idx = counters.global_batches
+        outputs: Any = None
+        loss: Tensor | None = None
+        seen: Tensor | None = None
+        why = (
+            ""
+            if micro.batches == run.world_size
+            else reason(run.epoch_iterator, micro.batches, _HERE)
+        )
+        own, stepping = (
+            (NoCollectives(hooks, why), NoCollectives(engine, why)) if why else (hooks, engine)
+        )
+        around = (
+            NoCollectives(own, WITHOUT_ITEMS)
+            if run.device_transfer.may_lack_items and not why
+            else own
+        )
+        if micro.present:
+            metrics.begin_batch(items)
+            own.on_train_batch_start(batch, batch_idx)
+            with run.precision.autocast():
+                if items:
+                    outputs = stepping.step("training_step", batch, batch_idx)
+                else:
+                    outputs = step_without_gradient(run, why, batch, batch_idx)
+        drop_leftover_gradients(run, number)
+        if items:
+            loss = loss_of(outputs)
+            seen = loss.detach()
+            largest = seen if size == 1 else larger(run, largest, seen)
+            around.on_before_backward(loss)
+            loss = run.precision.scale(run.weighting.weigh(loss, items))
+        items_here += items
+        known = count_global_batch(run, micro, known)
+        if sync:
+            if loss is None:
+                run.precision.scale_nothing(run.device)
+            total = engine.finish_window(loss, run.own_stats(items_here, largest))
+        elif loss is not None:
+            engine.backward(loss)
+        if loss is not None:
+            around.on_after_backward()
+        if sync:
+            metrics.items = items_here  # the weight of what is logged about the update
+            run.timing.call(OPTIMIZER, update, run, total if known is None else known, seen)
+        if micro.present:
+            metrics.items = items
+            own.on_train_batch_end(detach(outputs), batch, batch_idx)
+    metrics.items = items_here
+    hooks.on_train_step_end()
+    run.timing.call(OPTIMIZER, drop_gradients, run)
+    return True
+
+
+def drop_leftover_gradients(run: FitRun, number: int) -> None:
+    """Zero left-over gradients before a window's first backward pass.
+
+    They come from the user's own backward passes: in hooks, in validation, or in `training_step`
+    (adversarial examples). After the first micro-batch they can no longer be told from the window's
+    own gradients, so nothing is done.
+
+    Args:
+        run: The fit.
+        number: The micro-batch's number in its window, from 1.
+    """
+    if number > 1:
+        return
+    for optimizer in run.optimizers:
+        for group in optimizer.optimizer.param_groups:
+            if any(map(is_not, map(_GRADIENT, group["params"]), repeat(None))):
+                optimizer.zero_grad()
+
+
+def larger(run: FitRun, largest: Tensor | None, loss: Tensor) -> Tensor | None:
+    """Return the maximum of a window's absolute losses so far; None if no guard needs it."""
+    if run.guard is None:
+        return None
+    return loss.abs() if largest is None else torch.maximum(largest, loss.abs())
+
+
+def step_without_gradient(run: FitRun, why: str, batch: Any, batch_idx: int) -> Any:
+    """Run `training_step` without gradients on a batch that has no items (`count_items` is 0).
+
+    Its loss is a mean over nothing, so its backward pass would produce NaN. The step may still log;
+    its values have weight 0.
+
+    Args:
+        run: The fit.
+        why: Why collectives are forbidden, see `trainer.loops.no_collectives.reason`; empty if all
+            ranks have a batch.
+        batch: The batch.
+        batch_idx: The index of the batch.
+    """
+    with torch.no_grad(), guards.forbid_collectives(why):
+        return run.bare_step("training_step")(batch, batch_idx)
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """Return the loss that `training_step` returned, checked, as a tensor of shape ().
+
+    Raises:
+        TypeError: The output is neither a tensor nor a dict with a tensor under ``"loss"``.
+        ValueError: The loss does not have exactly one element, does not require a gradient, or is
+            complex.
+    """
+    loss = outputs
+    if isinstance(outputs, dict):
+        if "loss" not in outputs:
+            raise TypeError(
+                f"training_step returned a dict without 'loss'; its keys are {sorted(outputs)}."
+            )
+        loss = outputs["loss"]
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"training_step returned {reprlib.repr(loss)} of type {type(loss).__name__} as its "
+            "loss; it must return a tensor of one element, or a dict with one under 'loss'. (To do "
+            "backward and step yourself set automatic_optimization = False; for a batch that must "
+            "not count return 0 from count_items.)"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; it must have one "
+            "element: the mean over the batch, for example loss.mean()."
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "training_step returned a loss without a graph: nothing that it was computed from "
+            "requires a gradient. Was it detached, taken with .item(), computed under no_grad, or "
+            "are all parameters frozen?"
+        )
+    if loss.is_complex():
+        raise ValueError(
+            f"training_step returned a loss of {loss.dtype}; it must be a real number, for example "
+            "its .abs() or .real."
+        )
+    return loss if loss.ndim == 0 else loss.reshape(())
+
+
+def count_global_batch(run: FitRun, micro: GlobalBatch, known: float | None) -> float | None:
+    """Advance the counters by one global batch.
+
+    Args:
+        run: The fit.
+        micro: The global batch.
+        known: Items of the window so far over all ranks; None if unknown.
+
+    Returns:
+        `known` plus the items of this global batch over all ranks; None if they are unknown.
+    """
+    counters = run.counters
+    counters.global_batches += 1
+    counters.epoch_batches += micro.batches
+    counters.epoch_complete = micro.last
+    run.data_ended = micro.ended or (micro.last and run.epoch_iterator.sampler is None)
+    # A user's collate_fn may drop samples: a rank knows that only of its own batches. Batches that
+    # the dataset yields ready-made are assumed to be as large on the other ranks as on this one.
+    items = micro.samples if run.world_size == 1 else micro.global_samples
+    read = micro.global_samples or micro.real_samples or micro.samples * micro.batches
+    counters.samples_seen += read
+    counters.batches_seen += micro.batches
+    if run.device_transfer.counts_items or known is None or items is None:
+        return None
+    return known + items
+
+
+def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
+    """Make one optimizer update: unscale, call hooks, check for non-finite values, clip, step.
+
+    Step-wise schedulers tick and `global_step` advances, also if the update is skipped.
+
+    Args:
+        run: The fit; its gradients are already reduced over the ranks.
+        total: Items of the window over all ranks. The gradients are divided by it.
+        seen: The last loss of this rank, for the error message.
+
+    Raises:
+        FloatingPointError: A gradient is not finite; see `trainer.optim.finite`.
+    """
+    refresh_parameter_lists(run)
+    # No optimizer zeroes the gradients of parameters that none of them has. They would accumulate
+    # from update to update, and raise the total norm by which all gradients are clipped.
+    for parameter in run.unused:
+        parameter.grad = None
+    if run.precision.scales:
+        run.precision.unscale_together([optimizer.optimizer for optimizer in run.optimizers])
+    run.weighting.rescale_(map(_GRADIENT, run.parameters), total)
+    see_if_log_is_due(run)
+    for optimizer in run.optimizers:
+        run.hooks.on_before_optimizer_step(optimizer)
+    if should_step(run, seen):
+        clip(run)
+        for optimizer in run.optimizers:
+            optimizer.step()
+    if run.guard is not None and run.precision.scales:
+        skipped = [optimizer.skipped for optimizer in run.optimizers]
+        run.guard.count_scaled(skipped, run.counters.global_step + 1)
+    tick(run, "step", run.counters.global_step + 1, by_metric=False)
+    run.counters.global_step += 1
+
+
+def drop_gradients(run: FitRun) -> None:
+    """Call `on_before_zero_grad` and zero the gradients, at the end of a window."""
+    for optimizer in run.optimizers:
+        run.hooks.on_before_zero_grad(optimizer)
+        optimizer.zero_grad()
+
+
+def refresh_parameter_lists(run: FitRun) -> None:
+    """Refresh the lists of parameters of the module and the optimizers if they may have changed.
+
+    That is: at the first update of each epoch, and whenever a parameter group is another list or
+    has another length, first or last parameter. Comparing all parameters at every update would be
+    slow.
+
+    Raises:
+        ValueError: See `check_unregistered_parameters`.
+        RuntimeError: Gradients of some parameters are not averaged over the ranks; see
+            `DataParallel.check_unknown_parameters`.
+    """
+    now = [run.counters.epoch]
+    for optimizer in run.optimizers:
+        for group in optimizer.optimizer.param_groups:
+            parameters = group["params"]
+            now += id(parameters), len(parameters)
+            if parameters:
+                now += id(parameters[0]), id(parameters[-1])
+    if now != run.parameter_fingerprint:
+        if (
+            not run.parameter_fingerprint and run.warns
+        ):  # hooks before the first step may have called eval()
+            warn_of_dropout_off(run.module)
+        own = list(run.module.parameters())
+        used = parameters_of(run.optimizers)
+        own_ids, used_ids = set(map(id, own)), set(map(id, used))
+        run.unused = [parameter for parameter in own if id(parameter) not in used_ids]
+        run.unregistered = [parameter for parameter in used if id(parameter) not in own_ids]
+        run.parameters = own + run.unregistered
+        run.parameter_fingerprint = now
+        run.engine.check_unknown_parameters()
+    if run.unregistered and not run.warned_of_unregistered:
+        check_unregistered_parameters(run)
+
+
+def check_unregistered_parameters(run: FitRun) -> None:
+    """Warn of unregistered parameters: an optimizer trains them, but the module does not have them.
+
+    Parameters without a gradient are ignored: the loss does not use them.
+
+    Raises:
+        ValueError: With several processes, where nothing averages the gradients of these
+            parameters.
+    """
+    trained = [parameter for parameter in run.unregistered if parameter.grad is not None]
+    if not trained:
+        return
+    shapes = ", ".join(str(tuple(parameter.shape)) for parameter in trained)
+    what = (
+        f"An optimizer trains parameters of the shapes {shapes} that "
+        f"{type(run.module).__name__} does not have"
+    )
+    fix = (
+        "Assign them, or the module that has them, to an attribute of the module; a list of "
+        "them as an nn.ParameterList or nn.ModuleList."
+    )
+    if not all(isinstance(parameter, nn.Parameter) for parameter in trained):
+        fix = "Wrap a plain tensor in nn.Parameter first. " + fix
+    if run.world_size > 1 and run.module.automatic_optimization:
+        raise ValueError(
+            f"{what}: they would be neither averaged over the processes nor saved. {fix}"
+        )
+    run.warned_of_unregistered = True
+    if run.rank == 0:
+        logger.warning(
+            "%s: no checkpoint holds them, and a resumed run starts with their initial values. %s",
+            what,
+            fix,
+        )
+
+
+def clip(run: FitRun) -> None:
+    """Clip the gradients: separately for each optimizer with limits of its own, the rest together.
+
+    The optimizers' parameters are listed each time, since the user may add a parameter group at any
+    time.
+    """
+    if run.own_limits:
+        apart = [(parameters_of([optimizer]), limits) for optimizer, limits in run.own_limits]
+        clip_each_(run.parameters, apart, run.limits)
+    elif run.limits.max_norm is not None or run.limits.max_value is not None:
+        clip_(run.parameters, max_norm=run.limits.max_norm, max_value=run.limits.max_value)
+
+
+def should_step(run: FitRun, seen: Tensor | None) -> bool:
+    """Return whether to make the update: False if a gradient or loss is non-finite on any rank.
+
+    With loss scaling (float16) it is always True: the gradient scaler skips overflows itself.
+
+    Args:
+        run: The fit.
+        seen: The last loss of this rank, for the error message.
+
+    Raises:
+        FloatingPointError: See `FiniteGuard.should_step`.
+    """
+    if run.guard is None or run.precision.scales:
+        return True
+    found = find_non_finite(map(_GRADIENT, run.parameters))
+    if found is not None:
+        found = joined(found, run.step_sync.bad_losses)
+    if run.guard.should_step(found, run.counters.global_step + 1, seen):
+        return True
+    for optimizer in run.optimizers:
+        optimizer.leave_out()
+    return False
+
+
+def joined(found: bool | Tensor, bad_losses: float | Tensor) -> bool | Tensor:
+    """Return whether a gradient or a loss is non-finite, without a device sync.
+
+    Args:
+        found: Whether a gradient is; on an accelerator a tensor of shape (), 1 or 0.
+        bad_losses: The number of ranks with a non-finite loss; a tensor if not on the host yet.
+
+    Returns:
+        A bool, or a tensor of shape () like `found`.
+    """
+    if not isinstance(found, Tensor):
+        return found or bool(bad_losses > 0)
+    if isinstance(bad_losses, Tensor):
+        bad = bad_losses.to(found, non_blocking=True).clamp(max=1.0)
+        return torch.maximum(found, bad)
+    return torch.ones_like(found) if bad_losses else found
+
+
+def see_if_log_is_due(run: FitRun) -> None:
+    """Set `FitRun.log_due` for the update in progress, which `global_step` does not count yet."""
+    step, schedule = run.counters.global_step + 1, run.log_schedule
+    run.log_due = schedule.may_be_due(step) and schedule.due(run.progress_at(step))
+
+
+def reduce_update(run: FitRun) -> None:
+    """Reduce what the latest update logged, for decisions that depend on it; collective.
+
+    The values are remembered, not recorded. If they are already reduced, nothing is done. If the
+    validation after this update logged the same name, the validation's value is kept.
+    """
+    step = run.counters.global_step
+    run.recorder.flush()
+    if not run.metrics.step_reduced:
+        values = to_floats(run.metrics.reduce_step())
+        validated = {name: known for name, known in run.recorder.validated.items() if known}
+        later = {name: value for name, (value, at) in validated.items() if at == step}
+        run.recorder.remember(values | later, step)
+
+
+def tick(run: FitRun, interval: str, number: int, *, by_metric: bool | None = None) -> None:
+    """Advance the learning rate schedulers of one interval.
+
+    Args:
+        run: The fit.
+        interval: ``"step"`` or ``"epoch"``.
+        number: The number of the step or epoch, from 1; compared with each scheduler's frequency.
+        by_metric: True: only schedulers that monitor a metric (such as ``ReduceLROnPlateau``).
+            False: only the others. None: all.
+    """
+    if run.schedulers_paused:
+        return
+    for entry in run.schedulers:
+        if entry.interval != interval or number % entry.frequency:
+            continue
+        if by_metric in (None, entry.takes_metric):
+            latest = run.recorder.latest
+            if entry.takes_metric:
+                assert entry.monitor is not None
+                reduce_update(run)
+                known = run.recorder.monitored(entry.monitor)
+                if known is None and entry.monitor in latest:
+                    continue  # validation logs this name too, but none has run yet
+                latest = latest if known is None else latest | {entry.monitor: known[0]}
+            entry.tick(latest, barebones=run.metrics.quiet_training, tell=run.warns)
+
+
+def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
+    """Call `training_step` on one batch; it runs its own backward passes and optimizer steps.
+
+    A rank without a batch runs a dummy batch, to join the collectives of the other ranks.
+
+    Args:
+        run: The fit.
+        window: Exactly one global batch.
+
+    Returns:
+        Whether the work after an update is due: an optimizer stepped, or the epoch is over.
+    """
+    hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
+    (micro,) = window
+    batch, items = items_of(micro)
+    batch_idx = run.batch_idx = counters.global_batches
+    steps = sum(optimizer.steps for optimizer in run.optimizers)
+    outputs: Any = None
+    metrics.begin_window()
+    hooks.on_train_step_start()
+    if micro.batches < run.world_size and run.last_batch is None:
+        # The epoch has fewer batches than ranks. Broadcast rank 0's, through host memory.
+        run.last_batch = run.device_transfer.move(broadcast_object(to_host(batch)))
+    # `training_step` runs on all ranks (see `dummy_batch`), hooks only where there is a batch.
+    own: Any = hooks
+    if micro.batches < run.world_size:
+        own = NoCollectives(hooks, reason(run.epoch_iterator, micro.batches, "a hook of a batch"))
+    run.own_hooks = own
+    if micro.present:
+        metrics.begin_batch(items)
+        own.on_train_batch_start(batch, batch_idx)
+        with run.precision.autocast():
+            outputs = engine.step("training_step", batch, batch_idx)
+        run.last_batch = batch if run.world_size > 1 else None
+    else:
+        dummy_batch(run, batch_idx)
+    count_global_batch(run, micro, None)
+    engine.finish_window(None, run.own_stats(items))
+    stepped = sum(optimizer.steps for optimizer in run.optimizers) > steps
+    if stepped:
+        if run.guard is not None and run.found is not None:
+            run.guard.should_step(run.found, counters.global_step + 1, None)
+            run.found = None
+        see_if_log_is_due(run)
+        counters.global_step += 1
+    elif micro.last and counters.epoch == counters.global_step == 0 and run.rank == 0:
+        logger.warning(
+            "training_step of %s made no update in the first epoch: in manual optimisation it "
+            "must call self.manual_backward(loss) and step() of self.optimizers().",
+            type(run.module).__name__,
+        )
+    if micro.present:
+        own.on_train_batch_end(detach(outputs), batch, batch_idx)
+    run.own_hooks = hooks
+    metrics.items = items
+    hooks.on_train_step_end()
+    return stepped or micro.last
+
+
+def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:
+    """Call `on_before_optimizer_step` and check the gradients, before the user's optimizer steps.
+
+    Args:
+        run: The fit.
+        optimizer: The optimizer that steps.
+
+    Raises:
+        FloatingPointError: A gradient is not finite, see `FiniteGuard.should_step`. On an
+            accelerator the error is raised later, to avoid a device sync.
+    """
+    refresh_parameter_lists(run)
+    if not run.is_dummy:
+        run.own_hooks.on_before_optimizer_step(optimizer)
+    if run.guard is None or run.precision.scales:
+        return
+    found = find_non_finite(parameter.grad for parameter in parameters_of([optimizer]))
+    if found is None:
+        return
+    if not isinstance(found, Tensor):
+        run.guard.should_step(found, run.counters.global_step + 1, None)
+    else:  # the results of all optimizers are combined, and read back in one transfer
+        run.found = found if run.found is None else torch.maximum(run.found, found.to(run.found))
+
+
+def dummy_batch(run: FitRun, batch_idx: int) -> None:
+    """Run a dummy batch on a rank without a batch, to join the other ranks' gradient reductions.
+
+    The dummy batch is the latest batch of this rank. Its gradients are zeroed before the reduction
+    and `log` does nothing. Buffers, metric objects and RNG states are restored afterwards.
+
+    Args:
+        run: The fit.
+        batch_idx: The index of the current batch.
+
+    Raises:
+        ValueError: This rank has had no batch yet, since its dataset ended before the first one.
+    """
+    if run.last_batch is None:
+        raise ValueError(
+            f"In epoch {run.counters.epoch} the training data ended before the first batch, on "
+            f"rank {run.rank}. {ENDED_EARLY}"
+        )
+    run.is_dummy = True
+    for optimizer in run.optimizers:
+        optimizer.is_dummy = True
+    try:
+        with (
+            kept_buffers(run.module),
+            kept_metrics(run.module),
+            isolated_rng(),
+            run.metrics.muted(),
+            run.precision.autocast(),
+        ):
+            run.engine.step("training_step", run.last_batch, batch_idx)
+    finally:
+        run.is_dummy = False
+        for optimizer in run.optimizers:
+            optimizer.is_dummy = False

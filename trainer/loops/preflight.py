@@ -13,11 +13,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
-
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from callbacks import Callback, EarlyStopping, Interval, ModelCheckpoint, SpikeDetection, Timer
 from callbacks.monitor import Monitor
@@ -147,27 +144,6 @@ def _decides_by(callback: _Decider) -> str:
 
 logger = logging.getLogger(__name__)
 
-# Lower-case words in metric names, by the mode in which such a metric improves.
-_BETTER = {
-    "max": {
-        "acc",
-        "accuracy",
-        "auc",
-        "auroc",
-        "bleu",
-        "dice",
-        "f1",
-        "iou",
-        "miou",
-        "psnr",
-        "recall",
-    },
-    "min": {"cer", "loss", "mae", "mse", "nll", "perplexity", "ppl", "rmse", "wer"},
-}
-_TURNED = {  # words that reverse or change the meaning of a metric's name
-    *("neg", "negative", "inverse", "error", "err", "gap", "drop", "diff", "delta", "std"),
-    *("var", "improvement", "reduction", "gain", "time", "change"),
-}
 _NONE_WANTED = "limit_val_batches=0 says that no validation is wanted."
 
 
@@ -220,38 +196,6 @@ def monitors_of(
 def _watching(callbacks: Iterable[Callback]) -> list[tuple[Callback, Monitor]]:
     found = [(callback, getattr(callback, "monitor", None)) for callback in callbacks]
     return [(callback, monitor) for callback, monitor in found if isinstance(monitor, Monitor)]
-
-
-def warn_of_monitor_modes(entries: Iterable[SchedulerEntry], callbacks: Iterable[Callback]) -> None:
-    """Warn if a monitor's ``mode`` contradicts the metric's name, such as "min" for an accuracy.
-
-    The default ``mode`` is ``"min"``. It is only a warning, since a name proves nothing.
-
-    Args:
-        entries: The schedulers.
-        callbacks: The callbacks.
-    """
-    taken: list[tuple[object, str, str]] = [
-        (callback, monitor.name, monitor.mode) for callback, monitor in _watching(callbacks)
-    ]
-    taken += [
-        (entry.scheduler, entry.monitor, entry.scheduler.mode)
-        for entry in entries
-        if entry.monitor is not None and isinstance(entry.scheduler, ReduceLROnPlateau)
-    ]
-    for who, name, mode in taken:
-        if re.search(r"(^|[/_ ])1 ?-", name):  # "1-accuracy" improves in the other direction
-            continue
-        words = set(re.split(r"[^a-z0-9]+", name.lower()))
-        other = "max" if mode == "min" else "min"
-        if words & _BETTER[other] and not words & (_BETTER[mode] | _TURNED):
-            logger.warning(
-                "%s takes the %s of %r as the best: pass mode=%r if that is not meant.",
-                type(who).__name__,
-                {"min": "smallest value", "max": "largest value"}[mode],
-                name,
-                other,
-            )
 
 
 def warn_of_no_validation(run: FitRun, settings: Settings) -> None:

@@ -52,7 +52,6 @@ from trainer.loops.preflight import (
     check_rank_consistency,
     monitors_of,
     refuse_second_pass,
-    warn_of_monitor_modes,
     warn_of_no_validation,
 )
 from trainer.loops.recorder import Recorder
@@ -642,7 +641,6 @@ def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) ->
     lasts = not run.length.reached(run.progress)
     if run.warns and lasts:
         warn_of_no_validation(run, parts.settings)
-        warn_of_monitor_modes(run.schedulers, parts.callbacks)
     offset = None
     if chosen is not None:
         offset = _go_on(parts, run, chosen, back=_goes_back(ckpt_path))

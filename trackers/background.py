@@ -1,5 +1,6 @@
 """`BackgroundTracker`: runs a tracker's calls on a thread, through a queue."""
 
+import atexit
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
@@ -238,6 +239,14 @@ class BackgroundTracker(GeneralTracker):
             )
         self._started = Future()
         self._worker.start(Call("start", self._begin, record=False), self.missed)
+
+    def call_at_exit(self, end: Callable[[], object]) -> None:
+        """Call `end` when the interpreter exits, before whatever `start` has registered for that.
+
+        The exit hook of an SDK closes its connection, after which no record can be sent.
+        """
+        assert self._started is not None  # after `start`
+        self._started.add_done_callback(lambda _: atexit.register(end))
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration, on the thread; secrets in it are masked."""

@@ -147,6 +147,9 @@ class RunTrackers:
             key=f"cadence/trackers/{self._number}/{self._starts}",
         )
         self._end = weakref.finalize(self, _end_at_exit, self._trackers, os.getpid())
+        for tracker in self._trackers:
+            if isinstance(tracker, BackgroundTracker):
+                tracker.call_at_exit(self._end)
         self._warned = False
         if configuration is not None:
             for tracker in self._trackers:

@@ -83,7 +83,7 @@ class _Builder(HTMLParser):
 def parse(html: str) -> Node:
     """Return the tree of a page; every element must be closed at the level that it was opened."""
     builder = _Builder()
-    builder.epoch_iterator(html)
+    builder.feed(html)
     builder.close()
     assert builder.open == [builder.root], f"<{builder.open[-1].tag}> is not closed"
     return builder.root

@@ -1,9 +1,11 @@
 """Against the real SDK in its offline mode: what is claimed is read back from its files."""
 
 import json
+import os
 import random
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -331,3 +333,28 @@ def test_the_training_draws_what_it_would_draw_alone(tmp_path):
     tracker.finish()
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert before == after
+
+
+FORGETFUL = """
+from trainer import Accelerator
+accelerator = Accelerator(cpu=True, log_with="wandb", project_dir="run")
+accelerator.init_trackers("project", init_kwargs={"wandb": {"mode": "offline"}})
+run = accelerator.get_tracker("wandb", unwrap=True)
+accelerator.log({"loss": 1.0}, step=0)
+"""
+
+
+def test_a_script_that_forgets_the_end_loses_nothing(tmp_path):
+    """W&B's own exit hook closes its connection, so ours must come first."""
+    (tmp_path / "script.py").write_text(FORGETFUL)
+    root = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        env={**os.environ, "PYTHONPATH": root, "WANDB_SILENT": "true"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (run,) = wandb_runs(tmp_path / "run")
+    assert [row["loss"] for row in run.rows] == [1.0]

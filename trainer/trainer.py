@@ -76,7 +76,7 @@ from trainer.plugins import (
     MegatronLMPlugin,
     TorchDynamoPlugin,
 )
-from trainer.ported.arguments import IN_A_FIT, IN_AN_EVALUATION, check_trainer_arguments
+from trainer.ported.arguments import IN_AN_EVALUATION, check_trainer_arguments
 from trainer.ported.attributes import check_settable, trainer_attribute_hint
 from trainer.ported.hooks import check_uncalled_hooks
 from trainer.rng import set_seed
@@ -339,7 +339,7 @@ class Trainer:
         self._counters = Counters()
         self._run: Run | None = None  # the current run
         self._fit: FitRun | None = None  # the latest fit, perhaps finished
-        self._feed: EpochIterator | None = None
+        self._epoch_iterator: EpochIterator | None = None
         self._recorder: Recorder | None = None
         self._stop_requested = False
         self._datamodule: Any = None
@@ -383,13 +383,13 @@ class Trainer:
         )
         trial._slurm_requeue = False
         trial._counters = Counters()
-        trial._run = trial._fit = trial._feed = trial._recorder = trial._datamodule = None
+        trial._run = trial._fit = trial._epoch_iterator = trial._recorder = trial._datamodule = None
         trial._module = None
         return trial
 
     # -- entry points --------------------------------------------------------------------------
 
-    @explained(**IN_A_FIT)
+    # Without `explained`, whose wrapper would be one more frame around each step.
     def fit(
         self,
         module: TrainModule,
@@ -430,7 +430,7 @@ class Trainer:
         train_dataloaders, datamodule = take_datamodule(
             "train_dataloaders", train_dataloaders, datamodule
         )
-        self._feed = None
+        self._epoch_iterator = None
         sources = Sources(
             settings=self._parts.settings,
             accelerator=self.accelerator,
@@ -449,15 +449,15 @@ class Trainer:
             chosen = setup.choose_start(self._parts, ckpt_path, module, datamodule)
             origin = sources.origin(chosen)
             self._counters = Counters(epoch=origin.epoch, global_step=origin.step)  # for the hooks
-            self._feed, val_feeds = sources.make(origin)
+            self._epoch_iterator, val_iterators = sources.make(origin)
             run = setup.make_fit_run(
                 self._parts,
                 hooks,
                 sources,
                 chosen,
                 origin=origin,
-                epoch_iterator=self._feed,
-                val_feeds=val_feeds,
+                epoch_iterator=self._epoch_iterator,
+                val_iterators=val_iterators,
                 stop_requested=lambda: self._stop_requested,
                 signalled=should_end(watch, self._parts.settings.budget),
             )
@@ -465,7 +465,7 @@ class Trainer:
             self._run = self._fit = run
             self._recorder, self._counters = run.recorder, run.counters
             tell_run_id(run.run_id)
-            begin_profile(run, [self._feed])
+            begin_profile(run, [self._epoch_iterator])
             try:
                 fit(run)
                 run.writer.wait()
@@ -981,13 +981,17 @@ class Trainer:
     @property
     def num_training_batches(self) -> int | None:
         """The number of micro-batches of this process per epoch of the fit; None if unknown."""
-        epoch_iterator = self._run.epoch_iterator if isinstance(self._run, FitRun) else self._feed
+        epoch_iterator = (
+            self._run.epoch_iterator if isinstance(self._run, FitRun) else self._epoch_iterator
+        )
         return None if epoch_iterator is None else epoch_iterator.num_own_batches
 
     @property
     def estimated_stepping_batches(self) -> int | None:
         """The number of optimizer steps of the whole fit; None if unknown before reading data."""
-        epoch_iterator = self._run.epoch_iterator if isinstance(self._run, FitRun) else self._feed
+        epoch_iterator = (
+            self._run.epoch_iterator if isinstance(self._run, FitRun) else self._epoch_iterator
+        )
         rounds = None if epoch_iterator is None else epoch_iterator.num_global_batches
         by_epochs = None
         if rounds is not None and self.max_epochs is not None:
@@ -1198,11 +1202,11 @@ class Trainer:
         self._module = None if self._fit is None else self._fit.module
         try:
             if isinstance(run, FitRun):
-                self._feed = run.epoch_iterator
+                self._epoch_iterator = run.epoch_iterator
                 run.pending_saves.give_up()
                 run.writer.close()
                 run.step_sync.settle()
-                for epoch_iterator in (run.epoch_iterator, *run.val_feeds):
+                for epoch_iterator in (run.epoch_iterator, *run.val_iterators):
                     epoch_iterator.close()
         except BaseException as late:
             status, error = "failed", error or late

@@ -17,10 +17,6 @@ from trainer.configuration import (
 from trainer.plugins import TorchDynamoPlugin
 
 
-def fit(**kwargs):
-    return Trainer(barebones=True).fit(**kwargs)
-
-
 @pytest.mark.parametrize(
     ("call", "given", "message"),
     [
@@ -40,18 +36,10 @@ def fit(**kwargs):
             {"nothing": 1},
             "no argument 'nothing'; it has log_momentum, log_weight_decay.",
         ),
-        (fit, {"dataloaders": 1}, "Trainer.fit has no argument 'dataloaders'; use train_dataloade"),
         (
             Trainer(barebones=True).test,
             {"val_loader": 1},
             "Trainer.test has no argument 'val_loader'; use dataloaders.",
-        ),
-        (fit, {"model": 1}, "Trainer.fit has no argument 'model'; use module."),
-        (
-            fit,
-            {"train_dataloaders": []},
-            "missing a required argument: 'module': Trainer.fit(module, train_dataloaders, "
-            "val_dataloaders, datamodule, ckpt_path)",
         ),
         (Accelerator, {"fp16": True}, "Accelerator has no argument 'fp16'; use mixed_precision="),
         (Accelerator, {"gradient_acumulation_steps": 2}, "mean 'gradient_accumulation_steps'?"),

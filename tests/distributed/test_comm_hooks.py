@@ -295,7 +295,7 @@ def test_what_powersgd_leaves_out_of_a_gradient_comes_later(ranks2, wrapper):
             model.zero_grad()
             window(own, [rows(rank, number)])
             found.append(model.weight.grad.clone())
-        (error,) = own.state_dict()["error_dict"].values()
+        (error,) = own.state_dict()["communication"]["error_dict"].values()
         return [found, error[-24 * 24 :].reshape(24, 24).float()]
 
     def exact(number: int) -> torch.Tensor:
@@ -426,7 +426,7 @@ def test_state_for_other_options_is_left_out_and_told_of(ranks2):
         logger = logging.getLogger("trainer.engines.comm_hooks")
         logger.addHandler(handler)
         try:
-            other.load_state_dict(own.state_dict())
+            other.load_state_dicts([own.state_dict()] * 2)
             other.begin_epoch()
         finally:
             logger.removeHandler(handler)
@@ -627,10 +627,10 @@ def test_a_state_that_is_not_put_back_yet_is_saved_again(ranks2):
     def saved() -> bool:
         options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
         own, _ = engine(Net(), comm_hook="power_sgd", comm_state_option=options)
-        begun = own.state_dict()
+        begun = own.state_dict()["communication"]
         again, _ = engine(Net(), comm_hook="power_sgd", comm_state_option=options)
         other = begun | {"iter": 7}
-        again.load_state_dict(other)
-        return begun != {} and again.state_dict() == other
+        again.load_state_dicts([{"communication": other}] * 2)
+        return begun != {} and again.state_dict() == {"communication": other}
 
     assert ranks2(saved) == [True, True]

@@ -546,7 +546,7 @@ def test_a_worker_that_does_not_begin_is_forked_again(ranks2, late):
         loader = prepare_data_loader(source)
         with pytest.MonkeyPatch.context() as patch:
             if late == "a little":  # until it is doubled often enough, children begin too late
-                patch.setattr(workers, "_PATIENCE", 1e-5)
+                patch.setattr(workers, "_START_PATIENCE", 1e-5)
             patch.setattr(logging.Handler, "emit", lambda _, record: messages.append(record.msg))
             workers.logger.addHandler(handler := logging.Handler())
             values = [int(batch) for batch in loader]
@@ -579,7 +579,7 @@ def test_an_interrupt_while_a_worker_is_awaited_leaves_no_process(ranks2):
         hangs.append(True)
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(workers, "_PATIENCE", 60.0)
+                patch.setattr(workers, "_START_PATIENCE", 60.0)
                 with pytest.raises(KeyboardInterrupt):
                     list(loader)
         finally:

@@ -282,9 +282,9 @@ def on_a_rank():
     clock = SlowBack.clock = Clock()  # by the host's clock here: the ranks are other processes
     trainer = trainer_for(max_epochs=1)
     trainer.fit(Quiet(clock), loader(clock))
-    return "rounds" in vars(trainer._fit.device_transfer), trainer.is_global_zero and written()[
-        "updates"
-    ]
+    return "global_batches" in vars(
+        trainer._fit.device_transfer
+    ), trainer.is_global_zero and written()["updates"]
 
 
 def test_on_two_processes_the_first_is_timed_and_tells(ranks2):
@@ -557,7 +557,7 @@ def test_without_it_nothing_is_wrapped_or_written(clock, tmp_path, capsys):
             owners = (run, run.device_transfer, run.engine, run.metrics, run.recorder, run.writer)
             seen.extend(name for each in owners for name in vars(each) if name in timed)
 
-    timed = ("rounds", "transfer", "bare_step", "backward", "log", "flush", "wait")
+    timed = ("global_batches", "transfer", "bare_step", "backward", "log", "flush", "wait")
     trainer = trainer_for(max_steps=1, profile=None, callbacks=[Look()])
     trainer.fit(Module(clock), loader(clock))
     assert seen == []

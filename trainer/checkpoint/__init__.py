@@ -17,29 +17,19 @@ A folder is a checkpoint if and only if it has a manifest. It is written under a
 renamed once every file is on disk and every rank has confirmed its part. Loading never unpickles,
 so it cannot run code from a file.
 
-The modules for the Trainer's checkpoints:
+The modules:
 
-* ``layout``: folder names, atomic commit, removal, quarantine;
-* ``manifest``: the list of files with sizes and SHA-256 hashes, and its verification;
-* ``tensors``: nested state (trees) to and from JSON and safetensors;
-* ``weights``: a module's weights to and from safetensors; ``fitting``: load them into a module;
-* ``jointly``: run a step on all ranks and raise on all if it fails on one; the writer rank;
-* ``save``: save a checkpoint on all ranks; ``newest``: choose the one to resume from;
-* ``parts``: each rank's part of a save, and copies of it in host memory;
-* ``writer``: saves in the foreground or on a background thread;
-* ``lock``: allow one run at a time per folder;
-* ``branch``: rename the checkpoints that are later than the one a run resumes from.
-
-The modules for ``Accelerator.save_state``, in the same format:
-
-* ``state``: save and load; ``ranks``: the per-rank files; ``restore``: check and apply a state;
-* ``gradients``: gradients of an incomplete gradient accumulation window;
-* ``folder``: commit into a folder that also holds other files; ``project``: numbered folders;
+* ``storage``: folder names, the manifest with its hashes, atomic commit, removal, quarantine;
+* ``serialization``: nested state (trees) to and from JSON and safetensors; ``objects``: one object;
+* ``weights``: a module's weights to and from safetensors, in one file or in shards with an index;
+* ``loading``: weights of any common form into a module; ``shards``: shards merged into one file;
+* ``save``: run a step on all ranks, and raise on all if it fails on one; save a checkpoint so;
+* ``async_writer``: each rank's part of a save, copied to host memory and written by a thread;
+* ``resolve``: choose the checkpoint to resume from; ``lock``: allow one run at a time per folder;
+* ``accelerator_state``: ``Accelerator.save_state`` and ``load_state``, in the same format;
+  ``restore`` checks and applies a state, ``gradients`` holds those of an incomplete gradient
+  accumulation window, ``project`` numbers the folders;
 * ``accelerate_format``: read folders that accelerate wrote.
-
-``model`` and ``load`` write and read weights in the layout of other libraries, with
-``weightfiles``, ``merge`` and ``offload``. ``objects`` saves and loads single objects. ``atomic``
-and ``torchfile`` are helpers.
 """
 
 from importlib import import_module

@@ -1,5 +1,5 @@
 """Engines: run the module and average its gradients over the processes.
 
 There is one engine for a single device, and there are several for data parallelism (DDP). Each has
-the methods of `single.SingleDevice`, the simplest engine.
+the methods of `base.Engine`; `single.SingleDevice` is the simplest one.
 """

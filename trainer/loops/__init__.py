@@ -1,1 +1,1 @@
-"""The training, evaluation and prediction loops, as functions of a `run.Run`; and their set-up."""
+"""The training, evaluation and prediction loops, as functions of a `state.Run`; their set-up."""

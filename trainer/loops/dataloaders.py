@@ -462,10 +462,12 @@ class Sources:
         (epoch_iterator,) = make_epoch_iterators(
             "train", loaders, settings, accelerator, seed=origin.seed
         )
-        val_feeds = make_epoch_iterators("validate", val, settings, accelerator, seed=origin.seed)
-        check_step("validate", self.module, val_feeds)
+        val_iterators = make_epoch_iterators(
+            "validate", val, settings, accelerator, seed=origin.seed
+        )
+        check_step("validate", self.module, val_iterators)
         require_length(epoch_iterator, val_every=settings.val_every, log_every=settings.log_every)
-        return epoch_iterator, val_feeds
+        return epoch_iterator, val_iterators
 
 
 def reload_if_due(run: FitRun) -> None:
@@ -483,12 +485,12 @@ def reload_if_due(run: FitRun) -> None:
     if not every or counters.epoch % every:
         return
     origin = Origin(epoch=counters.epoch, step=counters.global_step, seed=run.epoch_iterator.seed)
-    for old in (run.epoch_iterator, *run.val_feeds):
+    for old in (run.epoch_iterator, *run.val_iterators):
         old.close()
 
     def call() -> tuple[list[Any], list[Any]]:
         loaders, val_loaders = sources.call(origin)
-        if run.val_feeds and not val_loaders:
+        if run.val_iterators and not val_loaders:
             raise ValueError(
                 f"val_dataloader returned nothing in epoch {counters.epoch}, so validations that "
                 "are due could not run. Return loaders in every epoch; val_every says how often "
@@ -497,5 +499,5 @@ def reload_if_due(run: FitRun) -> None:
         return loaders, val_loaders
 
     loaders, val_loaders = on_all(call, "reload_dataloaders_every_n_epochs")
-    run.epoch_iterator, run.val_feeds = sources.epoch_iterators(origin, loaders, val_loaders)
+    run.epoch_iterator, run.val_iterators = sources.epoch_iterators(origin, loaders, val_loaders)
     run.origin = origin

@@ -191,7 +191,7 @@ def finish_update(run: FitRun) -> None:
         preempt(run)
     before = run.val_schedule.before
     on_all_ranks = counters.epoch_complete  # whether one more collective here costs little
-    if run.val_feeds and run.val_schedule.due(run.progress):
+    if run.val_iterators and run.val_schedule.due(run.progress):
         on_all_ranks = True
         try:
             validate(run)
@@ -309,7 +309,7 @@ def validate(run: FitRun) -> None:
     generators, metrics = generators_of(run), metric_states(run.module)
     try:
         with run.timing.part(VALIDATING), isolated_training_metrics(run.metrics, run.module):
-            values = evaluate(run, VALIDATION, run.val_feeds)
+            values = evaluate(run, VALIDATION, run.val_iterators)
     except EvaluationAbandoned:
         run.metrics.forget(VALIDATION)
         load_generators(run, generators)
@@ -349,9 +349,9 @@ def sanity_check(run: FitRun) -> None:
         Preempted: A rank received the exit signal.
         ValueError: A monitored metric is logged by validation, but no validation will be due.
     """
-    if not run.val_feeds or run.sanity_steps == 0 or run.counters.batches_seen > 0:
+    if not run.val_iterators or run.sanity_steps == 0 or run.counters.batches_seen > 0:
         return
-    limits = [epoch_iterator.limit for epoch_iterator in run.val_feeds]
+    limits = [epoch_iterator.limit for epoch_iterator in run.val_iterators]
     generators, names = generators_of(run), set(run.metrics.names)
     metrics = metric_states(run.module)
     run.sanity_checking = True
@@ -359,13 +359,13 @@ def sanity_check(run: FitRun) -> None:
         if run.sanity_steps > 0:
             # A multiple of the world size, so that every rank has a batch.
             rounded = run.sanity_steps + -run.sanity_steps % run.world_size
-            for epoch_iterator in run.val_feeds:
+            for epoch_iterator in run.val_iterators:
                 known = epoch_iterator.num_batches
                 epoch_iterator.limit = rounded if known is None else min(rounded, known)
         run.hooks.on_sanity_check_start()
         sync_buffers(run)
         with run.timing.part(VALIDATING):
-            evaluate(run, VALIDATION, run.val_feeds)
+            evaluate(run, VALIDATION, run.val_iterators)
         run.metrics.forget_shown()
         run.recorder.validated = dict.fromkeys(run.metrics.names - names)
         check_reachable(run, run.recorder.validated)
@@ -375,7 +375,7 @@ def sanity_check(run: FitRun) -> None:
         raise preempted(run) from None
     finally:
         run.sanity_checking = False
-        for epoch_iterator, limit in zip(run.val_feeds, limits, strict=True):
+        for epoch_iterator, limit in zip(run.val_iterators, limits, strict=True):
             epoch_iterator.limit = limit
         load_generators(run, generators)
         put_metrics_back(metrics)

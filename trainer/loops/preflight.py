@@ -204,7 +204,7 @@ def warn_of_no_validation(run: FitRun, settings: Settings) -> None:
         return
     name, module = type(run.module).__name__, run.module
     steps = is_overridden(module, "validation_step", TrainModule)
-    if run.val_feeds:
+    if run.val_iterators:
         if not run.validates:
             logger.warning(
                 "val_every is %s, but the run ends before that: no validation will run. Choose a "
@@ -263,7 +263,9 @@ def refuse_second_pass(run: FitRun, reload_every: int) -> None:
     epochs = min(epochs, reload_every or epochs)
     sanity_check = run.sanity_steps != 0 and counters.batches_seen == 0
     reads = [("train", run.epoch_iterator, epochs)]
-    reads += [("val", epoch_iterator, epochs + sanity_check) for epoch_iterator in run.val_feeds]
+    reads += [
+        ("val", epoch_iterator, epochs + sanity_check) for epoch_iterator in run.val_iterators
+    ]
     for which, epoch_iterator, passes in reads:
         if epoch_iterator.reads_once and epoch_iterator.limit is None and passes > 1:
             sanity = " (once for the sanity check)" * (which == "val" and sanity_check)

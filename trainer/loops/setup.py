@@ -512,7 +512,7 @@ def make_fit_run(
     *,
     origin: Origin,
     epoch_iterator: EpochIterator,
-    val_feeds: list[EpochIterator],
+    val_iterators: list[EpochIterator],
     stop_requested: Callable[[], bool],
     signalled: Callable[[], int | None],
 ) -> FitRun:
@@ -527,7 +527,7 @@ def make_fit_run(
         chosen: The checkpoint to resume from; None for a new run.
         origin: The run's progress when the loaders were created.
         epoch_iterator: The epoch iterator of the training data.
-        val_feeds: The epoch iterators of the validation data; empty if there is none.
+        val_iterators: The epoch iterators of the validation data; empty if there is none.
         stop_requested: Returns whether this process requests a stop.
         signalled: Returns the exit code if this process received the exit signal, else None.
 
@@ -583,7 +583,7 @@ def make_fit_run(
         val_schedule=Schedule(Interval.parse(settings.val_every)),
         log_schedule=Schedule(Interval.parse(settings.log_every)),
         sanity_steps=settings.num_sanity_val_steps,
-        validates=bool(val_feeds) and _comes_to_validation(parts, epoch_iterator),
+        validates=bool(val_iterators) and _comes_to_validation(parts, epoch_iterator),
         monitored=monitors_of(schedulers, parts.callbacks),
         stop_requested=stop_requested,
         warns=parts.warns and accelerator.is_main_process,
@@ -592,7 +592,7 @@ def make_fit_run(
         sources=sources,
         origin=origin,
         epoch_iterator=epoch_iterator,
-        val_feeds=val_feeds,
+        val_iterators=val_iterators,
         signalled=signalled,
         accumulation=settings.gradient_accumulation_steps,
         run_id=broadcast_object(uuid.uuid4().hex),

@@ -198,7 +198,7 @@ class FitRun(Run):
         sources: Where the data loaders come from; see `trainer.loops.dataloaders`.
         origin: The run's progress when its loaders were created.
         epoch_iterator: The epoch iterator of the training data.
-        val_feeds: The epoch iterators of the validation data; empty if there is none.
+        val_iterators: The epoch iterators of the validation data; empty if there is none.
         signalled: Returns the exit code once a signal or the time budget ends this process, else
             None; the other ranks learn of it at the next update.
         accumulation: Micro-batches in the next gradient accumulation window.
@@ -262,7 +262,7 @@ class FitRun(Run):
     sources: Final[Sources]
     origin: Origin
     epoch_iterator: EpochIterator
-    val_feeds: list[EpochIterator]
+    val_iterators: list[EpochIterator]
     signalled: Callable[[], int | None]
     accumulation: int
     schedulers_paused: bool = False

@@ -346,12 +346,6 @@ IN_A_RUN = {
     "weights_only": "nothing: loading never unpickles",
 }
 """Arguments of other trainers' ``fit``, ``test`` and the like, and what to write in their place."""
-IN_A_FIT = IN_A_RUN | {
-    "loader": "train_dataloaders",
-    "dataloaders": "train_dataloaders",
-    "train_loader": "train_dataloaders",
-    "val_loader": "val_dataloaders",
-}
 _OF_LOADERS = ["loader", "val_loader", "test_loader", "val_dataloaders", "test_dataloaders"]
 IN_AN_EVALUATION = IN_A_RUN | dict.fromkeys(_OF_LOADERS, "dataloaders")
 _SAID_BY_NONE = ("check_val_every_n_epoch", "save_total_limit")  # elsewhere it asks for nothing

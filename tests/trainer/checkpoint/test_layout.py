@@ -371,7 +371,7 @@ KILL = """
 import itertools, os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_layout import make, layout
+from test_layout import make, storage
 
 def arm(n):
     calls = itertools.count(1)

@@ -501,7 +501,7 @@ import time
 import torch
 from torch.utils.data import DataLoader, IterableDataset, _utils
 from trainer import Accelerator
-from trainer.data import rebuild
+from trainer.data import workers
 
 workers._PATIENCE = 0.5
 _utils.MP_STATUS_CHECK_INTERVAL = 3600.0  # torch's own patience
@@ -537,7 +537,7 @@ def read():
     for each in slow:
         asleep.clear()
         # The accelerator's reads one batch ahead, which never comes.
-        iterators.append(iter(each.feed.loader))
+        iterators.append(iter(each.epoch_iterator.loader))
         next(iterators[-1])
         asleep.wait()
     return kept, iterators, first

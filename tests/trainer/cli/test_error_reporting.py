@@ -51,7 +51,7 @@ def noted(monkeypatch, tmp_path) -> Callable[[], dict[str, object]]:
 
 
 def test_alone_a_command_says_it_itself(capsys, noted):
-    error_reporting.tell("trainer fit: no", 2)
+    error_reporting.report("trainer fit: no", 2)
     assert capsys.readouterr().err == "trainer fit: no\n"
     assert noted() == {}
 
@@ -59,11 +59,11 @@ def test_alone_a_command_says_it_itself(capsys, noted):
 def test_each_text_is_said_by_the_first_that_comes_with_it(launcher, monkeypatch, capsys, noted):
     store = launcher()
     for text in ("one", "one", "two", "one"):
-        error_reporting.tell(text, 2)
+        error_reporting.report(text, 2)
     assert capsys.readouterr().err == "one\ntwo\n"
     assert noted()["py_callstack"] == "exit code 2, see its message above."
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    error_reporting.tell("one", 2)  # another attempt, after other lines
+    error_reporting.report("one", 2)  # another attempt, after other lines
     assert capsys.readouterr().err == "one\n"
     del store
 
@@ -78,12 +78,12 @@ def test_who_comes_second_stays_until_it_is_said(launcher, monkeypatch, capsys):
         sys.stderr.write(message)
 
     def second() -> None:
-        error_reporting.tell("one", 2)
+        error_reporting.report("one", 2)
         ended.set()
 
     monkeypatch.setattr(error_reporting, "echo", slowly)
     first, other = (
-        threading.Thread(target=each) for each in (lambda: error_reporting.tell("one", 2), second)
+        threading.Thread(target=each) for each in (lambda: error_reporting.report("one", 2), second)
     )
     first.start()
     assert saying.wait(20)
@@ -102,10 +102,10 @@ def test_better_twice_than_not_at_all(launcher, monkeypatch, capsys):
     store.add(
         error_reporting._claim("one"), 1
     )  # by a process that was ended before it could say so
-    error_reporting.tell("one", 2)
+    error_reporting.report("one", 2)
     assert capsys.readouterr().err == "one\n"
     del store
-    error_reporting.tell("two", 2)  # to nobody
+    error_reporting.report("two", 2)  # to nobody
     assert capsys.readouterr().err.endswith("two\n")
 
 
@@ -124,7 +124,7 @@ def test_our_launcher_says_what_is_noted(
     store = launcher()
     monkeypatch.setenv(entry.MARK, str(os.getpid()))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
-    error_reporting.tell("no", code)
+    error_reporting.report("no", code)
     if not said:
         assert noted() == {"py_callstack": "no", "kind": kind, "code": code}
         file = os.environ["TORCHELASTIC_ERROR_FILE"]  # as the launcher reads it, which ended us
@@ -137,7 +137,7 @@ def test_our_launcher_says_what_is_noted(
 
 def test_a_process_that_a_marked_one_started_is_not_marked(monkeypatch, capsys, noted):
     monkeypatch.setenv(entry.MARK, str(os.getppid()))
-    error_reporting.tell("no", 2)
+    error_reporting.report("no", 2)
     assert (capsys.readouterr().err, noted()) == ("no\n", {})
 
 

@@ -30,7 +30,7 @@ from trainer.checkpoint import project as states
 from trainer.checkpoint.objects import save
 from trainer.checkpoint.restore import Prepared
 from trainer.checkpoint.weights import parse_size, save_model
-from trainer.checks import check_bools, check_numbers, explained, given
+from trainer.checks import check_bools, check_numbers, check_type, explained, given
 from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -53,7 +53,6 @@ from trainer.engines import join
 from trainer.engines import model as models
 from trainer.engines.model import accumulating
 from trainer.enums import DistributedType, RNGType, SchedulerTick
-from trainer.errors import expect
 from trainer.memory import release_memory
 from trainer.optim.clipping import as_list, clip_
 from trainer.optim.lomo import is_lomo, lomo_backward
@@ -179,8 +178,8 @@ class Accelerator:
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         )
         check_engine(deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
-        expect("dataloader_config", dataloader_config, DataLoaderConfiguration)
-        expect("project_config", project_config, ProjectConfiguration)
+        check_type("dataloader_config", dataloader_config, DataLoaderConfiguration)
+        check_type("project_config", project_config, ProjectConfiguration)
         handlers = _by_type(kwargs_handlers or [])
         self.autocast_handler: AutocastKwargs | None = handlers.get(AutocastKwargs)
         self.ddp_handler: DistributedDataParallelKwargs | None = handlers.get(
@@ -779,7 +778,7 @@ class Accelerator:
             "Pass AutocastKwargs(enabled=False) to compute in full precision; the precision itself "
             "is the Accelerator's mixed_precision."
         )
-        expect("autocast_handler", autocast_handler, AutocastKwargs, fix)
+        check_type("autocast_handler", autocast_handler, AutocastKwargs, fix)
         return self.precision.autocast(autocast_handler)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -1238,7 +1237,7 @@ def _with_options(
 def _chosen_window(
     steps: int | None, plugin: GradientAccumulationPlugin | None
 ) -> GradientAccumulationPlugin:
-    expect("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
+    check_type("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     if plugin is None:
         if steps is not None:
             at_least(1, "gradient_accumulation_steps", steps)
@@ -1254,7 +1253,7 @@ def _chosen_window(
 def _chosen_dynamo(backend: str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
     """Return the plugin from the arguments or the environment, never another `Accelerator`'s."""
     fix = f"Pass dynamo_backend={plugin!r}." if isinstance(plugin, str) else ""
-    expect("dynamo_plugin", plugin, TorchDynamoPlugin, fix)
+    check_type("dynamo_plugin", plugin, TorchDynamoPlugin, fix)
     if plugin is None:
         return TorchDynamoPlugin(backend=backend)
     if backend is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from numbers import Real
 from typing import ParamSpec, TypeVar
@@ -53,6 +53,37 @@ def check_counts(least: int, **given: object) -> None:
             raise TypeError(f"{name} is {value!r}; it must be a whole number.")
         if not float(value) >= least or float(value) % 1:
             raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+
+
+def choice_error(what: str, value: object, choices: Iterable[str]) -> str:
+    """Return the message for a value outside its choices, with the closest choice as a hint.
+
+    Args:
+        what: The user's name of the value: an argument or a key.
+        value: The value given.
+        choices: The valid values.
+    """
+    names = sorted(choices)
+    near = get_close_matches(str(value), names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{what} is {value!r}; it must be one of {', '.join(map(repr, names))}.{hint}"
+
+
+def check_type(what: str, value: object, kind: type, fix: str = "") -> None:
+    """Raise if a value is neither None nor an instance of a class.
+
+    Args:
+        what: The user's name of the value.
+        value: The value given.
+        kind: The class.
+        fix: What to pass instead, a sentence.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(value, (kind, type(None))):
+        advice = f" {fix}" if fix else ""
+        raise TypeError(f"{what} is {value!r}; it must be a {kind.__name__}.{advice}")
 
 
 P = ParamSpec("P")

@@ -12,9 +12,8 @@ from os import PathLike
 from typing import Any, TypeVar
 
 from trainer import environment
-from trainer.checks import check_bools, check_numbers, explained
+from trainer.checks import check_bools, check_numbers, choice_error, explained
 from trainer.enums import DDPCommunicationHookType
-from trainer.errors import choose
 
 _T = TypeVar("_T")
 
@@ -268,7 +267,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         kind = DDPCommunicationHookType
         self.comm_hook = kind(kind.parse(self.comm_hook, "comm_hook"))
         if self.comm_wrapper not in (wrappers := ("no", "fp16", "bf16")):
-            raise ValueError(choose("comm_wrapper", self.comm_wrapper, wrappers))
+            raise ValueError(choice_error("comm_wrapper", self.comm_wrapper, wrappers))
         self.comm_wrapper = kind(self.comm_wrapper)
         if self.comm_wrapper != kind.NO and self.comm_hook == kind.NO:
             raise ValueError(
@@ -295,7 +294,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         ]
         for name in options:
             if name not in known:
-                raise ValueError(choose("A key of comm_state_option", name, known))
+                raise ValueError(choice_error("A key of comm_state_option", name, known))
         for name, least in (
             ("matrix_approximation_rank", 1),
             ("start_powerSGD_iter", 0),
@@ -426,7 +425,7 @@ class FP8RecipeKwargs(KwargsHandler):
             ("amax_compute_algo", ("max", "most_recent")),
         ):
             if (value := getattr(self, name)) not in choices:
-                raise ValueError(choose(name, value, choices))
+                raise ValueError(choice_error(name, value, choices))
         at_least(0, "margin", self.margin)
         at_least(1, "interval", self.interval)
         at_least(1, "amax_history_len", self.amax_history_len)

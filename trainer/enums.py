@@ -6,7 +6,7 @@ import warnings
 from enum import Enum, EnumMeta
 from typing import Any
 
-from trainer.errors import choose
+from trainer.checks import choice_error
 
 
 class _Choices(EnumMeta):
@@ -39,7 +39,7 @@ class Choice(str, Enum, metaclass=_Choices):
             ValueError: No member has this value; the message lists the choices.
         """
         if str(value) not in cls.list():
-            raise ValueError(choose(what, value, cls.list()))
+            raise ValueError(choice_error(what, value, cls.list()))
         return str(value)
 
 

@@ -13,7 +13,6 @@ that occur later::
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from signal import Signals
 from typing import Any
 
@@ -73,34 +72,3 @@ class Preempted(SystemExit):
         whys: dict[Any, str] = {128 + each: f" by {each.name}" for each in Signals}
         why = (whys | {124: " by max_time"}).get(self.code, "")
         return f"the run was ended{why} (exit code {self.code})"
-
-
-def choose(what: str, value: object, choices: Iterable[str]) -> str:
-    """Return the message for a value outside its choices, with the closest choice as a hint.
-
-    Args:
-        what: The user's name of the value: an argument or a key.
-        value: The value given.
-        choices: The valid values.
-    """
-    names = sorted(choices)
-    near = get_close_matches(str(value), names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{what} is {value!r}; it must be one of {', '.join(map(repr, names))}.{hint}"
-
-
-def expect(what: str, value: object, kind: type, fix: str = "") -> None:
-    """Raise if a value is neither None nor an instance of a class.
-
-    Args:
-        what: The user's name of the value.
-        value: The value given.
-        kind: The class.
-        fix: What to pass instead, a sentence.
-
-    Raises:
-        TypeError: It is something else.
-    """
-    if not isinstance(value, (kind, type(None))):
-        advice = f" {fix}" if fix else ""
-        raise TypeError(f"{what} is {value!r}; it must be a {kind.__name__}.{advice}")

@@ -32,7 +32,8 @@ import torch
 
 from trackers.masking import masked
 from trainer.checkpoint.serialization import decode_tree, encode_tree
-from trainer.errors import CheckpointError, choose
+from trainer.checks import choice_error
+from trainer.errors import CheckpointError
 
 _KEY = "_hyper_parameters"
 _SAVE_THEM = ", or call self.save_hyperparameters() in __init__ before checkpoints are saved."
@@ -217,7 +218,7 @@ def make(
     if not variadic:
         for name in given:
             if name not in takes:
-                raise TypeError(choose(f"An argument for {cls.__name__}", name, takes))
+                raise TypeError(choice_error(f"An argument for {cls.__name__}", name, takes))
         if foreign := [name for name in arguments if name not in takes]:
             text = (
                 f"{where} was saved by a class with the {_listed(foreign)}, which {cls.__name__} "
@@ -291,7 +292,7 @@ def _chosen(
         values |= {name: value for name, value in call.items() if not name.startswith("*")}
     for name in names:
         if name not in values:
-            raise ValueError(choose(f"The name of an argument of {cls}", name, values))
+            raise ValueError(choice_error(f"The name of an argument of {cls}", name, values))
     unnamed = [name for name in calls[-1] if name.startswith("*") and name[1:] not in skipped]
     if unnamed and not names:
         raise TypeError(

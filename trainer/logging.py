@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from trainer import environment
-from trainer.errors import choose
+from trainer.checks import choice_error
 from trainer.state import PartialState
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -90,7 +90,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAda
     logger = logging.getLogger(name)
     if isinstance(log_level, str):
         if log_level.upper() not in _LEVELS:
-            raise ValueError(choose(what, log_level, _LEVELS))
+            raise ValueError(choice_error(what, log_level, _LEVELS))
         log_level = log_level.upper()
     if log_level is not None:
         logger.setLevel(log_level)

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from trainer import checkpoint as disk
 from trainer.checkpoint.storage import MANIFEST, check_form
-from trainer.checks import explained
+from trainer.checks import choice_error, explained
 from trainer.distributed.collectives import gather
-from trainer.errors import CheckpointError, choose
+from trainer.errors import CheckpointError
 from trainer.files import with_home
 from trainer.hparams import HyperParameters, keep, kept_by, make
 from trainer.metrics import Kind
@@ -582,7 +582,7 @@ class TrainModule(nn.Module):
         """
         if gradient_clip_algorithm not in (None, "norm", "value"):
             raise ValueError(
-                choose("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
+                choice_error("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
             )
         if gradient_clip_val is not None:
             if max_grad_norm is not None or max_grad_value is not None:

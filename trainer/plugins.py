@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer import environment
-from trainer.checks import check_numbers
+from trainer.checks import check_numbers, check_type, choice_error
 from trainer.configuration import at_least, explains_itself
 from trainer.enums import DynamoBackend
-from trainer.errors import choose, expect
 
 _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
 _FSDP_CHOICES = {
@@ -91,13 +90,13 @@ class TorchDynamoPlugin:
             what, named = "The dynamo backend", str(self.backend)
         backends = [name.lower() for name in DynamoBackend.list()]
         if (named or "no").lower() not in backends:
-            raise ValueError(choose(what, named, backends))
+            raise ValueError(choice_error(what, named, backends))
         # An enumeration member, which is also a string.
         self.backend = DynamoBackend((named or "no").upper())
         if self.mode is None:
             self.mode = environment.read("ACCELERATE_DYNAMO_MODE") or "default"
         if self.mode not in _MODES:
-            raise ValueError(choose("The mode of torch.compile", self.mode, _MODES))
+            raise ValueError(choice_error("The mode of torch.compile", self.mode, _MODES))
         if self.fullgraph is None:
             self.fullgraph = environment.read_flag("ACCELERATE_DYNAMO_USE_FULLGRAPH")
         if self.dynamic is None and environment.read("ACCELERATE_DYNAMO_USE_DYNAMIC"):
@@ -184,7 +183,7 @@ class FullyShardedDataParallelPlugin:
             numbered = name == "sharding_strategy" and str(given) in map(str, range(1, 6))
             chosen = choices[int(given) - 1] if numbered else getattr(given, "name", str(given))
             if chosen.upper() not in choices:
-                raise ValueError(choose(name, given, choices))
+                raise ValueError(choice_error(name, given, choices))
             setattr(self, name, chosen.upper())
         for name, variable, otherwise in (
             ("cpu_offload", "FSDP_OFFLOAD_PARAMS", False),
@@ -206,7 +205,7 @@ class FullyShardedDataParallelPlugin:
         if isinstance(policy, str):
             if policy.upper() not in _WRAP_POLICIES:
                 names = [name.lower() for name in _WRAP_POLICIES]
-                raise ValueError(choose("auto_wrap_policy", policy, names))
+                raise ValueError(choice_error("auto_wrap_policy", policy, names))
         elif not (policy is None or callable(policy) or hasattr(policy, "_run_policy")):
             raise TypeError(
                 f"auto_wrap_policy is {policy!r}; it must be a function or a policy of "
@@ -215,7 +214,7 @@ class FullyShardedDataParallelPlugin:
         precision, offload = self.mixed_precision_policy, self.cpu_offload
         if isinstance(precision, str):
             if precision not in (known := ("no", "fp32", "fp16", "bf16")):
-                raise ValueError(choose("mixed_precision_policy", precision, known))
+                raise ValueError(choice_error("mixed_precision_policy", precision, known))
             precision = None
         if precision is None and isinstance(offload, bool):
             return
@@ -291,7 +290,7 @@ class DeepSpeedPlugin:
             raise ValueError(f"zero_stage is {self.zero_stage!r}; it must be 0, 1, 2 or 3.")
         for name in ("offload_optimizer_device", "offload_param_device"):
             if (value := getattr(self, name)) not in _OFFLOAD_DEVICES:
-                raise ValueError(choose(name, value, _OFFLOAD_DEVICES))
+                raise ValueError(choice_error(name, value, _OFFLOAD_DEVICES))
         _expect(self, "is_train_batch_min zero3_init_flag zero3_save_16bit_model", bool)
         if self.hf_ds_config is not None:
             self._check_config()
@@ -401,7 +400,7 @@ class MegatronLMPlugin:
             ("lr_decay_style", ("constant", "linear", "cosine")),
         ):
             if (value := getattr(self, name)) not in choices:
-                raise ValueError(choose(name, value, choices))
+                raise ValueError(choice_error(name, value, choices))
         _expect(self, "sequence_parallelism recompute_activations use_distributed_optimizer", bool)
         _expect(self, "is_train_batch_min megatron_dataset_flag set_all_logging_options", bool)
         _expect(self, "return_logits", bool)
@@ -432,7 +431,7 @@ def check_engine(
             "MEGATRON_LM",
         ),
     ):
-        expect(argument, plugin, kind)
+        check_type(argument, plugin, kind)
         variable = f"ACCELERATE_USE_{variable}"
         if plugin is not None:
             asked, fix = argument, f"leave {argument} out"

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import numpy
 import torch
 
+from trainer.checks import choice_error
 from trainer.distributed.collectives import broadcast
 from trainer.enums import RNGType
-from trainer.errors import choose
 from trainer.generators import (
     devices,
     isolate_devices,
@@ -208,7 +208,9 @@ def _parse_rng_type(kind: str | RNGType, generator: torch.Generator | None) -> s
     used = PartialState().device.type
     choices = ["torch", "generator", *({used} & {"cuda", "xpu", "mps"})]
     if str(kind) not in choices:
-        raise ValueError(f"{choose('rng_types', str(kind), choices)} This process uses {used}.")
+        raise ValueError(
+            f"{choice_error('rng_types', str(kind), choices)} This process uses {used}."
+        )
     if kind == RNGType.GENERATOR and generator is None:
         raise ValueError("rng_types has 'generator', but no generator was given: pass generator=.")
     return str(kind)

@@ -50,11 +50,11 @@ from trainer.loops.config import (
     listed,
     project_dir_of,
 )
+from trainer.loops.context import RunContext
 from trainer.loops.dataloaders import Sources, check_hooks, check_module, steps_of, take_datamodule
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.fit import finished, fit
 from trainer.loops.fit_state import require_space, save_run, save_weights_alone
-from trainer.loops.parts import Parts
 from trainer.loops.predict import PredictionFiles, predict
 from trainer.loops.preemption import requeue, should_end, watch_signals
 from trainer.loops.preflight import check_optimizer_names
@@ -321,7 +321,7 @@ class Trainer:
             progress_bar=progress_bar and not barebones,
             checkpointing=checkpointing and settings.writes,
         )
-        self._parts = Parts(
+        self._context = RunContext(
             settings=settings,
             accelerator=accelerator,
             project=Project(
@@ -372,11 +372,11 @@ class Trainer:
         """
         trial = copy.copy(self)
         vars(trial).update(accelerator=accelerator, callbacks=callbacks)
-        trial._parts = replace(
-            self._parts,
-            settings=replace(self._parts.settings, **(_NOT_IN_A_TRIAL | settings)),
+        trial._context = replace(
+            self._context,
+            settings=replace(self._context.settings, **(_NOT_IN_A_TRIAL | settings)),
             accelerator=accelerator,
-            project=self._parts.project.unwritten(),
+            project=self._context.project.unwritten(),
             callbacks=callbacks,
             trainer=trial,
             trial_steps=steps,
@@ -420,7 +420,7 @@ class Trainer:
             Preempted: SIGTERM, SIGINT or SIGUSR1 arrived, or `max_time` has passed, and the run was
                 saved. It is a subclass of ``SystemExit``.
         """
-        if self._parts.settings.length.endless:
+        if self._context.settings.length.endless:
             raise ValueError(
                 "Nothing ends this run: max_epochs and max_steps are both None. Pass one of them "
                 "to the Trainer, or max_time."
@@ -432,7 +432,7 @@ class Trainer:
         )
         self._epoch_iterator = None
         sources = Sources(
-            settings=self._parts.settings,
+            settings=self._context.settings,
             accelerator=self.accelerator,
             module=module,
             train=train_dataloaders,
@@ -441,17 +441,17 @@ class Trainer:
         )
         with (
             watch_signals(tells_ctrl_c=self.accelerator.is_local_main_process) as watch,
-            self._parts.project.alone(self._parts.roots) as (lock_added, tell_run_id),
+            self._context.project.alone(self._context.roots) as (lock_added, tell_run_id),
             self._profiling("fit") as begin_profile,
             self._stage("fit", module, datamodule) as hooks,
         ):
             lock_added()
-            chosen = setup.choose_start(self._parts, ckpt_path, module, datamodule)
+            chosen = setup.choose_start(self._context, ckpt_path, module, datamodule)
             origin = sources.origin(chosen)
             self._counters = Counters(epoch=origin.epoch, global_step=origin.step)  # for the hooks
             self._epoch_iterator, val_iterators = sources.make(origin)
             run = setup.make_fit_run(
-                self._parts,
+                self._context,
                 hooks,
                 sources,
                 chosen,
@@ -459,9 +459,9 @@ class Trainer:
                 epoch_iterator=self._epoch_iterator,
                 val_iterators=val_iterators,
                 stop_requested=lambda: self._stop_requested,
-                signalled=should_end(watch, self._parts.settings.budget),
+                signalled=should_end(watch, self._context.settings.budget),
             )
-            setup.start_fit(self._parts, run, chosen, ckpt_path)
+            setup.start_fit(self._context, run, chosen, ckpt_path)
             self._run = self._fit = run
             self._recorder, self._counters = run.recorder, run.counters
             tell_run_id(run.run_id)
@@ -588,7 +588,7 @@ class Trainer:
             raise RuntimeError("save_checkpoint has nothing to save before the first fit.")
         # Absolute, because the working directory may change before a pending save is made.
         target = absolute_path("path", path)
-        if self._parts.trial_steps is not None:
+        if self._context.trial_steps is not None:
             return target  # a trial of a `Tuner` must not replace the user's checkpoint
         if not run.in_boundary:
             if self._run is not run:
@@ -607,7 +607,7 @@ class Trainer:
             return target
         if run.world_size > 1:
             check_collective("save_checkpoint")
-            if not self._parts.project.on_each_node:  # where paths may differ
+            if not self._context.project.on_each_node:  # where paths may differ
                 check_optimizer_names(target.name)
         with run.timing.part(SAVING):
             saved = save_run(
@@ -615,12 +615,12 @@ class Trainer:
                 target,
                 trainer=self,
                 callbacks=self.callbacks,
-                configuration=self._parts.settings.describe(),
+                configuration=self._context.settings.describe(),
                 weights_only=weights_only,
                 background=background and self._run is run,  # after the fit nothing waits for it
                 required=required,
                 displaces=displaces,
-                on_each_node=self._parts.project.on_each_node,
+                on_each_node=self._context.project.on_each_node,
             )
         return target if saved else None
 
@@ -631,7 +631,7 @@ class Trainer:
             CheckpointError: There is too little space; raised on all processes.
         """
         run = self._fit_run("require_space")
-        require_space(run, folder, on_each_node=self._parts.project.on_each_node)
+        require_space(run, folder, on_each_node=self._context.project.on_each_node)
 
     def wait_for_save(self, path: str | os.PathLike[str] | None = None) -> bool:
         """Wait for the save in flight, if any; collective.
@@ -660,7 +660,7 @@ class Trainer:
             OSError: Writing failed.
         """
         run = self._fit_run("save_own_weights")
-        return save_weights_alone(run, Path(path), self._parts.settings.describe())
+        return save_weights_alone(run, Path(path), self._context.settings.describe())
 
     def open_predictions(self, folder: Path, *, merge: bool, overwrite: bool) -> PredictionFiles:
         """Open files to stream predictions to; call it on every process, inside `predict`.
@@ -716,7 +716,7 @@ class Trainer:
     @property
     def keeps_checkpoints(self) -> bool:
         """Whether this is a writer rank: one process per disk finds and removes checkpoints."""
-        return disk.keeps(self.accelerator.state, self._parts.project.on_each_node)
+        return disk.keeps(self.accelerator.state, self._context.project.on_each_node)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint. Every process may call it; only the writer rank removes it.
@@ -732,12 +732,12 @@ class Trainer:
     @property
     def max_epochs(self) -> int | None:
         """The constructor's argument `max_epochs`."""
-        return self._parts.settings.max_epochs
+        return self._context.settings.max_epochs
 
     @property
     def max_steps(self) -> int | None:
         """The constructor's argument `max_steps`."""
-        return self._parts.settings.max_steps
+        return self._context.settings.max_steps
 
     @property
     def is_global_zero(self) -> bool:
@@ -773,7 +773,7 @@ class Trainer:
     @property
     def fast_dev_run(self) -> bool:
         """Whether this is a dry run of a few batches that writes no files."""
-        return self._parts.settings.fast_dev_run
+        return self._context.settings.fast_dev_run
 
     @property
     def global_step(self) -> int:
@@ -1016,7 +1016,7 @@ class Trainer:
         run = self._run
         if isinstance(run, FitRun):
             return run.accumulation
-        return self._parts.settings.gradient_accumulation_steps
+        return self._context.settings.gradient_accumulation_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
@@ -1026,12 +1026,12 @@ class Trainer:
                 "gradient_accumulation_steps cannot be set in manual optimisation, where "
                 "training_step decides when to step."
             )
-        replace(self._parts.settings, gradient_accumulation_steps=steps)  # validates it
+        replace(self._context.settings, gradient_accumulation_steps=steps)  # validates it
         run.accumulation = steps
 
     def accumulation_in(self, epoch: int) -> int:
         """Return the micro-batches per update in `epoch`, for a run that is not resumed."""
-        steps = self._parts.settings.gradient_accumulation_steps
+        steps = self._context.settings.gradient_accumulation_steps
         for callback in self.callbacks:
             if isinstance(callback, GradientAccumulationScheduler):
                 steps = callback.steps_in(epoch, steps)
@@ -1068,22 +1068,22 @@ class Trainer:
     @property
     def project_dir(self) -> Path:
         """The folder of this Trainer's files, as an absolute path."""
-        return self._parts.project.folder
+        return self._context.project.folder
 
     @property
     def checkpoint_dir(self) -> Path:
         """The folder of this Trainer's checkpoints."""
-        return self._parts.project.checkpoints
+        return self._context.project.checkpoints
 
     @property
     def metrics_path(self) -> Path:
         """The file ``metrics.jsonl``, one JSON object per line; see `trackers.read_metrics`."""
-        return self._parts.project.record
+        return self._context.project.record
 
     @property
     def logs_dir(self) -> Path:
         """The folder of trackers that write files."""
-        return self._parts.project.logs
+        return self._context.project.logs
 
     # -- manual optimisation -------------------------------------------------------------------
 
@@ -1135,7 +1135,7 @@ class Trainer:
                     ckpt_path,
                 )
             ckpt_path = None
-        return self._parts.project.given_checkpoint(ckpt_path)
+        return self._context.project.given_checkpoint(ckpt_path)
 
     def _check_idle(self, name: str) -> None:
         """Raise if a run is in progress, since this Trainer keeps the state of one run.
@@ -1153,11 +1153,11 @@ class Trainer:
     @contextmanager
     def _stage(self, name: str, module: TrainModule, datamodule: Any) -> Iterator[HookTable]:
         check_module(module, name)
-        check = partial(check_hooks, warns=self._parts.warns and self.accelerator.is_main_process)
+        check = partial(check_hooks, warns=self._context.warns and self.accelerator.is_main_process)
         check(module, self.callbacks, datamodule)
         self._stop_requested = False
         self._datamodule, self._module = datamodule, module
-        settings = self._parts.settings
+        settings = self._context.settings
         with (
             self.accelerator.state._in_force(),
             watched(partial(self._place, name)) as note_place,
@@ -1193,7 +1193,7 @@ class Trainer:
 
     def _profiling(self, stage: str) -> AbstractContextManager[Begin]:
         """Return the profiling context. Enter it first, so that its table is printed last."""
-        settings, project = self._parts.settings, self._parts.project
+        settings, project = self._context.settings, self._context.project
         folder = project.folder if settings.writes else None
         return profiling(settings.profile, stage, folder=folder, accelerator=self.accelerator)
 
@@ -1243,7 +1243,7 @@ class Trainer:
             self._stage(stage, module, datamodule) as hooks,
         ):
             self._run, epoch_iterators = setup.prepare_evaluation(
-                self._parts,
+                self._context,
                 stage,
                 module,
                 hooks,

@@ -9,6 +9,7 @@ from math import inf, nan
 import pytest
 import torch
 
+from trainer.checks import choice_error
 from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -30,7 +31,6 @@ from trainer.enums import (
     RNGType,
     SchedulerTick,
 )
-from trainer.errors import choose
 
 CHOICES = [
     DDPCommunicationHookType,
@@ -77,8 +77,11 @@ def test_a_value_outside_its_choices_gives_them(value):
 
 
 def test_a_near_miss_is_named_and_a_far_one_is_not():
-    assert choose("x", "stpe", ["step", "epoch"]).endswith("Did you mean 'step'?")
-    assert choose("x", "zzz", ["step", "epoch"]) == "x is 'zzz'; it must be one of 'epoch', 'step'."
+    assert choice_error("x", "stpe", ["step", "epoch"]).endswith("Did you mean 'step'?")
+    assert (
+        choice_error("x", "zzz", ["step", "epoch"])
+        == "x is 'zzz'; it must be one of 'epoch', 'step'."
+    )
 
 
 @pytest.mark.parametrize("kind", CONFIGURATIONS)

@@ -452,7 +452,7 @@ def test_damage_is_detected_and_auto_takes_the_newest_sound_one(sound, caplog, d
     assert str(newest / file) in str(caught.value)
     caplog.clear()
     trainer = Trainer(max_epochs=2, project_dir="run", progress_bar=False, cpu=True, seed=3)
-    chosen = trainer._parts.choose("auto")
+    chosen = trainer._context.choose("auto")
     assert chosen == Path("run/checkpoints/step-00000008").absolute()
     assert f"{newest} is not used" in caplog.text
     assert file in caplog.text
@@ -580,7 +580,7 @@ def test_a_sound_checkpoint_in_another_folder_is_found_where_one_is_damaged():
         project_dir="run",
         callbacks=[ModelCheckpoint(), ModelCheckpoint(every=4, dirpath="best")],
     )
-    assert trainer._parts.choose("auto") == Path("best/step-00000008").absolute()
+    assert trainer._context.choose("auto") == Path("best/step-00000008").absolute()
 
 
 def test_one_folder_is_one_folder_however_it_is_spelled():

@@ -239,7 +239,7 @@ def test_a_ready_accelerator_says_where_and_how_many_micro_batches(monkeypatch):
     ready = Accelerator(cpu=True, gradient_accumulation_steps=3, project_config=config)
     trainer = make(project_dir=None, accelerator=ready)
     assert (trainer.project_dir.name, trainer.gradient_accumulation_steps) == ("there", 3)
-    assert trainer._parts.project.on_each_node
+    assert trainer._context.project.on_each_node
     assert make(accelerator=ready, gradient_accumulation_steps=1).gradient_accumulation_steps == 1
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     assert make().gradient_accumulation_steps == 4

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from trainer.checks import choice_error
 from trainer.cli.parsing import CommandError, Parser, UsageError, echo, ended_at_once
 from trainer.cli.version import version
-from trainer.errors import choose
 
 # command: (its module in this package, what it does)
 COMMANDS = {
@@ -87,7 +87,7 @@ def _run(argv: list[str]) -> int:
         return 1
     if argv[0] not in COMMANDS:
         if not argv[0].startswith("-"):
-            _parser().error(choose("COMMAND", argv[0], COMMANDS))
+            _parser().error(choice_error("COMMAND", argv[0], COMMANDS))
         _parser().parse_args(argv[:1])  # shows the help or the version, or raises
     return _run_command(argv[0], argv[1:])
 

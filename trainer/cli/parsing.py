@@ -16,7 +16,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.errors import choose, printable
+from trainer.checks import choice_error
+from trainer.errors import printable
 
 _DEEPEST_YAML, _MOST_YAML = 100, 1_000_000  # levels and values; configurations have far fewer
 
@@ -204,7 +205,9 @@ def import_named(path: str) -> Any:
         if not hasattr(found, part):
             where = getattr(found, "__name__", path)
             raise CommandError(
-                choose(f"A name in {where}", part, (each for each in vars(found) if each[0] != "_"))
+                choice_error(
+                    f"A name in {where}", part, (each for each in vars(found) if each[0] != "_")
+                )
             )
         found = getattr(found, part)
     return found

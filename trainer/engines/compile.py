@@ -25,9 +25,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from trainer.checks import choice_error
 from trainer.distributed.process_control import on_all
 from trainer.enums import DynamoBackend
-from trainer.errors import choose
 from trainer.names import COMPILED, is_compile_wrapper
 from trainer.plugins import TorchDynamoPlugin
 from trainer.tree import leaves
@@ -73,7 +73,7 @@ def torch_arguments(plugin: TorchDynamoPlugin) -> dict[str, Any]:
     dynamo = importlib.import_module("torch._dynamo")  # takes seconds, so only if needed
     known = dynamo.list_backends(exclude_tags=())
     if arguments["backend"] not in known:
-        raise ValueError(choose("The dynamo backend", arguments["backend"], known))
+        raise ValueError(choice_error("The dynamo backend", arguments["backend"], known))
     if plugin.backend == DynamoBackend.INDUCTOR and plugin.options:
         _check_options(plugin.options, arguments)
     return arguments

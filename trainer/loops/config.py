@@ -12,11 +12,10 @@ from typing import Any, Literal
 from callbacks import Callback, Interval, ModelCheckpoint, Progress, ProgressBar
 from trainer import interval
 from trainer.accelerator import Accelerator
-from trainer.checks import check_bools
+from trainer.checks import check_bools, check_type
 from trainer.configuration import GradientAccumulationPlugin, ProjectConfiguration
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.enums import RNGType
-from trainer.errors import expect
 from trainer.hooks import is_overridden
 from trainer.optim.clipping import validate_limits
 from trainer.optim.finite import Policy, check_policy
@@ -467,7 +466,7 @@ def project_dir_of(
         ValueError: The configuration has an option that the Trainer does not use.
         TypeError: `config` is not a `ProjectConfiguration`.
     """
-    expect("project_config", config, ProjectConfiguration)
+    check_type("project_config", config, ProjectConfiguration)
     if config.total_limit:
         raise ValueError(
             f"ProjectConfiguration(total_limit={config.total_limit!r}) concerns the Accelerator's "

@@ -29,9 +29,10 @@ from trackers import (
 from trackers.jsonl import unused_name
 from trainer import checkpoint as disk
 from trainer.checkpoint.storage import MANIFEST, metrics_of, run_id_of
+from trainer.checks import choice_error
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.process_control import on_main
-from trainer.errors import CheckpointError, LaterReleaseError, choose
+from trainer.errors import CheckpointError, LaterReleaseError
 from trainer.files import absolute_path
 from trainer.loops.fit_state import read_saved
 from trainer.loops.recorder import Recorder
@@ -185,7 +186,7 @@ def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
             "ckpt_path='auto' with its project_dir."
         )
     if not disk.locate(path).exists():
-        hint = choose("As a word it", path.name, WORDS) if path.parent == Path.cwd() else ""
+        hint = choice_error("As a word it", path.name, WORDS) if path.parent == Path.cwd() else ""
         raise CheckpointError(
             f"There is no checkpoint at {path}. ckpt_path is None, the folder of a checkpoint, or "
             f"a word ({', '.join(WORDS)}). {hint}".rstrip()

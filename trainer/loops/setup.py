@@ -33,6 +33,7 @@ from trainer.errors import CheckpointError, Preempted
 from trainer.hooks import HookTable
 from trainer.hparams import logged, to_manifest
 from trainer.loops.config import Schedule, Settings, check_callbacks, make_way
+from trainer.loops.context import RunContext
 from trainer.loops.dataloaders import (
     Origin,
     Sources,
@@ -44,7 +45,6 @@ from trainer.loops.dataloaders import (
 from trainer.loops.device_transfer import counts_items
 from trainer.loops.fit_state import load_datamodule, load_run, load_weights, options_of
 from trainer.loops.module_state import switches_of
-from trainer.loops.parts import Parts
 from trainer.loops.pending_saves import PendingSaves
 from trainer.loops.preflight import (
     can_be_due,
@@ -460,7 +460,9 @@ def _errors_of(calls: Sequence[Callable[[], Any]]) -> list[BaseException]:
     return errors
 
 
-def choose_start(parts: Parts, ckpt_path: Any, module: TrainModule, datamodule: Any) -> Path | None:
+def choose_start(
+    context: RunContext, ckpt_path: Any, module: TrainModule, datamodule: Any
+) -> Path | None:
     """Return the checkpoint that a fit resumes from, and restore the datamodule; collective.
 
     This is called before the loaders are created, since they may depend on the datamodule's state.
@@ -468,7 +470,7 @@ def choose_start(parts: Parts, ckpt_path: Any, module: TrainModule, datamodule: 
     starts.
 
     Args:
-        parts: The Trainer's components.
+        context: What the run is made of.
         ckpt_path: The argument of `Trainer.fit`.
         module: The user's module.
         datamodule: The user's datamodule, or None.
@@ -482,19 +484,19 @@ def choose_start(parts: Parts, ckpt_path: Any, module: TrainModule, datamodule: 
         CheckpointError: The requested checkpoint is missing or damaged, or does not match the
             module.
     """
-    check_rank_consistency(parts.settings, parts.callbacks, ckpt_path)
+    check_rank_consistency(context.settings, context.callbacks, ckpt_path)
     on_all(lambda: to_manifest(module), "fit")  # fail before the first step, not at the first save
     if ckpt_path is None:
-        parts.project.check_fresh(parts.roots())
-    chosen = parts.choose(ckpt_path, sweeps=True)
+        context.project.check_fresh(context.roots())
+    chosen = context.choose(ckpt_path, sweeps=True)
     if chosen is not None and ckpt_path not in WORDS and holds_weights_only(chosen):
-        parts.project.check_fresh(parts.roots())
+        context.project.check_fresh(context.roots())
         on_all(partial(load_weights, module, chosen), "fit")
-        parts.accelerator.print(f"Starting a new run with the weights of {chosen}.")
+        context.accelerator.print(f"Starting a new run with the weights of {chosen}.")
         return None
     if chosen is not None:
         if _goes_back(ckpt_path):
-            parts.project.check_branch(chosen, parts.roots())
+            context.project.check_branch(chosen, context.roots())
         load_datamodule(datamodule, chosen)
     return chosen
 
@@ -505,7 +507,7 @@ def _goes_back(ckpt_path: Any) -> bool:
 
 
 def make_fit_run(
-    parts: Parts,
+    context: RunContext,
     hooks: HookTable,
     sources: Sources,
     chosen: Path | None,
@@ -521,7 +523,7 @@ def make_fit_run(
     The model is prepared before the optimizers, because sharding replaces parameters.
 
     Args:
-        parts: The Trainer's components.
+        context: What the run is made of.
         hooks: The hooks of the module and the callbacks.
         sources: Where the data loaders come from.
         chosen: The checkpoint to resume from; None for a new run.
@@ -535,7 +537,7 @@ def make_fit_run(
         ValueError: The module's optimizers or the Trainer's settings cannot be used.
         TypeError: ``training_step`` has a wrong signature.
     """
-    settings, accelerator, module = parts.settings, parts.accelerator, sources.module
+    settings, accelerator, module = context.settings, context.accelerator, sources.module
     check_step("fit", module, [epoch_iterator])
     if not module.automatic_optimization:
         _check_manual(settings)
@@ -544,8 +546,8 @@ def make_fit_run(
     module.to(accelerator.device)
     own_memory(module)
     if chosen is None:
-        parts.project.begin_record()
-    recorder = parts.project.make_recorder()
+        context.project.begin_record()
+    recorder = context.project.make_recorder()
     world_size = accelerator.num_processes
     # The user's `count_items` may return fractions.
     step_sync = StepSync(accelerator.device, whole_items=not counts_items(module))
@@ -561,7 +563,7 @@ def make_fit_run(
     options = options_of(names, optimizers, schedulers)
     check_optimizer_fingerprints(options)
     own = [Limits(max_norm=one.max_grad_norm, max_value=one.max_grad_value) for one in entries]
-    common = _common(parts, module, sources.datamodule, hooks, recorder, quiet=settings.barebones)
+    common = _common(context, module, sources.datamodule, hooks, recorder, quiet=settings.barebones)
     return FitRun(
         **common,
         engine=engine,
@@ -578,15 +580,15 @@ def make_fit_run(
         limits=Limits(max_norm=settings.max_grad_norm, max_value=settings.max_grad_value),
         own_limits=[pair for pair in zip(optimizers, own, strict=True) if pair[1] != NO_LIMITS],
         writer=Writer(accelerator.state),
-        pending_saves=PendingSaves(parts.trainer.save_checkpoint),
-        length=parts.length,
+        pending_saves=PendingSaves(context.trainer.save_checkpoint),
+        length=context.length,
         val_schedule=Schedule(Interval.parse(settings.val_every)),
         log_schedule=Schedule(Interval.parse(settings.log_every)),
         sanity_steps=settings.num_sanity_val_steps,
-        validates=bool(val_iterators) and _comes_to_validation(parts, epoch_iterator),
-        monitored=monitors_of(schedulers, parts.callbacks),
+        validates=bool(val_iterators) and _comes_to_validation(context, epoch_iterator),
+        monitored=monitors_of(schedulers, context.callbacks),
         stop_requested=stop_requested,
-        warns=parts.warns and accelerator.is_main_process,
+        warns=context.warns and accelerator.is_main_process,
         begun=switches_of(module),
         options=options,
         sources=sources,
@@ -611,11 +613,11 @@ def _nominal_items(module: TrainModule, epoch_iterator: EpochIterator) -> float 
     return float(epoch_iterator.sampler.batch_size)
 
 
-def _comes_to_validation(parts: Parts, epoch_iterator: EpochIterator) -> bool:
+def _comes_to_validation(context: RunContext, epoch_iterator: EpochIterator) -> bool:
     """Return whether the run is long enough for a validation; True if that is unknown."""
-    if parts.trial_steps is not None:  # too short, and no warning is needed
+    if context.trial_steps is not None:  # too short, and no warning is needed
         return False
-    settings, trainer = parts.settings, parts.trainer
+    settings, trainer = context.settings, context.trainer
     reloads = settings.reload_dataloaders_every_n_epochs > 0
     return can_be_due(
         Interval.parse(settings.val_every),
@@ -626,11 +628,11 @@ def _comes_to_validation(parts: Parts, epoch_iterator: EpochIterator) -> bool:
     )
 
 
-def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) -> None:
+def start_fit(context: RunContext, run: FitRun, chosen: Path | None, ckpt_path: Any) -> None:
     """Restore a fit from its checkpoint, if any, and start the local record and the trackers.
 
     Args:
-        parts: The Trainer's components.
+        context: What the run is made of.
         run: The fit at its start.
         chosen: The checkpoint to resume from; None for a new run.
         ckpt_path: The argument of `Trainer.fit`.
@@ -640,26 +642,26 @@ def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) ->
     """
     lasts = not run.length.reached(run.progress)
     if run.warns and lasts:
-        warn_of_no_validation(run, parts.settings)
+        warn_of_no_validation(run, context.settings)
     offset = None
     if chosen is not None:
-        offset = _go_on(parts, run, chosen, back=_goes_back(ckpt_path))
+        offset = _go_on(context, run, chosen, back=_goes_back(ckpt_path))
     else:
         if ckpt_path == "auto":  # so that the user notices a wrong folder
-            empty = ", ".join(map(str, parts.project.looks_in(parts.roots())))
-            parts.accelerator.print(f"No checkpoint in {empty}: starting a new run.")
+            empty = ", ".join(map(str, context.project.looks_in(context.roots())))
+            context.accelerator.print(f"No checkpoint in {empty}: starting a new run.")
         if run.warns and not lasts:
-            parts.accelerator.print("There is nothing to do: max_epochs or max_steps is 0.")
+            context.accelerator.print("There is nothing to do: max_epochs or max_steps is 0.")
         run.recorder.begin_anew()
         if run.rank > 0:
             # Rank 0 draws the same random numbers as a single process. The other ranks are seeded
             # differently, so that their dropout masks differ.
             seed_generators(mix(run.epoch_iterator.seed, run.rank) % 2**32)
-    refuse_second_pass(run, parts.settings.reload_dataloaders_every_n_epochs)
+    refuse_second_pass(run, context.settings.reload_dataloaders_every_n_epochs)
     hparams = logged(run.module)
     if isinstance(run.datamodule, DataModule):
         hparams = logged(run.datamodule) | hparams
-    configuration, step = parts.settings.describe(), run.counters.global_step
+    configuration, step = context.settings.describe(), run.counters.global_step
     start = partial(
         run.recorder.start,
         configuration | hparams,
@@ -685,11 +687,11 @@ def _finished_on_error(recorder: Recorder) -> Iterator[None]:
         raise
 
 
-def _go_on(parts: Parts, run: FitRun, chosen: Path, *, back: bool) -> int | None:
+def _go_on(context: RunContext, run: FitRun, chosen: Path, *, back: bool) -> int | None:
     """Restore a fit from a checkpoint, on all ranks or none, and print where it resumes.
 
     Args:
-        parts: The Trainer's components.
+        context: What the run is made of.
         run: The fit.
         chosen: The checkpoint.
         back: Whether later checkpoints may exist; they are quarantined.
@@ -701,15 +703,15 @@ def _go_on(parts: Parts, run: FitRun, chosen: Path, *, back: bool) -> int | None
         load_run,
         run,
         chosen,
-        trainer=parts.trainer,
-        callbacks=parts.callbacks,
+        trainer=context.trainer,
+        callbacks=context.callbacks,
         stays_stopped=not back,
     )
     offset = on_all(load, "fit")
     # Only after loading has succeeded: the checkpoint may not match the run.
-    if back and parts.project.leave_branch(chosen, parts.roots(), offset):
+    if back and context.project.leave_branch(chosen, context.roots(), offset):
         run.recorder.resume({}, run.counters.global_step)  # services cannot delete logged steps
-    parts.accelerator.print(_going_on(run, chosen))
+    context.accelerator.print(_going_on(run, chosen))
     return offset
 
 
@@ -767,7 +769,7 @@ def _going_on(run: FitRun, chosen: Path) -> str:
 
 
 def prepare_evaluation(
-    parts: Parts,
+    context: RunContext,
     stage: str,
     module: TrainModule,
     hooks: HookTable,
@@ -779,7 +781,7 @@ def prepare_evaluation(
     """Create the `Run` of validate, test or predict, and its epoch iterators; collective.
 
     Args:
-        parts: The Trainer's components.
+        context: What the run is made of.
         stage: validate, test or predict.
         module: The user's module.
         hooks: The hooks of the module and the callbacks.
@@ -793,25 +795,25 @@ def prepare_evaluation(
         CheckpointError: The requested checkpoint is missing or damaged, or does not match the
             module.
     """
-    chosen = parts.choose(ckpt_path)
+    chosen = context.choose(ckpt_path)
     if chosen is not None:
         load_datamodule(datamodule, chosen)
     loaders = on_all(lambda: loaders_for(stage, dataloaders, module, datamodule), stage)
     epoch_iterators = make_epoch_iterators(
-        stage, loaders, parts.settings, parts.accelerator, seed=0
+        stage, loaders, context.settings, context.accelerator, seed=0
     )
     check_step(stage, module, epoch_iterators)
-    module.to(parts.accelerator.device)
+    module.to(context.accelerator.device)
     own_memory(module)
     if chosen is not None:
         manifest = on_all(partial(load_weights, module, chosen), stage)
         counters = Counters(global_step=manifest["step"], epoch=manifest["epoch"])
-    elif parts.accelerator.use_distributed:  # initial weights may differ between ranks
+    elif context.accelerator.use_distributed:  # initial weights may differ between ranks
         broadcast([*module.parameters(), *module.buffers()])
-    recorder = parts.project.make_recorder(evaluates=True)
-    run = Run(**_common(parts, module, datamodule, hooks, recorder), counters=counters)
+    recorder = context.project.make_recorder(evaluates=True)
+    run = Run(**_common(context, module, datamodule, hooks, recorder), counters=counters)
     with _finished_on_error(recorder):
-        on_main(lambda: recorder.start(parts.settings.describe()))
+        on_main(lambda: recorder.start(context.settings.describe()))
     return run, epoch_iterators
 
 
@@ -832,7 +834,7 @@ def _guard(
 
 
 def _common(
-    parts: Parts,
+    context: RunContext,
     module: TrainModule,
     datamodule: Any,
     hooks: HookTable,
@@ -841,7 +843,7 @@ def _common(
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of `Run`, which a fit and an evaluation have in common."""
-    accelerator = parts.accelerator
+    accelerator = context.accelerator
     metrics = MetricStore(
         accelerator.device, world_size=accelerator.num_processes, quiet_training=quiet
     )

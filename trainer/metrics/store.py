@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.errors import MetricError, choose
+from trainer.checks import choice_error
+from trainer.errors import MetricError
 from trainer.metrics.cells import (
     EMPTY,
     KINDS,
@@ -163,7 +164,7 @@ class MetricStore:
                 "after the epoch's values were reduced."
             )
         if reduce not in KINDS:
-            raise ValueError(choose(f"reduce of the metric {name!r}", reduce, KINDS))
+            raise ValueError(choice_error(f"reduce of the metric {name!r}", reduce, KINDS))
         if not isinstance(name, str):
             raise TypeError(f"A metric's name is {name!r}; it must be a string.")
         is_number = isinstance(value, (Tensor, float, int))

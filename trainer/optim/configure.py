@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from trainer.errors import choose
+from trainer.checks import choice_error
 from trainer.optim.clipping import validate_limits
 from trainer.optim.scheduler import is_at_end
 
@@ -122,7 +122,9 @@ class SchedulerEntry:
                 f"{type(self.scheduler).__name__}; it must have a step method."
             )
         if self.interval not in ("step", "epoch"):
-            raise ValueError(choose("A scheduler's interval", self.interval, ("step", "epoch")))
+            raise ValueError(
+                choice_error("A scheduler's interval", self.interval, ("step", "epoch"))
+            )
         if isinstance(self.frequency, bool) or not isinstance(self.frequency, int):
             raise TypeError(f"A scheduler's frequency is {self.frequency!r}; it must be an int.")
         if self.frequency < 1:
@@ -172,7 +174,7 @@ class SchedulerEntry:
                 "ticks, or leave barebones=True out."
             )
         elif metrics:
-            raise ValueError(choose("A scheduler's monitor", self.monitor, metrics))
+            raise ValueError(choice_error("A scheduler's monitor", self.monitor, metrics))
         else:
             raise ValueError(
                 f"A scheduler's monitor is {self.monitor!r}, but nothing was recorded yet; log it "
@@ -288,7 +290,7 @@ def _entry(scheduler: Any) -> SchedulerEntry:
 def _check_keys(part: Mapping[Any, Any], valid: Sequence[str]) -> None:
     for key in part:
         if key not in valid:
-            raise ValueError(choose("A key that configure_optimizers returned", key, valid))
+            raise ValueError(choice_error("A key that configure_optimizers returned", key, valid))
 
 
 def _unreadable(value: Any) -> str:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.errors import choose
+from trainer.checks import choice_error
 
 Policy = Literal["stop", "skip", "ignore"]
 POLICIES = ("stop", "skip", "ignore")
@@ -40,7 +40,7 @@ def check_policy(policy: str, max_skipped_in_row: int) -> None:
         TypeError: The limit is not an int.
     """
     if policy not in POLICIES:
-        raise ValueError(choose("non_finite", policy, POLICIES))
+        raise ValueError(choice_error("non_finite", policy, POLICIES))
     if isinstance(max_skipped_in_row, bool) or not isinstance(max_skipped_in_row, int):
         raise TypeError(f"max_skipped_in_row is {max_skipped_in_row!r}; it must be an int.")
     if max_skipped_in_row < 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer.errors import choose
+from trainer.checks import choice_error
 
 _REDUCTIONS: dict[Any, str] = {
     torch.mean: "mean",
@@ -69,7 +69,7 @@ def log_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
             if value is not None:
                 raise ValueError(f"{where}: values are reduced over all processes; leave it out.")
         elif argument not in ("sync_dist", "metric_attribute"):
-            raise TypeError(choose(f"An argument of log({name!r})", argument, _LOG_KNOWN))
+            raise TypeError(choice_error(f"An argument of log({name!r})", argument, _LOG_KNOWN))
     return taken
 
 

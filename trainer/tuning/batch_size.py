@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from callbacks import Callback
+from trainer.checks import choice_error
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.data.workers import reads_as_torchs, users_kwargs
 from trainer.distributed.objects import all_gather_object
 from trainer.distributed.process_control import exchange
-from trainer.errors import choose
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.predict import predict
 from trainer.memory import free_caches, is_out_of_memory
@@ -75,7 +75,7 @@ class Search:
     def __post_init__(self) -> None:
         """Check every value."""
         if self.mode not in _MODES:
-            raise ValueError(choose("mode", self.mode, _MODES))
+            raise ValueError(choice_error("mode", self.mode, _MODES))
         for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
             value = getattr(self, name)
             if name == "max_val" and value is None:
@@ -269,7 +269,7 @@ class Subject:
         }
         trainer = self.trainer
         for name in ("limit_val_batches", "limit_test_batches", "limit_predict_batches"):
-            off = self.method == "fit" and getattr(trainer._parts.settings, name) == 0
+            off = self.method == "fit" and getattr(trainer._context.settings, name) == 0
             settings[name] = 0 if off else steps
         reserve = trainer.accelerator.num_processes > 1
         watch = _Trial(self.method, steps, reserve)
@@ -338,7 +338,7 @@ def search_batch_size(
         RuntimeError: No size fits.
     """
     trainer = subject.trainer
-    steps = trainer._parts.settings.gradient_accumulation_steps
+    steps = trainer._context.settings.gradient_accumulation_steps
     own = None if effective is None else effective // trainer.accelerator.num_processes
     if own is not None:
         search = replace(search, max_val=min(own, search.max_val or own))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from callbacks import Callback
-from trainer.errors import choose
+from trainer.checks import choice_error
 from trainer.loops.fit_state import load_weights
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
@@ -166,7 +166,7 @@ class Sweep:
     def __post_init__(self) -> None:
         """Check every value."""
         if self.mode not in _MODES:
-            raise ValueError(choose("mode", self.mode, _MODES))
+            raise ValueError(choice_error("mode", self.mode, _MODES))
         if not 0 < self.min_lr < self.max_lr < math.inf:
             raise ValueError(
                 f"min_lr is {self.min_lr} and max_lr is {self.max_lr}; they must be positive, and "
@@ -186,7 +186,9 @@ class Sweep:
         if isinstance(self.groups, bool) or not isinstance(self.groups, (str, int)):
             raise TypeError(f"groups is {self.groups!r}; it must be 'scaled', 'same' or an int.")
         if isinstance(self.groups, str) and self.groups not in _GROUPS:
-            raise ValueError(f"{choose('groups', self.groups, _GROUPS)} Or pass a group's number.")
+            raise ValueError(
+                f"{choice_error('groups', self.groups, _GROUPS)} Or pass a group's number."
+            )
         if isinstance(self.groups, int) and self.groups < 0:
             raise ValueError(f"groups is {self.groups}; groups are counted from 0.")
 
@@ -327,7 +329,7 @@ def range_test(
 ) -> LearningRateTest:
     """Train a copy of the module while the rate rises; collective."""
     test = RangeTest(sweep)
-    weights = trainer._parts.choose(trainer._given_checkpoint(ckpt_path, ("last", "best")))
+    weights = trainer._context.choose(trainer._given_checkpoint(ckpt_path, ("last", "best")))
     with isolate(module):
         trial = make_trial(
             trainer, test, sweep.num_training, alone=False, log_every=1, limit_val_batches=0

@@ -1,4 +1,4 @@
-"""Parts shared by all trials, which run a Trainer that writes nothing on copies."""
+"""RunContext shared by all trials, which run a Trainer that writes nothing on copies."""
 
 from __future__ import annotations
 

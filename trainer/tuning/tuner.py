@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Any
 
-from trainer.errors import choose
+from trainer.checks import choice_error
 from trainer.loops.dataloaders import check_module
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
@@ -201,7 +201,7 @@ class Tuner:
             max_val=max_val,
         )
         if method not in METHODS:
-            raise ValueError(choose("method", method, METHODS))
+            raise ValueError(choice_error("method", method, METHODS))
         check_module(module, method)
         world_size = self.trainer.accelerator.num_processes
         check_effective(effective_batch_size, method, module, world_size)
@@ -210,7 +210,7 @@ class Tuner:
         for name, given in unused.items():
             if given is not None:
                 raise ValueError(f"{name} was given, which method={method!r} does not use.")
-        steps = self.trainer._parts.settings.gradient_accumulation_steps
+        steps = self.trainer._context.settings.gradient_accumulation_steps
         subject = Subject(
             trainer=self.trainer,
             module=module,

@@ -232,7 +232,7 @@ def test_arguments_that_are_no_plain_values_are_read():
         "--trainer.kwargs_handlers=[{class_path: trainer.DistributedDataParallelKwargs, "
         "init_args: {bucket_cap_mb: 7}}]",
     ).trainer
-    settings = trainer._parts.settings
+    settings = trainer._context.settings
     assert [str(each) for each in (settings.log_every, settings.val_every)] == [
         "3 steps",
         "2 epochs",
@@ -249,7 +249,7 @@ def test_arguments_that_are_no_plain_values_are_read():
 def test_a_tracker_may_be_a_class_path():
     tracker = "{class_path: trackers.CSVTracker, init_args: {run_name: a, logging_dir: b}}"
     trainer = made("base.yaml", f"--trainer.log_with=[{tracker}, tensorboard]").trainer
-    (csv, tensorboard) = trainer._parts.project._log_with
+    (csv, tensorboard) = trainer._context.project._log_with
     assert csv.path.absolute() == Path("b/a/metrics.csv").absolute()
     assert tensorboard.name == "tensorboard"
 

@@ -17,10 +17,10 @@ from typing import Any
 import yaml
 
 from trainer import environment
+from trainer.checks import choice_error
 from trainer.cli.parsing import check_yaml
 from trainer.configuration import check_not_fp8
 from trainer.enums import DynamoBackend, PrecisionType
-from trainer.errors import choose
 from trainer.strict_json import dumps
 
 _SUPPORTED = (
@@ -158,7 +158,7 @@ class LaunchConfiguration:
         if self.dynamo_backend is not None:
             DynamoBackend.parse(self.dynamo_backend.upper(), "dynamo_backend")
         if self.rdzv_backend not in (None, "static", "c10d"):
-            raise ValueError(choose("rdzv_backend", self.rdzv_backend, ("static", "c10d")))
+            raise ValueError(choice_error("rdzv_backend", self.rdzv_backend, ("static", "c10d")))
         if self.gpu_ids is not None and not re.fullmatch(r"all|[^,\s]+(,[^,\s]+)*", self.gpu_ids):
             raise ValueError(f"gpu_ids is {self.gpu_ids!r}; it must be like '0,1', or 'all'.")
 
@@ -258,7 +258,7 @@ def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     known |= {"distributed_type", "dynamo_config", "fp16"}
     for key in found:
         if key not in known:
-            raise ValueError(choose("a key", key, known))
+            raise ValueError(choice_error("a key", key, known))
     _refuse(found)
     notes = [
         f"{key} is not used: {why}." for key, why in _UNUSED.items() if found.get(key) not in _OFF
@@ -292,7 +292,7 @@ def _refuse(found: Mapping[str, Any]) -> None:
             f"supported yet. {_SUPPORTED}: distributed_type may be {', '.join(_TYPES)}."
         )
     if kind not in _TYPES:
-        raise ValueError(choose("distributed_type", kind, _TYPES))
+        raise ValueError(choice_error("distributed_type", kind, _TYPES))
     for key, engine in _REFUSED_CONFIGS.items():
         if found.get(key):
             raise ValueError(
@@ -306,7 +306,7 @@ def _dynamo(found: Any) -> dict[str, Any]:
         raise ValueError(f"dynamo_config is {found!r}; it must be a mapping of settings.")
     for key in found:
         if key not in _DYNAMO and key != "dynamo_use_regional_compilation":
-            raise ValueError(choose("a key of dynamo_config", key, _DYNAMO))
+            raise ValueError(choice_error("a key of dynamo_config", key, _DYNAMO))
     if found.get("dynamo_use_regional_compilation"):
         raise ValueError(
             "dynamo_use_regional_compilation asks to compile repeated blocks one by one, which is "

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from trainer.checks import choice_error
 from trainer.cli.parsing import (
     CommandError,
     check_yaml,
@@ -28,7 +29,6 @@ from trainer.cli.parsing import (
     import_from_here,
     import_named,
 )
-from trainer.errors import choose
 from trainer.strict_json import dumps
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def _typed(name: str | None, shape: tuple[int, ...], dtype: str) -> Input:
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
         known = [each for each in vars(torch) if isinstance(getattr(torch, each), torch.dtype)]
-        raise CommandError(choose("The type of an input", dtype, known), code=2)
+        raise CommandError(choice_error("The type of an input", dtype, known), code=2)
     return Input(name=name, shape=shape, dtype=found)
 
 
@@ -376,7 +376,7 @@ def _optimizer(name: str, init: dict[str, Any]) -> tuple[str, Callable[[Any], An
             )
         if name.lower() not in choices:
             hint = f"Pass one of your own as {_OWN}."
-            raise CommandError(f"{choose('The optimizer', name, choices)} {hint}", code=2)
+            raise CommandError(f"{choice_error('The optimizer', name, choices)} {hint}", code=2)
         found = known[name.lower()]
         name = f"torch.optim.{found.__name__}"
     given = ", ".join(f"{key}={value!r}" for key, value in init.items())

@@ -224,8 +224,8 @@ class ConfiguredLine:
             CommandError: A value of the checkpoint, which may be anybody's, names a class or a
                 function to the parser.
         """
-        parts = trainer._parts
-        chosen = parts.choose(parts.project.given_checkpoint(config.ckpt_path))
+        context = trainer._context
+        chosen = context.choose(context.project.given_checkpoint(config.ckpt_path))
         if chosen is None or not config.model:
             return self._parsed()
         saved = saved_arguments(read_manifest(chosen).get("hyper_parameters", {}), chosen)

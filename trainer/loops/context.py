@@ -13,7 +13,7 @@ from trainer.loops.run_directory import Project
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class RunContext:
     """The components of a Trainer, from which `trainer.loops.setup` creates a run.
 
     Attributes:

@@ -107,6 +107,7 @@ class CometMLTracker(GeneralTracker):
         of_start = inspect.signature(comet_ml.start).parameters
         if self.service_dir is not None and "experiment_config" not in options:
             name: Any = get_config("comet.offline_directory")  # the environment's may be absolute
+            os.makedirs(self.service_dir, exist_ok=True)  # Comet makes the last folder only
             options.setdefault("offline_directory", os.path.join(self.service_dir, name))
         direct = {name: options.pop(name) for name in list(options) if name in of_start}
         if options or "experiment_config" not in direct:

@@ -211,6 +211,14 @@ def test_by_name_with_a_project_and_a_name_of_the_run(tmp_path):
     assert (background.failures, background.dropped) == (0, 0)
 
 
+def test_offline_files_lie_in_a_folder_that_need_not_exist(tmp_path):
+    tracker = CometMLTracker("project", **QUIET)
+    tracker.service_dir = str(tmp_path / "run" / "logs")
+    tracker.start()
+    tracker.finish()
+    assert len(comet_runs(tmp_path / "run" / "logs" / ".cometml-runs")) == 1
+
+
 def test_before_start_and_behind_finish(tmp_path):
     tracker = make(tmp_path)
     tracker.finish()

@@ -1,6 +1,6 @@
 """Save, seed and restore the global generators of Python, numpy and torch, fast.
 
-Each ``set_..._aside`` function saves the state of a generator, seeds it unless `seed` is None, and
+Each ``isolate_...`` function saves the state of a generator, seeds it unless `seed` is None, and
 returns a function that restores the saved state. This runs for every batch that is fetched without
 workers, so microseconds count. It cannot be skipped even if the generators do not advance: a
 dataset may read the state of a generator and draw from a copy.

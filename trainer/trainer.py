@@ -716,7 +716,7 @@ class Trainer:
     @property
     def keeps_checkpoints(self) -> bool:
         """Whether this is a writer rank: one process per disk finds and removes checkpoints."""
-        return disk.keeps(self.accelerator.state, self._context.project.on_each_node)
+        return disk.is_writer_rank(self.accelerator.state, self._context.project.on_each_node)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint. Every process may call it; only the writer rank removes it.

@@ -219,7 +219,7 @@ def test_a_collective_that_others_do_not_come_to_is_refused_at_once(
 
     (messages,), other = ranks2(body)
     assert other == []
-    assert "but rank 1 has no batch in this round" in messages
+    assert "but rank 1 has no batch at this point" in messages
     assert "Set limit_train_batches to a multiple of 2" in messages
     assert messages.startswith("gather is called in ")
 

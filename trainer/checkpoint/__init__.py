@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trainer.checkpoint.lock import alone_in, holder_of
     from trainer.checkpoint.resolve import check_not_weights_only, newest_sound
     from trainer.checkpoint.save import (
-        keeps,
+        is_writer_rank,
         raise_on_all_ranks,
         remove_or_warn,
         require_space,
@@ -75,7 +75,7 @@ _HOME = {
     "committed": "storage",
     "holder_of": "lock",
     "writer_rank_of": "save",
-    "keeps": "save",
+    "is_writer_rank": "save",
     "later_than": "storage",
     "leave_branch": "storage",
     "load_checkpoint_in_model": "loading",
@@ -112,7 +112,7 @@ __all__ = [
     "commit",
     "committed",
     "holder_of",
-    "keeps",
+    "is_writer_rank",
     "later_than",
     "leave_branch",
     "load_checkpoint_in_model",

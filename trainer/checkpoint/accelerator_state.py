@@ -35,7 +35,7 @@ from trainer.checkpoint.loading import read_shapes, read_torch_file
 from trainer.checkpoint.restore import OPTIMIZER_FORM, Prepared, Stored, apply, check, logger
 from trainer.checkpoint.save import (
     Ranks,
-    keeps,
+    is_writer_rank,
     raise_on_all_ranks,
     run_on_all_ranks,
     writer_rank_of,
@@ -183,7 +183,7 @@ def save_state(
     """
     target = Path(folder)
     what = f"Saving {target}"
-    writes = keeps(processes, save_on_each_node)
+    writes = is_writer_rank(processes, save_on_each_node)
     hooks, models = list(hooks), list(prepared.models)
     weights: list[dict[str, Any]] = []
 
@@ -278,7 +278,7 @@ def load_state(
             f"map_location is {map_location!r}; it must be one of None, 'cpu' and 'on_device'."
         )
     target = Path(folder)
-    main = keeps(processes, save_on_each_node)
+    main = is_writer_rank(processes, save_on_each_node)
     what = f"Loading {target}"
     hooks, models = list(hooks), list(prepared.models)
 

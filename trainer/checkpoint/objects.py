@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import torch
 
 from trainer.checkpoint.loading import read_torch_file
-from trainer.checkpoint.save import keeps
+from trainer.checkpoint.save import is_writer_rank
 from trainer.checkpoint.serialization import read_tensors
 from trainer.checkpoint.storage import write_whole
 from trainer.checkpoint.weights import separate_tied, tied_names, write_weights
@@ -43,7 +43,7 @@ def save(
     if not isinstance(f, (str, os.PathLike)) and not hasattr(f, "write"):
         raise TypeError(f"f is {f!r}; it must be a path or a file opened with 'wb'.")
     check_bools(save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
-    if not keeps(PartialState(), save_on_each_node):
+    if not is_writer_rank(PartialState(), save_on_each_node):
         return
     if not isinstance(f, (str, os.PathLike)):
         if safe_serialization:

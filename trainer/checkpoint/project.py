@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from trainer.checkpoint import accelerator_state
 from trainer.checkpoint.accelerator_state import LoadHook, SaveHook, check_readable, find_state
 from trainer.checkpoint.restore import Prepared, logger
-from trainer.checkpoint.save import Ranks, keeps, raise_on_all_ranks, run_on_all_ranks
+from trainer.checkpoint.save import Ranks, is_writer_rank, raise_on_all_ranks, run_on_all_ranks
 from trainer.checkpoint.storage import NUMBERED, is_ours, is_shared, remove, sweep
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
@@ -54,7 +54,7 @@ def save_state(
             failed, the save itself is complete.
     """
     naming, each = project.automatic_checkpoint_naming, project.save_on_each_node
-    main = keeps(processes, each)
+    main = is_writer_rank(processes, each)
     if naming:
         target = _root(project) / f"checkpoint_{project.iteration}"
         raise_on_all_ranks(
@@ -195,7 +195,7 @@ def _newest(project: ProjectConfiguration, processes: Ranks) -> tuple[Path, int]
         The checkpoint, and the highest existing number plus 1.
     """
     root, each = _root(project), project.save_on_each_node
-    main = keeps(processes, each)
+    main = is_writer_rank(processes, each)
     what = f"Choosing a checkpoint in {root}"
 
     def step(work: Callable[[], T]) -> list[T]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from trainer.checkpoint.save import Ranks, keeps, run_on_all_ranks, writer_rank_of
+from trainer.checkpoint.save import Ranks, is_writer_rank, run_on_all_ranks, writer_rank_of
 from trainer.checkpoint.storage import (
     committed,
     is_newer,
@@ -57,16 +57,16 @@ def newest_sound(
             would discard a run; raised on every rank.
         LaterReleaseError: If a later release wrote a newer checkpoint; raised on every rank.
     """
-    writer_rank, what = keeps(state, on_each_node), f"Choosing a checkpoint in {root}"
+    is_writer, what = is_writer_rank(state, on_each_node), f"Choosing a checkpoint in {root}"
 
     def list_() -> dict[int, tuple[Path, Any]]:
-        for path in without_manifest(root) if writer_rank else ():
+        for path in without_manifest(root) if is_writer else ():
             logger.warning("%s is not used: it has no manifest.json, so it is damaged.", path)
         here = [path for path in committed(root) if not holds_weights_only(path)]
         return {step_of(path) or 0: (path, run_id_of(path)) for path in here}
 
     first = writer_rank_of(state, on_each_node, group)
-    found = run_on_all_ranks(what, lambda: list_() if writer_rank else None, state, group)
+    found = run_on_all_ranks(what, lambda: list_() if is_writer else None, state, group)
     listed = {rank: each for rank, each in enumerate(found) if each is not None}
     some = set[int]().union(*listed.values())
     for step in sorted(some, reverse=True):
@@ -77,7 +77,7 @@ def newest_sound(
         path, _ = listed[first][step]  # the writer rank's path: working directories may differ
         verdicts = run_on_all_ranks(
             what,
-            lambda: _verdict(path, check) if writer_rank else None,  # noqa: B023 - called at once
+            lambda: _verdict(path, check) if is_writer else None,  # noqa: B023 - called at once
             state,
             group,
         )
@@ -124,7 +124,11 @@ def check_not_weights_only(
 
     def find() -> list[Path]:
         here = (path for root in roots for path in committed(root))
-        return [path for path in here if keeps(state, on_each_node) and holds_weights_only(path)]
+        return [
+            path
+            for path in here
+            if is_writer_rank(state, on_each_node) and holds_weights_only(path)
+        ]
 
     lists = run_on_all_ranks("Looking for checkpoints", find, state)
     if found := [path for paths in lists for path in paths]:

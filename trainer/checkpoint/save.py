@@ -56,7 +56,7 @@ class Ranks(Protocol):
         """Make the rank's device the current device of the calling thread."""
 
 
-def keeps(state: Ranks, on_each_node: bool) -> bool:
+def is_writer_rank(state: Ranks, on_each_node: bool) -> bool:
     """Return whether this rank is a writer rank: it writes and removes the checkpoints."""
     return state.is_local_main_process if on_each_node else state.is_main_process
 
@@ -237,16 +237,16 @@ def save_checkpoint(
             has its own disk and only the commit on one of them failed, the other machines have
             committed.
     """
-    writer_rank = keeps(state, on_each_node)
+    is_writer = is_writer_rank(state, on_each_node)
 
     def open_() -> Path:
-        if not writer_rank:
+        if not is_writer:
             return target
         require_space(target.parent, needs)
         return open_staging(target)
 
     def write() -> None:
-        if writer_rank:
+        if is_writer:
             write_shared(staging)
         try:
             write_rank(staging)
@@ -266,13 +266,13 @@ def save_checkpoint(
     try:
         run_on_all_ranks(what, write, state, group)
         run_on_all_ranks(
-            what, lambda: commit(staging, target, manifest) if writer_rank else None, state, group
+            what, lambda: commit(staging, target, manifest) if is_writer else None, state, group
         )
     except (CheckpointError, DistributedOperationException):
-        if writer_rank:
+        if is_writer:
             discard(staging)
         raise
-    for path in displaces if writer_rank else ():
+    for path in displaces if is_writer else ():
         remove_or_warn(path)
     return target
 

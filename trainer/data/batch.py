@@ -130,7 +130,7 @@ def _join(found: Sequence[tuple[str, Any]], sizes: Sequence[int]) -> Any:
 
 def _unlike(what: str) -> str:
     return (
-        f"The batches of one round cannot be joined to be split again: {what}. Pass "
+        f"The batches of the processes cannot be joined to be split again: {what}. Pass "
         "split_batches=True to split one batch at a time, dispatch_batches=False to let every "
         "process read its own, or pad them alike in collate_fn."
     )

@@ -26,12 +26,6 @@ from trainer.tree import children, to_device
 # padding, None if unknown; if that is unknown and some ranks have a batch that is only padding, the
 # number of ranks, from rank 0 on, whose batch is not.
 Given: TypeAlias = "tuple[Any, bool, bool, int | None, int | None]"
-"""A batch of this process, and what is known of its round.
-
-Whether it is the last one here, and whether it is of the last round of all processes; the samples
-in the round that are not repeated, None if unknown; and how many processes, from rank 0 on, have a
-batch that is not repeated whole, if others have one that is and the samples are unknown.
-"""
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -106,7 +100,7 @@ class PreparedLoader(DataLoader[Any]):
         self._resume_at = 0  # batches, over all ranks, that the resumed pass has read already
         # Global batches read in the current pass. A list, because setting an attribute of a
         # DataLoader is slow.
-        self._read_rounds = [0]
+        self._read_global_batches = [0]
         self._reader: PreparedLoader | None = (
             None  # the loader that reads the pass: this one, or a skipping copy
         )
@@ -141,8 +135,11 @@ class PreparedLoader(DataLoader[Any]):
         self.end_of_dataloader, self.remainder, self._real_batches = False, -1, None
         self._all_end = False
         resume_at = self._resume_at if self.settings["stateful"] else 0
-        self.first_round, self._resume_at = self.skip_batches + resume_at // self._per_round, 0
-        global_batches = self._read_rounds = [self.first_round]
+        self.first_global_batch, self._resume_at = (
+            self.skip_batches + resume_at // self._batches_per_step,
+            0,
+        )
+        global_batches = self._read_global_batches = [self.first_global_batch]
         state = self.gradient_state
         state._add_dataloader(self)
         try:
@@ -279,7 +276,7 @@ class PreparedLoader(DataLoader[Any]):
         length = resumed if self._reader is None else self.epoch_iterator.length
         batches = self._resume_at
         if self._reader is not None:
-            batches = self._reader._read_rounds[0] * self._per_round
+            batches = self._reader._read_global_batches[0] * self._batches_per_step
         return {
             "iteration": self.iteration + over,
             "seed": self.settings["seed"],
@@ -308,7 +305,7 @@ class PreparedLoader(DataLoader[Any]):
             self.iteration, None if length is None else EpochLength(*length)
         )
         self._resume_at = state.get("batches", 0)
-        if self.settings["stateful"] and self._resume_at % self._per_round:
+        if self.settings["stateful"] and self._resume_at % self._batches_per_step:
             raise ValueError(
                 f"The loader was saved after {self._resume_at} batches of a pass, which are no "
                 f"whole number for each of {self.world_size} processes. Resume with another "
@@ -318,7 +315,7 @@ class PreparedLoader(DataLoader[Any]):
         self.epoch_iterator.resume_at(state.get("stream"))
 
     @property
-    def _per_round(self) -> int:
+    def _batches_per_step(self) -> int:
         """The number of the user's batches in a global batch."""
         return 1 if self.split_batches else self.world_size
 
@@ -420,7 +417,7 @@ class DataLoaderShard(PreparedLoader):
 
     def _batches(self) -> Iterator[Given]:
         streams = self._streams
-        self.epoch_iterator.start_round = self.first_round
+        self.epoch_iterator.start_global_batch = self.first_global_batch
         for current, following in ahead(self.epoch_iterator.read(self._transfer(streams))):
             if current.place is not None:
                 self.epoch_iterator.used(current.place, last=following is None)

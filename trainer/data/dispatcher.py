@@ -200,8 +200,10 @@ class DataLoaderDispatcher(PreparedLoader):
     def _plans(self) -> Iterator[Plan]:
         """Yield the global batches of a pass, without the skipped ones."""
         indexed = self._skips_by_index
-        self.epoch_iterator.start_round = self.first_round * self._per_round if indexed else 0
-        return islice(self._all_plans(), 0 if indexed else self.first_round, None)
+        self.epoch_iterator.start_global_batch = (
+            self.first_global_batch * self._batches_per_step if indexed else 0
+        )
+        return islice(self._all_plans(), 0 if indexed else self.first_global_batch, None)
 
     def _all_plans(self) -> Iterator[Plan]:
         # `held` has the samples that were left over by the even split of the previous global batch;
@@ -229,7 +231,7 @@ class DataLoaderDispatcher(PreparedLoader):
         size = -(-total // self.world_size)
         if self.even_batches:
             if size * self.world_size > total:
-                first = self._beginning() if self.epoch_iterator.start_round else first
+                first = self._beginning() if self.epoch_iterator.start_global_batch else first
                 batch = completed(batch, first, size * self.world_size)
             return Plan(batch, size, total, self.world_size, place)
         size = max(size, (self.total_batch_size or 0) // self.world_size)
@@ -238,8 +240,8 @@ class DataLoaderDispatcher(PreparedLoader):
     def _groups(self, epoch_iterator: EpochIterator) -> Iterator[tuple[list[Any], Place | None]]:
         """Yield the loader's batches of each global batch, and the stream position after them."""
         global_batches = epoch_iterator.read()
-        while group := list(islice(global_batches, self._per_round)):
-            if len(group) < self._per_round and self._drops_last:
+        while group := list(islice(global_batches, self._batches_per_step)):
+            if len(group) < self._batches_per_step and self._drops_last:
                 return
             batches = [each.batch for each in group]
             place = group[-1].place
@@ -250,7 +252,7 @@ class DataLoaderDispatcher(PreparedLoader):
         epoch_iterator = self._make_epoch_iterator(self.source)
         epoch_iterator.resume_length(self.epoch_iterator.epoch, self.epoch_iterator.length)
         epoch_iterator.set_epoch(self.epoch_iterator.epoch)
-        epoch_iterator.limit = self._per_round
+        epoch_iterator.limit = self._batches_per_step
         return concatenate(next(self._groups(epoch_iterator))[0])
 
     @property

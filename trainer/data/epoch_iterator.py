@@ -239,7 +239,7 @@ class EpochIterator:
         self._place, seed = place, mix(seed, place) if place else seed
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.epoch = 0
-        self.start_round = 0  # global batches to skip, with the current number of processes
+        self.start_global_batch = 0  # global batches to skip, with the current number of processes
         self.start_batch = 0  # loader batches to skip before sharding, with any number of processes
         self._mark: int | None = None
         self._even, self.split, self.drop_last = even, split, drop_last
@@ -557,7 +557,10 @@ class EpochIterator:
         if self.sampler is None:
             yield from self._read_stream(transfer)
             return
-        self.sampler.start_round, self.sampler.start_batch = self.start_round, self.start_batch
+        self.sampler.start_global_batch, self.sampler.start_batch = (
+            self.start_global_batch,
+            self.start_batch,
+        )
         self.sampler.limit, total = self._most, self.num_batches
         shares = self.sampler.shares = deque()  # one deque per pass: two passes may overlap
         batches = iter(batches_of(self.loader))
@@ -593,21 +596,21 @@ class EpochIterator:
         if total is None:
             return None
         batches, rest = divmod(total - self.start_batch, 1 if self.split else self.world_size)
-        return batches + (rest > 0 and not self.drop_last) - self.start_round - read
+        return batches + (rest > 0 and not self.drop_last) - self.start_global_batch - read
 
     def _read_stream(self, transfer: Transfer | None) -> Iterator[GlobalBatch]:
         assert self._stream is not None
-        skip, rounds_again = self.start_batch, self.start_round
-        batches_again = self.start_round * (1 if self.split else self.world_size)
+        skip, batches_to_skip = self.start_batch, self.start_global_batch
+        batches_again = self.start_global_batch * (1 if self.split else self.world_size)
         if not self.even:  # with `even`, the first global batch is read to pad the last one
-            skip, rounds_again = skip + batches_again, 0
-        elif rounds_again and self.rank == 0:
+            skip, batches_to_skip = skip + batches_again, 0
+        elif batches_to_skip and self.rank == 0:
             self._stream.warn_of_replay(batches_again)
         stream = self._stream.read(self.seed, self.epoch, skip=skip, limit=self._most)
         if self.world_size > 1:
             stream = check_same_stream(stream)
         global_batches = self._sharding().global_batches(stream)
-        for batches, real, place in islice(global_batches, rounds_again, None):
+        for batches, real, place in islice(global_batches, batches_to_skip, None):
             sizes = [SAMPLES.count(batch) for batch in batches]
             known = sum(sizes), real, len(batches)
             self.batches_read = len(batches)

@@ -419,7 +419,7 @@ class ShardedSampler(Sampler[Any]):
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self.limit: int | None = None
         self.epoch = 0
-        self.start_round = 0  # global batches to skip, with the current number of processes
+        self.start_global_batch = 0  # global batches to skip, with the current number of processes
         self.start_batch = 0  # batches to skip before sharding, with any number of processes
         self.counts = counts
         self.shares: deque[RankShard] = deque()
@@ -502,7 +502,9 @@ class ShardedSampler(Sampler[Any]):
 
     def _alone(self) -> Iterator[tuple[RankShard, Any, int]]:
         """Fast path of `_together` for one process, where each batch is a global batch."""
-        rest = SkippedOrder(self._sampler, self.start_batch + self.start_round, self._as_batch)
+        rest = SkippedOrder(
+            self._sampler, self.start_batch + self.start_global_batch, self._as_batch
+        )
         stream = iter(self._order(rest))
         if type(self._sampler) is not BatchSampler:  # a BatchSampler yields lists already
             stream = map(self._as_batch, stream)
@@ -519,7 +521,7 @@ class ShardedSampler(Sampler[Any]):
 
     def _together(self) -> Iterator[tuple[RankShard, Any, int]]:
         """Yield, per global batch, this rank's shard, its batch, and the samples before it."""
-        for position, real, batches in self._rounds():
+        for position, real, batches in self._global_batches():
             own = batches[self.rank] if self.rank < len(batches) else None
             sizes = [len(batch) if isinstance(batch, list) else None for batch in batches]
             known = [size for size in sizes if size is not None]
@@ -536,7 +538,7 @@ class ShardedSampler(Sampler[Any]):
             before = sum(known[: self.rank]) if known else self.rank
             yield share, own, position + before
 
-    def _rounds(self) -> Iterator[tuple[int, int, list[Any]]]:
+    def _global_batches(self) -> Iterator[tuple[int, int, list[Any]]]:
         """Yield, per global batch, the samples before it, its samples, and its batches.
 
         Samples are counted without padding.
@@ -546,7 +548,7 @@ class ShardedSampler(Sampler[Any]):
         stream, position = map(as_batch, self._order(rest)), 0
         batches = ((batch, None) for batch in stream if not self.split or batch)
         for number, (parts, real, _) in enumerate(self._sharding().global_batches(batches)):
-            if number >= self.start_round:
+            if number >= self.start_global_batch:
                 yield rest.before + position, real, parts
             position += real
 

@@ -161,7 +161,7 @@ def evaluate_loader(
     start = getattr(hooks, f"on_{phase}_batch_start")
     end = getattr(hooks, f"on_{phase}_batch_end")
     suffix = f"/dataloader_idx_{index}" if several else ""
-    rounds_here, aligned = 0, epoch_iterator.num_global_batches is not None
+    read_here, aligned = 0, epoch_iterator.num_global_batches is not None
     with (
         epoch_iterator.isolated(run.counters.epoch),
         closing(run.device_transfer.global_batches(epoch_iterator, index)) as global_batches,
@@ -169,7 +169,7 @@ def evaluate_loader(
         for batch_idx, current in enumerate(global_batches):
             if run.should_end(batch_idx, aligned=aligned):
                 raise EvaluationAbandoned
-            rounds_here += not current.ended
+            read_here += not current.ended
             if not current.present:
                 continue
             run.batch_idx = batch_idx
@@ -181,7 +181,7 @@ def evaluate_loader(
                 with run.precision.autocast():
                     outputs = step(batch, *where)
                 end(outputs, batch, *where)
-    return rounds_here
+    return read_here
 
 
 def without_collectives(

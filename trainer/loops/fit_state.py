@@ -299,24 +299,22 @@ def save_run(
     extra = {} if weights_only else _state_from_hooks(run, trainer, callbacks, target)
     shared: list[StatePart] = []
     own: list[Encoded] = []
-    writer_rank = disk.keeps(state, on_each_node)
+    is_writer = disk.is_writer_rank(state, on_each_node)
 
     def capture() -> Encoded | None:
         others, trained = _weights_of(run, trainer, callbacks)
-        if writer_rank:
+        if is_writer:
             shared.append(weights_part(others))
         if weights_only:
             return None
-        if writer_rank:
+        if is_writer:
             shared.extend(_shared_parts(run, callbacks, trained, extra))
         own.append(encode_tree(_state_of_rank(run), disk.rank_stem(run.rank)))
         return own[0] if on_each_node else None
 
     of_all = disk.run_on_all_ranks(f"Saving {target}", capture, state, run.writer.group)
     if on_each_node:
-        ranks = [
-            (rank, each) for rank, each in enumerate(of_all) if each is not None and writer_rank
-        ]
+        ranks = [(rank, each) for rank, each in enumerate(of_all) if each is not None and is_writer]
     else:
         ranks = [(run.rank, each) for each in own]
     of_ranks = [encoded_part(*each, disk.rank_stem(rank)) for rank, each in ranks]
@@ -457,7 +455,7 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
     state = PartialState()
 
     def check() -> None:
-        if not disk.keeps(state, on_each_node):
+        if not disk.is_writer_rank(state, on_each_node):
             return
         kept = [optimizer.state_dict() for optimizer in run.optimizers]
         now = weights_part(bare_state_dict(run.module)).size + tree_part(kept, OPTIMIZER).size

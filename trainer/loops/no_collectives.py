@@ -32,7 +32,7 @@ def reason(epoch_iterator: EpochIterator, batches: int, where: str, instead: str
         fit = "no more batches than the data have for each process"
     lacking = ", ".join(map(str, range(batches, epoch_iterator.world_size)))
     return (
-        f"is called in {where}, but rank {lacking} has no batch in this round and does not call "
+        f"is called in {where}, but rank {lacking} has no batch at this point and does not call "
         "it: the batches do not divide evenly among the processes. Set "
         f"{epoch_iterator.limited_by} to {fit}, or call it where all processes come, such as "
         f"{instead}."

@@ -472,12 +472,12 @@ def predict_loader(
     outputs = []
     step = run.bare_step("predict_step")
     epoch_iterator.set_epoch(0)
-    rounds_here = 0
+    read_here = 0
     with closing(
         run.device_transfer.global_batches(epoch_iterator, index, counted=False)
     ) as global_batches:
         for batch_idx, current in enumerate(global_batches):
-            rounds_here += not current.ended
+            read_here += not current.ended
             if not current.present:
                 continue
             run.batch_idx = batch_idx
@@ -490,7 +490,7 @@ def predict_loader(
                 run.hooks.on_predict_batch_end(output, batch, *where)
             if keep:
                 outputs.append(output)
-    return outputs, rounds_here
+    return outputs, read_here
 
 
 def in_loader_order(parts: list[list[Any]]) -> list[Any]:

@@ -105,7 +105,7 @@ def _of_one_run(choose_here: Callable[[], Path], on_each_node: bool) -> Path:
 
     def look() -> tuple[Path, str | None]:
         path = choose_here()
-        return path, run_id_of(path) if disk.keeps(state, on_each_node) else None
+        return path, run_id_of(path) if disk.is_writer_rank(state, on_each_node) else None
 
     found = disk.run_on_all_ranks("Choosing a checkpoint", look, state)
     runs = {rank: run_id for rank, (_, run_id) in enumerate(found) if run_id is not None}
@@ -148,10 +148,10 @@ def _best(roots: Sequence[Path], monitors: Sequence[tuple[str, str]], on_each_no
         )
     monitor, mode = monitors[0]
     state = PartialState()
-    writer_rank = disk.keeps(state, on_each_node)
+    is_writer = disk.is_writer_rank(state, on_each_node)
     found = disk.run_on_all_ranks(
         "Choosing the best checkpoint",
-        lambda: [scores_of(root, monitor) for root in roots] if writer_rank else None,
+        lambda: [scores_of(root, monitor) for root in roots] if is_writer else None,
         state,
     )
     machines = [each for each in found if each is not None]
@@ -391,7 +391,7 @@ class Project:
         """
         _check_not_importing()
         state, own = PartialState(), self.folder.resolve()
-        here = self._writes and disk.keeps(state, self.on_each_node)
+        here = self._writes and disk.is_writer_rank(state, self.on_each_node)
         warns: dict[Path, Callable[[str], None]] = {}  # of each locked folder: publishes the run id
         with ExitStack() as held:
 
@@ -431,7 +431,7 @@ class Project:
         Raises:
             ValueError: A folder has checkpoints.
         """
-        looks = disk.keeps(PartialState(), self.on_each_node)
+        looks = disk.is_writer_rank(PartialState(), self.on_each_node)
         here = [root for root in self.looks_in(roots) if looks and disk.committed(root)]
         taken = [root for found in all_gather_object(here) for root in found]
         if taken and self._writes:
@@ -492,11 +492,9 @@ class Project:
         roots = self.looks_in(roots)
         if sweeps and self._writes:
             state = PartialState()
-            writer_rank = disk.keeps(state, self.on_each_node)
+            is_writer = disk.is_writer_rank(state, self.on_each_node)
             what = "Deleting the leftovers of killed saves"
-            disk.run_on_all_ranks(
-                what, lambda: [disk.sweep(r) for r in roots if writer_rank], state
-            )
+            disk.run_on_all_ranks(what, lambda: [disk.sweep(r) for r in roots if is_writer], state)
         return choose_checkpoint(
             ckpt_path,
             roots,
@@ -517,7 +515,7 @@ class Project:
             ValueError: There are checkpoints of another run.
         """
         state, roots = PartialState(), [self.checkpoints, *roots]
-        here = self._writes and disk.keeps(state, self.on_each_node)
+        here = self._writes and disk.is_writer_rank(state, self.on_each_node)
         disk.raise_on_all_ranks(lambda: disk.check_same_run(chosen, roots), state, here=here)
 
     def leave_branch(self, chosen: Path, roots: Sequence[Path], offset: int | None) -> bool:
@@ -540,7 +538,7 @@ class Project:
         state, roots = PartialState(), self.looks_in(roots)
 
         def leave() -> bool:
-            if not self._writes or not disk.keeps(state, self.on_each_node):
+            if not self._writes or not disk.is_writer_rank(state, self.on_each_node):
                 return False
             later = disk.later_than(chosen, roots)
             # First the record: if this is interrupted, the later checkpoints show that it is due.

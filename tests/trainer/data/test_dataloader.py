@@ -250,7 +250,7 @@ def test_reading_can_start_inside_an_epoch():
     epoch_iterator = EpochIterator(DataLoader(Numbers(9), 2, shuffle=True), rank=0, world_size=2)
     epoch_iterator.set_epoch(3)
     whole = [listed(r.batch) for r in epoch_iterator.global_batches()]
-    epoch_iterator.start_round = 1
+    epoch_iterator.start_global_batch = 1
     epoch_iterator.set_epoch(3)
     assert [listed(r.batch) for r in epoch_iterator.global_batches()] == whole[1:]
 
@@ -259,7 +259,7 @@ def test_a_stream_read_again_from_inside_says_what_it_costs(caplog):
     caplog.set_level(logging.WARNING)
     epoch_iterator = EpochIterator(DataLoader(Stream(9), 2), rank=0, world_size=2)
     epoch_iterator.set_epoch(0)
-    epoch_iterator.start_round = 2
+    epoch_iterator.start_global_batch = 2
     assert [listed(r.batch) for r in epoch_iterator.global_batches()] == [[8]]
     assert "4 batches are read again and discarded" in caplog.text
 

@@ -392,7 +392,7 @@ def test_a_limit_is_filled_like_an_end():
 def test_reading_can_start_at_any_round_with_the_same_batches_and_seeds():
     sampler = ShardedSampler(shuffled(23, 2), rank=1, world_size=3, seed=0)
     whole = list(sampler)
-    sampler.start_round = 2
+    sampler.start_global_batch = 2
     rest = list(sampler)
     assert rest == whole[2:]
     assert [batch.seed for batch in rest] == [batch.seed for batch in whole[2:]]
@@ -493,15 +493,17 @@ def test_indices_keep_their_seed_on_the_way_to_a_worker():
     ],
 )
 @pytest.mark.parametrize("counts", [True, False])
-@pytest.mark.parametrize(("start_round", "start_batch"), [(0, 0), (1, 0), (0, 1)])
-def test_one_process_gets_what_it_would_among_several(batches, counts, start_round, start_batch):
+@pytest.mark.parametrize(("start_global_batch", "start_batch"), [(0, 0), (1, 0), (0, 1)])
+def test_one_process_gets_what_it_would_among_several(
+    batches, counts, start_global_batch, start_batch
+):
     """Alone it takes a shorter way."""
     sampler = ShardedSampler(batches, rank=0, world_size=1, seed=0, counts=counts)
-    sampler.start_round, sampler.start_batch = start_round, start_batch
+    sampler.start_global_batch, sampler.start_batch = start_global_batch, start_batch
     alone = list(sampler._alone())
     assert alone == list(sampler._together())
     assert all(isinstance(batch, (int, list)) for _, batch, _ in alone)
-    assert len(alone) == len(list(batches)) - start_round - start_batch
+    assert len(alone) == len(list(batches)) - start_global_batch - start_batch
 
 
 class Asked:

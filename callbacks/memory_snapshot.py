@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,12 +9,13 @@ import torch
 
 from callbacks.base import Callback
 from trainer.checks import check_bools, check_counts, given
+from trainer.errors import module_logger
 from trainer.files import absolute_folder
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 
 class MemorySnapshot(Callback):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
@@ -16,6 +15,7 @@ from callbacks.base import Callback
 from callbacks.monitor import Mode, Monitor
 from callbacks.on_exception_checkpoint import save_weights_at
 from trainer.checks import check_bools, explained
+from trainer.errors import module_logger
 from trainer.files import absolute_folder
 from trainer.interval import Interval, Progress
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
 
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 # Ranked names with their scores, the newest names, and the names to remove.
 _Decisions = tuple[dict[str, float], list[str], list[str]]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from trainer.errors import module_logger
+
 if TYPE_CHECKING:
     from trainer import Trainer
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 Mode = Literal["min", "max"]
 

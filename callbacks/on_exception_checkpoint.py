@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from callbacks.base import Callback
+from trainer.errors import module_logger
 from trainer.files import absolute_folder
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 
 class OnExceptionCheckpoint(Callback):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from time import monotonic
@@ -10,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from callbacks.base import Callback
 from callbacks.progress_board import Board, Lines
-from trainer.errors import printable
+from trainer.errors import module_logger, printable
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
     from trainer import Trainer, TrainModule
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 
 class View(Protocol):

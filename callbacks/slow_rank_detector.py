@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import socket
 import time
@@ -13,11 +12,12 @@ from torch import Tensor
 
 from callbacks.base import Callback
 from trainer.checks import check_counts, check_numbers
+from trainer.errors import module_logger
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _WORK = ("data", "forward")
 _HOST_BYTES = 64

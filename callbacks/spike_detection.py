@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.base import Callback
 from callbacks.monitor import Mode, Monitor
 from trainer.checks import check_bools, check_counts, check_numbers
+from trainer.errors import module_logger
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 Action = Literal["log", "stop"]
 _STATE = ("window_values", "num_spikes", "spikes_in_a_row", "last_spike_step", "reason")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -13,11 +12,12 @@ from callbacks.averages import Averages
 from callbacks.base import Callback
 from callbacks.weight_averaging import WeightAveraging
 from trainer.checks import check_bools, check_counts
+from trainer.errors import module_logger
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 Strategy = Literal["cos", "linear"]
 

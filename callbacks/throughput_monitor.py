@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
@@ -15,13 +14,14 @@ from callbacks.base import Callback
 from callbacks.device_peaks import peak_flops
 from callbacks.flops import counting_flops
 from trainer.checks import check_counts, check_numbers, explained, given
+from trainer.errors import module_logger
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
     from trainer import Trainer, TrainModule
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.averages import Averages
 from callbacks.base import Callback
 from trainer.checks import check_bools, check_counts, check_numbers, explained, given
+from trainer.errors import module_logger
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from trainer import Trainer, TrainModule
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 Final = Literal["average", "trained"]
 

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -14,8 +13,9 @@ from trackers.masking import masked, masked_texts
 from trackers.missed import Missed
 from trackers.pending import Call
 from trackers.worker import Worker, log
+from trainer.errors import module_logger
 
-_logger = logging.getLogger("trackers")
+_logger = module_logger("trackers")
 _T = TypeVar("_T")
 _KEPT = ("log_artifact", "log_model")  # never dropped: they are few and important
 

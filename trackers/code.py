@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from pathlib import Path, PurePosixPath
 
+from trainer.errors import module_logger
 from trainer.files import read_bytes
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _LARGEST = 1 << 26  # bytes of the packed references
 
-_logger = logging.getLogger("trackers")
+_logger = module_logger("trackers")
 
 
 def git_commit(folder: str | os.PathLike[str]) -> str | None:

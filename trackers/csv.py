@@ -6,7 +6,6 @@ import contextlib
 import csv
 import functools
 import io
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -17,9 +16,10 @@ from trackers.base import GeneralTracker
 from trackers.jsonl import is_at, unused_name
 from trackers.media import one_level
 from trackers.registry import register_tracker
+from trainer.errors import module_logger
 from trainer.files import hidden_beside, regular
 
-_logger = logging.getLogger("trackers")
+_logger = module_logger("trackers")
 
 
 @register_tracker

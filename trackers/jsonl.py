@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import os
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -10,10 +9,11 @@ from time import time
 from typing import Any
 
 from trackers.base import GeneralTracker
+from trainer.errors import module_logger
 from trainer.files import regular
 from trainer.strict_json import dumps, from_json
 
-_logger = logging.getLogger("trackers")
+_logger = module_logger("trackers")
 
 FIELDS = frozenset({"step", "epoch", "time"})  # in every record, beside its metrics
 

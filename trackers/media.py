@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from trainer.errors import module_logger
 from trainer.strict_json import python_number
 
-_logger = logging.getLogger("trackers")
+_logger = module_logger("trackers")
 _CHANNELS = (1, 3, 4)
 # Modes of PIL images whose numbers are not gray or RGB(A) values.
 _MODES = ("P", "PA", "LA", "CMYK", "YCbCr", "HSV", "LAB")

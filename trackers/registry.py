@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -11,8 +10,9 @@ from typing import Any, TypeAlias, TypeVar
 
 from trackers.base import GeneralTracker, check_complete, check_installed, is_installed
 from trackers.jsonl import JsonlTracker
+from trainer.errors import module_logger
 
-_logger = logging.getLogger("trackers")
+_logger = module_logger("trackers")
 _REGISTRY: dict[str, type[GeneralTracker]] = {}
 _ALL = "all"
 _GROUP = "cadence.trackers"

@@ -1,7 +1,6 @@
 """The tracker for TensorBoard, based on torch's ``SummaryWriter``."""
 
 import contextlib
-import logging
 import os
 import warnings
 from pathlib import Path
@@ -12,8 +11,9 @@ from trackers.code import git_commit
 from trackers.jsonl import unused_name
 from trackers.media import finite, image_bytes, one_level, pixels, plain, rendered, table_of
 from trackers.registry import register_tracker
+from trainer.errors import module_logger
 
-_logger = logging.getLogger("trackers")
+_logger = module_logger("trackers")
 
 
 def _markdown(columns: list[Any], rows: list[list[Any]]) -> str:

@@ -1,7 +1,6 @@
 """The thread that makes a tracker's calls one after the other, and retries failed ones."""
 
 import contextlib
-import logging
 import threading
 import time
 from concurrent.futures import Future, wait
@@ -12,8 +11,9 @@ from trackers import retry
 from trackers.base import GeneralTracker
 from trackers.missed import Missed
 from trackers.pending import Call, Gap, Pending
+from trainer.errors import module_logger
 
-_logger = logging.getLogger("trackers")
+_logger = module_logger("trackers")
 _ONCE = ("submit", "settle", "finish")  # not retried: callers get the error; a run closes once
 _MANY = 5  # failed attempts of a call before the next record is tried ahead of it
 _SURE = 3  # later records that must succeed before a failing call is dropped

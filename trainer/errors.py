@@ -12,6 +12,7 @@ that occur later::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from signal import Signals
 from typing import Any
@@ -25,6 +26,20 @@ _CONTROLS = {
 def printable(text: str) -> str:
     """Return text for a terminal: control characters, as in a file's name, appear as escapes."""
     return text.translate(_CONTROLS)
+
+
+def module_logger(name: str) -> logging.Logger:
+    """Return the logger of a module of ours, whose messages cannot command the terminal."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_escape)
+    return logger
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    if (shown := printable(text)) != text:
+        record.msg, record.args = shown, None
+    return True
 
 
 class _Error(RuntimeError):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import logging
 import re
 
-logger = logging.getLogger(__name__)
+from trainer.errors import module_logger
+
+logger = module_logger(__name__)
 
 _HOOK = re.compile(r"on_.*|.*_step|.*_dataloader|configure_.*|prepare_data|setup|teardown")
 _LOADERS = [f"{phase}_dataloader" for phase in ("train", "val", "test", "predict")]

@@ -7,17 +7,17 @@ that callbacks see what the module logged.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from callbacks import Callback
+from trainer.errors import module_logger
 from trainer.ported.signatures import check_signature, with_loader_number
 
 Hook = Callable[..., None]
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _CALLBACKS_FIRST = (
     "on_fit_start",

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import os
 from argparse import Namespace
 from collections import UserList
@@ -33,13 +32,13 @@ import torch
 from trackers.masking import masked
 from trainer.checkpoint.serialization import decode_tree, encode_tree
 from trainer.checks import choice_error
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, module_logger
 
 _KEY = "_hyper_parameters"
 _SAVE_THEM = ", or call self.save_hyperparameters() in __init__ before checkpoints are saved."
 _LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 T = TypeVar("T")
 

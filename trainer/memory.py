@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 
+from trainer.errors import module_logger
+
 P = ParamSpec("P")
 R = TypeVar("R")
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 # Messages of out-of-memory errors that are not a torch.OutOfMemoryError.
 _SIGNS = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -19,9 +18,10 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from trainer.configuration import AutocastKwargs, GradScalerKwargs
+from trainer.errors import module_logger
 from trainer.tree import map_tree
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NARROW = {str(dtype) for dtype in _DTYPES.values()}

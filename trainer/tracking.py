@@ -11,7 +11,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,12 +26,13 @@ from trackers import (
 from trackers.background import finish_all
 from trackers.media import named_values
 from trackers.registry import TrackerChoice
+from trainer.errors import module_logger
 from trainer.files import with_home
 from trainer.state import PartialState
 
 __all__ = ["GeneralTracker", "RunTrackers", "on_main_process"]
 
-logger = getLogger(__name__)
+logger = module_logger(__name__)
 _T = TypeVar("_T")
 _numbers = itertools.count()  # every process creates its Accelerators in the same order
 _Options = Mapping[str, Mapping[str, Any]]

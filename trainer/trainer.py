@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -34,7 +33,7 @@ from trainer.data.epoch_iterator import EpochIterator
 from trainer.distributed.guards import check_collective
 from trainer.distributed.watchdog import watched
 from trainer.engines.compile import compiled_steps
-from trainer.errors import Preempted
+from trainer.errors import Preempted, module_logger
 from trainer.files import absolute_path
 from trainer.hooks import HookTable
 from trainer.loops import setup
@@ -81,7 +80,7 @@ from trainer.ported.attributes import check_settable, trainer_attribute_hint
 from trainer.ported.hooks import check_uncalled_hooks
 from trainer.rng import set_seed
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 _NOT_IN_A_TRIAL = {"reload_dataloaders_every_n_epochs": 0, "profile": None, "barebones": False}
 
 

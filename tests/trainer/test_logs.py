@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.ranks import RankError
+from trainer.errors import module_logger
 from trainer.logging import MultiProcessAdapter, get_logger
 from trainer.state import PartialState
 
@@ -168,3 +169,12 @@ def test_an_error_in_one_turn_does_not_keep_the_others_waiting(ranks2):
         ranks2(speak)
     assert list(caught.value.failures) == [0]
     assert "LookupError: no filter" in caught.value.failures[0]
+
+
+def test_a_warning_cannot_command_the_terminal(caplog):
+    logger = module_logger("trainer.tests")
+    logger.warning("%s is %s", "step\x1b[2J", 3)
+    logger.warning("%s is %s", "plain", 3)
+    first, second = caplog.records
+    assert first.getMessage() == "step\\x1b[2J is 3"
+    assert second.args == ("plain", 3)

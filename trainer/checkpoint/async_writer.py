@@ -9,7 +9,6 @@ memory is reused by every save.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch import Tensor
 from trainer.checkpoint.save import Ranks
 from trainer.checkpoint.serialization import encode_tree, portable, write_tree
 from trainer.checkpoint.weights import WEIGHTS_NAME, separate_tied, write_weights
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, module_logger
 
 Write = Callable[[Path], None]
 Encoded = tuple[
@@ -146,7 +145,7 @@ def _events_of(tensors: Sequence[Tensor]) -> list[Any]:
     return events
 
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 
 class Writer:

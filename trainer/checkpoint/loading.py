@@ -6,7 +6,6 @@ as code). The weights are compared with the module's before any is changed.
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import zipfile
@@ -29,7 +28,7 @@ from trainer.checkpoint.weights import (
     save_offload_index,
     tied_names,
 )
-from trainer.errors import CheckpointError, printable
+from trainer.errors import CheckpointError, module_logger, printable
 from trainer.files import read_json
 from trainer.names import bare_names
 from trainer.tree import own_memory
@@ -205,7 +204,7 @@ def _torch_weights(file: Path) -> dict[str, torch.Tensor]:
 
 _SHOWN = 20  # names of each kind listed in an error
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 
 @dataclass

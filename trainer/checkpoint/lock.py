@@ -14,7 +14,6 @@ as soon as any code in the process opens and closes the file.)
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import socket
 import time
@@ -24,7 +23,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from trainer.errors import printable
+from trainer.errors import module_logger, printable
 from trainer.files import read_json, regular
 from trainer.strict_json import dumps
 
@@ -35,7 +34,7 @@ _PAUSE = 0.05  # seconds between attempts
 
 _open: set[int] = set()  # descriptors of lock files, for children to close
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 
 @contextmanager

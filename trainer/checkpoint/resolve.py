@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +18,9 @@ from trainer.checkpoint.storage import (
     verify,
     without_manifest,
 )
-from trainer.errors import CheckpointError, LaterReleaseError
+from trainer.errors import CheckpointError, LaterReleaseError, module_logger
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 
 def newest_sound(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +17,13 @@ from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.loading import compare, renames
 from trainer.checkpoint.weights import own_names
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, module_logger
 from trainer.optim.state import load_state
 from trainer.rng import load_rng_state, mix, seed_generators
 
 OPTIMIZER_FORM = {"state?": dict, "param_groups?": [{"params": list}]}  # any optimizer's
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 
 class Stateful(Protocol):

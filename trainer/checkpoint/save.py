@@ -9,7 +9,6 @@ is rank 0. If each machine has its own disk, it is the rank with local rank 0 on
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import pickle
 import shutil
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from trainer.checkpoint.storage import commit, discard, open_staging, remove
 from trainer.distributed.guards import collective_mismatch, share
-from trainer.errors import CheckpointError, DistributedOperationException
+from trainer.errors import CheckpointError, DistributedOperationException, module_logger
 
 T = TypeVar("T")
 
@@ -198,7 +197,7 @@ def _describe(error: Exception) -> str:
     return repr(error)
 
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 
 def save_checkpoint(

@@ -46,7 +46,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -56,7 +55,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import NoneType
 from typing import Any, BinaryIO, Literal
 
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, module_logger
 from trainer.files import LARGEST, hidden_beside, read_json, regular
 from trainer.strict_json import dumps, fits_64_bits, from_json, is_unicode, to_json
 
@@ -435,7 +434,7 @@ ASIDE = re.compile(r"(damaged|replaced|abandoned)-(step-\d{8,})(-\d+)?")
 NUMBERED = re.compile(r"checkpoint_(\d+)")  # automatic names of the Accelerator's checkpoints
 _STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 
 def checkpoint_name(step: int) -> str:

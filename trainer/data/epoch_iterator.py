@@ -6,7 +6,6 @@ too few are left.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -44,6 +43,7 @@ from trainer.data.workers import (
     reads_as_torchs,
     warn_workers_end,
 )
+from trainer.errors import module_logger
 from trainer.rng import mix
 from trainer.tree import count_samples
 
@@ -152,7 +152,7 @@ def ahead(items: Iterable[T]) -> Generator[tuple[T, T | None], None, None]:
         current = following
 
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 Transfer = Callable[[Any], Any]
 

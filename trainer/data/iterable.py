@@ -17,7 +17,6 @@ a ``DataLoader``.
 from __future__ import annotations
 
 import inspect
-import logging
 import pickle
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -40,7 +39,7 @@ from trainer.data.seeding import (
 )
 from trainer.data.workers import SignalSafeLoader, SignalSafeWorker, users_kwargs
 from trainer.distributed.objects import all_gather_object
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, module_logger
 from trainer.rng import isolated_rng, mix, seed_generators, seeded_iteration
 from trainer.tree import leaves
 
@@ -361,7 +360,7 @@ class PlainReading:
             yield batch, Place(number, number)
 
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 
 class Stream:

@@ -18,7 +18,6 @@ depend on unrelated objects.
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,6 +42,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from trainer.data.inline_pickling import sent
 from trainer.data.sampler import BatchIndices, SampleIndex, SampleKey
+from trainer.errors import module_logger
 from trainer.rng import isolate_rng, isolated_rng, mix, seed_local
 
 LONGEST = 1_000  # items; longer containers hold samples, not transforms, and are not searched
@@ -344,7 +344,7 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _LOOKS = 2  # searches: after each of the first two batches of a process, or of its first passes
 

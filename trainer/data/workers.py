@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import logging
 import multiprocessing
 import os
 import signal
@@ -38,8 +37,9 @@ from torch.utils.data import DataLoader, get_worker_info
 from trainer.data.sampler import ShardedSampler
 from trainer.data.seeding import as_fetched
 from trainer.data.tensor_dataset import wrapped
+from trainer.errors import module_logger
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 # Seconds to wait for a child to start, which takes milliseconds; doubled at each retry.
 _START_PATIENCE = 1.0

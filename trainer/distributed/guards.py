@@ -14,7 +14,6 @@ sent too.
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.errors import DistributedOperationException
+from trainer.errors import DistributedOperationException, module_logger
 from trainer.tree import as_bytes, dense
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _LONGEST = 2000  # characters of each rank's description in an error
 _ANNOUNCED_AFTER = 1.0  # seconds until a waiting rank writes to the store that it waits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Iterable, Set
 from typing import Any
@@ -12,10 +11,11 @@ from torch import Tensor
 from trainer.distributed.collectives import gather_uneven, is_checked
 from trainer.distributed.guards import check_collective
 from trainer.distributed.objects import gather_object, gather_object_from, is_sequence
+from trainer.errors import module_logger
 from trainer.state import GradientState, PartialState
 from trainer.tree import children, leaves, map_tree, rebuild
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 
 def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:

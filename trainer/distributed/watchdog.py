@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import sys
 import threading
 import time
@@ -26,9 +25,9 @@ import torch.distributed as dist
 
 from trainer import environment
 from trainer.distributed.process_control import is_of_a_loss, is_of_backend, shown
-from trainer.errors import Preempted
+from trainer.errors import Preempted, module_logger
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 # Patience: seconds that a process waits at one place until it logs that, or a fraction of the
 # backend's timeout, if that is less.

@@ -8,7 +8,6 @@ Jaggi, "PowerSGD", NeurIPS 2019).
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,9 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.configuration import DistributedDataParallelKwargs
 from trainer.engines.averaging import sparse_weights
 from trainer.enums import DDPCommunicationHookType as Kind
+from trainer.errors import module_logger
 from trainer.names import bare_names
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _HOOKS: dict[str, Any] = {
     Kind.FP16: default_hooks.fp16_compress_hook,

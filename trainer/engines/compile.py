@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from trainer.checks import choice_error
 from trainer.distributed.process_control import on_all
 from trainer.enums import DynamoBackend
+from trainer.errors import module_logger
 from trainer.names import COMPILED, is_compile_wrapper
 from trainer.plugins import TorchDynamoPlugin
 from trainer.tree import leaves
@@ -105,7 +105,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return model.get_submodule(COMPILED) if is_compile_wrapper(model) else model
 
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 # Methods of the module that call the Trainer. They are excluded from compilation; otherwise torch
 # would trace into the Trainer.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import linecache
-import logging
 import os
 import pickle
 import sys
@@ -25,8 +24,9 @@ from typing import Any
 
 from trainer import environment
 from trainer.cli.launch import entry
+from trainer.errors import module_logger
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _CALL, _VALUE = "call", "value"
 # Objects that describe this process and its peers, or were prepared for them: invalid in another.

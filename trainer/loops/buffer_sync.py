@@ -5,7 +5,6 @@ Gradient reduction keeps trained parameters equal on all ranks. Nothing does tha
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 import torch
@@ -14,12 +13,13 @@ from torch.nn.parameter import is_lazy
 
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.objects import all_gather_object
+from trainer.errors import module_logger
 from trainer.loops.state import FitRun
 from trainer.names import bare_names
 from trainer.optim.optimizer import parameters_of
 from trainer.tree import as_bytes, dense
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _AT_ONCE = 2**20  # 32-bit words hashed at a time: the hashing needs eight times their memory
 _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # SplitMix64's, signed

@@ -5,7 +5,6 @@ Without user hooks the copy runs on a side stream, so that it overlaps with the 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -21,13 +20,14 @@ from trainer.data.prefetch import InFlight, send, streams_for
 from trainer.data.seeding import equal, isolated_generators
 from trainer.datamodule import DataModule
 from trainer.distributed import guards
+from trainer.errors import module_logger
 from trainer.hooks import is_overridden
 from trainer.loops.module_state import kept_by
 from trainer.loops.no_collectives import reason
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _HERE = "a hook of a batch's transfer or count_items"
 _INSTEAD = "on_train_step_end or a hook of an epoch's end"

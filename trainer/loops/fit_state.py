@@ -6,7 +6,6 @@ of a run can compare.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -37,7 +36,7 @@ from trainer.checkpoint.serialization import encode_tree
 from trainer.checkpoint.storage import MANIFEST, check_form, count, reading
 from trainer.checkpoint.weights import own_names
 from trainer.data.sampler import EpochLength
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, module_logger
 from trainer.hparams import to_manifest
 from trainer.loops.buffer_sync import sync_buffers
 from trainer.loops.config import Schedule
@@ -59,7 +58,7 @@ from trainer.optim.state import load_state, state_of
 from trainer.rng import is_rng_state, isolated_rng, mix, rng_state
 from trainer.state import PartialState
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _OF_SPEED = ("foreach", "fused", "capturable", "differentiable")  # do not change the result
 _NOT_CHOSEN = ("params", "initial_lr")  # keys of a parameter group that are not options

@@ -15,7 +15,6 @@ epoch's value does not depend on which rank holds them.
 from __future__ import annotations
 
 import copy
-import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from trainer.data.seeding import Found, generators_in, load_states, states_of
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, module_logger
 from trainer.metrics import EMPTY, Cell, MetricStore
 from trainer.module import TrainModule
 from trainer.names import bare_names
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from trainer.loops.state import FitRun
 
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 
 def kept_by(module: TrainModule, datamodule: Any = None) -> Found:

@@ -8,14 +8,14 @@ without a request cost nothing.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trainer.distributed.objects import all_gather_object
+from trainer.errors import module_logger
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 
 class PendingSaves:

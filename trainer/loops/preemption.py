@@ -18,7 +18,6 @@ reads it here.
 from __future__ import annotations
 
 import faulthandler
-import logging
 import math
 import os
 import signal
@@ -37,6 +36,7 @@ import torch
 
 from trainer.distributed.collectives import reduce
 from trainer.environment import slurm_job
+from trainer.errors import module_logger
 
 _PATIENCE = 3.0  # seconds until the main thread must have run its handler
 _CLOSED = 0  # no signal has this number
@@ -104,7 +104,7 @@ def interactive() -> bool:
     return hasattr(sys, "ps1") or bool(get_ipython and get_ipython())
 
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _LIMIT = 60.0  # seconds; the controller may be busy
 

@@ -10,7 +10,6 @@ They find validations that would never run, monitored metrics that would never b
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from callbacks.monitor import Monitor
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.datamodule import DataModule
 from trainer.distributed.objects import all_gather_object
+from trainer.errors import module_logger
 from trainer.hooks import is_overridden
 from trainer.loops.config import Length, Settings
 from trainer.loops.state import FitRun
@@ -142,7 +142,7 @@ def _decides_by(callback: _Decider) -> str:
     return f"{type(callback).__name__}({', '.join(parts)})"
 
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _NONE_WANTED = "limit_val_batches=0 says that no validation is wanted."
 

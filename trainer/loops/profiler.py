@@ -10,7 +10,6 @@ The exception is a validation, or the sanity check: all time inside counts as va
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
@@ -29,6 +28,7 @@ from trainer.checkpoint.storage import write_whole
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.enums import DynamoBackend
 from trainer.environment import share_of_cores
+from trainer.errors import module_logger
 from trainer.loops.config import Profile
 from trainer.loops.state import FitRun, Run
 from trainer.strict_json import dumps
@@ -262,7 +262,7 @@ def _replace(owner: object, **methods: Callable[..., Any]) -> None:
     vars(owner).update(methods)
 
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 Begin = Callable[[Run, list[EpochIterator]], None]
 

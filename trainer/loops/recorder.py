@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +15,11 @@ from trackers import BackgroundTracker, GeneralTracker, JsonlTracker
 from trackers.background import finish_all
 from trackers.base import Status
 from trackers.missed import Missed
+from trainer.errors import module_logger
 from trainer.loops.run_metadata import Listener, RunMetadata, text_of
 from trainer.metrics import Value, on_accelerator, stacked, to_floats
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 _PATIENCE = 120.0  # seconds: how long a save waits until the local record is synced to disk
 # Seconds that a save waits for trackers that write files. They usually take milliseconds.
 _PATIENCE_FOR_CURVES = 5.0

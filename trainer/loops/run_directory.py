@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import multiprocessing
 import os
@@ -32,7 +31,7 @@ from trainer.checkpoint.storage import MANIFEST, metrics_of, run_id_of
 from trainer.checks import choice_error
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.process_control import on_main
-from trainer.errors import CheckpointError, LaterReleaseError
+from trainer.errors import CheckpointError, LaterReleaseError, module_logger
 from trainer.files import absolute_path
 from trainer.loops.fit_state import read_saved
 from trainer.loops.recorder import Recorder
@@ -40,7 +39,7 @@ from trainer.loops.run_metadata import RunMetadata
 from trainer.state import PartialState
 from trainer.tracking import check_name
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 WORDS = ("auto", "best", "last")
 

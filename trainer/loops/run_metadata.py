@@ -31,10 +31,11 @@ from trackers.base import Status
 from trackers.code import git_commit
 from trackers.masking import masked
 from trainer.checkpoint.storage import write_whole
+from trainer.errors import module_logger
 from trainer.files import read_json, sweep_hidden
 from trainer.strict_json import dumps, to_json
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 FORMAT_VERSION = 1
 _OURS = ("trainer", "callbacks", "trackers")  # the loggers whose warnings are recorded

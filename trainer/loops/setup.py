@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import uuid
@@ -29,7 +28,7 @@ from trainer.distributed.step_sync import StepSync
 from trainer.engines.averaging import average_gradients, sparse_weights
 from trainer.engines.choose import choose_engine
 from trainer.environment import defaulting
-from trainer.errors import CheckpointError, Preempted
+from trainer.errors import CheckpointError, Preempted, module_logger
 from trainer.hooks import HookTable
 from trainer.hparams import logged, to_manifest
 from trainer.loops.config import Schedule, Settings, check_callbacks, make_way
@@ -74,7 +73,7 @@ from trainer.tree import own_memory
 # Without it cuBLAS is not deterministic: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
 _CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _threads: list[threading.Thread] = []  # the threads that run a Trainer at present
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import reprlib
 from collections.abc import Iterator
 from itertools import repeat
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from trainer.data.epoch_iterator import GlobalBatch
 from trainer.distributed import guards
 from trainer.distributed.objects import broadcast_object
+from trainer.errors import module_logger
 from trainer.loops.batch_norm import kept_metrics
 from trainer.loops.device_transfer import items_of
 from trainer.loops.evaluate import ENDED_EARLY, kept_buffers
@@ -29,7 +29,7 @@ from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.rng import isolated_rng
 from trainer.tree import detach, to_host
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _GRADIENT = attrgetter("grad")
 _HERE = "training_step or a hook of a batch"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from trainer.checks import choice_error
+from trainer.errors import module_logger
 from trainer.optim.clipping import validate_limits
 from trainer.optim.scheduler import is_at_end
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _TICKS = ("scheduler", "interval", "frequency", "monitor")
 _SCHEDULER_KEYS = (*_TICKS, "name")

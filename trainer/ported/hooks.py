@@ -9,9 +9,9 @@ may call.
 
 from __future__ import annotations
 
-import logging
+from trainer.errors import module_logger
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 MANUAL = "set automatic_optimization = False and do it in training_step"
 _EPOCH_END = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import logging
 import multiprocessing
 import platform
 import re
@@ -20,9 +19,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from trainer import environment
 from trainer.enums import DistributedType
+from trainer.errors import module_logger
 from trainer.state.network import choose_interface
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _groups = itertools.count()  # a new file for each group: the old one has stale addresses
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-import logging
 import os
 import socket
 import struct
 import sys
 
 from trainer import environment
+from trainer.errors import module_logger
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _HERE = ("localhost", "127.0.0.1", "::1")  # loopback addresses

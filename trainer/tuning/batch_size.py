@@ -9,7 +9,6 @@ processes needs in addition to them, is set aside meanwhile.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +23,7 @@ from trainer.data.epoch_iterator import EpochIterator
 from trainer.data.workers import reads_as_torchs, users_kwargs
 from trainer.distributed.objects import all_gather_object
 from trainer.distributed.process_control import exchange
+from trainer.errors import module_logger
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.predict import predict
 from trainer.memory import free_caches, is_out_of_memory
@@ -34,7 +34,7 @@ from trainer.tree import find_batch_size
 from trainer.tuning.copies import copies
 from trainer.tuning.trial import holders, isolate, make_trial, set_all
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 METHODS = ("fit", "validate", "test", "predict")
 _MODES = ("power", "binsearch")

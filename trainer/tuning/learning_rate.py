@@ -7,7 +7,6 @@ L. N. Smith, "Cyclical Learning Rates for Training Neural Networks", WACV 2017, 
 
 from __future__ import annotations
 
-import logging
 import math
 from bisect import bisect
 from dataclasses import dataclass, field
@@ -20,13 +19,14 @@ from torch.nn.functional import avg_pool1d
 
 from callbacks import Callback
 from trainer.checks import choice_error
+from trainer.errors import module_logger
 from trainer.loops.fit_state import load_weights
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 from trainer.tuning.copies import copies
 from trainer.tuning.trial import isolate, make_trial
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _LOSS = "_range_test_loss"
 _SETTLED = 10  # losses after which their average no longer depends on the luck of a batch

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
 from trainer.checks import choice_error
+from trainer.errors import module_logger
 from trainer.loops.dataloaders import check_module
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
@@ -21,7 +21,7 @@ from trainer.tuning.batch_size import (
 from trainer.tuning.learning_rate import Groups, LearningRateTest, Sweep, range_test
 from trainer.tuning.trial import holders, set_all
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 
 class Tuner:

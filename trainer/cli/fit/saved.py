@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from trackers.masking import masked
 from trainer.checkpoint.storage import write_whole
 from trainer.cli.parsing import check_yaml
 from trainer.distributed.process_control import on_main
+from trainer.errors import module_logger
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 NAME = "config.yaml"
 

@@ -7,7 +7,6 @@ store of the launchers' rendezvous, and the others end their processes, as on on
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from trainer.cli.parsing import echo
+from trainer.errors import module_logger
 
-logger = logging.getLogger(__name__)
+logger = module_logger(__name__)
 
 _FAILED, _LEFT = "cadence/failed", "cadence/left"
 _LOOK = 1.0  # seconds between two looks into the store

@@ -19,7 +19,7 @@ from trackers.registry import register_tracker
 _QUIET = {"auto_metric_logging": False, "auto_param_logging": False, "log_graph": False}
 
 
-def _log_separately() -> None:
+def _isolate_random_generator() -> None:
     """Let comet_ml use its own random generator.
 
     Otherwise it would advance Python's global generator, which training uses. And if a run and its
@@ -100,7 +100,7 @@ class CometMLTracker(GeneralTracker):
         import comet_ml
         from comet_ml.config.config_api import get_config
 
-        _log_separately()
+        _isolate_random_generator()
         options = {"project_name": self.run_name, **self.init_kwargs}
         if previous is not None:
             options = {"experiment_key": previous, "mode": "get_or_create", **options}

@@ -516,7 +516,7 @@ class Accelerator:
         Raises:
             TypeError: `model` is not a module.
         """
-        _check_parameters_of("prepare_model", "model", model, isinstance(model, nn.Module))
+        _check_argument("prepare_model", "model", model, isinstance(model, nn.Module))
         for known in self._models:
             if model is known or models.unwrap_model(known) is model:
                 return known
@@ -541,7 +541,7 @@ class Accelerator:
         Raises:
             TypeError: `optimizer` is not an optimizer.
         """
-        _check_parameters_of(
+        _check_argument(
             "prepare_optimizer", "optimizer", optimizer, hasattr(optimizer, "param_groups")
         )
         if isinstance(optimizer, AcceleratedOptimizer):
@@ -564,7 +564,7 @@ class Accelerator:
             TypeError: `scheduler` is not a scheduler.
         """
         fits = hasattr(scheduler, "optimizer") and not isinstance(scheduler, AcceleratedOptimizer)
-        _check_parameters_of("prepare_scheduler", "scheduler", scheduler, fits)
+        _check_argument("prepare_scheduler", "scheduler", scheduler, fits)
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         for known in self._schedulers:
@@ -634,12 +634,12 @@ class Accelerator:
         joinables = list(joinables)
         for each in joinables:
             fits = isinstance(each, (nn.Module, Joinable)) or hasattr(each, "param_groups")
-            _check_parameters_of("join_uneven_inputs", "joinable", each, fits)
+            _check_argument("join_uneven_inputs", "joinable", each, fits)
         return join.join_uneven_inputs(joinables, self._dataloaders, even_batches, self)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether a device map has already spread the model over several devices."""
-        _check_parameters_of("verify_device_map", "model", model, isinstance(model, nn.Module))
+        _check_argument("verify_device_map", "model", model, isinstance(model, nn.Module))
         return models.verify_device_map(model)
 
     def unwrap_model(
@@ -804,7 +804,7 @@ class Accelerator:
             else:
                 self.precision.scale(scaled).backward(**kwargs)
         except (AttributeError, TypeError, ValueError):  # check the type only after a failure
-            _check_parameters_of("backward", "loss", loss, hasattr(loss, "backward"))
+            _check_argument("backward", "loss", loss, hasattr(loss, "backward"))
             raise
 
     def _check_unfrozen(self) -> None:
@@ -834,9 +834,7 @@ class Accelerator:
         single = isinstance(chosen, (Optimizer, nn.Module, str))
         ours: list[Any] = [chosen] if single or not isinstance(chosen, Iterable) else list(chosen)
         for one in ours:
-            _check_parameters_of(
-                "unscale_gradients", "optimizer", one, hasattr(one, "param_groups")
-            )
+            _check_argument("unscale_gradients", "optimizer", one, hasattr(one, "param_groups"))
         scaled = self.scaler is not None and self.scaler.is_enabled()
         if scaled and not self.sync_gradients:
             raise ValueError(
@@ -947,7 +945,7 @@ class Accelerator:
             TypeError: `model` is not a module; raised on every process.
             ValueError: `max_shard_size` is not a size; raised on every process.
         """
-        _check_parameters_of("save_model", "model", model, isinstance(model, nn.Module))
+        _check_argument("save_model", "model", model, isinstance(model, nn.Module))
         check_bools(safe_serialization=safe_serialization)
         parse_size(max_shard_size, "max_shard_size")  # a bad size raises on every rank
         if self._writes:
@@ -1054,14 +1052,14 @@ class Accelerator:
         Files that the hook writes to `output_dir` become part of the checkpoint. State dicts that
         it removes from `weights` are not saved.
         """
-        _check_parameters_of("register_save_state_pre_hook", "hook", hook, callable(hook))
+        _check_argument("register_save_state_pre_hook", "hook", hook, callable(hook))
         handle = RemovableHandle(self._save_hooks)
         self._save_hooks[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` before a load; models that it removes are not loaded."""
-        _check_parameters_of("register_load_state_pre_hook", "hook", hook, callable(hook))
+        _check_argument("register_load_state_pre_hook", "hook", hook, callable(hook))
         handle = RemovableHandle(self._load_hooks)
         self._load_hooks[handle.id] = hook
         return handle
@@ -1214,7 +1212,7 @@ class Accelerator:
         return f"Accelerator(\n{self.state})"
 
 
-def _check_parameters_of(method: str, what: str, given: object, fits: bool) -> None:
+def _check_argument(method: str, what: str, given: object, fits: bool) -> None:
     if not fits:
         raise TypeError(
             f"{method} was given {reprlib.repr(given)} of type {type(given).__name__} as its "

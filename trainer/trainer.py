@@ -55,7 +55,7 @@ from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.fit import finished, fit
 from trainer.loops.fit_state import require_space, save_run, save_weights_alone
 from trainer.loops.predict import PredictionFiles, predict
-from trainer.loops.preemption import requeue, should_end, watch_signals
+from trainer.loops.preemption import exit_check, requeue, watch_signals
 from trainer.loops.preflight import check_optimizer_names
 from trainer.loops.profiler import SAVING, Begin, profiling
 from trainer.loops.recorder import Recorder
@@ -458,7 +458,7 @@ class Trainer:
                 epoch_iterator=self._epoch_iterator,
                 val_iterators=val_iterators,
                 stop_requested=lambda: self._stop_requested,
-                signalled=should_end(watch, self._context.settings.budget),
+                signalled=exit_check(watch, self._context.settings.budget),
             )
             setup.start_fit(self._context, run, chosen, ckpt_path)
             self._run = self._fit = run

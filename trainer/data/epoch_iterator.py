@@ -41,7 +41,7 @@ from trainer.data.workers import (
     end_workers,
     loader_kwargs,
     reads_as_torchs,
-    warn_workers_end,
+    warn_not_persistent,
 )
 from trainer.errors import module_logger
 from trainer.rng import mix
@@ -274,7 +274,7 @@ class EpochIterator:
                     counts=source.collate_fn is default_collate,
                 )
             elif source.persistent_workers:
-                warn_workers_end(type(source.dataset).__name__)
+                warn_not_persistent(type(source.dataset).__name__)
             self.loader = SignalSafeLoader(**loader_kwargs(source, self.sampler, self._generator))
         self._stream: Stream | None = None
         if self.sampler is None:
@@ -402,7 +402,7 @@ class EpochIterator:
         )
 
     @contextmanager
-    def isolated(self, epoch: int) -> Iterator[None]:
+    def isolated_epoch(self, epoch: int) -> Iterator[None]:
         """Set the epoch inside the block, then restore the user's generators.
 
         Another pass may be using these generators.

@@ -213,7 +213,7 @@ def end_workers(iterators: Iterable[Any]) -> None:
     """Shut down all workers of these iterators within one deadline of `_PATIENCE` seconds."""
     reading = [each for each in iterators if not each._shutdown]
     for batches in reading:
-        _warn_worker_ends(batches)
+        _stop_workers(batches)
     deadline = time.monotonic() + _PATIENCE
     for worker in [worker for batches in reading for worker in batches._workers]:
         worker.join(max(0.0, deadline - time.monotonic()))
@@ -222,11 +222,11 @@ def end_workers(iterators: Iterable[Any]) -> None:
         batches._worker_pids_set = False
         for worker in batches._workers:
             worker.kill()  # no effect if it has ended
-        with suppress(RuntimeError):  # see `_warn_worker_ends`; all workers have ended
+        with suppress(RuntimeError):  # see `_stop_workers`; all workers have ended
             batches._shutdown_workers()
 
 
-def _warn_worker_ends(batches: Any) -> None:
+def _stop_workers(batches: Any) -> None:
     """Tell an iterator's workers to exit: the first part of torch's ``_shutdown_workers``.
 
     ``_shutdown_workers`` may still be called afterwards.
@@ -245,7 +245,7 @@ def _warn_worker_ends(batches: Any) -> None:
 
 
 @cache  # warn once: a run may create its loaders again in every epoch
-def warn_workers_end(dataset: str) -> None:
+def warn_not_persistent(dataset: str) -> None:
     """Warn, on rank 0, that ``persistent_workers`` has no effect for a stream."""
     if dist.is_initialized() and dist.get_rank() != 0:
         return

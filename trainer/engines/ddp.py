@@ -211,9 +211,8 @@ class _Stage(nn.Module):
 
     def forward(self, name: str | None, *args: Any) -> tuple[Any, list[Tensor]]:
         output = None if name is None else getattr(self.module, name)(*args)
-        sync_vector = (
-            self.sync_vector.clone() if self.searched else self.sync_vector
-        )  # a leaf has no graph
+        # Cloned where DDP searches the graph: a leaf has none.
+        sync_vector = self.sync_vector.clone() if self.searched else self.sync_vector
         return output, [sync_vector, *map(look_up_nothing, self.tables)]
 
 

@@ -78,7 +78,7 @@ def update_batch_norm(run: FitRun) -> None:
         isolated_rng(seed),
         isolated_generators(generators, mix(seed, 1), equal(generators)),
         run.metrics.muted(),
-        epoch_iterator.isolated(run.counters.epoch),
+        epoch_iterator.isolated_epoch(run.counters.epoch),
         closing(run.device_transfer.global_batches(epoch_iterator)) as global_batches,
     ):
         for batch_idx, current in enumerate(global_batches):

@@ -163,7 +163,7 @@ def evaluate_loader(
     suffix = f"/dataloader_idx_{index}" if several else ""
     read_here, aligned = 0, epoch_iterator.num_global_batches is not None
     with (
-        epoch_iterator.isolated(run.counters.epoch),
+        epoch_iterator.isolated_epoch(run.counters.epoch),
         closing(run.device_transfer.global_batches(epoch_iterator, index)) as global_batches,
     ):
         for batch_idx, current in enumerate(global_batches):

@@ -67,12 +67,12 @@ def fit(run: FitRun) -> None:
     restore_rng(run)
     metrics.scope = None  # no epoch follows, so no hook from here on may log
     run.in_boundary = True
-    check_before_collective(run, "on_train_end")
+    check_same_hook(run, "on_train_end")
     run.pending_saves.make(run.world_size)
     if hooks.monitors_due:  # callbacks rank the final checkpoint by these values
         reduce_update(run)
     hooks.on_train_end()
-    check_before_collective(run, "on_fit_end")
+    check_same_hook(run, "on_fit_end")
     if counters.global_step > run.last_logged:
         record_update(run)  # the last update is always recorded
         run.recorder.flush(arrived=counters.global_step)
@@ -81,7 +81,7 @@ def fit(run: FitRun) -> None:
     run.ended = switches_of(run.module)
 
 
-def check_before_collective(run: FitRun, hook: str) -> None:
+def check_same_hook(run: FitRun, hook: str) -> None:
     """Check that all ranks reach the same hook, instead of hanging in different collectives.
 
     Without the check, a rank that called a collective alone in the hook before would deadlock.

@@ -844,7 +844,7 @@ def _restore_epoch(run: FitRun, state: Mapping[str, Any]) -> None:
     if "length" in state:  # likewise
         run.epoch_iterator.resume_length(run.counters.epoch, EpochLength(*state["length"]))
     saved = [*state["data"], None][:3]  # an earlier release did not save the number of batches
-    with run.epoch_iterator.isolated(
+    with run.epoch_iterator.isolated_epoch(
         run.counters.epoch
     ):  # the length of the data may depend on the epoch
         here = data_of(run)

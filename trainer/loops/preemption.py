@@ -210,7 +210,7 @@ def _tell(number: int) -> None:
         os.write(2, f"\n{name}: stopping after this update{hint}.\n".encode())
 
 
-def should_end(watch: SignalWatch, budget: float | None) -> Callable[[], int | None]:
+def exit_check(watch: SignalWatch, budget: float | None) -> Callable[[], int | None]:
     """Return a function that returns the exit code once this process must end, before that None.
 
     It must end after an exit signal, or when its time budget is used up.

@@ -173,9 +173,8 @@ def can_be_due(
         return True
     if length.max_epochs is not None and length.max_epochs < every:
         return False
-    if (
-        length.max_steps is None or epoch_iterator is None or epoch_iterator.sampler is None
-    ):  # a stream may be shorter
+    # The length that a stream claims may be wrong.
+    if length.max_steps is None or epoch_iterator is None or epoch_iterator.sampler is None:
         return True
     global_batches = epoch_iterator.num_global_batches or 0
     whole, part = int(every), every % 1

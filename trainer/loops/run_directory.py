@@ -568,9 +568,8 @@ class Project:
             raise ValueError(
                 f"project_dir is {str(self.folder)!r}, which cannot be used as a folder: {error}."
             ) from error
-        if (
-            self.record.exists() or self.run_metadata.exists()
-        ):  # of another run, like all three files
+        # Of another run, like all three files.
+        if self.record.exists() or self.run_metadata.exists():
             for file in (self.record, self.evaluations, self.run_metadata):
                 if file.exists():
                     file.rename(unused_name(file))

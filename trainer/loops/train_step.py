@@ -285,9 +285,8 @@ def refresh_parameter_lists(run: FitRun) -> None:
             if parameters:
                 now += id(parameters[0]), id(parameters[-1])
     if now != run.parameter_fingerprint:
-        if (
-            not run.parameter_fingerprint and run.warns
-        ):  # hooks before the first step may have called eval()
+        # At the first update: hooks before it may have called eval().
+        if not run.parameter_fingerprint and run.warns:
             warn_of_dropout_off(run.module)
         own = list(run.module.parameters())
         used = parameters_of(run.optimizers)

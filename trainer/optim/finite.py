@@ -73,7 +73,7 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
 
 def _look_through_groups(gradients: list[Tensor]) -> bool | Tensor:
     found: Tensor | None = None
-    for tensors in _same_kind(gradients):
+    for tensors in _by_device_and_dtype(gradients):
         look = _look_through if tensors[0].dtype in _KERNEL_DTYPES else _look_at_maxima
         here = look(tensors)
         # The flag must be 0 or 1: fused optimizers compare it with 1 and subtract it from the step.
@@ -98,7 +98,7 @@ def _look_at_maxima(gradients: list[Tensor]) -> Tensor:
     return (~maxima.isfinite().all()).float()
 
 
-def _same_kind(gradients: list[Tensor]) -> Collection[list[Tensor]]:
+def _by_device_and_dtype(gradients: list[Tensor]) -> Collection[list[Tensor]]:
     """Group the gradients by device and dtype, as the kernel needs; as dense real tensors."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:

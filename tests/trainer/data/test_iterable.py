@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from trainer.checkpoint import load_tree, save_tree
 from trainer.data.dataloader import DataLoaderShard
 from trainer.data.epoch_iterator import EpochIterator
-from trainer.data.workers import warn_workers_end
+from trainer.data.workers import warn_not_persistent
 from trainer.errors import CheckpointError
 from trainer.tree import map_tree
 
@@ -353,7 +353,7 @@ def test_workers_that_would_stay_begin_every_epoch_afresh():
 @pytest.mark.parametrize("remember", [True, False])
 @pytest.mark.parametrize("dataset", [Onward, Plain, Held, Draws])
 def test_workers_that_would_stay_are_told_of_once(dataset, remember, caplog):
-    warn_workers_end.cache_clear()
+    warn_not_persistent.cache_clear()
     EpochIterator(loader(dataset(), num_workers=1), remember=remember)
     assert not caplog.messages
     for _ in range(2):

@@ -536,7 +536,7 @@ def test_a_pass_beside_another_leaves_the_generators_that_both_have(generator, d
     )
     twin = copy.deepcopy(generator)
     assert draw(generator) == draw(twin)  # half a pair of numpy's older kind is left over
-    with epoch_iterator.isolated(3):
+    with epoch_iterator.isolated_epoch(3):
         assert len(list(epoch_iterator.global_batches())) == 2
         draw(generator)
     assert draw(generator) == draw(twin)

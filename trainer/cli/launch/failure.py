@@ -65,7 +65,7 @@ class Failure:
         return any(map(_PEER_GONE.search, last)) or _PEER_FAILED.search(self.text) is not None
 
     @property
-    def should_end(self) -> bool:
+    def ended_by_launcher(self) -> bool:
         """The launcher ended it because another process had failed."""
         return self.raised is None and self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
@@ -117,7 +117,7 @@ def first_of(failures: list[Failure], interval: float) -> Failure:
     own = [
         each
         for each in failures
-        if not each.should_end and not (_killed(each) and each.seen >= earliest + _PATIENCE)
+        if not each.ended_by_launcher and not (_killed(each) and each.seen >= earliest + _PATIENCE)
     ] or failures
     gone = [
         each
@@ -136,7 +136,7 @@ def report(failures: list[Failure], interval: float) -> tuple[str, int]:
     others = [
         each
         for each in sorted(failures, key=lambda each: each.rank)
-        if each is not first and not each.should_end
+        if each is not first and not each.ended_by_launcher
     ]
     alike = [each for each in others if each.text and each.text == first.text]
     lines = [f"{each.who} {_then(each, first)}" for each in others if each not in alike]

@@ -827,7 +827,7 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
         run.guard.load_state_dict(state["guard"])
     run.weighting.reference = state["reference"]
     run.recorder.latest.update(state["latest"])
-    run.recorder.updates.update(state["updates"])
+    run.recorder.updates.update((name, state["updates"].get(name, 0)) for name in state["latest"])
     run.recorder.validated.update(state.get("validated", {}))  # missing in earlier releases
 
 

@@ -51,7 +51,6 @@ FLOORS = {
     "trainer.accelerator": 7,
     "trainer.hparams": 7,
     "trainer.datamodule": 8,
-    "trainer.hook_typos": 8,
     "trainer.hooks": 8,
     "trainer.loops": 8,
     "trainer.metrics": 8,

@@ -37,7 +37,7 @@ from trainer.errors import Preempted, module_logger
 from trainer.files import absolute_path
 from trainer.hooks import HookTable
 from trainer.loops import setup
-from trainer.loops.batch_norm import require_readable, update_batch_norm
+from trainer.loops.buffers import require_readable, update_batch_norm
 from trainer.loops.config import (
     Limit,
     Profile,
@@ -49,7 +49,6 @@ from trainer.loops.config import (
     listed,
     project_dir_of,
 )
-from trainer.loops.context import RunContext
 from trainer.loops.dataloaders import Sources, check_hooks, check_module, steps_of, take_datamodule
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.fit import finished, fit
@@ -60,7 +59,13 @@ from trainer.loops.preflight import check_optimizer_names
 from trainer.loops.profiler import SAVING, Begin, profiling
 from trainer.loops.recorder import Recorder
 from trainer.loops.run_directory import WORDS, Project
-from trainer.loops.setup import detecting_anomalies, deterministic, sharing_the_process, stage_of
+from trainer.loops.setup import (
+    RunContext,
+    detecting_anomalies,
+    deterministic,
+    sharing_the_process,
+    stage_of,
+)
 from trainer.loops.state import Counters, FitRun, Run
 from trainer.metrics import MetricStore, to_floats
 from trainer.module import TrainModule
@@ -696,7 +701,7 @@ class Trainer:
         """Recompute batch normalisation statistics over an epoch of the training data; collective.
 
         It is for weights that training did not produce directly, such as averaged weights. Call it
-        on every process at a boundary. See `trainer.loops.batch_norm`.
+        on every process at a boundary. See `trainer.loops.buffers`.
 
         Raises:
             ValueError: See `check_batch_norm`.

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import GradScalerKwargs, Trainer, TrainModule
 from trainer.errors import DistributedOperationException
-from trainer.loops.buffer_sync import _digests
-from trainer.loops.no_collectives import reason
+from trainer.loops.buffers import _digests
+from trainer.loops.device_transfer import reason
 
 
 class Net(TrainModule):
@@ -344,7 +344,7 @@ def test_frozen_parameters_that_differ_are_those_of_the_checkpoint_on_all(ranks2
 
     def body(folder: str, *epochs: int) -> tuple[list[float], list[str]]:
         messages: list[str] = []
-        logger = logging.getLogger("trainer.loops.buffer_sync")
+        logger = logging.getLogger("trainer.loops.buffers")
         handler = logging.Handler()
         handler.emit = lambda record: messages.append(record.getMessage())
         logger.addHandler(handler)

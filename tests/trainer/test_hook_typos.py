@@ -4,7 +4,7 @@ import pytest
 
 from callbacks import Callback, EarlyStopping, ModelCheckpoint
 from trainer import DataModule, Trainer, TrainModule
-from trainer.hook_typos import check_hook_typos
+from trainer.hooks import check_hook_typos
 
 
 class Odd(TrainModule):
@@ -99,7 +99,7 @@ def test_a_run_tells_of_all_that_it_is_given(caplog):
             pass
 
     trainer = Trainer(callbacks=[OddCallback()], progress_bar=False, cpu=True)
-    with caplog.at_level(logging.WARNING, "trainer.hook_typos"):
+    with caplog.at_level(logging.WARNING, "trainer.hooks"):
         trainer.test(Module(), datamodule=Data())
     messages = [r.getMessage().split(" defines ")[0] for r in caplog.records]
     assert messages == ["Module"] * 3 + ["OddCallback"] * 3 + ["Data"]

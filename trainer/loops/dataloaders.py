@@ -18,8 +18,7 @@ from trainer.data.seeding import isolated_generators
 from trainer.datamodule import DataModule
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.process_control import on_all
-from trainer.hook_typos import check_hook_typos
-from trainer.hooks import is_overridden
+from trainer.hooks import check_hook_typos, is_overridden
 from trainer.loops.config import Settings, apply_limit, require_length
 from trainer.loops.module_state import kept_by
 from trainer.loops.state import FitRun

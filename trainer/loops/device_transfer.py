@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
@@ -23,7 +23,6 @@ from trainer.distributed import guards
 from trainer.errors import module_logger
 from trainer.hooks import is_overridden
 from trainer.loops.module_state import kept_by
-from trainer.loops.no_collectives import reason
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix
 
@@ -270,4 +269,77 @@ def _checked(items: Any) -> float:
     raise (TypeError if number is None else ValueError)(
         f"count_items returned {items!r}; it must be the number of items that the loss is a mean "
         "over: 0 or more, and finite."
+    )
+
+
+# In the last global batch of an epoch some ranks may have no batch. They skip its hooks and step,
+# so a collective there would hang. It raises an error instead.
+
+ALL_COME = "on_train_step_end"  # the hook of training that all ranks call
+WITHOUT_ITEMS = (
+    "is called in a hook of the backward pass, which a process whose batch has no items (see "
+    f"count_items) does not call. Call it in training_step or {ALL_COME}."
+)
+
+
+def reason(epoch_iterator: EpochIterator, batches: int, where: str, instead: str = ALL_COME) -> str:
+    """Return the error message for collectives in a global batch that some ranks lack.
+
+    Args:
+        epoch_iterator: The epoch iterator.
+        batches: How many ranks have a batch.
+        where: The user's code that runs on the batch, such as "training_step".
+        instead: A hook that all ranks call, where a collective is allowed.
+    """
+    fit = f"a multiple of {epoch_iterator.world_size} that the data have"
+    if epoch_iterator.limited_by == "fast_dev_run":  # it limits the batches of each rank
+        fit = "no more batches than the data have for each process"
+    lacking = ", ".join(map(str, range(batches, epoch_iterator.world_size)))
+    return (
+        f"is called in {where}, but rank {lacking} has no batch at this point and does not call "
+        "it: the batches do not divide evenly among the processes. Set "
+        f"{epoch_iterator.limited_by} to {fit}, or call it where all processes come, such as "
+        f"{instead}."
+    )
+
+
+class NoCollectives:
+    """Proxy of an object in whose methods collectives are forbidden: they raise.
+
+    Args:
+        target: The object whose methods are called.
+        why: The error message; see `reason`.
+    """
+
+    def __init__(self, target: Any, why: str) -> None:
+        self._target, self._why = target, why
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._target, name)
+
+        def guarded(*arguments: Any) -> Any:
+            with guards.forbid_collectives(self._why):
+                return method(*arguments)
+
+        return guarded
+
+
+def without_collectives(
+    phase: str, epoch_iterator: EpochIterator, current: GlobalBatch
+) -> AbstractContextManager[None]:
+    """Return a context manager that forbids collectives if some ranks have no batch.
+
+    The step and the hooks of a batch run inside. A collective there raises
+    `DistributedOperationException`.
+
+    Args:
+        phase: ``"validation"``, ``"test"`` or ``"predict"``.
+        epoch_iterator: The epoch iterator.
+        current: The global batch.
+    """
+    if current.batches == epoch_iterator.world_size:
+        return nullcontext()
+    where = f"{phase}_step or a hook of a batch"
+    return guards.forbid_collectives(
+        reason(epoch_iterator, current.batches, where, f"on_{phase}_epoch_end")
     )

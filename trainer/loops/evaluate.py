@@ -5,18 +5,16 @@ Every sample counts once. Metrics are (sum, count) pairs, summed over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainer.data.epoch_iterator import EpochIterator, GlobalBatch
-from trainer.distributed import guards
+from trainer.data.epoch_iterator import EpochIterator
 from trainer.distributed.objects import all_gather_object
-from trainer.loops.device_transfer import items_of
-from trainer.loops.no_collectives import reason
+from trainer.loops.device_transfer import items_of, without_collectives
 from trainer.loops.state import FitRun, Run
 from trainer.metrics import Scope
 from trainer.metrics.computing import computing
@@ -46,30 +44,6 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
-
-
-@contextmanager
-def kept_buffers(module: nn.Module, *, besides: Collection[nn.Module] = ()) -> Iterator[None]:
-    """Restore the buffers on exit, also replaced ones.
-
-    Args:
-        module: The module.
-        besides: Submodules whose buffers are not restored.
-    """
-    before = [
-        (part, name, buffer, buffer.clone())
-        for part in module.modules()
-        if part not in besides
-        for name, buffer in part.named_buffers(recurse=False)
-        if not is_lazy(buffer)
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for part, name, buffer, value in before:
-                buffer.copy_(value)
-                setattr(part, name, buffer)
 
 
 @contextmanager
@@ -182,27 +156,6 @@ def evaluate_loader(
                     outputs = step(batch, *where)
                 end(outputs, batch, *where)
     return read_here
-
-
-def without_collectives(
-    phase: str, epoch_iterator: EpochIterator, current: GlobalBatch
-) -> AbstractContextManager[None]:
-    """Return a context manager that forbids collectives if some ranks have no batch.
-
-    The step and the hooks of a batch run inside. A collective there raises
-    `DistributedOperationException`; see `trainer.loops.no_collectives`.
-
-    Args:
-        phase: ``"validation"``, ``"test"`` or ``"predict"``.
-        epoch_iterator: The epoch iterator.
-        current: The global batch.
-    """
-    if current.batches == epoch_iterator.world_size:
-        return nullcontext()
-    where = f"{phase}_step or a hook of a batch"
-    return guards.forbid_collectives(
-        reason(epoch_iterator, current.batches, where, f"on_{phase}_epoch_end")
-    )
 
 
 def check_all_have_batches(run: Run, phase: str, global_batches: list[int]) -> None:

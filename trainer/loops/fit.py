@@ -13,7 +13,7 @@ from trainer.data.epoch_iterator import GlobalBatch
 from trainer.distributed.guards import check_collective
 from trainer.distributed.objects import all_gather_object
 from trainer.errors import Preempted
-from trainer.loops.buffer_sync import sync_buffers
+from trainer.loops.buffers import sync_buffers
 from trainer.loops.dataloaders import check_same_length, reload_if_due
 from trainer.loops.evaluate import ENDED_EARLY, VALIDATION, EvaluationAbandoned, evaluate
 from trainer.loops.module_state import (

@@ -38,7 +38,7 @@ from trainer.checkpoint.weights import own_names
 from trainer.data.sampler import EpochLength
 from trainer.errors import CheckpointError, module_logger
 from trainer.hparams import to_manifest
-from trainer.loops.buffer_sync import sync_buffers
+from trainer.loops.buffers import sync_buffers
 from trainer.loops.config import Schedule
 from trainer.loops.module_state import (
     accumulators_of,

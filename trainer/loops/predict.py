@@ -29,12 +29,8 @@ from trainer.data.epoch_iterator import EpochIterator
 from trainer.distributed.objects import all_gather_object
 from trainer.distributed.process_control import on_main
 from trainer.files import regular
-from trainer.loops.evaluate import (
-    PREDICT,
-    check_all_have_batches,
-    evaluation_mode,
-    without_collectives,
-)
+from trainer.loops.device_transfer import without_collectives
+from trainer.loops.evaluate import PREDICT, check_all_have_batches, evaluation_mode
 from trainer.loops.state import Run
 from trainer.strict_json import dumps, to_json
 from trainer.tree import as_bytes, children, to_host

@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from callbacks import Callback, Interval
+from callbacks import Callback, Interval, ModelCheckpoint
 from trackers.base import Status
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.async_writer import Writer
@@ -31,8 +32,7 @@ from trainer.environment import defaulting
 from trainer.errors import CheckpointError, Preempted, module_logger
 from trainer.hooks import HookTable
 from trainer.hparams import logged, to_manifest
-from trainer.loops.config import Schedule, Settings, check_callbacks, make_way
-from trainer.loops.context import RunContext
+from trainer.loops.config import Length, Schedule, Settings, check_callbacks, make_way
 from trainer.loops.dataloaders import (
     Origin,
     Sources,
@@ -54,7 +54,7 @@ from trainer.loops.preflight import (
     warn_of_no_validation,
 )
 from trainer.loops.recorder import Recorder
-from trainer.loops.run_directory import WORDS
+from trainer.loops.run_directory import WORDS, Project
 from trainer.loops.run_metadata import name_of, versions
 from trainer.loops.state import Counters, FitRun, Run
 from trainer.metrics import MetricStore
@@ -76,6 +76,57 @@ _CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 logger = module_logger(__name__)
 
 _threads: list[threading.Thread] = []  # the threads that run a Trainer at present
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """The components of a Trainer, from which a run is created.
+
+    Attributes:
+        settings: The Trainer's arguments.
+        accelerator: Its accelerator.
+        project: Its project folder.
+        callbacks: Its callbacks, in the order of calls.
+        trainer: The Trainer itself, passed to hooks.
+        trial_steps: The number of updates in a trial of the `Tuner`; None if this is no trial.
+    """
+
+    settings: Settings
+    accelerator: Accelerator
+    project: Project
+    callbacks: list[Callback]
+    trainer: Any
+    trial_steps: int | None = None
+
+    @property
+    def warns(self) -> bool:
+        """Whether to print warnings about the set-up; trials of the `Tuner` do not."""
+        return self.trial_steps is None
+
+    @property
+    def length(self) -> Length:
+        """When a fit ends.
+
+        A trial ends earlier than its settings say: those keep the user's length, since schedulers
+        depend on it.
+        """
+        if self.trial_steps is not None:
+            return Length(max_steps=self.trial_steps)
+        return self.settings.length
+
+    def roots(self) -> list[Path]:
+        """Return the folders of `ModelCheckpoint` callbacks that have their own `dirpath`."""
+        savers = [one for one in self.callbacks if isinstance(one, ModelCheckpoint)]
+        return [one.dirpath for one in savers if one.dirpath is not None]
+
+    def choose(self, ckpt_path: Any, *, sweeps: bool = False) -> Path | None:
+        """Resolve ``ckpt_path`` to a checkpoint; see `Project.choose`; collective."""
+        monitors = [
+            (callback.monitor.name, callback.monitor.mode)
+            for callback in self.callbacks
+            if isinstance(callback, ModelCheckpoint) and callback.monitor is not None
+        ]
+        return self.project.choose(ckpt_path, self.roots(), monitors, sweeps=sweeps)
 
 
 @contextmanager

@@ -228,7 +228,7 @@ class FitRun(Run):
         found: In manual optimisation on an accelerator, a device tensor that says whether any
             gradient of the current step is non-finite.
         own_hooks: In manual optimisation, the hooks of the current batch. Collectives in them are
-            forbidden if some ranks have no batch; see `trainer.loops.no_collectives`.
+            forbidden if some ranks have no batch; see `trainer.loops.device_transfer`.
         last_batch: In manual optimisation, the latest batch; it is the dummy batch when this rank
             has none.
         is_dummy: Whether the current batch is a dummy batch, whose gradients are zeroed.

@@ -15,11 +15,10 @@ from trainer.data.epoch_iterator import GlobalBatch
 from trainer.distributed import guards
 from trainer.distributed.objects import broadcast_object
 from trainer.errors import module_logger
-from trainer.loops.batch_norm import kept_metrics
-from trainer.loops.device_transfer import items_of
-from trainer.loops.evaluate import ENDED_EARLY, kept_buffers
+from trainer.loops.buffers import kept_buffers, kept_metrics
+from trainer.loops.device_transfer import WITHOUT_ITEMS, NoCollectives, items_of, reason
+from trainer.loops.evaluate import ENDED_EARLY
 from trainer.loops.module_state import warn_of_dropout_off
-from trainer.loops.no_collectives import WITHOUT_ITEMS, NoCollectives, reason
 from trainer.loops.profiler import OPTIMIZER
 from trainer.loops.state import FitRun
 from trainer.metrics import to_floats
@@ -146,7 +145,7 @@ def step_without_gradient(run: FitRun, why: str, batch: Any, batch_idx: int) -> 
 
     Args:
         run: The fit.
-        why: Why collectives are forbidden, see `trainer.loops.no_collectives.reason`; empty if all
+        why: Why collectives are forbidden, see `trainer.loops.device_transfer.reason`; empty if all
             ranks have a batch.
         batch: The batch.
         batch_idx: The index of the batch.

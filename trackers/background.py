@@ -1,23 +1,21 @@
 """`BackgroundTracker`: runs a tracker's calls on a thread, through a queue."""
 
 import atexit
-import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, TypeVar
 
 from trackers.base import GeneralTracker, Status
-from trackers.copies import frozen, size_of
 from trackers.masking import masked, masked_texts
-from trackers.missed import Missed
-from trackers.pending import Call
-from trackers.worker import Worker, log
+from trackers.media import frozen, size_of
+from trackers.pending import Call, Missed, Pending, log_call
+from trackers.worker import Worker
 from trainer.errors import module_logger
 
 _logger = module_logger("trackers")
 _T = TypeVar("_T")
-_KEPT = ("log_artifact", "log_model")  # never dropped: they are few and important
+# Never dropped: they are few and important.
+_KEPT = ("store_init_configuration", "log_artifact", "log_model")
 
 
 def finish_all(trackers: Sequence[GeneralTracker], status: Status) -> None:
@@ -36,51 +34,12 @@ def finish_all(trackers: Sequence[GeneralTracker], status: Status) -> None:
         tracker.finish()
 
 
-def _with_copies(
-    what: str, values: Any, function: Callable[[GeneralTracker, Any], None], *, record: bool = True
-) -> Call:
-    """Return a call of `function` with copies of the values, or one that raises if copying failed.
-
-    The error must not be raised here: a figure that cannot be drawn must not end the run.
-    """
-    arrivals: list[Any] = []
-    try:
-        copies = frozen(values, arrivals)
-        size = size_of(copies) if record else 0
-    except Exception as error:  # noqa: BLE001  # other libraries may raise anything
-        refused = ValueError(f"A value cannot be copied or drawn: {error!r}")
-        refused.__cause__ = error
-        return Call(what, partial(_refuse, refused), record)
-
-    def call(tracker: GeneralTracker) -> None:
-        for event in arrivals:
-            event.synchronize()
-        function(tracker, copies)
-
-    return Call(what, call, record, size=size)
-
-
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     return {
         name: _without_none(value) if isinstance(value, dict) else value
         for name, value in values.items()
         if value is not None
     }
-
-
-def _refuse(error: ValueError, _: GeneralTracker) -> None:
-    raise error
-
-
-def _finish(tracker: GeneralTracker, *, status: Status) -> None:
-    _mark(tracker, status)
-    tracker.finish()
-
-
-def _mark(tracker: GeneralTracker, status: Status) -> None:
-    # A tracker class may define its own read-only `status`.
-    with contextlib.suppress(AttributeError):
-        tracker.status = status
 
 
 class BackgroundTracker(GeneralTracker):
@@ -116,10 +75,6 @@ class BackgroundTracker(GeneralTracker):
     Attributes:
         wrapped: the tracker.
         missed: reads records that a full queue dropped; may be set before `start`.
-
-    Raises:
-        ValueError: an argument is not positive (`gathering` may be 0), or `longest_pause` is below
-            `first_pause`.
     """
 
     name = "background"  # each instance takes the wrapped tracker's
@@ -136,38 +91,19 @@ class BackgroundTracker(GeneralTracker):
         longest_pause: float = 60.0,
         gathering: float = 0.1,
     ) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity={capacity} records: a queue holds at least 1.")
-        if memory < 1:
-            raise ValueError(f"memory={memory} bytes: give 1 or more.")
-        if not finish_timeout > 0:
-            raise ValueError(f"finish_timeout={finish_timeout} seconds: give a positive time.")
-        if not 0 < first_pause <= longest_pause:
-            raise ValueError(
-                f"first_pause={first_pause} and longest_pause={longest_pause} seconds: give "
-                "positive times, the first not above the longest."
-            )
-        if not gathering >= 0:
-            raise ValueError(f"gathering={gathering} seconds: give 0 or more.")
         self.wrapped = tracker
         self.name = tracker.name
         self.requires_logging_directory = tracker.requires_logging_directory
         self.main_process_only = tracker.main_process_only
         self.finish_timeout = finish_timeout
         self.missed: Missed | None = None
-        self._worker = Worker(
-            tracker,
-            capacity=capacity,
-            memory=memory,
-            limit=finish_timeout,
-            pauses=(first_pause, longest_pause),
-            gathering=gathering,
-        )
+        pending = Pending(capacity, gathering, memory)
+        self._worker = Worker(tracker, pending, finish_timeout, (first_pause, longest_pause))
         self._finished = False
         self._waited = False
         self._unsupported: set[str] = set()  # methods with a warning already logged
-        self._started: Future[None] | None = None
-        self._key_metrics: Callable[[GeneralTracker], None] | None = None  # before it starts
+        self._start_error: BaseException | None = None  # of the last attempt
+        self._prepare: Callable[[], None] | None = None  # before `start`
 
     @property
     def dropped(self) -> int:
@@ -188,10 +124,10 @@ class BackgroundTracker(GeneralTracker):
     def tracker(self) -> Any:
         """The underlying SDK object, after all calls queued so far.
 
-        Waits for `start` and for these calls, at most `finish_timeout` seconds each.
+        Waits for `start` and for these calls, at most `finish_timeout` seconds.
 
         Raises:
-            concurrent.futures.TimeoutError: `start` has not ended in that time.
+            TimeoutError: `start` has not ended in that time.
             Exception: the error of the last attempt of `start`.
         """
         return self._settled().tracker
@@ -202,7 +138,7 @@ class BackgroundTracker(GeneralTracker):
         Waits as `tracker` does.
         """
         if name.startswith("_"):  # Python protocols, and attributes before `__init__`
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(name)
         return getattr(self._settled(), name)
 
     @property
@@ -210,22 +146,18 @@ class BackgroundTracker(GeneralTracker):
         """The tracker's `run_id`, or None if it is not known yet; does not wait."""
         try:
             return self.wrapped.run_id
-        # The tracker's own property may fail before `start`. Its AttributeError would make Python
+        # A tracker's own property may fail before `start`. Its AttributeError would make Python
         # call `__getattr__`, which waits.
-        except Exception as error:  # noqa: BLE001
-            started = self._started is not None and self._started.done()
-            if started and "run_id" not in self._unsupported:
-                self._unsupported.add("run_id")
-                _logger.warning("The run_id of the tracker %r is unknown: %r.", self.name, error)
+        except Exception:  # noqa: BLE001
             return None
 
     def resume(self, run_id: str | None, step: int | None) -> None:
         """Call `resume` of the tracker on the thread, before its `start`."""
-        self._key_metrics = lambda tracker: tracker.resume(run_id, step)
+        self._prepare = lambda: self.wrapped.resume(run_id, step)
 
     def begin_anew(self) -> None:
         """Call `begin_anew` of the tracker on the thread, before its `start`."""
-        self._key_metrics = lambda tracker: tracker.begin_anew()
+        self._prepare = self.wrapped.begin_anew
 
     def start(self) -> None:
         """Start the thread, and the tracker on it.
@@ -237,7 +169,7 @@ class BackgroundTracker(GeneralTracker):
             raise RuntimeError(
                 f"The tracker {self.name!r} can be started only once. Make another one."
             )
-        self._started = Future()
+        self._start_error = TimeoutError(f"The tracker {self.name!r} has not started yet.")
         self._worker.start(Call("start", self._begin, record=False), self.missed)
 
     def call_at_exit(self, end: Callable[[], object]) -> None:
@@ -245,26 +177,15 @@ class BackgroundTracker(GeneralTracker):
 
         The exit hook of an SDK closes its connection, after which no record can be sent.
         """
-        assert self._started is not None  # after `start`
-        self._started.add_done_callback(lambda _: atexit.register(end))
+        self.submit(lambda _: atexit.register(end))
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration, on the thread; secrets in it are masked."""
-        what = "store_init_configuration"
-        store = _with_copies(
-            what,
-            masked(values),
-            lambda tracker, copies: getattr(tracker, what)(copies),
-            record=False,
-        )
-        self._worker.pending.put(store)
+        self._queue("store_init_configuration", masked(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Queue values to be recorded. None values are left out; secrets in texts are masked."""
-        values = masked_texts(_without_none(values))
-        self._worker.pending.put(
-            _with_copies("log", values, lambda tracker, copies: tracker.log(copies, step, **kwargs))
-        )
+        self._queue("log", masked_texts(_without_none(values)), step, **kwargs)
 
     def log_recorded(self, values: dict[str, Any], step: int, time: float) -> None:
         """Queue values that are also in the local record, so that they can be read back if dropped.
@@ -274,35 +195,35 @@ class BackgroundTracker(GeneralTracker):
             step: the number of optimizer updates so far.
             time: the field `time` of the local record; later than in the previous call.
         """
-        self._worker.pending.put(Call("log", partial(log, values=values, step=step), time=time))
+        self._worker.pending.put(log_call(values, step, time))
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Queue images to be recorded."""
-        self._relay("log_images", "images", values, step, **kwargs)
+        self._relay("log_images", values, step, **kwargs)
 
     def log_table(self, table_name: str, *args: Any, **kwargs: Any) -> None:
         """Queue a table to be recorded."""
-        self._relay("log_table", "tables", table_name, *args, **kwargs)
+        self._relay("log_table", table_name, *args, **kwargs)
 
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Queue histograms to be recorded."""
-        self._relay("log_histogram", "histograms", values, step, **kwargs)
+        self._relay("log_histogram", values, step, **kwargs)
 
     def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Draw figures now and queue their pixels, so that the caller may change the figures."""
-        self._relay("log_figure", "figures", values, step, **kwargs)
+        self._relay("log_figure", values, step, **kwargs)
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
         """Queue texts to be recorded."""
-        self._relay("log_text", "texts", masked_texts(values), step, **kwargs)
+        self._relay("log_text", masked_texts(values), step, **kwargs)
 
     def log_artifact(self, path: Any, *args: Any, **kwargs: Any) -> None:
         """Queue a file or a folder to be recorded; a full queue does not drop it."""
-        self._relay("log_artifact", "files", path, *args, **kwargs)
+        self._relay("log_artifact", path, *args, **kwargs)
 
     def log_model(self, path: Any, *args: Any, **kwargs: Any) -> None:
         """Queue a model to be recorded; a full queue does not drop it."""
-        self._relay("log_model", "models", path, *args, **kwargs)
+        self._relay("log_model", path, *args, **kwargs)
 
     def submit(self, function: Callable[[GeneralTracker], _T]) -> "Future[_T]":
         """Call a function with the tracker on the thread, after all calls queued so far.
@@ -335,10 +256,10 @@ class BackgroundTracker(GeneralTracker):
         """Request the end without waiting; the time limit of `finish` begins now."""
         if self._finished:
             return
-        status: Status = "finished" if self.status == "running" else self.status
-        self.status = status
+        if self.status == "running":
+            self.status = "finished"
         self._finished = True
-        self._worker.end(Call("finish", partial(_finish, status=status), record=False))
+        self._worker.end(Call("finish", self._end, record=False))
 
     def finish(self) -> None:
         """Wait until all is recorded and the tracker closed, at most `finish_timeout` seconds.
@@ -364,42 +285,57 @@ class BackgroundTracker(GeneralTracker):
 
     def _settled(self) -> GeneralTracker:
         """Return the wrapped tracker once it has started and made the calls queued so far."""
-        if self._started is not None:
-            self._started.result(self.finish_timeout)
+        if self._worker.thread is not None:
             self.settle(self.finish_timeout)
+        if self._start_error is not None:
+            raise self._start_error
         return self.wrapped
 
     def _begin(self, tracker: GeneralTracker) -> None:
-        if self._started is None or self._started.done():  # a retry
-            self._started = Future()
         try:
-            _mark(tracker, "running")  # an instance may have been used for a run before
-            if self._key_metrics is not None:
-                self._key_metrics(tracker)
+            tracker.status = "running"  # an instance may have been used for a run before
+            if self._prepare is not None:
+                self._prepare()
             tracker.start()
         except BaseException as error:
-            self._started.set_exception(error)
+            self._start_error = error
             raise
-        self._started.set_result(None)
+        self._start_error = None
 
-    def _relay(self, method: str, what: str, *args: Any, **kwargs: Any) -> None:
-        if not self._has(method, what):
-            return
-        call = _with_copies(
-            method,
-            (args, kwargs),
-            lambda tracker, copies: getattr(tracker, method)(*copies[0], **copies[1]),
-            record=method not in _KEPT,
-        )
-        self._worker.pending.put(call)
+    def _end(self, tracker: GeneralTracker) -> None:
+        tracker.status = self.status
+        tracker.finish()
 
-    def _has(self, method: str, what: str) -> bool:
+    def _relay(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Queue a call of a method that not every tracker has."""
         own = getattr(getattr(self.wrapped, method), "__func__", None)
         if own is not getattr(GeneralTracker, method):
-            return True
-        if method not in self._unsupported:
+            self._queue(method, *args, **kwargs)
+        elif method not in self._unsupported:
             self._unsupported.add(method)
             _logger.warning(
-                "The tracker %r does not support %s. They are left out there.", self.name, what
+                "The tracker %r has no %s. What is logged so is left out there.", self.name, method
             )
-        return False
+
+    def _queue(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Queue a call of a method with copies of its arguments."""
+        record = method not in _KEPT
+        arrivals: list[Any] = []
+        error: ValueError | None = None
+        size = 0
+        try:
+            args, kwargs = frozen((args, kwargs), arrivals)
+            size = size_of(kwargs) + sum(map(size_of, args)) if record else 0
+        # Other libraries may raise anything, which must not end the run: the call raises it.
+        except Exception as cause:  # noqa: BLE001
+            error = ValueError(f"A value cannot be copied or drawn: {cause!r}")
+            error.__cause__ = cause
+
+        def call(tracker: GeneralTracker) -> None:
+            if error is not None:
+                raise error
+            for event in arrivals:
+                event.synchronize()
+            getattr(tracker, method)(*args, **kwargs)
+
+        self._worker.pending.put(Call(method, call, record, size=size))

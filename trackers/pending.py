@@ -1,13 +1,21 @@
-"""The bounded queue of calls that wait for a tracker, and the gap of dropped records in it."""
+"""The queue of calls that wait for a tracker, and reading back records that it dropped."""
 
-import math
+from __future__ import annotations
+
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Set
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trackers.base import GeneralTracker
+from trackers.jsonl import FIELDS, parse_record
+from trainer.files import regular
+
+if TYPE_CHECKING:
+    from trackers.background import BackgroundTracker
+
+_PATIENCE = 120.0  # seconds to wait for the local record: twice its longest pause
 
 
 class Call(NamedTuple):
@@ -20,19 +28,25 @@ class Call(NamedTuple):
         time: the field `time` of the same record in the local record (``metrics.jsonl``), to read
             it back from there if it is dropped.
         future: the future that the caller waits for.
-        size: the approximate memory of its values in bytes; 0 for single numbers.
+        size: the approximate memory of its values in bytes; 0 for single numbers, and for calls
+            that are no records.
     """
 
     what: str
     function: Callable[[GeneralTracker], Any]
     record: bool = True
     time: float | None = None
-    future: "Future[Any] | None" = None
+    future: Future[Any] | None = None
     size: int = 0
 
 
+def log_call(values: dict[str, Any], step: int, time: float | None = None) -> Call:
+    """Return a call of `log`, with a copy of the values for each tracker."""
+    return Call("log", lambda tracker: tracker.log(dict(values), step), time=time)
+
+
 class Gap(NamedTuple):
-    """Consecutive dropped records: the first and last `time`, and their number."""
+    """Dropped records: the first and last `time`, and their number."""
 
     first: float
     last: float
@@ -79,8 +93,8 @@ class Pending:
             self._ended = last
             if call.record and len(self._calls) >= self.capacity:
                 self._drop_oldest()
-            if call.size and self._size and self._size + call.size > self.memory:
-                self._make_room(call.size)
+            while call.size and self._size and self._size + call.size > self.memory:
+                self._drop_oldest(sized=True)
             self._calls.append(call)
             self._size += call.size
             filling = 2 * len(self._calls) >= self.capacity
@@ -97,42 +111,30 @@ class Pending:
                 self._changed.wait_for(lambda: self._calls or self._gap)
                 self._changed.wait_for(lambda: self._urgent, self._gathering)
             gap, self._gap = self._gap, None
-            return gap or self._remove_at(0)
+            return gap or self._pop(0)
 
-    def oldest_record(self) -> Call | None:
-        """Return the next record; None if the queue is empty or a gap comes first."""
+    def take_record(self) -> Call | None:
+        """Remove and return the next record; None if there is none or a gap comes first."""
         with self._changed:
-            return None if self._gap else next((c for c in self._calls if c.record), None)
+            places = [] if self._gap else range(len(self._calls))
+            place = next((at for at in places if self._calls[at].record), None)
+            return None if place is None else self._pop(place)
 
-    def remove(self, call: Call) -> None:
-        """Remove a record that was sent to the tracker before its turn."""
+    def put_back(self, call: Call) -> None:
+        """Make a call the next one again."""
         with self._changed:
-            for position, waiting in enumerate(self._calls):
-                if waiting is call:
-                    self._remove_at(position)
-                    return
-            # In the meantime it was dropped, as the first of the gap.
-            if self._gap is None or call.time is None:
-                self.lost -= 1
-            elif self._gap.size == 1:
-                self._gap = None
-            else:
-                behind = math.nextafter(self._gap.first, math.inf)
-                self._gap = Gap(behind, self._gap.last, self._gap.size - 1)
+            self._calls.appendleft(call)
+            self._size += call.size
 
     def take_awaited(self) -> list[Call]:
         """Remove and return the calls of `submit`, for whose futures callers wait."""
         with self._changed:
-            awaited = [call for call in self._calls if call.what == "submit"]
-            self._calls = deque(call for call in self._calls if call.what != "submit")
-            return awaited
+            return self._take_all(lambda call: call.what == "submit")
 
     def clear(self) -> list[Call]:
         """Remove and return all calls except the last, `finish`; records are counted as lost."""
         with self._changed:
-            cleared = [call for call in self._calls if call.what != "finish"]
-            self._calls = deque(call for call in self._calls if call.what == "finish")
-            self._size = 0
+            cleared = self._take_all(lambda call: call.what != "finish")
             self.lost += sum(call.record for call in cleared)
             self.lost += self._gap.size if self._gap else 0
             self._gap = None
@@ -143,33 +145,80 @@ class Pending:
         with self._changed:
             self.lost += count
 
-    def _remove_at(self, position: int) -> Call:
-        call = self._calls[position]
-        del self._calls[position]
+    def _pop(self, place: int) -> Call:
+        call = self._calls[place]
+        del self._calls[place]
         self._size -= call.size
         return call
 
-    def _make_room(self, size: int) -> None:
-        """Drop the oldest records that take memory until `size` bytes are free."""
-        kept: deque[Call] = deque()
-        for call in self._calls:
-            if call.record and call.size and self._size + size > self.memory:
-                self._size -= call.size
-                self._count_dropped(call)
-            else:
-                kept.append(call)
-        self._calls = kept
+    def _take_all(self, wanted: Callable[[Call], bool]) -> list[Call]:
+        taken = [call for call in self._calls if wanted(call)]
+        self._calls = deque(call for call in self._calls if not wanted(call))
+        self._size -= sum(call.size for call in taken)
+        return taken
 
-    def _drop_oldest(self) -> None:
-        for position, call in enumerate(self._calls):
-            if call.record:
-                self._count_dropped(self._remove_at(position))
-                break
+    def _drop_oldest(self, *, sized: bool = False) -> None:
+        """Drop the oldest record, or the oldest one that takes memory."""
+        for place, call in enumerate(self._calls):
+            if call.record and (call.size or not sized):
+                self._pop(place)
+                if call.time is None or not self.fills:
+                    self.lost += 1
+                else:
+                    gap = self._gap or Gap(call.time, call.time, 0)
+                    first, last = min(gap.first, call.time), max(gap.last, call.time)
+                    self._gap = Gap(first, last, gap.size + 1)
+                return
 
-    def _count_dropped(self, call: Call) -> None:
-        if call.time is None or not self.fills:
-            self.lost += 1
-        elif self._gap is None:
-            self._gap = Gap(call.time, call.time, 1)
-        else:
-            self._gap = Gap(self._gap.first, call.time, self._gap.size + 1)
+
+class Missed:
+    """Reads the records of a run between two times, in the order written.
+
+    Each tracker has its own instance, which continues to read where it stopped. So each request
+    must be for later records than the previous request.
+
+    Args:
+        record: the `BackgroundTracker` of the local record, a `JsonlTracker`.
+        begin: a future of the file offset, in bytes, at which this run began.
+        private: names of values logged with ``logger=False``, which trackers do not get.
+    """
+
+    def __init__(self, record: BackgroundTracker, begin: Future[int], private: Set[str]) -> None:
+        self.path = record.wrapped.tracker
+        self._record = record
+        self._begin = begin
+        self._private = private
+        self._offset: int | None = None
+
+    def between(
+        self, first: float, last: float
+    ) -> Generator[tuple[dict[str, Any], int], None, None]:
+        """Read records, after waiting for their writer; call it on the tracker's thread.
+
+        Args:
+            first: the field `time` of the first record.
+            last: the field `time` of the last record.
+
+        Yields:
+            The values, without private ones, and the step.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: a line is not JSON.
+        """
+        self._record.settle(_PATIENCE)
+        if self._offset is None:
+            self._offset = self._begin.result(_PATIENCE)
+        with open(self.path, "rb", opener=regular) as lines:
+            lines.seek(self._offset)
+            for line in lines:
+                if not line.endswith(b"\n"):  # it is being written, so it is later than `last`
+                    return
+                record = parse_record(line, f"{self.path}, byte {self._offset}")
+                if record["time"] > last:
+                    return
+                self._offset += len(line)
+                hidden = FIELDS | self._private
+                values = {name: record[name] for name in record if name not in hidden}
+                if record["time"] >= first and values:
+                    yield values, record["step"]

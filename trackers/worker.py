@@ -1,16 +1,14 @@
 """The thread that makes a tracker's calls one after the other, and retries failed ones."""
 
 import contextlib
+import errno
+import random
 import threading
 import time
 from concurrent.futures import Future, wait
-from functools import partial
-from typing import Any
 
-from trackers import retry
 from trackers.base import GeneralTracker
-from trackers.missed import Missed
-from trackers.pending import Call, Gap, Pending
+from trackers.pending import Call, Gap, Missed, Pending, log_call
 from trainer.errors import module_logger
 
 _logger = module_logger("trackers")
@@ -19,11 +17,35 @@ _MANY = 5  # failed attempts of a call before the next record is tried ahead of 
 _SURE = 3  # later records that must succeed before a failing call is dropped
 _SILENT = 5.0  # seconds that `finish` waits before a warning
 _LAST = 0.5  # fraction of the time limit reserved for the tracker's own `finish`
+# Errors that a retry would raise again. Network errors may be subclasses of these, but are also an
+# OSError, and are retried.
+_FOR_GOOD = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError),
+    *(NotImplementedError, TypeError, ValueError),
+)
+_own = random.SystemRandom()  # not the RNG of the training
 
 
-def log(tracker: GeneralTracker, *, values: dict[str, Any], step: int | None) -> None:
-    """Let the tracker log a copy, since others share the dict."""
-    tracker.log(dict(values), step)
+def may_pass(error: BaseException, what: str) -> bool:
+    """Return whether to retry a call of the method `what` that raised.
+
+    A call with an invalid value is not retried. A call that fails because of a network, server or
+    disk is retried, and so is one that raises an error class of an SDK.
+    """
+    if isinstance(error, FileNotFoundError) and what in ("log_artifact", "log_model"):
+        return False
+    if isinstance(error, OSError):
+        return error.errno != errno.ENAMETOOLONG
+    return not isinstance(error, _FOR_GOOD)
+
+
+def pause(attempt: int, first: float, longest: float) -> float:
+    """Return the pause after an attempt (from 1), in seconds: exponential backoff with jitter.
+
+    It doubles with each attempt, from `first` to `longest`. Up to half of it is random, so that
+    many runs do not return to the same server at once.
+    """
+    return min(longest, first * 2.0 ** min(attempt - 1, 60)) * _own.uniform(0.5, 1.0)
 
 
 class Worker:
@@ -34,14 +56,11 @@ class Worker:
 
     Args:
         tracker: the tracker.
-        capacity: see `Pending`.
-        memory: see `Pending`.
+        pending: the waiting calls.
         limit: the time limit of `join`, in seconds.
         pauses: the first and the longest pause, in seconds.
-        gathering: see `Pending`.
 
     Attributes:
-        pending: the waiting calls.
         missed: reads records that `pending` dropped.
         running: the name of the current call.
         thread: the thread, None until `start`.
@@ -50,16 +69,9 @@ class Worker:
     """
 
     def __init__(
-        self,
-        tracker: GeneralTracker,
-        *,
-        capacity: int,
-        memory: int,
-        limit: float,
-        pauses: tuple[float, float],
-        gathering: float,
+        self, tracker: GeneralTracker, pending: Pending, limit: float, pauses: tuple[float, float]
     ) -> None:
-        self.pending = Pending(capacity, gathering, memory)
+        self.pending = pending
         self.missed: Missed | None = None
         self.running = ""
         self.thread: threading.Thread | None = None
@@ -70,10 +82,8 @@ class Worker:
         self._pauses = pauses
         self._deadline: float | None = None  # set when the end is requested
         self._gave_up = False  # whether an outage lasted beyond the end
-        self._left_behind = False
         self._refused = False  # whether `start` failed for good; later calls are not retried
         self._hurry = threading.Event()  # ends a pause
-        self._untold = 0  # records of the current gap that are not logged yet
 
     def start(self, call: Call, missed: Missed | None) -> None:
         """Start the thread with a call that precedes all waiting ones."""
@@ -120,22 +130,15 @@ class Worker:
                 self.thread.join(left)
             if not self.thread.is_alive():
                 return False
-        self._left_behind = True
-        self.abandon()
-        # If the thread logs these records after all, it subtracts them again.
-        untold, self._untold = self._untold, 0
-        self.pending.lose(untold)
+        self._abandon()
         return self.thread is not None
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Drop all waiting calls except `finish`, so that the thread may still close the run."""
+        text = f"The tracker {self._tracker.name!r} was finished before it made this call."
         for call in self.pending.clear():
             if call.future is not None:
-                call.future.set_exception(
-                    TimeoutError(
-                        f"The tracker {self._tracker.name!r} was finished before it made this call."
-                    )
-                )
+                call.future.set_exception(TimeoutError(text))
 
     def _run(self, call: Call | Gap) -> None:
         while True:
@@ -155,21 +158,21 @@ class Worker:
         attempt = 0  # since the pauses began to grow
         failed = passed_over = 0
         while (error := self._attempt(call)) is not None:
-            if self._refused or call.what in _ONCE or not retry.may_pass(error, call.what):
+            if self._refused or call.what in _ONCE or not may_pass(error, call.what):
                 self._refused = self._refused or call.what == "start"
                 return
             attempt, failed = attempt + 1, failed + 1
             for other in self.pending.take_awaited():
                 self._attempt(other)
-            if failed >= _MANY and call.what != "start" and self._others_pass():
+            if failed >= _MANY and call.what != "start" and self._next_passes():
                 attempt, passed_over = 0, passed_over + 1
                 if passed_over == _SURE:
-                    self._lose(call)
+                    self.pending.lose(call.record)
                     return
             if not self._pause(attempt):
                 self._gave_up = True
-                self._lose(call)
-                self.abandon()
+                self.pending.lose(call.record)
+                self._abandon()
                 return
             if self._hurry.is_set():
                 self._hurry.clear()
@@ -177,7 +180,7 @@ class Worker:
 
     def _pause(self, attempt: int) -> bool:
         """Wait before a retry, or until one is requested; return False if it is too late."""
-        seconds = retry.pause(max(attempt, 1), *self._pauses)
+        seconds = pause(max(attempt, 1), *self._pauses)
         if self._deadline is not None and not self._hurry.is_set():
             left = self._deadline - _LAST * self._limit - time.monotonic()
             if left <= 0:
@@ -186,37 +189,35 @@ class Worker:
         self._hurry.wait(seconds)
         return True
 
-    def _others_pass(self) -> bool:
+    def _next_passes(self) -> bool:
         """Try the next record, and return whether the service accepts it and so is available.
 
         That record is then logged before the failing call, and before some replayed records.
         """
-        other = self.pending.oldest_record()
+        other = self.pending.take_record()
         if other is None:
             return False
         error = self._attempt(other)
-        if error is None or not retry.may_pass(error, other.what):
-            self.pending.remove(other)
+        if error is not None and may_pass(error, other.what):
+            self.pending.put_back(other)
         return error is None
 
     def _replay(self, gap: Gap) -> None:
         """Let the tracker log the records that a full queue dropped."""
         assert self.missed is not None  # otherwise there would be no gap
-        self._untold = gap.size
         self.running = "log"
+        self.pending.lose(gap.size)  # until they are logged, also if the tracker hangs meanwhile
         try:
             with contextlib.closing(self.missed.between(gap.first, gap.last)) as records:
                 for values, step in records:
-                    self._make(Call("log", partial(log, values=values, step=step)))
-                    self._untold -= 1
+                    self._make(log_call(values, step))
+                    self.pending.lose(-1)
                     if self._gave_up:
                         break
                     self.replayed += 1
         # Reading the local record may raise anything, which would end the thread silently.
         except Exception as error:  # noqa: BLE001
             self._report("log", error)
-        self.pending.lose(self._untold)
-        self._untold = 0
 
     def _attempt(self, call: Call) -> BaseException | None:
         """Make a call once; return the error that it raised, or None."""
@@ -233,24 +234,12 @@ class Worker:
             call.future.set_result(result)
         return None
 
-    def _lose(self, call: Call) -> None:
-        self.pending.lose(call.record)
-
     def _report(self, what: str, error: BaseException) -> None:
         self.failures += 1
-        if self.failures > 1:
-            return
-        if self._left_behind:
+        if self.failures == 1:
             _logger.warning(
-                "The tracker %r failed in `%s` after it was left behind: %r.",
-                self._tracker.name,
-                what,
-                error,
-            )
-        else:
-            _logger.warning(
-                "The tracker %r failed in `%s`: %r. The run continues; in an outage, later records "
-                "wait. Further failures are only counted.",
+                "The tracker %r failed in `%s`: %r. This does not stop the run; in an outage, "
+                "later records wait. Further failures are only counted.",
                 self._tracker.name,
                 what,
                 error,

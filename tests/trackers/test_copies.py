@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trackers.copies import frozen, size_of
+from trackers.media import frozen, size_of
 
 
 def write(value):

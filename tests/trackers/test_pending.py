@@ -1,8 +1,6 @@
 import threading
 from time import monotonic
 
-import pytest
-
 from trackers.pending import Call, Gap, Pending
 
 
@@ -28,7 +26,7 @@ def taken(pending):
 
 def test_what_is_dropped_is_one_gap_before_what_waits():
     pending = filled([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert pending.oldest_record() is None  # the gap comes first
+    assert pending.take_record() is None  # the gap comes first
     assert taken(pending) == [Gap(1.0, 3.0, 3), 4.0, 5.0]
     assert pending.lost == 0
 
@@ -41,33 +39,22 @@ def test_what_cannot_be_had_again_is_lost():
     assert pending.lost == 1
 
 
-@pytest.mark.parametrize(
-    ("behind", "left"),
-    [([], [2.0]), ([3.0], [2.0, 3.0]), ([3.0, 4.0], ["rest", 3.0, 4.0])],
-)
-def test_a_record_told_before_its_turn_is_not_told_again(behind, left):
-    """Also where it was dropped while it was told: then the gap begins behind it."""
+def test_a_record_that_was_tried_before_its_turn_is_the_next_again():
     pending = filled([1.0, 2.0])
-    first = pending.oldest_record()
-    for time in behind:
+    first = pending.take_record()
+    pending.put(record(3.0))
+    pending.put_back(first)
+    assert taken(pending) == [1.0, 2.0, 3.0]
+
+
+def test_a_record_that_was_put_back_before_a_gap_and_dropped_belongs_to_the_gap():
+    pending = filled([1.0, 2.0])
+    first = pending.take_record()
+    for time in (3.0, 4.0):
         pending.put(record(time))
-    pending.remove(first)
-    found = taken(pending)
-    if left[0] == "rest":
-        gap = found[0]
-        assert 1.0 < gap.first <= gap.last == 2.0
-        assert gap.size == 1
-        found[0] = "rest"
-    assert found == left
-    assert pending.lost == 0
-
-
-def test_a_record_told_while_it_was_lost_is_not_lost():
-    pending = Pending(1)
-    pending.put(first := record(None))
-    pending.put(record(None))
-    assert pending.lost == 1
-    pending.remove(first)
+    pending.put_back(first)
+    pending.put(record(5.0))
+    assert taken(pending) == [Gap(1.0, 2.0, 2), 3.0, 4.0, 5.0]
     assert pending.lost == 0
 
 
@@ -86,17 +73,6 @@ def test_images_that_wait_take_so_much_memory_and_no_more():
     pending.put(images[0])  # what was taken makes room
     pending.put(images[1])
     assert pending.lost == 4
-
-
-def test_a_record_that_cannot_be_had_again_leaves_the_gap_as_it_is():
-    pending = filled([1.0, 2.0, 3.0])
-    pending.put(image := Call("log_images", print))
-    for time in (4.0, 5.0, 6.0):
-        pending.put(record(time))
-    assert pending.lost == 1  # the image, which another thread had got through meanwhile
-    pending.remove(image)
-    assert pending.lost == 0
-    assert taken(pending)[0] == Gap(1.0, 4.0, 4)
 
 
 def test_what_is_awaited_comes_out_of_turn_and_the_rest_stays():

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from trackers.retry import may_pass, pause
+from trackers.worker import may_pass, pause
 
 
 @pytest.mark.parametrize(

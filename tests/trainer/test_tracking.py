@@ -352,8 +352,8 @@ def test_images_and_tables_go_to_those_that_take_them(caplog):
     ]
     assert listed.seen == ["begun"]
     assert [record.getMessage() for record in caplog.records] == [
-        "The tracker 'listed' does not support images. They are left out there.",
-        "The tracker 'listed' does not support tables. They are left out there.",
+        "The tracker 'listed' has no log_images. What is logged so is left out there.",
+        "The tracker 'listed' has no log_table. What is logged so is left out there.",
     ]
 
 

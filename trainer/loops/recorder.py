@@ -14,7 +14,7 @@ from torch import Tensor
 from trackers import BackgroundTracker, GeneralTracker, JsonlTracker
 from trackers.background import finish_all
 from trackers.base import Status
-from trackers.missed import Missed
+from trackers.pending import Missed
 from trainer.errors import module_logger
 from trainer.loops.run_metadata import Listener, RunMetadata, text_of
 from trainer.metrics import Value, on_accelerator, stacked, to_floats

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from callbacks.base import Callback
-from trainer.checks import check_bools, check_counts, check_numbers, given
+from trainer.checks import check_counts, check_positive, given
 from trainer.names import bare_names
 
 if TYPE_CHECKING:
@@ -199,11 +198,6 @@ def _enter_evaluation_mode(module: nn.Module, _: Any) -> None:
     module.training = False
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} is {value!r}; it must be a finite number above 0.")
-
-
 class BackboneFinetuning(BaseFinetuning):
     """Train the head alone, then the backbone too, with a smaller learning rate that increases.
 
@@ -250,18 +244,12 @@ class BackboneFinetuning(BaseFinetuning):
         backbone: str = "backbone",
     ) -> None:
         check_counts(0, unfreeze_backbone_at_epoch=unfreeze_backbone_at_epoch)
-        check_bools(should_align=should_align, train_bn=train_bn, verbose=verbose)
-        if not callable(lambda_func):
+        check_positive(backbone_initial_ratio_lr=backbone_initial_ratio_lr)
+        check_positive(**given(backbone_initial_lr=backbone_initial_lr))
+        if not callable(lambda_func):  # it is called epochs later
             raise TypeError(f"lambda_func is {lambda_func!r}; it must be a function of the epoch.")
-        check_numbers(backbone_initial_ratio_lr=backbone_initial_ratio_lr)
-        check_numbers(**given(backbone_initial_lr=backbone_initial_lr))
-        _check_positive("backbone_initial_ratio_lr", backbone_initial_ratio_lr)
-        if backbone_initial_lr is not None:
-            _check_positive("backbone_initial_lr", backbone_initial_lr)
-        if not isinstance(backbone, str) or not backbone:
-            raise ValueError(
-                f"backbone is {backbone!r}; it must be the path of a submodule, as 'model.encoder'."
-            )
+        if not backbone:
+            raise ValueError("backbone is empty; it must be the path of a submodule.")
         self.unfreeze_backbone_at_epoch = int(unfreeze_backbone_at_epoch)
         self.lambda_func = lambda_func
         self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
@@ -337,8 +325,7 @@ class BackboneFinetuning(BaseFinetuning):
             self._unfreeze(module, optimizer)
         elif self._group is not None:
             factor = self.lambda_func(epoch)
-            check_numbers(**{f"lambda_func({epoch})": factor})
-            _check_positive(f"lambda_func({epoch})", factor)
+            check_positive(**{f"lambda_func({epoch})": factor})
             grown = self._fraction * factor
             if self.should_align:
                 grown = min(grown, max(self._fraction, 1.0))

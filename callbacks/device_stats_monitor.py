@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from callbacks.base import Callback
-from trainer.checks import check_bools, given
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -106,7 +105,6 @@ class DeviceStatsMonitor(Callback):
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
-        check_bools(**given(cpu_stats=cpu_stats))
         self.cpu_stats = cpu_stats is not False
         self._read_memory: Callable[[], float] | None = None
         self._since = (0.0, 0.0)

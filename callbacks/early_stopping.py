@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from callbacks.base import Callback
 from callbacks.monitor import Mode, Monitor
-from trainer.checks import check_bools, check_counts, check_numbers, explained, given
+from trainer.checks import check_counts, check_numbers, explained, given
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -74,14 +74,12 @@ class EarlyStopping(Callback):
         divergence_threshold: float | None = None,
         verbose: bool = False,
     ) -> None:
-        check_bools(check_finite=check_finite, verbose=verbose)
+        check_numbers(0, min_delta=min_delta)
+        check_counts(0, patience=patience)
         thresholds = given(
             stopping_threshold=stopping_threshold, divergence_threshold=divergence_threshold
         )
-        check_numbers(min_delta=min_delta, **thresholds)
-        if not (math.isfinite(min_delta) and min_delta >= 0):
-            raise ValueError(f"min_delta must be finite and at least 0, got {min_delta!r}.")
-        check_counts(0, patience=patience)
+        check_numbers(**thresholds)
         self.monitor = Monitor(monitor, mode)
         self.min_delta = min_delta
         self.patience = patience

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from callbacks.base import Callback
+from trainer.checks import check_counts
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -26,25 +27,18 @@ class GradientAccumulationScheduler(Callback):
             from that epoch on.
 
     Raises:
-        ValueError: ``scheduling`` is empty, an epoch is below 0 or a number of micro-batches below
-            1; in ``fit``, if the module uses manual optimisation.
-        TypeError: ``scheduling`` is not a dict of ints.
+        ValueError: ``scheduling`` is not a dict or is empty, an epoch is below 0 or a number of
+            micro-batches below 1; in ``fit``, if the module uses manual optimisation.
+        TypeError: An epoch or a number is no number.
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
-        if not isinstance(scheduling, Mapping):
-            raise TypeError(f"scheduling is {scheduling!r}; it must be a dict such as {{0: 8}}.")
-        if not scheduling:
-            raise ValueError("scheduling is empty; give for example {0: 8, 4: 4}.")
+        if not isinstance(scheduling, Mapping) or not scheduling:
+            raise ValueError(f"scheduling is {scheduling!r}; it must be a dict such as {{0: 8}}.")
         for epoch, steps in scheduling.items():
-            for what, number, low in (("epoch", epoch, 0), ("number of micro-batches", steps, 1)):
-                if isinstance(number, bool) or not isinstance(number, int):
-                    raise TypeError(f"scheduling has the {what} {number!r}; it must be an int.")
-                if number < low:
-                    raise ValueError(
-                        f"scheduling has the {what} {number}; it must be {low} or more."
-                    )
-        self.scheduling = dict(sorted(scheduling.items()))
+            check_counts(0, **{f"the epoch {epoch!r} of scheduling": epoch})
+            check_counts(1, **{f"scheduling[{epoch!r}]": steps})
+        self.scheduling = {int(at): int(steps) for at, steps in sorted(scheduling.items())}
 
     def steps_in(self, epoch: int, otherwise: int) -> int:
         """Return the micro-batches per update in an epoch, or ``otherwise`` before any entry."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from callbacks.base import Callback
+from trainer.checks import check_counts, check_positive, choice_error
 from trainer.names import bare_names
 
 if TYPE_CHECKING:
@@ -44,20 +46,13 @@ class GradientNormMonitor(Callback):
         self, per: Per | None = None, *, depth: int = 1, norm_type: float | str = 2.0
     ) -> None:
         if per is not None and per not in get_args(Per):
-            raise ValueError(
-                f"per is {per!r}; it must be one of {', '.join(map(repr, get_args(Per)))}, or None."
-            )
-        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-            raise ValueError(f"depth is {depth!r}; it must be an int of 1 or more.")
-        try:
-            order = 0.0 if isinstance(norm_type, bool) else float(norm_type)
-        except (TypeError, ValueError):
-            order = 0.0
-        if not order > 0:
-            raise ValueError(f"norm_type is {norm_type!r}; it must be above 0, or 'inf'.")
+            raise ValueError(choice_error("per", per, get_args(Per)))
+        check_counts(1, depth=depth)
+        order = math.inf if norm_type == "inf" else norm_type
+        check_positive(norm_type=order)
         self.per = per
         self.depth = depth
-        self.norm_type = order
+        self.norm_type = float(order)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Raise for manual optimisation, in which no hook sees all gradients of an update."""

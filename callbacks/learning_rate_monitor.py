@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from callbacks.base import Callback
-from trainer.checks import check_bools, explained
+from trainer.checks import explained
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -48,7 +48,6 @@ class LearningRateMonitor(Callback):
 
     @explained(logging_interval="nothing: it records as often as the Trainer's log_every")
     def __init__(self, *, log_momentum: bool = False, log_weight_decay: bool = False) -> None:
-        check_bools(log_momentum=log_momentum, log_weight_decay=log_weight_decay)
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from callbacks.base import Callback
-from trainer.checks import check_bools, check_counts, given
+from trainer.checks import check_counts, given
 from trainer.errors import module_logger
 from trainer.files import absolute_folder
 
@@ -56,7 +56,6 @@ class MemorySnapshot(Callback):
     ) -> None:
         if skip_steps is None:
             skip_steps = 0 if steps is None else 1
-        check_bools(all_ranks=all_ranks)
         check_counts(0, skip_steps=skip_steps)
         check_counts(1, max_entries=max_entries, **given(steps=steps))
         self.dirpath = absolute_folder(dirpath)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from callbacks.base import Callback
 from callbacks.flops import Flops, flops_of
-from trainer.checks import check_bools, check_numbers
+from trainer.checks import check_counts
 from trainer.names import bare_names
 
 if TYPE_CHECKING:
@@ -86,8 +86,7 @@ def summarize(module: nn.Module, max_depth: int = 1, flops: Flops | None = None)
     Raises:
         ValueError: If ``max_depth`` is less than -1.
     """
-    if max_depth < -1:
-        raise ValueError(f"max_depth must be -1 (all levels), 0 or more, got {max_depth!r}.")
+    check_counts(-1, max_depth=max_depth)
     lines: list[str] = []
     if max_depth != 0:
         head = ("Name", "Type", "Parameters", "Trainable", *(() if flops is None else ("FLOPs",)))
@@ -127,10 +126,7 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, max_depth: int = 1, *, flops: bool = False) -> None:
-        check_bools(flops=flops)
-        check_numbers(max_depth=max_depth)
-        if max_depth < -1 or max_depth % 1:
-            raise ValueError(f"max_depth must be -1 (all levels), 0 or more, got {max_depth!r}.")
+        check_counts(-1, max_depth=max_depth)
         self.max_depth = max_depth
         self.flops: Flops | None = None
         self._count_flops = flops

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from trainer.checks import choice_error
 from trainer.errors import module_logger
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ class Monitor:
     """The metric ``name``, whose smallest (``min``) or largest (``max``) value is best.
 
     Raises:
-        ValueError: If ``name`` is empty or ``mode`` is neither ``min`` nor ``max``.
-        TypeError: If ``name`` is not a string.
+        ValueError: If ``name`` is not the name of a metric, or ``mode`` is unknown.
     """
 
     name: str
@@ -31,14 +31,11 @@ class Monitor:
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
-            raise ValueError(f"mode must be 'min' or 'max', got {self.mode!r}.")
-        if not isinstance(self.name, str):
-            raise TypeError(
-                f"monitor is {self.name!r}; it must be the name of a logged metric, for example "
-                "'val/loss'."
+            raise ValueError(choice_error("mode", self.mode, get_args(Mode)))
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(
+                f"monitor is {self.name!r}; it must be the name of a logged metric: 'val/loss'."
             )
-        if not self.name:
-            raise ValueError("monitor must name a logged metric, for example 'val/loss'; got ''.")
 
     def is_better(self, value: float, than: float, min_delta: float = 0.0) -> bool:
         """Return whether ``value`` beats ``than`` by more than ``min_delta``; a NaN never does."""

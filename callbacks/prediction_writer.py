@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.base import Callback
-from trainer.checks import check_bools, explained
+from trainer.checks import choice_error, explained
 from trainer.files import absolute_folder
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ class PredictionWriter(Callback):
         overwrite: bool = False,
     ) -> None:
         if write_interval not in get_args(WriteInterval):
-            raise ValueError(f"write_interval must be 'batch' or 'epoch', got {write_interval!r}.")
-        check_bools(overwrite=overwrite)
+            raise ValueError(
+                choice_error("write_interval", write_interval, get_args(WriteInterval))
+            )
         self.dirpath = absolute_folder(dirpath)
         self.write_interval = write_interval
         self.overwrite = overwrite

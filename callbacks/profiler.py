@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.profiler import profile, schedule
 
 from callbacks.base import Callback
-from trainer.checks import check_bools, check_counts
+from trainer.checks import check_counts
 from trainer.files import absolute_folder, regular
 
 if TYPE_CHECKING:
@@ -65,14 +65,8 @@ class Profiler(Callback):
         with_flops: bool = False,
     ) -> None:
         check_counts(0, wait=wait)
-        check_counts(1, warmup=warmup, active=active, repeat=repeat, top_operators=top_operators)
-        check_bools(
-            all_ranks=all_ranks,
-            record_shapes=record_shapes,
-            profile_memory=profile_memory,
-            with_stack=with_stack,
-            with_flops=with_flops,
-        )
+        check_counts(1, warmup=warmup, active=active, repeat=repeat)
+        check_counts(1, top_operators=top_operators)
         self.dirpath = absolute_folder(dirpath)
         self.all_ranks = all_ranks
         self.top_operators = top_operators

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from callbacks.base import Callback
 from callbacks.progress_board import Board, Lines
+from trainer.checks import check_numbers
 from trainer.errors import module_logger, printable
 
 if TYPE_CHECKING:
@@ -207,10 +208,7 @@ class ProgressBar(Callback):
     """
 
     def __init__(self, refresh_rate: float = 10.0) -> None:
-        if not isinstance(refresh_rate, (int, float)):
-            raise TypeError(f"refresh_rate is {refresh_rate!r}; it must be a number.")
-        if not refresh_rate >= 0:
-            raise ValueError(f"refresh_rate must be 0 (no bar) or above, got {refresh_rate!r}.")
+        check_numbers(0, refresh_rate=refresh_rate)
         self.refresh_rate = refresh_rate
         self._open_view: OpenView | None = None
         self._train = _NoBar()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -125,11 +124,8 @@ class SlowRankDetector(Callback):
     def __init__(
         self, threshold: float = 1.5, *, min_share: float = 0.05, patience: int = 2
     ) -> None:
-        check_numbers(threshold=threshold, min_share=min_share)
-        if not 1.0 < threshold < math.inf:
-            raise ValueError(f"threshold must be finite and above 1, got {threshold!r}.")
-        if not 0.0 <= min_share < 1.0:
-            raise ValueError(f"min_share must be at least 0 and below 1, got {min_share!r}.")
+        check_numbers(1, threshold=threshold)
+        check_numbers(0, 1, min_share=min_share)
         check_counts(1, patience=patience)
         self.threshold, self.min_share, self.patience = threshold, min_share, int(patience)
         self.slow: list[Slow] = []

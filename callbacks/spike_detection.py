@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.base import Callback
 from callbacks.monitor import Mode, Monitor
-from trainer.checks import check_bools, check_counts, check_numbers
+from trainer.checks import check_counts, check_numbers, choice_error
 from trainer.errors import module_logger
 
 if TYPE_CHECKING:
@@ -18,14 +18,8 @@ logger = module_logger(__name__)
 Action = Literal["log", "stop"]
 _STATE = ("window_values", "num_spikes", "spikes_in_a_row", "last_spike_step", "reason")
 _STOPS_BY = (
-    "monitor",
-    "window",
-    "warmup",
-    "deviations",
-    "rtol",
-    "atol",
-    "check_finite",
-    "patience",
+    *("monitor", "window", "warmup", "deviations"),
+    *("rtol", "atol", "check_finite", "patience"),
 )
 _SIGMA = 1.4826  # standard deviation ÷ MAD of a normal distribution
 
@@ -81,23 +75,16 @@ class SpikeDetection(Callback):
         action: Action = "log",
         patience: int = 1,
     ) -> None:
-        check_bools(check_finite=check_finite)
         check_counts(1, window=window, warmup=warmup, patience=patience)
-        check_numbers(deviations=deviations, rtol=rtol, atol=atol)
+        check_numbers(0, deviations=deviations, rtol=rtol, atol=atol)
         if warmup > window:
             raise ValueError(
                 f"warmup is {warmup}, but a window of {window} never holds that many values."
             )
-        for name, bound in (("deviations", deviations), ("rtol", rtol), ("atol", atol)):
-            if not (math.isfinite(bound) and bound >= 0):
-                raise ValueError(f"{name} must be finite and at least 0, got {bound!r}.")
         if not (deviations or rtol or atol):
-            raise ValueError(
-                "deviations, rtol and atol are all 0, so any worse value would be a spike; set at "
-                "least one of them above 0."
-            )
+            raise ValueError("deviations, rtol and atol are all 0; set at least one above 0.")
         if action not in get_args(Action):
-            raise ValueError(f"action must be 'log' or 'stop', got {action!r}.")
+            raise ValueError(choice_error("action", action, get_args(Action)))
         self.monitor = Monitor(monitor, mode)
         self.window = int(window)
         self.warmup = warmup

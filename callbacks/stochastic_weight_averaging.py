@@ -11,7 +11,7 @@ from torch import Tensor
 from callbacks.averages import Averages
 from callbacks.base import Callback
 from callbacks.weight_averaging import WeightAveraging
-from trainer.checks import check_bools, check_counts
+from trainer.checks import check_counts, check_numbers, check_positive, choice_error
 from trainer.errors import module_logger
 
 if TYPE_CHECKING:
@@ -65,25 +65,16 @@ class StochasticWeightAveraging(Callback):
         *,
         update_batch_norm: bool = True,
     ) -> None:
-        rates = list(swa_lrs) if isinstance(swa_lrs, Sequence) else [swa_lrs]
-        if not rates or any(not _is_number(rate) or rate <= 0 for rate in rates):
-            raise ValueError(
-                f"swa_lrs must be a positive number or a list of them, got {swa_lrs!r}."
-            )
-        if not _is_number(swa_epoch_start) or (
-            not 0 <= swa_epoch_start <= 1
-            if isinstance(swa_epoch_start, float)
-            else swa_epoch_start < 1
-        ):
-            raise ValueError(
-                "swa_epoch_start must be the number of an epoch from 1, or a fraction of "
-                f"max_epochs from 0.0 to 1.0; got {swa_epoch_start!r}."
-            )
+        for rate in swa_lrs if isinstance(swa_lrs, Sequence) else [swa_lrs]:
+            check_positive(swa_lrs=rate)
+        if isinstance(swa_epoch_start, float):  # a fraction of max_epochs
+            check_numbers(0, 1, swa_epoch_start=swa_epoch_start)
+        else:
+            check_numbers(1, swa_epoch_start=swa_epoch_start)
         check_counts(0, annealing_epochs=annealing_epochs)
-        check_bools(update_batch_norm=update_batch_norm)
         if annealing_strategy not in get_args(Strategy):
             raise ValueError(
-                f"annealing_strategy must be 'cos' or 'linear', got {annealing_strategy!r}."
+                choice_error("annealing_strategy", annealing_strategy, get_args(Strategy))
             )
         self.swa_lrs = swa_lrs
         self.swa_epoch_start = swa_epoch_start
@@ -239,10 +230,6 @@ class StochasticWeightAveraging(Callback):
         """Return the progress of the annealing after this many epochs, from 0 to 1."""
         time = 1.0 if self.annealing_epochs == 0 else min(epochs / self.annealing_epochs, 1.0)
         return time if self.annealing_strategy == "linear" else (1 - math.cos(math.pi * time)) / 2
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _groups(trainer: Trainer) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ import torch
 from callbacks.base import Callback
 from callbacks.device_peaks import peak_flops
 from callbacks.flops import counting_flops
-from trainer.checks import check_counts, check_numbers, explained, given
+from trainer.checks import check_counts, check_numbers, check_positive, explained, given
 from trainer.errors import module_logger
 
 if TYPE_CHECKING:
@@ -84,11 +83,8 @@ class ThroughputMonitor(Callback):
         peak_flops: float | None = None,
     ) -> None:
         check_counts(1, window_size=window_size)
-        check_numbers(**given(flops_per_batch=flops_per_batch, peak_flops=peak_flops))
-        if flops_per_batch is not None and not 0 <= flops_per_batch < math.inf:
-            raise ValueError(f"flops_per_batch must be finite and at least 0: {flops_per_batch!r}.")
-        if peak_flops is not None and not 0 < peak_flops < math.inf:
-            raise ValueError(f"peak_flops must be finite and above 0, got {peak_flops!r}.")
+        check_numbers(0, **given(flops_per_batch=flops_per_batch))
+        check_positive(**given(peak_flops=peak_flops))
         self.window_size = int(window_size)
         self.flops_per_batch = flops_per_batch
         self.peak_flops = peak_flops

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.base import Callback
-from trainer.checks import check_bools
+from trainer.checks import choice_error
 from trainer.interval import seconds_of
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ class Timer(Callback):
         verbose: bool = True,
     ) -> None:
         if interval not in ("step", "epoch"):
-            raise ValueError(f"interval is {interval!r}; it must be 'step' or 'epoch'.")
-        check_bools(verbose=verbose)
+            raise ValueError(choice_error("interval", interval, ("step", "epoch")))
         self.duration = None if duration is None else seconds_of("duration", duration)
         self.interval = interval
         self.verbose = verbose
@@ -63,7 +62,7 @@ class Timer(Callback):
             ValueError: There is no such stage.
         """
         if stage not in self._elapsed:
-            raise ValueError(f"stage is {stage!r}; it must be one of {', '.join(self._elapsed)}.")
+            raise ValueError(choice_error("stage", stage, self._elapsed))
         now = time.monotonic()
         return self._elapsed[stage] + now - self._since.get(stage, now)
 

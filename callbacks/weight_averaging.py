@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.averages import Averages
 from callbacks.base import Callback
-from trainer.checks import check_bools, check_counts, check_numbers, explained, given
+from trainer.checks import check_counts, check_numbers, choice_error, explained, given
 from trainer.errors import module_logger
 
 if TYPE_CHECKING:
@@ -73,10 +73,7 @@ class WeightAveraging(Callback):
         use_buffers: bool = True,
         final_weights: Final = "average",
     ) -> None:
-        check_bools(decay_warmup=decay_warmup, use_buffers=use_buffers)
-        check_numbers(decay=decay)
-        if not (math.isfinite(decay) and 0 <= decay <= 1):
-            raise ValueError(f"decay must be a number from 0 to 1, for example 0.999; got {decay}.")
+        check_numbers(0, 1, decay=decay)
         check_counts(1, update_every_n_steps=update_every_n_steps)
         starts = given(
             update_starting_at_step=update_starting_at_step,
@@ -84,9 +81,7 @@ class WeightAveraging(Callback):
         )
         check_counts(0, **starts)
         if final_weights not in get_args(Final):
-            raise ValueError(
-                f"final_weights must be 'average' or 'trained', got {final_weights!r}."
-            )
+            raise ValueError(choice_error("final_weights", final_weights, get_args(Final)))
         self.decay = decay
         self.decay_warmup = decay_warmup
         self.update_every_n_steps = update_every_n_steps

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from numbers import Real
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 
 def given(**arguments: object) -> dict[str, object]:
@@ -27,32 +27,37 @@ def check_bools(**given: object) -> None:
             raise TypeError(f"{name} is {value!r}; it must be True or False.")
 
 
-def check_numbers(**given: object) -> None:
-    """Raise if an argument is not a number.
-
-    Raises:
-        TypeError: An argument has another type, for example a text.
-        ValueError: An argument is NaN, for which all comparisons are false.
-    """
+def check_numbers(least: float = -math.inf, most: float = math.inf, /, **given: object) -> None:
+    """Raise a TypeError or ValueError if an argument is not a number in a range; NaN never is."""
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name} is {value!r}; it must be a number.")
-        if math.isnan(value):
-            raise ValueError(f"{name} is {value!r}; it must be a number.")
+        bounds = f" from {least:g} to {most:g}" if most < math.inf else f" of at least {least:g}"
+        kind = "a number" + (bounds if math.isfinite(least) else "")
+        _check_number(name, value, kind, lambda number: least <= number <= most)
 
 
-def check_counts(least: int, **given: object) -> None:
-    """Raise if an argument is not a whole number of at least `least`; 1e3 is accepted.
+def check_positive(**given: object) -> None:
+    """Raise a TypeError or ValueError if an argument is not a number above 0."""
+    for name, value in given.items():
+        _check_number(name, value, "a number above 0", lambda number: number > 0)
+
+
+def check_counts(least: int, /, **given: object) -> None:
+    """Raise if an argument is not a whole number of at least `least`; 1e3 is one.
 
     Raises:
         TypeError: An argument is not a number.
         ValueError: An argument has a fraction, or is smaller.
     """
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name} is {value!r}; it must be a whole number.")
-        if not float(value) >= least or float(value) % 1:
-            raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+        kind = f"a whole number of at least {least}"
+        _check_number(name, value, kind, lambda number: number >= least and not number % 1)
+
+
+def _check_number(name: str, value: Any, kind: str, valid: Callable[[Any], bool]) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not valid(value):
+        error = ValueError if is_number else TypeError
+        raise error(f"{name} is {value!r}; it must be {kind}.")
 
 
 def choice_error(what: str, value: object, choices: Iterable[str]) -> str:
@@ -91,47 +96,32 @@ R = TypeVar("R")
 
 
 def explained(**instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that improves a method's errors for unknown or missing arguments.
+    """Return a decorator that improves a method's error for unknown arguments.
 
     Args:
         **instead: Argument names of other trainers, each with what to write instead.
 
     Returns:
         The decorator. A call with an unknown argument raises a TypeError that gives its
-        replacement, or lists the valid arguments. A method with ``**kwargs`` raises only for
-        missing arguments.
+        replacement, or lists the valid arguments.
     """
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(method)
+        names = [*inspect.signature(method).parameters]
         owner = method.__qualname__.removesuffix(".__init__")
-        kept = inspect.Parameter.VAR_KEYWORD
-        names = [name for name, each in signature.parameters.items() if each.kind is not kept][1:]
-        takes_any = len(names) < len(signature.parameters) - 1
 
         def hint(name: str) -> str:
             if right := instead.get(name):
                 nothing = right.removeprefix("nothing")
                 return f"; leave it out{nothing}." if nothing != right else f"; use {right}."
             near = get_close_matches(name, names, n=1, cutoff=0.7)
-            return f". Did you mean {near[0]!r}?" if near else f"; it has {', '.join(names)}."
+            return f". Did you mean {near[0]!r}?" if near else f"; it has {', '.join(names[1:])}."
 
         @functools.wraps(method)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            unknown = [] if takes_any else [n for n in kwargs if n not in signature.parameters]
-            if unknown:
+            if unknown := [name for name in kwargs if name not in names]:
                 lines = [f"{owner} has no argument {name!r}{hint(name)}" for name in unknown]
                 raise TypeError("\n".join(lines))
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                kinds = [signature.parameters[name].kind for name in names]
-                by_name = kinds.count(inspect.Parameter.KEYWORD_ONLY)
-                star = ["*"] * bool(by_name)
-                shown = names[: len(names) - by_name] + star + names[len(names) - by_name :]
-                lines = [f"\n{name!r}{hint(name)}" for name in kwargs if name in instead]
-                text = f"{error}: {owner}({', '.join(shown)}){''.join(lines)}"
-                raise TypeError(text) from None
             return method(*args, **kwargs)
 
         return call

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from trainer import checkpoint as disk
 from trainer.checkpoint.storage import MANIFEST, check_form
-from trainer.checks import choice_error, explained
+from trainer.checks import choice_error
 from trainer.distributed.collectives import gather
 from trainer.errors import CheckpointError
 from trainer.files import with_home
@@ -131,7 +131,6 @@ class TrainModule(nn.Module):
         return kept_by(self).values
 
     @_of_the_class
-    @explained(checkpoint_path="path")
     def load_from_checkpoint(
         cls: type[M],
         path: str | os.PathLike[str],

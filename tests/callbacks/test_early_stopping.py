@@ -134,5 +134,5 @@ def test_wrong_arguments_are_refused(arguments):
 
 
 def test_patience_is_a_number():
-    with pytest.raises(TypeError, match=r"patience is '3'; it must be a whole number\."):
+    with pytest.raises(TypeError, match=r"patience is '3'; it must be a whole number"):
         EarlyStopping("loss", patience="3")

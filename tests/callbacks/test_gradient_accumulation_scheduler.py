@@ -167,12 +167,11 @@ def test_it_is_set_only_where_it_has_an_effect():
 @pytest.mark.parametrize(
     ("scheduling", "error", "text"),
     [
-        ({}, ValueError, "empty"),
-        ({-1: 2}, ValueError, "epoch -1; it must be 0"),
-        ({0: 0}, ValueError, "micro-batches 0; it must be 1"),
-        ({0: 2.0}, TypeError, r"micro-batches 2\.0"),
-        ({"0": 2}, TypeError, "epoch '0'"),
-        ([4], TypeError, r"\[4\]; it must be a dict"),
+        ({}, ValueError, "must be a dict"),
+        ({-1: 2}, ValueError, "the epoch -1 of scheduling is -1; it must be"),
+        ({0: 0}, ValueError, r"scheduling\[0\] is 0; it must be a whole number of at least 1"),
+        ({"0": 2}, TypeError, "the epoch '0' of scheduling"),
+        ([4], ValueError, r"\[4\]; it must be a dict"),
     ],
 )
 def test_what_makes_no_sense_is_refused(scheduling, error, text):

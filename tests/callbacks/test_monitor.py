@@ -36,11 +36,9 @@ def test_wrong_arguments_are_refused(name, mode):
 
 
 @pytest.mark.parametrize("watcher", [ModelCheckpoint, EarlyStopping, SpikeDetection])
-@pytest.mark.parametrize("name", [3, ["loss"]])
-def test_a_name_that_is_no_text_is_refused(watcher, name):
-    with pytest.raises(TypeError) as caught:
-        watcher(monitor=name)
-    assert f"monitor is {name!r}; it must be the name of a logged metric" in str(caught.value)
+def test_a_monitor_that_is_no_name_is_refused(watcher):
+    with pytest.raises(ValueError, match="monitor is 3; it must be the name of a logged metric"):
+        watcher(monitor=3)
 
 
 def test_only_a_fresh_value_is_read():

@@ -387,7 +387,9 @@ def test_what_cannot_be_merged_is_an_error_on_all_processes(ranks2, where, text)
 
 
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match="'batch' or 'epoch', got 'step'"):
+    with pytest.raises(
+        ValueError, match="write_interval is 'step'; it must be one of 'batch', 'epoch'"
+    ):
         PredictionWriter(write_interval="step")
 
 

@@ -248,12 +248,9 @@ def test_on_a_device_what_has_not_passed_is_read_later(monkeypatch):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"threshold": 1.0},
-        {"threshold": math.inf},
-        {"min_share": -0.1},
-        {"min_share": 1.0},
+        {"threshold": 0.5},
+        {"min_share": 1.5},
         {"patience": 0},
-        {"patience": math.inf},
     ],
 )
 def test_wrong_arguments(arguments):

@@ -1,4 +1,3 @@
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -310,12 +309,8 @@ def test_the_peak_is_that_of_the_precision_of_the_run(monkeypatch):
     "arguments",
     [
         {"window_size": 0},
-        {"window_size": 1.5},
-        {"window_size": math.inf},
         {"flops_per_batch": -1},
-        {"flops_per_batch": math.nan},
         {"peak_flops": 0},
-        {"peak_flops": math.inf},
     ],
 )
 def test_wrong_arguments(arguments):

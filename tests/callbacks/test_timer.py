@@ -179,7 +179,11 @@ def test_the_clock_of_rank_0_decides_for_all(ranks2):
         ((timedelta(0),), ValueError, "above zero"),
         (({"hours": float("inf")},), ValueError, "duration is {'hours': inf}; give '30 minutes'"),
         ((12,), TypeError, "duration is 12 of type int"),
-        (("1 hour", "epochs"), ValueError, "'step' or 'epoch'"),
+        (
+            ("1 hour", "epochs"),
+            ValueError,
+            "interval is 'epochs'; it must be one of 'epoch', 'step'",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, error, text):
@@ -188,5 +192,5 @@ def test_what_makes_no_sense_is_refused(arguments, error, text):
 
 
 def test_an_unknown_stage_is_refused():
-    with pytest.raises(ValueError, match=r"stage is 'fit'; it must be one of train, validate"):
+    with pytest.raises(ValueError, match=r"stage is 'fit'; it must be one of 'predict'"):
         Timer().time_elapsed("fit")

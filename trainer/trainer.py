@@ -6,13 +6,14 @@ import copy
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from callbacks import (
@@ -44,12 +45,11 @@ from trainer.loops.config import (
     Settings,
     check_barebones,
     chosen_accelerator,
-    chosen_window,
     complete,
     listed,
     project_dir_of,
 )
-from trainer.loops.dataloaders import Sources, check_hooks, check_module, steps_of, take_datamodule
+from trainer.loops.dataloaders import Sources, check_module, steps_of, take_datamodule
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.fit import finished, fit
 from trainer.loops.fit_state import require_space, save_run, save_weights_alone
@@ -61,7 +61,6 @@ from trainer.loops.recorder import Recorder
 from trainer.loops.run_directory import WORDS, Project
 from trainer.loops.setup import (
     RunContext,
-    detecting_anomalies,
     deterministic,
     sharing_the_process,
     stage_of,
@@ -86,6 +85,17 @@ from trainer.ported.hooks import check_uncalled_hooks
 from trainer.rng import set_seed
 
 logger = module_logger(__name__)
+_OF_THE_ACCELERATOR = (  # arguments for a new one
+    "mixed_precision",
+    "cpu",
+    "dataloader_config",
+    "deepspeed_plugin",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "dynamo_backend",
+    "dynamo_plugin",
+    "kwargs_handlers",
+)
 _NOT_IN_A_TRIAL = {"reload_dataloaders_every_n_epochs": 0, "profile": None, "barebones": False}
 
 
@@ -241,6 +251,7 @@ class Trainer:
         project_config: ProjectConfiguration | None = None,
         **unknown: NoReturn,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         if unknown:
             check_trainer_arguments(unknown, inspect.signature(Trainer).parameters)
         check_uncalled_hooks(self, "trainer")
@@ -252,73 +263,19 @@ class Trainer:
                 f"accelerator is {accelerator!r}; it must be an Accelerator. The device is "
                 "selected automatically; cpu=True forces the CPU."
             )
-        if project_config is None and accelerator is not None:
-            project_config = accelerator.project_configuration
-        if project_config is not None:
-            project_dir = project_dir_of(project_config, project_dir)
-        settings = Settings(
-            max_epochs=max_epochs,
-            min_epochs=min_epochs,
-            max_steps=max_steps,
-            min_steps=min_steps,
-            max_time=max_time,
-            val_every=val_every,
-            num_sanity_val_steps=num_sanity_val_steps,
-            limit_train_batches=limit_train_batches,
-            limit_val_batches=limit_val_batches,
-            limit_test_batches=limit_test_batches,
-            limit_predict_batches=limit_predict_batches,
-            overfit_batches=overfit_batches,
-            reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs,
-            gradient_accumulation_steps=chosen_window(gradient_accumulation_steps, accelerator),
-            max_grad_norm=max_grad_norm,
-            max_grad_value=max_grad_value,
-            non_finite=non_finite,
-            max_skipped_in_row=max_skipped_in_row,
-            deterministic=deterministic,
-            detect_anomaly=detect_anomaly,
-            seed=seed,
-            log_every=log_every,
-            profile=profile,
-            barebones=barebones,
-        )
-        if fast_dev_run:
-            settings = settings.for_a_trial(fast_dev_run)
-        if barebones:
-            check_barebones(
-                inspect.signature(Trainer).parameters,
-                {
-                    "callbacks": callbacks,
-                    "checkpointing": checkpointing,
-                    "detect_anomaly": detect_anomaly,
-                    "fast_dev_run": fast_dev_run,
-                    "log_every": Interval.parse(log_every),
-                    "log_with": log_with,
-                    "max_skipped_in_row": max_skipped_in_row,
-                    "non_finite": non_finite,
-                    "num_sanity_val_steps": num_sanity_val_steps,
-                    "profile": profile,
-                    "progress_bar": progress_bar,
-                    "project_name": project_name,
-                    "run_name": run_name,
-                    "slurm_requeue": slurm_requeue,
-                },
+        if project_config is None:
+            project_config = (
+                ProjectConfiguration() if accelerator is None else accelerator.project_configuration
             )
-            settings = settings.stripped()
+        settings = Settings.from_arguments(arguments)
+        if barebones:
+            check_barebones(arguments, Trainer.__init__.__kwdefaults__ or {})
         if seed is not None:
             set_seed(seed)
-        self.accelerator = accelerator = chosen_accelerator(
+        self.accelerator = chosen_accelerator(
             accelerator,
             settings.gradient_accumulation_steps,
-            mixed_precision=mixed_precision,
-            cpu=cpu,
-            dataloader_config=dataloader_config,
-            deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-            dynamo_backend=dynamo_backend,
-            dynamo_plugin=dynamo_plugin,
-            kwargs_handlers=kwargs_handlers,
+            **{name: arguments[name] for name in _OF_THE_ACCELERATOR},
         )
         self.callbacks = complete(
             callbacks,
@@ -327,19 +284,23 @@ class Trainer:
         )
         self._context = RunContext(
             settings=settings,
-            accelerator=accelerator,
+            accelerator=self.accelerator,
             project=Project(
-                project_dir,
+                project_dir_of(project_config, project_dir),
                 name=project_name,
                 run_name=run_name,
                 log_with=log_with,
                 writes=settings.writes,
-                on_each_node=project_config is not None and project_config.save_on_each_node,
+                on_each_node=project_config.save_on_each_node,
             ),
             callbacks=self.callbacks,
             trainer=self,
         )
         self._slurm_requeue = slurm_requeue
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin without a run."""
         self._counters = Counters()
         self._run: Run | None = None  # the current run
         self._fit: FitRun | None = None  # the latest fit, perhaps finished
@@ -348,7 +309,6 @@ class Trainer:
         self._stop_requested = False
         self._datamodule: Any = None
         self._module: TrainModule | None = None
-        self._added: list[Callback] = []  # by `setup`, which each stage calls
 
     if not TYPE_CHECKING:  # so that a type checker still reports missing attributes
 
@@ -384,11 +344,10 @@ class Trainer:
             callbacks=callbacks,
             trainer=trial,
             trial_steps=steps,
+            added=[],
         )
         trial._slurm_requeue = False
-        trial._counters = Counters()
-        trial._run = trial._fit = trial._epoch_iterator = trial._recorder = trial._datamodule = None
-        trial._module = None
+        trial._begin()
         return trial
 
     # -- entry points --------------------------------------------------------------------------
@@ -493,7 +452,8 @@ class Trainer:
         ckpt_path: str | os.PathLike[str] | None = None,
     ) -> list[dict[str, float]]:
         """Validate a module; see `test`."""
-        return self._evaluate("validate", VALIDATION, module, dataloaders, datamodule, ckpt_path)
+        with self._evaluation("validate", module, dataloaders, datamodule, ckpt_path) as ready:
+            return evaluate(ready[0], VALIDATION, ready[1])
 
     @explained(**IN_AN_EVALUATION)
     def test(
@@ -514,7 +474,8 @@ class Trainer:
         Returns:
             The logged metrics of each loader, the same for any number of processes.
         """
-        return self._evaluate("test", TEST, module, dataloaders, datamodule, ckpt_path)
+        with self._evaluation("test", module, dataloaders, datamodule, ckpt_path) as ready:
+            return evaluate(ready[0], TEST, ready[1])
 
     @explained(**IN_AN_EVALUATION)
     def predict(
@@ -542,10 +503,9 @@ class Trainer:
         """
         if return_predictions is None:
             return_predictions = not any(isinstance(c, PredictionWriter) for c in self.callbacks)
-        with self._evaluation("predict", module, dataloaders, datamodule, ckpt_path) as at_hand:
-            run, epoch_iterators = at_hand
-            outputs = predict(run, epoch_iterators, keep=return_predictions)
-        return outputs[0] if outputs is not None and len(epoch_iterators) == 1 else outputs
+        with self._evaluation("predict", module, dataloaders, datamodule, ckpt_path) as ready:
+            outputs = predict(*ready, keep=return_predictions)
+        return outputs[0] if outputs is not None and len(outputs) == 1 else outputs
 
     def save_checkpoint(
         self,
@@ -766,8 +726,7 @@ class Trainer:
     @property
     def training(self) -> bool:
         """Whether a fit is running and is not validating."""
-        run = self._run
-        return isinstance(run, FitRun) and run.module.training
+        return self._fitting is not None and self._fitting.module.training
 
     @property
     def datamodule(self) -> Any:
@@ -841,9 +800,9 @@ class Trainer:
         is given instead, so that all processes decide the same. Reading never communicates.
         """
         latest = {} if self._recorder is None else self._recorder.latest_values()
-        run = self._run
-        alike = isinstance(run, FitRun) and run.deciding and run.world_size > 1
-        return latest if run is None or alike else latest | to_floats(run.metrics.own_values())
+        run, fit = self._run, self._fitting
+        shared = fit is not None and fit.deciding and fit.world_size > 1
+        return latest if run is None or shared else latest | to_floats(run.metrics.own_values())
 
     @property
     def logged_metrics(self) -> dict[str, float]:
@@ -898,14 +857,13 @@ class Trainer:
     @property
     def should_stop(self) -> bool:
         """Whether a stop was requested; the request reaches all processes within two updates."""
-        run = self._run
-        return self._stop_requested or (isinstance(run, FitRun) and run.stop_now)
+        return self._stop_requested or (self._fitting is not None and self._fitting.stop_now)
 
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
         self._stop_requested = stop
-        run = self._run
-        if isinstance(run, FitRun) and (run.deciding or run.world_size == 1):
+        run = self._fitting
+        if run is not None and (run.deciding or run.world_size == 1):
             # At a boundary all processes decide the same, from values that they share.
             run.stop_now = stop
 
@@ -917,11 +875,10 @@ class Trainer:
         was saved at one. The time limit may still be reached between this check and the end of the
         boundary.
         """
-        run = self._run
-        if not isinstance(run, FitRun):
+        run = self._fitting
+        if run is None:
             return False
-        inside = run.in_boundary or bool(run.hooks.boundary.left)
-        return inside and finished(run)
+        return (run.in_boundary or bool(run.hooks.boundary.left)) and finished(run)
 
     @property
     def optimizers(self) -> list[AcceleratedOptimizer]:
@@ -980,30 +937,26 @@ class Trainer:
     @property
     def has_validation(self) -> bool:
         """Whether the fit has validation data and, as far as known, will reach a validation."""
-        return isinstance(self._run, FitRun) and self._run.validates
+        return self._fitting is not None and self._fitting.validates
 
     @property
     def num_training_batches(self) -> int | None:
         """The number of micro-batches of this process per epoch of the fit; None if unknown."""
-        epoch_iterator = (
-            self._run.epoch_iterator if isinstance(self._run, FitRun) else self._epoch_iterator
-        )
-        return None if epoch_iterator is None else epoch_iterator.num_own_batches
+        iterator = self._training_data
+        return None if iterator is None else iterator.num_own_batches
 
     @property
     def estimated_stepping_batches(self) -> int | None:
         """The number of optimizer steps of the whole fit; None if unknown before reading data."""
-        epoch_iterator = (
-            self._run.epoch_iterator if isinstance(self._run, FitRun) else self._epoch_iterator
-        )
-        rounds = None if epoch_iterator is None else epoch_iterator.num_global_batches
-        by_epochs = None
-        if rounds is not None and self.max_epochs is not None:
-            by_epochs = sum(
-                -(-rounds // self.accumulation_in(epoch)) for epoch in range(self.max_epochs)
+        iterator = self._training_data
+        global_batches = None if iterator is None else iterator.num_global_batches
+        limits = [self.max_steps]
+        if global_batches is not None and self.max_epochs is not None:
+            windows = (
+                -(-global_batches // self.accumulation_in(n)) for n in range(self.max_epochs)
             )
-        known = [number for number in (by_epochs, self.max_steps) if number is not None]
-        return min(known) if known else None
+            limits.append(sum(windows))
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -1017,9 +970,8 @@ class Trainer:
             ValueError: It is set to less than 1.
             TypeError: It is set to a value that is not an int.
         """
-        run = self._run
-        if isinstance(run, FitRun):
-            return run.accumulation
+        if self._fitting is not None:
+            return self._fitting.accumulation
         return self._context.settings.gradient_accumulation_steps
 
     @gradient_accumulation_steps.setter
@@ -1054,7 +1006,7 @@ class Trainer:
     @property
     def log_due(self) -> bool:
         """Whether the values of this update will be logged (`log_every`)."""
-        return isinstance(self._run, FitRun) and self._run.log_due
+        return self._fitting is not None and self._fitting.log_due
 
     def progress_values(self, *, wait: bool = False) -> dict[str, float]:
         """Return the latest values logged with ``prog_bar=True``; also after a fit.
@@ -1124,10 +1076,18 @@ class Trainer:
 
     # -- internal ------------------------------------------------------------------------------
 
+    @property
+    def _fitting(self) -> FitRun | None:
+        return self._run if isinstance(self._run, FitRun) else None
+
     def _fit_run(self, what: str) -> FitRun:
-        if not isinstance(self._run, FitRun):
+        if self._fitting is None:
             raise RuntimeError(f"{what} is available only while fit runs.")
-        return self._run
+        return self._fitting
+
+    @property
+    def _training_data(self) -> EpochIterator | None:
+        return self._epoch_iterator if self._fitting is None else self._fitting.epoch_iterator
 
     def _given_checkpoint(self, ckpt_path: Any, words: Sequence[str]) -> Any:
         """Return the checked `ckpt_path`; a dry run has no checkpoints, so `words` give None."""
@@ -1157,27 +1117,17 @@ class Trainer:
     @contextmanager
     def _stage(self, name: str, module: TrainModule, datamodule: Any) -> Iterator[HookTable]:
         check_module(module, name)
-        check = partial(check_hooks, warns=self._context.warns and self.accelerator.is_main_process)
-        check(module, self.callbacks, datamodule)
         self._stop_requested = False
         self._datamodule, self._module = datamodule, module
         settings = self._context.settings
+        detects_anomaly = settings.detect_anomaly and name == "fit"
         with (
             self.accelerator.state._in_force(),
             watched(partial(self._place, name)) as note_place,
             sharing_the_process(),
             deterministic(settings.deterministic),
-            detecting_anomalies(settings.detect_anomaly and name == "fit"),
-            stage_of(
-                name,
-                self,
-                module,
-                datamodule,
-                self.callbacks,
-                added=self._added,
-                check=check,
-                finish=self._finish,
-            ) as hooks,
+            torch.autograd.set_detect_anomaly(True) if detects_anomaly else nullcontext(),
+            stage_of(self._context, name, module, datamodule, finish=self._finish) as hooks,
             compiled_steps(
                 module,
                 steps_of(name, module),
@@ -1218,21 +1168,6 @@ class Trainer:
         finally:
             if self._recorder is not None:
                 self._recorder.finish(status, error)
-
-    def _evaluate(
-        self,
-        stage: str,
-        phase: str,
-        module: TrainModule,
-        dataloaders: Any,
-        datamodule: Any,
-        ckpt_path: Any,
-    ) -> list[dict[str, float]]:
-        with self._evaluation(stage, module, dataloaders, datamodule, ckpt_path) as (
-            run,
-            epoch_iterators,
-        ):
-            return evaluate(run, phase, epoch_iterators)
 
     @contextmanager
     def _evaluation(

@@ -201,20 +201,20 @@ class Own(Blind):
     ("module", "data", "options", "text"),
     [
         (Net, {"train_dataloaders": loader(2)}, {}, "Net defines validation_step, but there is no"),
-        (Blind, {"datamodule": Data()}, {}, "Blind does not define validation_step, so it is"),
-        (Own, {"train_dataloaders": loader(2)}, {}, "Own does not define validation_step, so it"),
+        (Blind, {"datamodule": Data()}, {}, "but Blind does not define validation_step"),
+        (Own, {"train_dataloaders": loader(2)}, {}, "but Own does not define validation_step"),
         (
             Blind,
             {"train_dataloaders": loader(2)},
             {"val_every": 3},
-            "val_every is 3 steps, but there is no validation data, and Blind does not define",
+            "val_every is 3 steps, but there is no validation data",
         ),
         (Blind, {"train_dataloaders": loader(2)}, {}, None),
         (Net, {"train_dataloaders": loader(2)}, {"limit_val_batches": 0}, None),
         (Blind, {"datamodule": Data()}, {"limit_val_batches": 0}, None),
     ],
 )
-def test_half_of_a_validation_is_told(caplog, module, data, options, text):
+def test_a_validation_that_lacks_data_or_step_is_warned_of(caplog, module, data, options, text):
     quiet_trainer(max_epochs=1, **options).fit(module(), **data)
     if text is None:
         assert messages(caplog) == []

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from inspect import Parameter
 from typing import Any, Literal
 
 from callbacks import Callback, Interval, ModelCheckpoint, Progress, ProgressBar
@@ -291,12 +290,31 @@ class Settings:
         """Return whether `overfit_batches` applies: only the first batches are read, unshuffled."""
         return self.overfit_batches is not None and kind in ("train", "validate")
 
-    def for_a_trial(self, batches: bool | int) -> Settings:
-        """Return a copy for `fast_dev_run`: one epoch with a few batches of each kind of data.
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> Settings:
+        """Return the settings among a Trainer's arguments; `fast_dev_run` and `barebones` applied.
 
-        Args:
-            batches: The number of batches; True for one.
+        The micro-batches per update are the argument, else the accelerator's, else the default,
+        which may come from the environment.
         """
+        own = {field.name: arguments[field.name] for field in fields(cls)}
+        batches = own.pop("fast_dev_run")
+        if own["gradient_accumulation_steps"] is None:
+            ready = arguments["accelerator"]
+            own["gradient_accumulation_steps"] = (
+                GradientAccumulationPlugin().num_steps
+                if ready is None
+                else ready.gradient_accumulation_steps
+            )
+        settings = cls(**own)
+        if batches:
+            settings = settings._for_fast_dev_run(batches)
+        if settings.barebones:  # no sanity check, no check for non-finite numbers
+            settings = replace(settings, num_sanity_val_steps=0, non_finite="ignore")
+        return settings
+
+    def _for_fast_dev_run(self, batches: bool | int) -> Settings:
+        """Return a copy for one epoch with a few batches of each kind of data."""
         if batches is not True:
             _whole("fast_dev_run", batches, 1, "True for one batch, False for none")
         batches = int(batches)
@@ -316,10 +334,6 @@ class Settings:
             log_every=1,
             fast_dev_run=True,
         )
-
-    def stripped(self) -> Settings:
-        """Return a copy for `barebones`: no sanity check, no check for non-finite numbers."""
-        return replace(self, num_sanity_val_steps=0, non_finite="ignore")
 
     @property
     def writes(self) -> bool:
@@ -361,20 +375,6 @@ LEFT_OUT: dict[str, tuple[Any, ...]] = {
     "detect_anomaly": ("the search for anomalies", False),
     "slurm_requeue": ("the save that a requeued job resumes from", False),
 }
-
-
-def chosen_window(steps: int | None, ready: Accelerator | None) -> int:
-    """Return the micro-batches per update: the argument, else the accelerator's, else the default.
-
-    The default may come from the environment.
-    """
-    if steps is not None:
-        return steps
-    if ready is not None:
-        return ready.gradient_accumulation_steps
-    found = GradientAccumulationPlugin().num_steps
-    assert found is not None  # the default is read from the environment
-    return found
 
 
 def chosen_accelerator(
@@ -548,37 +548,24 @@ def check_callbacks(given: Sequence[Any]) -> None:
         raise ValueError(f"callbacks holds {names}, which would draw over each other; pass one.")
 
 
-def check_barebones(arguments: Mapping[str, Parameter], given: Mapping[str, Any]) -> None:
+def check_barebones(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Raise for arguments that request a feature that ``barebones=True`` switches off.
 
     Args:
-        arguments: The Trainer's parameters, whose defaults are always accepted.
-        given: The values of the arguments in `LEFT_OUT`, with intervals parsed.
+        arguments: The Trainer's arguments.
+        defaults: Their defaults, which are always accepted.
 
     Raises:
         ValueError: An argument requests such a feature.
     """
     for name, (part, *off) in LEFT_OUT.items():
-        value = given[name]
-        if not any(_same(value, each) for each in (arguments[name].default, *off)):
+        value, default = arguments[name], defaults[name]
+        if name == "log_every":
+            value, default = Interval.parse(value), Interval.parse(default)
+        if value != default and value not in off:
             accepted = f"{name}={off[0]!r}" if off else f"no {name}"
             raise ValueError(
-                f"barebones=True leaves {part} out, but {name} is {_shown(value)}: pass "
-                f"{accepted}, or "
+                f"barebones=True leaves {part} out, but {name} is {value!r}: pass {accepted}, or "
                 "leave barebones=True out. To see what the optional parts cost, compare with "
                 "profile='simple' instead."
             )
-
-
-def _shown(value: Any) -> str:
-    """Format a value as the user may have written it."""
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_shown, value))}]"
-    if isinstance(value, Callback):
-        return f"{type(value).__name__}(...)"
-    return repr(str(value) if isinstance(value, Interval) else value)
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Return whether two values are equal; intervals are parsed before they are compared."""
-    return bool(value == (Interval.parse(other) if isinstance(value, Interval) else other))

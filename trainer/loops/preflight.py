@@ -1,11 +1,8 @@
-"""Preflight checks, mostly before the training: processes that differ, decisions never due.
+"""Preflight checks: what processes must agree on, and what would never be due.
 
-Rank consistency: check that arguments, optimizers and checkpoint names agree on all ranks.
-
-Preflight checks: warnings and errors about validation and monitored metrics, before training.
-
-They find validations that would never run, monitored metrics that would never be logged, a wrong
-``mode`` of a monitored metric, and loaders that cannot be iterated twice.
+Ranks must agree on arguments, optimizers and checkpoint names. Before training, these checks find
+validations that would never run, monitored metrics that would never be logged, and loaders that
+cannot be iterated twice.
 """
 
 from __future__ import annotations
@@ -27,6 +24,8 @@ from trainer.loops.state import FitRun
 from trainer.module import TrainModule
 from trainer.optim.configure import SchedulerEntry
 
+logger = module_logger(__name__)
+
 # Arguments that may differ between ranks: they affect neither decisions nor numbers of a fit.
 _OF_A_PROCESS = {
     "deterministic",
@@ -35,9 +34,8 @@ _OF_A_PROCESS = {
     "limit_test_batches",
     "limit_predict_batches",
 }
-_OF_THE_CLOCK = (
-    " Times computed on each process differ slightly: use rank 0's, seconds = "
-    "trainer.utils.broadcast_object_list([seconds])[0]."
+_SHARED = (
+    "Choose a value once and share it: trainer.utils.broadcast_object_list([value])[0] is rank 0's."
 )
 _Decider = EarlyStopping | ModelCheckpoint | SpikeDetection | Timer
 
@@ -64,16 +62,10 @@ def check_rank_consistency(
     own["callbacks that save or stop"] = ", ".join(map(_decides_by, deciders)) or "none"
     word = ckpt_path in (None, "auto", "best", "last")  # paths may differ between machines
     own["ckpt_path"] = repr(ckpt_path) if word else "a path"
-    by_clock = {name for name, value in vars(settings).items() if _is_of_the_clock(name, value)}
-    if any(_is_of_the_clock(name, value) for each in deciders for name, value in _decided(each)):
-        by_clock.add("callbacks that save or stop")
-    gathered = all_gather_object((own, by_clock))
-    for name, shown in _differences([values for values, _ in gathered]):
-        hint = _OF_THE_CLOCK if any(name in names for _, names in gathered) else ""
+    for name, shown in _differences(all_gather_object(own)):
         raise ValueError(
-            f"The processes called fit with different values of {name}: {shown}. Pass the same "
-            "on all processes; the Trainer itself does on one process what only one should do, "
-            f"such as writing.{hint}"
+            f"The processes called fit with different values of {name}: {shown}. Pass the same on "
+            f"all processes. {_SHARED}"
         )
 
 
@@ -89,8 +81,7 @@ def check_optimizer_fingerprints(options: Mapping[str, str]) -> None:
     for name, shown in _differences(all_gather_object(options)):
         raise ValueError(
             f"configure_optimizers returned different values of {name}: {shown}. The weights would "
-            "differ from the first update on. Draw or read a value once and share it: value = "
-            "trainer.utils.broadcast_object_list([value])[0] is rank 0's on all processes."
+            f"differ from the first update on. {_SHARED}"
         )
 
 
@@ -108,8 +99,7 @@ def check_optimizer_names(target: str) -> None:
     for _, shown in _differences(all_gather_object({"target": target})):
         raise ValueError(
             f"save_checkpoint was called with different names: {shown}. All processes write one "
-            "checkpoint. Choose its name once and share it: name = "
-            "trainer.utils.broadcast_object_list([name])[0] is rank 0's on all processes."
+            f"checkpoint. {_SHARED}"
         )
 
 
@@ -121,30 +111,15 @@ def _differences(gathered: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, s
             yield name, "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
 
-def _is_of_the_clock(name: str, value: Any) -> bool:
-    if isinstance(value, Interval):
-        return value.unit == "seconds"
-    return name in ("max_time", "duration") and value is not None
-
-
-def _decided(callback: _Decider) -> list[tuple[str, Any]]:
-    """Return the settings that decide when the callback acts."""
-    named = [(name, getattr(callback, name)) for name in callback.decides_by]
-    return [(name, value) for name, value in named if value is not None]
-
-
 def _decides_by(callback: _Decider) -> str:
     """Format the callback's class with the settings that decide when it acts."""
+    named = [(name, getattr(callback, name)) for name in callback.decides_by]
     parts = [
         f"{name}={f'{value.name} {value.mode}' if isinstance(value, Monitor) else value}"
-        for name, value in _decided(callback)
+        for name, value in named
+        if value is not None
     ]
     return f"{type(callback).__name__}({', '.join(parts)})"
-
-
-logger = module_logger(__name__)
-
-_NONE_WANTED = "limit_val_batches=0 says that no validation is wanted."
 
 
 def can_be_due(
@@ -187,59 +162,34 @@ def monitors_of(
     entries: Iterable[SchedulerEntry], callbacks: Iterable[Callback]
 ) -> list[tuple[str, str]]:
     """Return the monitored metrics: pairs (class name of the callback or scheduler, metric)."""
-    found = [(type(callback).__name__, monitor.name) for callback, monitor in _watching(callbacks)]
-    schedulers = [(entry.scheduler, entry.monitor) for entry in entries]
-    return found + [(type(each).__name__, name) for each, name in schedulers if name is not None]
-
-
-def _watching(callbacks: Iterable[Callback]) -> list[tuple[Callback, Monitor]]:
-    found = [(callback, getattr(callback, "monitor", None)) for callback in callbacks]
-    return [(callback, monitor) for callback, monitor in found if isinstance(monitor, Monitor)]
+    watching = [(each, getattr(each, "monitor", None)) for each in callbacks]
+    found = [(each, monitor.name) for each, monitor in watching if isinstance(monitor, Monitor)]
+    found += [(each.scheduler, each.monitor) for each in entries if each.monitor is not None]
+    return [(type(each).__name__, name) for each, name in found]
 
 
 def warn_of_no_validation(run: FitRun, settings: Settings) -> None:
     """Warn if no validation will run although the module or the arguments suggest one."""
     if settings.limit_val_batches == 0:
         return
-    name, module = type(run.module).__name__, run.module
-    steps = is_overridden(module, "validation_step", TrainModule)
+    name = type(run.module).__name__
+    owners: list[tuple[Any, type]] = [(run.module, TrainModule), (run.datamodule, DataModule)]
+    data = any(is_overridden(owner, "val_dataloader", base) for owner, base in owners)
     if run.val_iterators:
-        if not run.validates:
-            logger.warning(
-                "val_every is %s, but the run ends before that: no validation will run. Choose a "
-                "shorter interval or a longer run; %s",
-                settings.val_every,
-                _NONE_WANTED,
-            )
-    elif steps:
-        logger.warning(
-            "%s defines validation_step, but there is no validation data: pass val_dataloaders to "
-            "fit, or define val_dataloader; %s",
-            name,
-            _NONE_WANTED,
-        )
-    elif _has_loaders(module, run.datamodule):
-        logger.warning(
-            "There is a val_dataloader, but %s does not define validation_step, so it is not "
-            "used; %s",
-            name,
-            _NONE_WANTED,
-        )
+        if run.validates:
+            return
+        text = f"val_every is {settings.val_every}, but the run ends before that"
+    elif is_overridden(run.module, "validation_step", TrainModule):
+        text = f"{name} defines validation_step, but there is no validation data"
+    elif data:
+        text = f"there is a val_dataloader, but {name} does not define validation_step"
     elif settings.val_every != Interval.parse("1 epoch"):
-        logger.warning(
-            "val_every is %s, but there is no validation data, and %s does not define "
-            "validation_step: no validation will run.",
-            settings.val_every,
-            name,
-        )
-
-
-def _has_loaders(module: TrainModule, datamodule: Any) -> bool:
-    if is_overridden(module, "val_dataloader", TrainModule):
-        return True
-    if isinstance(datamodule, DataModule):
-        return is_overridden(datamodule, "val_dataloader", DataModule)
-    return hasattr(datamodule, "val_dataloader")
+        text = f"val_every is {settings.val_every}, but there is no validation data"
+    else:
+        return
+    logger.warning(
+        "No validation will run: %s. limit_val_batches=0 says that none is wanted.", text
+    )
 
 
 def refuse_second_pass(run: FitRun, reload_every: int) -> None:

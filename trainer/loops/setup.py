@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +28,7 @@ from trainer.distributed.step_sync import StepSync
 from trainer.engines.averaging import average_gradients, sparse_weights
 from trainer.engines.choose import choose_engine
 from trainer.environment import defaulting
-from trainer.errors import CheckpointError, Preempted, module_logger
+from trainer.errors import Preempted, module_logger
 from trainer.hooks import HookTable
 from trainer.hparams import logged, to_manifest
 from trainer.loops.config import Length, Schedule, Settings, check_callbacks, make_way
@@ -37,6 +36,7 @@ from trainer.loops.dataloaders import (
     Origin,
     Sources,
     call_if_there,
+    check_hooks,
     check_step,
     loaders_for,
     make_epoch_iterators,
@@ -73,6 +73,11 @@ from trainer.tree import own_memory
 # Without it cuBLAS is not deterministic: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
 _CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+_CLIP = (
+    "In manual optimisation training_step does the clipping: call self.clip_gradients(optimizer, "
+    "...) there."
+)
+
 logger = module_logger(__name__)
 
 _threads: list[threading.Thread] = []  # the threads that run a Trainer at present
@@ -89,6 +94,7 @@ class RunContext:
         callbacks: Its callbacks, in the order of calls.
         trainer: The Trainer itself, passed to hooks.
         trial_steps: The number of updates in a trial of the `Tuner`; None if this is no trial.
+        added: Callbacks that ``setup`` hooks have added; each stage calls those again.
     """
 
     settings: Settings
@@ -97,11 +103,12 @@ class RunContext:
     callbacks: list[Callback]
     trainer: Any
     trial_steps: int | None = None
+    added: list[Callback] = field(default_factory=list)
 
     @property
     def warns(self) -> bool:
-        """Whether to print warnings about the set-up; trials of the `Tuner` do not."""
-        return self.trial_steps is None
+        """Whether to print warnings about the set-up: on rank 0, and not in trials."""
+        return self.trial_steps is None and self.accelerator.is_main_process
 
     @property
     def length(self) -> Length:
@@ -137,9 +144,8 @@ def sharing_the_process() -> Iterator[None]:
     if any(each is not own and each.is_alive() for each in _threads):  # dead in a forked process
         logger.warning(
             "Another thread of this process runs a Trainer too. Both draw from the same random "
-            "generators and change the same modes of torch, so that neither run can be repeated "
-            "or resumed exactly. Run each in its own process: with Optuna, start several with "
-            "n_jobs=1; with joblib, pass backend='loky'."
+            "generators, so neither run can be repeated or resumed exactly: run each in its own "
+            "process (n_jobs=1 in Optuna, backend='loky' in joblib)."
         )
     try:
         yield
@@ -172,23 +178,6 @@ def deterministic(mode: bool | Literal["warn"]) -> Iterator[None]:
             torch.backends.cudnn.benchmark = benchmark
 
 
-@contextmanager
-def detecting_anomalies(enabled: bool) -> Iterator[None]:
-    """Enable autograd's anomaly detection inside: it names the operation whose gradient is NaN.
-
-    Args:
-        enabled: False changes nothing.
-    """
-    with torch.autograd.set_detect_anomaly(True) if enabled else nullcontext():
-        yield
-
-
-_STRING_AND_NUMBER = re.compile("'(str' and '(float|int)|(float|int)' and 'str)'")
-_NO_STRING = (
-    "Give a number, for example float(lr): YAML reads 1e-3 as a string, and 1.0e-3 as a number."
-)
-
-
 def prepare_optimizers(
     module: TrainModule, accelerator: Accelerator
 ) -> tuple[list[AcceleratedOptimizer], list[OptimizerEntry], list[SchedulerEntry]]:
@@ -205,23 +194,16 @@ def prepare_optimizers(
         The prepared optimizers, the user's optimizers with their options, and the schedulers.
 
     Raises:
-        TypeError: A learning rate is a string, or the hook's result is malformed; see
-            `read_optimizers`.
+        TypeError: The hook's result is malformed; see `read_optimizers`.
         ValueError: An optimizer has none of the module's parameters, two optimizers share one, a
             scheduler belongs to another optimizer, or an optimizer does not support this mode.
         RuntimeError: The hook failed on another rank.
     """
-    entries, schedulers = on_all(lambda: read_optimizers(_configured(module)), "fit")
+    entries, schedulers = on_all(lambda: read_optimizers(module.configure_optimizers()), "fit")
     optimizers, names = [entry.optimizer for entry in entries], names_of(entries)
     alone = module.automatic_optimization or not accelerator.use_distributed
     own = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if isinstance(group.get("lr"), str):  # torch checks the default only
-                raise TypeError(
-                    f"configure_optimizers returned a {type(optimizer).__name__} with a group of "
-                    f"lr={group['lr']!r}. {_NO_STRING}"
-                )
         if isinstance(optimizer, torch.optim.LBFGS) and module.automatic_optimization:
             raise ValueError(
                 "configure_optimizers returned LBFGS, which evaluates the loss several times per "
@@ -245,50 +227,27 @@ def prepare_optimizers(
     return prepared, entries, schedulers
 
 
-def _configured(module: TrainModule) -> Any:
-    """Call ``configure_optimizers``, with a clear error if an option is a string, as from YAML.
-
-    Raises:
-        TypeError: Torch compared a string option with a number.
-    """
-    try:
-        return module.configure_optimizers()
-    except TypeError as error:
-        if not _STRING_AND_NUMBER.search(str(error)):
-            raise
-        raise TypeError(
-            f"An option in configure_optimizers of {type(module).__name__} is a string where a "
-            f"number is needed ({error}). {_NO_STRING}"
-        ) from error
-
-
 def _check_attached(schedulers: list[SchedulerEntry], optimizers: list[Optimizer]) -> None:
     """Raise if a scheduler belongs to an optimizer that was not returned: it has no effect.
 
-    An optimizer counts as returned if a returned optimizer that is not torch's may wrap it.
+    An optimizer counts as returned if a returned optimizer that is not torch's may wrap it. That
+    one may have groups of its own, so parameters are compared.
 
     Raises:
         ValueError: There is such a scheduler.
     """
     trained = set(map(id, parameters_of(optimizers)))
+    wrapped = any(not type(each).__module__.startswith("torch.optim.") for each in optimizers)
     for entry in schedulers:
         scheduled = getattr(entry.scheduler, "optimizer", None)
-        if not isinstance(scheduled, Optimizer):
+        if not isinstance(scheduled, Optimizer) or any(scheduled is each for each in optimizers):
             continue
-        known = any(scheduled is optimizer for optimizer in optimizers)
-        # Compare parameters, since an optimizer that wraps another may have groups of its own.
-        apart = trained.isdisjoint(map(id, parameters_of([scheduled])))
-        if apart or not (known or any(map(_may_wrap, optimizers))):
+        if not wrapped or trained.isdisjoint(map(id, parameters_of([scheduled]))):
             raise ValueError(
                 f"configure_optimizers returned a {type(entry.scheduler).__name__} of a "
                 f"{type(scheduled).__name__} that it did not return, whose learning rates have no "
                 "effect: create the scheduler with the optimizer that you return."
             )
-
-
-def _may_wrap(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer may wrap another one; torch's own do not."""
-    return not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _check_no_limits(entries: list[OptimizerEntry], names: list[str]) -> None:
@@ -300,9 +259,7 @@ def _check_no_limits(entries: list[OptimizerEntry], names: list[str]) -> None:
     for entry, name in zip(entries, names, strict=True):
         if entry.max_grad_norm is not None or entry.max_grad_value is not None:
             raise ValueError(
-                f"configure_optimizers returned limits on the gradients of {name!r}, but in manual "
-                "optimisation training_step does the clipping: call self.clip_gradients(optimizer, "
-                "...) there."
+                f"configure_optimizers returned limits on the gradients of {name!r}. {_CLIP}"
             )
 
 
@@ -321,47 +278,42 @@ def _check_separate(optimizers: list[Optimizer], names: list[str], module: Train
                 name = next((n for n, p in named if p is parameter), "?")
                 raise ValueError(
                     f"The optimizers {names[other]!r} and {names[number]!r} that "
-                    f"configure_optimizers returned both have the parameter {name!r}. In "
-                    "automatic optimisation there is one loss, and every optimizer steps at every "
-                    "update: give each its own parameters. To alternate between losses set "
-                    "automatic_optimization = False."
+                    f"configure_optimizers returned both have the parameter {name!r}, and every "
+                    "optimizer steps at every update: give each its own parameters. To alternate "
+                    "between losses set automatic_optimization = False."
                 )
 
 
 @contextmanager
 def stage_of(
+    context: RunContext,
     name: str,
-    trainer: Any,
     module: TrainModule,
     datamodule: Any,
-    callbacks: list[Callback],
     *,
-    added: list[Callback],
-    check: Callable[..., None],
     finish: Callable[[Status, BaseException | None], None],
 ) -> Iterator[HookTable]:
     """Set up the module, the datamodule and the callbacks; tear them down on exit or error.
 
     Args:
+        context: What the run is made of. Its callbacks are extended by those that ``setup`` hooks
+            add, and sorted so that those that save run last.
         name: The stage: fit, validate, test or predict.
-        trainer: Passed to the hooks.
         module: The user's module.
         datamodule: The user's datamodule, or None.
-        callbacks: The callbacks in the order of calls. Extended by those that `setup` hooks add,
-            and sorted so that those that save run last.
-        added: Callbacks that `setup` hooks have added in earlier stages; extended in place.
-        check: See `check_hooks`; called for the callbacks that `setup` hooks add.
         finish: Called last in every case, with the status and the error, if any.
 
     Yields:
         The hooks of the module and the callbacks.
     """
+    trainer, callbacks = context.trainer, context.callbacks
+    check_hooks(module, callbacks, datamodule, warns=context.warns)
     hooks = HookTable(trainer, module, callbacks, TrainModule)
     status: Status = "finished"
     cause: BaseException | None = None
     with _belonging_to(trainer, module, datamodule):
         try:
-            _set_up(name, trainer, module, datamodule, callbacks, added, check)
+            _set_up(context, name, module, datamodule)
             _attach_trainer(trainer, module)
             callbacks.sort(key=lambda callback: callback.runs_last)
             hooks = HookTable(trainer, module, callbacks, TrainModule)  # `setup` may add some
@@ -390,17 +342,9 @@ def stage_of(
             # If the run itself has failed, that error is already being raised.
             failure = errors.pop(0) if errors and status == "finished" else None
             for other in errors:
-                _log_other_error(other, name)
+                logger.error("The teardown after %s failed.", name, exc_info=other)
             if failure is not None:
                 raise failure
-
-
-def _log_other_error(error: BaseException, name: str) -> None:
-    """Log a teardown error that is not raised, because another error is."""
-    if isinstance(error, CheckpointError):  # no traceback: the message says all
-        logger.error("The teardown after %s failed, too: %s", name, error)
-    else:
-        logger.error("The teardown after %s failed.", name, exc_info=error)
 
 
 @contextmanager
@@ -442,15 +386,8 @@ def _attach_trainer(trainer: Any, module: TrainModule) -> None:
             part.__dict__["_trainer"] = trainer
 
 
-def _set_up(
-    name: str,
-    trainer: Any,
-    module: TrainModule,
-    datamodule: Any,
-    callbacks: list[Callback],
-    added: list[Callback],
-    check: Callable[..., None],
-) -> None:
+def _set_up(context: RunContext, name: str, module: TrainModule, datamodule: Any) -> None:
+    callbacks, added = context.callbacks, context.added
     given, done = set(map(id, callbacks)), set[int]()
     earlier = {one.state_key for one in added if id(one) in given}
     with PartialState().local_main_process_first():
@@ -460,21 +397,21 @@ def _set_up(
     def next_callback() -> Callback | None:
         """Return the next callback to set up, or None.
 
-        A callback that `setup` adds again is dropped if an earlier stage has added the same.
+        `setup` may append the same object in every stage, or another one with the same state key:
+        the one that an earlier stage has added stays.
         """
-        # `setup` may append the same object in every stage.
         callbacks[:] = {id(each): each for each in callbacks}.values()
-        new = [each for each in callbacks if id(each) not in given]
-        for one in [each for each in new if getattr(each, "state_key", None) in earlier]:
-            callbacks[:] = [each for each in callbacks if each is not one]
-            if PartialState().is_main_process:
-                logger.warning(
-                    "setup has added another %s (%s) for %s: the one that it added for an earlier "
-                    "stage is used. Add it in one stage only, if stage == 'fit'.",
-                    type(one).__name__,
-                    one.state_key,
-                    name,
-                )
+        for one in callbacks.copy():
+            if id(one) not in given and getattr(one, "state_key", None) in earlier:
+                callbacks[:] = [each for each in callbacks if each is not one]
+                if PartialState().is_main_process:
+                    logger.warning(
+                        "setup has added another %s (%s) for %s: the one that it added for an "
+                        "earlier stage is used. Add it in one stage only, if stage == 'fit'.",
+                        type(one).__name__,
+                        one.state_key,
+                        name,
+                    )
         make_way(callbacks)
         check_callbacks(callbacks)
         return next((each for each in callbacks if id(each) not in done), None)
@@ -485,8 +422,8 @@ def _set_up(
             done.add(id(callback))
             if id(callback) not in given:
                 added.append(callback)
-                check(None, [callback], None)
-            callback.setup(trainer, module, name)
+                check_hooks(None, [callback], None, warns=context.warns)
+            callback.setup(context.trainer, module, name)
 
     def hooks() -> None:
         call_if_there(datamodule, "setup", name)
@@ -638,7 +575,7 @@ def make_fit_run(
         validates=bool(val_iterators) and _comes_to_validation(context, epoch_iterator),
         monitored=monitors_of(schedulers, context.callbacks),
         stop_requested=stop_requested,
-        warns=context.warns and accelerator.is_main_process,
+        warns=context.warns,
         begun=switches_of(module),
         options=options,
         sources=sources,
@@ -715,7 +652,15 @@ def start_fit(context: RunContext, run: FitRun, chosen: Path | None, ckpt_path: 
     start = partial(
         run.recorder.start,
         configuration | hparams,
-        run_metadata=_about(run, configuration, hparams),
+        run_metadata={
+            "run_id": run.run_id,
+            "module": type(run.module).__qualname__,
+            "world_size": run.world_size,
+            "device": name_of(run.device),
+            "versions": versions(),
+            "configuration": configuration,
+            "hyper_parameters": hparams,
+        },
         step=step,
         cut_at=offset,
         cut_behind=None if chosen is None else step,
@@ -765,19 +710,6 @@ def _go_on(context: RunContext, run: FitRun, chosen: Path, *, back: bool) -> int
     return offset
 
 
-def _about(run: FitRun, configuration: dict[str, Any], hparams: dict[str, Any]) -> dict[str, Any]:
-    """Return the run metadata for `run.json`."""
-    return {
-        "run_id": run.run_id,
-        "module": type(run.module).__qualname__,
-        "world_size": run.world_size,
-        "device": name_of(run.device),
-        "versions": versions(),
-        "configuration": configuration,
-        "hyper_parameters": hparams,
-    }
-
-
 def _check_manual(settings: Settings) -> None:
     """Raise for settings that have no effect in manual optimisation.
 
@@ -798,10 +730,7 @@ def _check_manual(settings: Settings) -> None:
         )
     for name in ("max_grad_norm", "max_grad_value"):
         if getattr(settings, name):
-            raise ValueError(
-                f"{name} is set, but in manual optimisation training_step does the clipping: call "
-                "self.clip_gradients(optimizer, ...) there."
-            )
+            raise ValueError(f"{name} is set. {_CLIP}")
 
 
 def _going_on(run: FitRun, chosen: Path) -> str:

@@ -96,7 +96,6 @@ class RunTrackers:
         self._trackers: list[GeneralTracker] = []
         self._end: weakref.finalize[Any, RunTrackers] | None = None
         self._warned = False
-        self._seen: set[str] = set()  # unknown tracker names in options, to warn once
         self._number = next(_numbers)
         self._starts = 0
 
@@ -124,23 +123,17 @@ class RunTrackers:
             RuntimeError: Trackers are still running; or, on another process, the main process
                 failed in this call.
             TypeError: An argument has the wrong type.
-            ValueError: The logging directory cannot be created, or `project_name` leads out of it.
+            ValueError: `project_name` leads out of the logging directory.
+            OSError: The logging directory cannot be created.
             Exception: The constructor of a tracker failed; its error is raised unchanged.
         """
         check_name("project_name", project_name, self.log_with)
         configuration = named_values(config)
         if configuration is None and config is not None:
-            raise TypeError(
-                f"config is {config!r}; it must be a dict, such as {{'lr': 0.001}}, a namespace or "
-                "a dataclass."
-            )
-        _check_options("init_kwargs", init_kwargs)
-        self._warn_of_unknown("init_kwargs", init_kwargs)
+            raise TypeError(f"config is {config!r}; it must be a dict, a namespace or a dataclass.")
+        self._warn_of_unknown(init_kwargs or {})
         if self._end is not None and self._end.alive:
-            raise RuntimeError(
-                "init_trackers was called while its trackers are running. Call end_training() "
-                "first."
-            )
+            raise RuntimeError("The trackers are running already. Call end_training() first.")
         self._starts += 1
         self._trackers = _main_first(
             lambda: self._make(project_name, init_kwargs),
@@ -204,10 +197,10 @@ class RunTrackers:
         """
         if not isinstance(values, Mapping):
             raise TypeError(
-                f"{method} takes a dict of names and values, not {values!r}: for example "
-                f'accelerator.{method}({{"train/loss": loss}}, step=step).'
+                f"{method} takes a dict of names and values, such as {{'train/loss': loss}}, not "
+                f"{values!r}."
             )
-        self.record(method, dict(values), _as_step(step), log_kwargs=log_kwargs)
+        self.record(method, dict(values), step=step, log_kwargs=log_kwargs)
 
     def record(
         self, method: str, *arguments: Any, log_kwargs: _Options | None = None, **named: Any
@@ -223,12 +216,10 @@ class RunTrackers:
 
         Raises:
             RuntimeError: `init_trackers` was not called.
-            TypeError: `step` or `log_kwargs` has the wrong type.
+            TypeError: `step` is not an integer.
         """
-        if "step" in named:
-            named["step"] = _as_step(named["step"])
-        _check_options("log_kwargs", log_kwargs)
-        self._warn_of_unknown("log_kwargs", log_kwargs)
+        if named.get("step") is not None:
+            named["step"] = operator.index(named["step"])
         for tracker in self._begun(method):
             options = (log_kwargs or {}).get(tracker.name, {})
             getattr(tracker, method)(*arguments, **named, **options)
@@ -244,14 +235,16 @@ class RunTrackers:
     def _make(self, project_name: str, init_kwargs: _Options | None) -> list[GeneralTracker]:
         made: list[GeneralTracker] = []
         main = PartialState().is_main_process
-        folder = self.logging_dir and _with_home(self.logging_dir)
+        folder: Any = self.logging_dir
+        if folder:
+            folder = type(folder)(with_home("logging_dir", folder))
         try:
             for one in self.log_with:
                 if one.main_process_only and not main:
                     made.append(NullTracker(one.name))
                     continue
-                if one.requires_logging_directory:
-                    _make_directory(folder)
+                if one.requires_logging_directory:  # here, where an error reaches the caller
+                    Path(folder or ".").mkdir(parents=True, exist_ok=True)
                 (tracker,) = resolve_trackers(
                     one,
                     project_name=project_name,
@@ -265,22 +258,14 @@ class RunTrackers:
             raise
         return made
 
-    def _warn_of_unknown(self, what: str, options: _Options | None) -> None:
-        """Warn once of options for an unknown tracker name that is similar to a known one."""
-        if not options:
-            return
+    def _warn_of_unknown(self, options: _Options) -> None:
+        """Warn of options for an unknown tracker name that is similar to a known one."""
         names = [tracker.name for tracker in self.log_with]
-        if not (unseen := options.keys() - set(names) - self._seen):
-            return
-        self._seen |= unseen
-        for name in unseen:
+        for name in options.keys() - set(names):
             if near := difflib.get_close_matches(str(name), names, n=1):
                 logger.warning(
-                    "%s has options for %r, which is not among the trackers %s: they are not used. "
-                    "Did you mean %r?",
-                    what,
+                    "init_kwargs has options for %r, which are not used. Did you mean %r?",
                     name,
-                    names,
                     near[0],
                 )
 
@@ -328,41 +313,6 @@ def check_name(
             f"{what} is {name!r}; trackers that write files take it as a folder in theirs, so it "
             "must not be absolute or contain '..'."
         )
-
-
-def _as_step(step: Any) -> int | None:
-    try:
-        return None if step is None else operator.index(step)
-    except TypeError:
-        raise TypeError(
-            f"step is {step!r}; it must be an integer, the number of optimizer updates so far."
-        ) from None
-
-
-def _check_options(what: str, options: Any) -> None:
-    if options is not None and not (
-        isinstance(options, Mapping) and all(isinstance(one, Mapping) for one in options.values())
-    ):
-        raise TypeError(
-            f"{what} is {options!r}; it must be a dict of each tracker's name and its arguments, "
-            "such as {'tensorboard': {…}}."
-        )
-
-
-def _with_home(path: str | os.PathLike[str]) -> str | Path:
-    """Expand ``~`` in a path; a string stays a string, because a tracker may require one."""
-    known = with_home("logging_dir", path)
-    return known if isinstance(path, str) else Path(known)
-
-
-def _make_directory(logging_dir: str | os.PathLike[str] | None) -> None:
-    """Create the directory here, where an error reaches the caller, not on a tracker's thread."""
-    try:
-        Path(logging_dir or ".").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"logging_dir is {str(logging_dir)!r}, which cannot be used as a folder: {error}."
-        ) from error
 
 
 def _main_first(make: Callable[[], _T], *, key: str) -> _T:

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from callbacks import Callback, ModelCheckpoint
 from trainer import Trainer, TrainModule
-from trainer.environment import share_of_cores
 from trainer.loops import profiler
 from trainer.loops.profiler import DeviceLedger, HostLedger, Report, Stopwatch
 
@@ -341,17 +340,10 @@ class FakeEvent:
         return 1000.0 * (end.time - self.time)
 
 
-def test_events_of_a_device_are_read_when_they_have_passed_and_used_again():
+def test_events_of_a_device_are_read_when_they_have_passed():
     FakeEvent.done, FakeEvent.waits = 0, 0
-    clock, made = Clock(), []
-
-    def record(event):
-        if event is None:
-            made.append(event := FakeEvent(clock.now))
-        event.time = clock.now
-        return event
-
-    stopwatch = Stopwatch(DeviceLedger(record))
+    clock = Clock()
+    stopwatch = Stopwatch(DeviceLedger(lambda: FakeEvent(clock.now)))
     for _ in range(50):
         for part, ticks in (("forward", 2), ("backward", 5), ("optimizer", 1)):
             with stopwatch.part(part):
@@ -359,7 +351,7 @@ def test_events_of_a_device_are_read_when_they_have_passed_and_used_again():
         clock.take(1)
         FakeEvent.done = clock.now - 20  # the device is behind
     assert FakeEvent.waits == 0
-    assert len(made) < 30
+    assert len(stopwatch.ledger._pending) < 30
     stopwatch.stop()
     assert FakeEvent.waits == 1
     assert stopwatch.ledger.seconds == {
@@ -389,11 +381,10 @@ def report(num_workers=0, stage="fit", **parts):
         calls=dict.fromkeys(parts, 10),
         hooks={"on_boundary": 1.0},
         num_workers=num_workers,
-        validated=10,
     )
 
 
-LIMIT = "spends 70 % of the time computing, which is its limit. It waits for data 30 %"
+LIMIT = "spends 70 % of the time computing: it waits for data 30 %"
 ADVICE = [
     ({"data_wait": 61, "forward": 39}, "waits for data 61 % of the time: raise num_workers"),
     ({"data_wait": 61, "forward": 39}, "of the DataLoader (it is 0)"),
@@ -404,7 +395,7 @@ ADVICE = [
     ({"saving": 60, "forward": 40}, "give ModelCheckpoint a larger every"),
     ({"rest": 60, "forward": 40}, "larger batches"),
     ({"data_wait": 30, "forward": 25, "backward": 25, "optimizer": 20}, LIMIT),
-    ({"data_wait": 5, "forward": 95}, "95 % of the time computing, which is its limit: dynamo_b"),
+    ({"data_wait": 5, "forward": 95}, "95 % of the time computing: mixed_precision, dynamo_b"),
 ]
 
 
@@ -416,9 +407,6 @@ def test_the_bottleneck_is_named_with_what_to_do(parts, said):
 def test_a_stream_without_workers_and_an_evaluation_have_words_of_their_own():
     assert "num_workers" not in report(num_workers=None, data_wait=9).bottleneck()
     assert report(stage="test", data_wait=9).bottleneck().startswith("The evaluation waits")
-    assert report().bottleneck() == "No time was measured."
-    nothing_done = replace(report(data_wait=9), steps=0)
-    assert nothing_done.bottleneck() == "No update was completed."
 
 
 @pytest.mark.parametrize(("stage", "unit"), [("fit", "update"), ("validate", "batch")])
@@ -426,34 +414,15 @@ def test_of_a_few_updates_or_batches_nothing_is_concluded(stage, unit):
     slow = report(stage=stage, data_wait=61, forward=39)
     few = "updates" if unit == "update" else "batches"
     assert "waits for data" in slow.bottleneck()
-    assert replace(slow, steps=9).bottleneck() == f"9 {few}: too few to tell what limits the run."
-    assert replace(slow, steps=1).bottleneck().startswith(f"1 {unit}: too few")
+    assert replace(slow, steps=9).bottleneck().startswith(f"Too few {few}")
     brief = replace(slow, seconds={"data wait": 0.9, "forward": 0.09})
-    assert brief.bottleneck() == "0.99 s: too short to tell what limits the run."
-
-
-def test_more_workers_are_advised_as_long_as_there_are_cores():
-    def advice(workers, **facts):
-        slow = replace(report(num_workers=workers, data_wait=61, forward=39), **facts)
-        return slow.bottleneck().partition("of the time: ")[2]
-
-    raised = "raise num_workers of the DataLoader"
-    less, once = "do less for each sample", "set persistent_workers=True if epochs are short"
-    waits = "if its workers wait for a disk or a network"
-    assert advice(0) == f"{raised} (it is 0), or {less}."
-    assert advice(1, restarts=True) == f"{raised} (it is 1) {waits}, or {once}, or {less}."
-    assert advice(1, most_workers=2, restarts=True) == f"{raised} (it is 1), or {once}, or {less}."
-    assert advice(2, most_workers=2) == f"{raised} (it is 2) {waits}, or {less}."
+    assert brief.bottleneck().startswith(f"Too few {few}, or too short")
 
 
 def test_only_what_is_not_in_use_is_advised():
     slow = report(forward=95, data_wait=5)
-    rest = "larger batches or a faster device would help."
-    assert slow.bottleneck().endswith(f"its limit: dynamo_backend='inductor', {rest}")
-    halved = replace(slow, may_halve=True).bottleneck()
-    assert f"mixed_precision='bf16', dynamo_backend='inductor', {rest}" in halved
-    compiled = replace(slow, compiles=True).bottleneck()
-    assert compiled.endswith(f"of the time computing and compiling, which is its limit: {rest}")
+    assert "dynamo_backend" in slow.bottleneck()
+    assert "dynamo_backend" not in replace(slow, compiles=True).bottleneck()
 
 
 def test_processes_that_wait_for_each_other_are_not_taken_to_compute():
@@ -489,39 +458,9 @@ def test_the_report_knows_how_the_run_was_set_up(monkeypatch):
     for epochs, workers, options in ((2, 1, settings), (1, 1, {}), (2, 0, {})):
         data = DataLoader(torch.zeros(4, 1), 2, num_workers=workers)
         trainer_for(max_epochs=epochs, **options).fit(Plain(), data)
-    data = DataLoader(torch.zeros(4, 1), 2, num_workers=1, persistent_workers=True)
-    trainer_for(max_epochs=2).fit(Plain(), data)
-    assert [made.num_workers for made in reports] == [1, 1, 0, 1]
-    assert [made.restarts and made.num_workers > 0 for made in reports] == [True] + [False] * 3
-    assert [made.compiles for made in reports] == [True] + [False] * 3
-    assert {(made.processes, made.may_halve) for made in reports} == {(1, False)}  # on the CPU
-    assert {made.most_workers for made in reports} == {share_of_cores(1)}
-
-
-def test_validations_of_a_few_batches_get_no_advice():
-    slow = replace(report(validation=60, forward=40), validated=9)
-    messages = "The training is in validations 60 % of the time: 9 batches, too few to tell why."
-    assert slow.bottleneck() == messages
-    assert "1 batch, too few" in replace(slow, validated=1).bottleneck()
-    computes = replace(report(validation=30, data_wait=20, forward=50), validated=2)
-    assert "which is its limit. It waits for data 20 %" in computes.bottleneck()
-    assert "validations" not in computes.bottleneck()
-    assert "It is in validations 30 %" in replace(computes, validated=10).bottleneck()
-
-
-def test_batches_of_validations_are_counted_with_those_of_the_check_before_them(clock, capsys):
-    """2 batches of the check, and 2 of each epoch's validation; those take the most time by far."""
-
-    class Dear(Module):
-        def validation_step(self, batch, batch_idx):
-            self.clock.take(2**96)
-
-    trainer = trainer_for(max_epochs=2, num_sanity_val_steps=2, limit_val_batches=2)
-    trainer.fit(Dear(clock), loader(clock), loader(clock))
-    assert written()["updates"] == 12
-    messages = "The training is in validations 100 % of the time: 6 batches, too few to tell why."
-    assert written()["bottleneck"] == messages
-    assert messages in capsys.readouterr().out
+    assert [made.num_workers for made in reports] == [1, 1, 0]
+    assert [made.compiles for made in reports] == [True, False, False]
+    assert {made.processes for made in reports} == {1}
 
 
 def test_the_table_has_the_mean_the_total_and_the_share():

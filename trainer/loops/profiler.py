@@ -1,6 +1,4 @@
-"""The report of `Trainer(profile="simple")`: a table of times, and the bottleneck in words.
-
-The simple profiler: measures how the time of a run splits into parts, such as data wait.
+"""`Trainer(profile="simple")`: how the time of a run splits into parts, and its bottleneck.
 
 The methods of a run's objects (epoch iterators, engine, hooks, recorder, …) are wrapped once when
 the run begins, so a run without profiling has no overhead. At any moment exactly one part is
@@ -15,10 +13,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from threading import get_ident
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -27,7 +25,6 @@ from trainer.accelerator import Accelerator
 from trainer.checkpoint.storage import write_whole
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.enums import DynamoBackend
-from trainer.environment import share_of_cores
 from trainer.errors import module_logger
 from trainer.loops.config import Profile
 from trainer.loops.state import FitRun, Run
@@ -44,26 +41,13 @@ PARTS = (
 )
 
 
-class Ledger(Protocol):
-    """A clock, and the time of each part by that clock.
+class HostLedger:
+    """The time of each part by the host's clock; exact for devices that run synchronously.
 
     Attributes:
         name: The clock's name, for the report.
-        seconds: The seconds of each part; those of the latest parts may be missing.
+        seconds: The seconds of each part; complete after `settle`.
     """
-
-    name: str
-    seconds: Counter[str]
-
-    def charge(self, part: str) -> None:
-        """Add the time since the last call to a part."""
-
-    def settle(self) -> None:
-        """Wait until `seconds` is complete."""
-
-
-class HostLedger:
-    """The host's clock; exact for devices that run synchronously, such as the CPU."""
 
     name = "the clock of the host"
 
@@ -73,42 +57,41 @@ class HostLedger:
         self._since = clock()
 
     def charge(self, part: str) -> None:
-        """See `Ledger`."""
+        """Add the time since the last call to a part."""
         now = self._clock()
         self.seconds[part] += now - self._since  # type: ignore[assignment]  # a Counter of floats
         self._since = now
 
     def settle(self) -> None:
-        """Do nothing: `seconds` is always complete."""
+        """Wait until `seconds` is complete."""
 
 
 class DeviceLedger:
-    """The device's clock: an event is recorded in its stream at each change of parts.
+    """The same by the device's clock: an event is recorded in its stream at each change of parts.
 
     Kernels are charged to the part that launched them. Idle time of the device is charged to the
     part that was running on the host. Only completed events are read, so only `settle` waits for
     the device, once, at the end.
 
     Args:
-        record: Records an event in the stream and returns it: the given one, or a new one for None.
+        record: Records an event in the stream and returns it.
     """
 
     name = "events of the device"
 
-    def __init__(self, record: Callable[[Any], Any]) -> None:
+    def __init__(self, record: Callable[[], Any]) -> None:
         self.seconds: Counter[str] = Counter()
         self._record = record
-        self._last = record(None)
+        self._last = record()
         self._pending: deque[tuple[str, Any]] = deque()
-        self._used: list[Any] = []
 
     def charge(self, part: str) -> None:
-        """See `Ledger`."""
-        self._pending.append((part, self._record(self._used.pop() if self._used else None)))
+        """See `HostLedger`."""
+        self._pending.append((part, self._record()))
         self._read()
 
     def settle(self) -> None:
-        """See `Ledger`; this waits for the device."""
+        """See `HostLedger`; this waits for the device."""
         if self._pending:
             self._pending[-1][1].synchronize()
         self._read()
@@ -116,24 +99,17 @@ class DeviceLedger:
     def _read(self) -> None:
         while self._pending and self._pending[0][1].query():
             part, event = self._pending.popleft()
-            milliseconds = self._last.elapsed_time(event)
-            self.seconds[part] += milliseconds / 1000
-            self._used.append(self._last)
+            self.seconds[part] += self._last.elapsed_time(event) / 1000
             self._last = event
 
 
-def ledger_for(device: torch.device) -> Ledger:
+def ledger_for(device: torch.device) -> HostLedger | DeviceLedger:
     """Return a ledger: by device events on CUDA, by the host's clock elsewhere."""
     if device.type != "cuda":
         return HostLedger()
     stream = torch.cuda.current_stream(device)  # of the run, even if user code switches streams
 
-    def record(event: Any) -> Any:
-        event = event or torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        return event
-
-    return DeviceLedger(record)
+    return DeviceLedger(lambda: stream.record_event(torch.cuda.Event(enable_timing=True)))
 
 
 class Stopwatch:
@@ -144,13 +120,11 @@ class Stopwatch:
     Attributes:
         ledger: The time of each part. A part may have subparts: ``"callbacks/on_train_start"``.
         calls: How often each part was entered from another one.
-        validated: The number of batches in validations, including the sanity check.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: HostLedger | DeviceLedger) -> None:
         self.ledger = ledger
         self.calls: Counter[str] = Counter()
-        self.validated = 0
         self._part = REST
         self._thread: int | None = get_ident()
 
@@ -159,9 +133,7 @@ class Stopwatch:
         if get_ident() != self._thread:
             return None
         outer = self._part
-        if outer == VALIDATING:
-            self.validated += part == FORWARD
-        elif part != outer:
+        if VALIDATING != outer != part:
             self.ledger.charge(outer)
             self.calls[part] += 1
             self._part = part
@@ -266,29 +238,29 @@ logger = module_logger(__name__)
 
 Begin = Callable[[Run, list[EpochIterator]], None]
 
-_COMPUTING = (FORWARD, BACKWARD, OPTIMIZER)
 _WORTH_A_WORD = 0.1  # a second part is mentioned from this fraction of the time
 _ENOUGH = 10  # updates; with fewer, the first one, which includes set-up, dominates
 _LONG_ENOUGH = 1.0  # seconds; in less time, one-off work dominates
 # Backward usually takes twice as long as forward. If it takes half of the time and more than four
 # times as long as forward, most of it is waiting for other ranks in the gradient reduction.
 _HALF, _WAITS = 0.5, 4
-_PLURALS = {"update": "updates", "batch": "batches"}
-_LIMITS = {  # what the report says of each part
-    DATA: "waits for data",
-    TRANSFER: "waits for batches to reach the device",
-    CALLBACKS: "is in callbacks and hooks",
-    LOGGING: "is busy with logging",
-    VALIDATING: "is in validations",
-    SAVING: "is held up by saving",
-    REST: "is in the loop itself",
-}
-_ADVICE = {
-    TRANSFER: "set pin_memory=True in the DataLoader, or send smaller types",
-    LOGGING: "call self.log with fewer names, or set a larger log_every",
-    VALIDATING: "set a larger val_every, limit_val_batches, or larger validation batches",
-    SAVING: "give ModelCheckpoint a larger every, or use a faster disk",
-    REST: "use larger batches; the steps are so short that what surrounds them matters",
+_LIMITS = {  # what the report says of each part, and its advice
+    DATA: ("waits for data", "{workers}do less for each sample"),
+    TRANSFER: (
+        "waits for batches to reach the device",
+        "set pin_memory=True in the DataLoader, or send smaller types",
+    ),
+    CALLBACKS: ("is in callbacks and hooks", "most of it in {hook}"),
+    LOGGING: (
+        "is busy with logging",
+        "call self.log with fewer names, or set a larger log_every",
+    ),
+    VALIDATING: (
+        "is in validations",
+        "set a larger val_every, limit_val_batches, or larger validation batches",
+    ),
+    SAVING: ("is held up by saving", "give ModelCheckpoint a larger every, or use a faster disk"),
+    REST: ("is in the loop itself", "use larger batches, since the steps are very short"),
 }
 
 
@@ -310,56 +282,48 @@ def profiling(
     if kind is None:
         yield lambda run, epoch_iterators: None  # noqa: ARG005 - an interface
         return
-    reports: list[Callable[[], Report]] = []
+    finish: Callable[[], Report] | None = None
 
     def begin(run: Run, epoch_iterators: list[EpochIterator]) -> None:
+        nonlocal finish
         if run.rank == 0:
             stopwatch = Stopwatch(ledger_for(run.device))
             watch(run, stopwatch)
-            before = run.counters.global_step
-            reports.append(
-                partial(_report, accelerator, run, epoch_iterators, stopwatch, stage, before)
-            )
+            loader, before = epoch_iterators[0].loader, run.counters.global_step
+            finish = lambda: _report(accelerator, run, loader, stopwatch, stage, before)  # noqa: E731
 
     try:
         yield begin
     finally:
-        for report in reports:  # one, or none if the run could not begin
-            made = report()
-            accelerator.print(made.text())
+        if finish is not None:  # the run began
+            report = finish()
+            accelerator.print(report.text())
             if folder is not None:
-                _write(folder / f"profile-{stage}.json", made)
+                _write(folder / f"profile-{stage}.json", report)
 
 
 def _report(
-    accelerator: Accelerator,
-    run: Run,
-    epoch_iterators: list[EpochIterator],
-    stopwatch: Stopwatch,
-    stage: str,
-    before: int,
+    accelerator: Accelerator, run: Run, loader: Any, stopwatch: Stopwatch, stage: str, before: int
 ) -> Report:
     stopwatch.stop()
-    plugin, epoch_iterator, loader = (
-        accelerator.dynamo_plugin,
-        epoch_iterators[0],
-        epoch_iterators[0].loader,
-    )
-    workers = loader.num_workers if isinstance(loader, DataLoader) else None
-    again = (
-        isinstance(run, FitRun) and run.counters.epoch > 0 and epoch_iterator.sampler is not None
-    )
-    return Report.of(
-        stopwatch,
-        stage,
-        steps=run.counters.global_step - before if isinstance(run, FitRun) else None,
-        num_workers=workers,
-        restarts=again and not getattr(loader, "persistent_workers", True),
-        most_workers=share_of_cores(accelerator.state._local_world_size),
+    seconds, calls = _sums(stopwatch.ledger.seconds), _sums(stopwatch.calls)
+    fits = isinstance(run, FitRun)
+    plugin = accelerator.dynamo_plugin
+    return Report(
+        stage=stage,
+        clock=stopwatch.ledger.name,
+        unit="update" if fits else "batch",
+        steps=run.counters.global_step - before if fits else int(calls.get(FORWARD, 0)),
+        seconds=seconds,
+        calls={part: int(number) for part, number in calls.items()},
+        hooks={
+            part.partition("/")[2]: spent
+            for part, spent in stopwatch.ledger.seconds.most_common()
+            if "/" in part
+        },
+        num_workers=loader.num_workers if isinstance(loader, DataLoader) else None,
         processes=accelerator.num_processes,
         compiles=not (plugin.backend == DynamoBackend.NO or plugin.disable),
-        # On most CPUs it is slower.
-        may_halve=accelerator.mixed_precision == "no" and accelerator.device.type != "cpu",
     )
 
 
@@ -385,12 +349,8 @@ class Report:
         calls: How often each part was entered.
         hooks: The seconds of each hook; their sum is the part "callbacks".
         num_workers: The number of workers of the first loader; None if it is not a DataLoader.
-        restarts: Whether the workers restarted in each epoch, which ``persistent_workers`` avoids.
-        most_workers: The number of CPU cores available to this process.
         processes: The number of processes of the run.
         compiles: Whether the steps are compiled.
-        may_halve: Whether it computes in float32 on an accelerator, so that bf16 may help.
-        validated: The batches of validations inside a fit, including the sanity check.
     """
 
     stage: str
@@ -401,44 +361,13 @@ class Report:
     calls: dict[str, int]
     hooks: dict[str, float]
     num_workers: int | None
-    restarts: bool = False
-    most_workers: int = 1
     processes: int = 1
     compiles: bool = False
-    may_halve: bool = False
-    validated: int = 0
-
-    @classmethod
-    def of(cls, stopwatch: Stopwatch, stage: str, *, steps: int | None, **facts: Any) -> Report:
-        """Create the report of a stopped stopwatch.
-
-        Args:
-            stopwatch: The stopwatch.
-            stage: fit, validate, test or predict.
-            steps: The number of updates; None for an evaluation, whose batches are counted.
-            **facts: Further attributes.
-        """
-        seconds, calls = _sums(stopwatch.ledger.seconds), _sums(stopwatch.calls)
-        return cls(
-            stage=stage,
-            clock=stopwatch.ledger.name,
-            unit="batch" if steps is None else "update",
-            steps=int(calls.get(FORWARD, 0)) if steps is None else steps,
-            seconds=seconds,
-            calls={part: int(number) for part, number in calls.items()},
-            hooks={
-                part.partition("/")[2]: spent
-                for part, spent in stopwatch.ledger.seconds.most_common()
-                if "/" in part
-            },
-            validated=stopwatch.validated,
-            **facts,
-        )
 
     @property
     def units(self) -> str:
         """The plural of `unit`."""
-        return _PLURALS[self.unit]
+        return "updates" if self.unit == "update" else "batches"
 
     @property
     def total(self) -> float:
@@ -476,13 +405,11 @@ class Report:
             f"{self.steps} {self.units} in {self.total:.3f} s",
             f"{'':<12}{f'ms per {self.unit}':>16}{'seconds':>12}{'share':>9}",
         ]
-        lines += [self._line(part, self.seconds[part]) for part in self.seconds]
-        return "\n".join([*lines, self._line("total", self.total), self.bottleneck()])
-
-    def _line(self, name: str, seconds: float) -> str:
-        each = f"{1000 * seconds / self.steps:.3f}" if self.steps else "-"
-        share = f"{100 * seconds / (self.total or 1.0):.1f} %"
-        return f"{name:<12}{each:>16}{seconds:>12.3f}{share:>9}"
+        for name, seconds in {**self.seconds, "total": self.total}.items():
+            each = f"{1000 * seconds / self.steps:.3f}" if self.steps else "-"
+            share = f"{100 * seconds / (self.total or 1.0):.1f} %"
+            lines.append(f"{name:<12}{each:>16}{seconds:>12.3f}{share:>9}")
+        return "\n".join([*lines, self.bottleneck()])
 
     def bottleneck(self) -> str:
         """Return a sentence or two: which part takes most of the time, and how to reduce it.
@@ -491,75 +418,31 @@ class Report:
         used, and the largest other part is mentioned only if it takes at least 10 % of the time.
         Nothing is concluded from fewer than 10 updates or batches, or from less than a second.
         """
-        if not self.total:
-            return "No time was measured."
-        if not self.steps:
-            return f"No {self.unit} was completed."
-        if self.steps < _ENOUGH:
-            return f"{_number(self.steps, self.unit)}: too few to tell what limits the run."
-        if self.total < _LONG_ENOUGH:
-            return f"{self.total:.2f} s: too short to tell what limits the run."
+        if self.steps < _ENOUGH or self.total < _LONG_ENOUGH:
+            return f"Too few {self.units}, or too short a time, to tell what limits the run."
         what = "training" if self.unit == "update" else "evaluation"
-        others = {part: self.share(part) for part in _LIMITS}
-        largest = max(others, key=others.__getitem__)
-        computing = self.share(*_COMPUTING)
-        if computing < others[largest]:
-            return f"The {what} {self._found(largest)}."
-        doing = "computing and compiling" if self.compiles else "computing"
-        sentence = (
-            f"The {what} spends {_percent(computing)} of the time {doing}, which is its limit"
-        )
-        if self._waits_in_backward:
-            sentence = (
-                f"The {what} spends {_percent(self.share(BACKWARD))} of the time in "
-                "backward, most of it probably waiting for the other processes"
-            )
-        if self.validated < _ENOUGH:
-            del others[VALIDATING]
-            largest = max(others, key=others.__getitem__)
-        if others[largest] >= _WORTH_A_WORD:
-            return f"{sentence}. It {self._found(largest)}."
-        return f"{sentence}: {self._faster()}."
+        largest = max(_LIMITS, key=self.share)
+        computing, backward = self.share(FORWARD, BACKWARD, OPTIMIZER), self.share(BACKWARD)
+        if computing < self.share(largest):
+            return f"The {what} {self._limited_by(largest)}."
+        if self.processes > 1 and backward >= max(_HALF, _WAITS * self.share(FORWARD)):
+            spent = f"{_percent(backward)} of the time in backward, most of it probably waiting"
+            faster = "SlowRankDetector finds a slow process, and larger batches reduce the waiting"
+        else:
+            spent = f"{_percent(computing)} of the time computing"
+            compiling = "" if self.compiles else "dynamo_backend='inductor', "
+            faster = f"mixed_precision, {compiling}larger batches or a faster device may help"
+        if self.share(largest) >= _WORTH_A_WORD:
+            faster = f"it {self._limited_by(largest)}"
+        return f"The {what} spends {spent}: {faster}."
 
-    @property
-    def _waits_in_backward(self) -> bool:
-        backward = self.share(BACKWARD)
-        much = backward >= _HALF and backward > _WAITS * self.share(FORWARD)
-        return self.processes > 1 and much
-
-    def _faster(self) -> str:
-        if self._waits_in_backward:
-            return (
-                "the callback SlowRankDetector tells whether one is slow, and larger batches or "
-                "gradient_accumulation_steps let them wait less often"
-            )
-        means = ["mixed_precision='bf16'"] * self.may_halve
-        means += ["dynamo_backend='inductor'"] * (not self.compiles)
-        return f"{', '.join([*means, 'larger batches'])} or a faster device would help"
-
-    def _found(self, part: str) -> str:
-        return f"{_LIMITS[part]} {_percent(self.share(part))} of the time: {self._advice(part)}"
-
-    def _advice(self, part: str) -> str:
-        if part == VALIDATING and self.validated < _ENOUGH:
-            return f"{_number(self.validated, 'batch')}, too few to tell why"
-        if part == DATA:
-            return self._advice_on_data()
-        if part == CALLBACKS:
-            return f"most of it in {next(iter(self.hooks))}; see which of yours it is"
-        return _ADVICE[part]
-
-    def _advice_on_data(self) -> str:
-        workers = self.num_workers
-        if workers is None:
-            return "let other processes prepare the batches, or do less for each"
-        more = f"raise num_workers of the DataLoader (it is {workers})"
-        if workers >= self.most_workers:  # more workers help only if they wait for I/O
-            more += " if its workers wait for a disk or a network"
-        means = [more, "do less for each sample"]
-        if workers and self.restarts:
-            means.insert(1, "set persistent_workers=True if epochs are short")
-        return ", or ".join(means)
+    def _limited_by(self, part: str) -> str:
+        what, advice = _LIMITS[part]
+        workers = f"raise num_workers of the DataLoader (it is {self.num_workers}), or "
+        if self.num_workers is None:
+            workers = ""
+        advice = advice.format(workers=workers, hook=next(iter(self.hooks), ""))
+        return f"{what} {_percent(self.share(part))} of the time: {advice}"
 
 
 def _sums(divided: Counter[str]) -> dict[str, float]:
@@ -568,10 +451,6 @@ def _sums(divided: Counter[str]) -> dict[str, float]:
     for part, number in divided.items():
         sums[part.partition("/")[0]] += number
     return {part: sums[part] for part in PARTS if part in sums}
-
-
-def _number(count: int, unit: str) -> str:
-    return f"{count} {unit if count == 1 else _PLURALS[unit]}"
 
 
 def _percent(share: float) -> str:

@@ -51,10 +51,12 @@ from trainer.distributed.collectives import Trigger
 from trainer.distributed.metrics import gather_for_metrics
 from trainer.engines import join
 from trainer.engines import model as models
-from trainer.engines.model import accumulating
+from trainer.engines.base import Engine, EngineOptions
+from trainer.engines.choose import choose_engine
+from trainer.engines.ddp import communication_of
 from trainer.enums import DistributedType, RNGType, SchedulerTick
 from trainer.memory import release_memory
-from trainer.optim.clipping import as_list, clip_
+from trainer.optim.clipping import as_list
 from trainer.optim.lomo import is_lomo, lomo_backward
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.optim.scheduler import AcceleratedScheduler
@@ -123,6 +125,8 @@ class Accelerator:
         dynamo_plugin: Replaces `dynamo_backend`, with more options.
         scheduler_tick: How often a prepared scheduler advances per update: ``"process"``, once for
             each process, as scripts for the documented API expect; or ``"update"``, once.
+        engine: An engine of your own: a class with the methods of `trainer.engines.base.Engine`,
+            called with `EngineOptions`. None takes the one that fits the processes.
 
     Attributes:
         state: The process, its peers and the precision.
@@ -171,6 +175,7 @@ class Accelerator:
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         scheduler_tick: str = "process",
+        engine: Callable[[EngineOptions], Engine] | None = None,
     ) -> None:
         check_bools(
             device_placement=device_placement,
@@ -231,12 +236,19 @@ class Accelerator:
             AcceleratorState._shared_state = before
             raise
         self.ddp_kwargs = self.ddp_handler
+        self.engine_options = EngineOptions(
+            device=self.state.device,
+            rank=self.state.process_index,
+            world_size=self.state.num_processes,
+            ddp_kwargs=self.ddp_handler,
+            engine=engine,
+        )
+        self.engine = choose_engine(self.engine_options)
         self.step = 0
         self._accumulating = False  # inside a block of `accumulate`
         self._accumulated: set[int] = set()  # the models of the current micro-batch, by id
         self._trigger = Trigger()
         self._models: list[nn.Module] = []
-        self._frozen: list[nn.Parameter] = []  # parameters of DDP models without an all-reduce
         self._optimizers: list[AcceleratedOptimizer] = []
         self._steps_at_backward: list[int] = []  # per optimizer, at the last backward pass
         self._schedulers: list[AcceleratedScheduler] = []
@@ -475,22 +487,27 @@ class Accelerator:
             )
         for number, place in enumerate(device_placement):
             check_bools(**given(**{f"device_placement[{number}]": place}))
-        first = [
-            self._prepare_one(obj, place) for obj, place in zip(args, device_placement, strict=True)
+        # Models first: an engine may replace their parameters, which optimizers hold. Schedulers
+        # last: they need their prepared optimizers.
+        placed = list(zip(args, device_placement, strict=True))
+        models = [
+            self.prepare_model(obj, device_placement=place) if isinstance(obj, nn.Module) else obj
+            for obj, place in placed
         ]
-        prepared = tuple(  # schedulers last: they need their prepared optimizers
+        prepared = tuple(
             self.prepare_scheduler(obj)
             if isinstance(obj, (LRScheduler, ReduceLROnPlateau))
             else obj
-            for obj in first
+            for obj in [
+                self._prepare_one(obj, place)
+                for obj, (_, place) in zip(models, placed, strict=True)
+            ]
         )
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _prepare_one(self, obj: Any, place: bool) -> Any:
         if isinstance(obj, DataLoader):
             return self.prepare_data_loader(obj, device_placement=place)
-        if isinstance(obj, nn.Module):
-            return self.prepare_model(obj, device_placement=place)
         if isinstance(obj, Optimizer):
             return self.prepare_optimizer(obj, device_placement=place)
         return obj
@@ -522,15 +539,13 @@ class Accelerator:
                 return known
         prepared = models.prepare_model(
             model,
+            self.engine,
             precision=self.precision,
             device=self._placed(device_placement),
-            ddp_kwargs=self.ddp_kwargs,
             dynamo_plugin=self.dynamo_plugin,
             evaluation_mode=evaluation_mode,
         )
         self._models.append(prepared)
-        if self.use_distributed and not evaluation_mode:
-            self._frozen += [each for each in prepared.parameters() if not each.requires_grad]
         return prepared
 
     def prepare_optimizer(
@@ -550,7 +565,10 @@ class Accelerator:
             if optimizer is known.optimizer:
                 return known
         prepared = AcceleratedOptimizer(
-            optimizer, self._placed(device_placement) is not None, precision=self.precision
+            self.engine.prepare_optimizer(optimizer),
+            self._placed(device_placement) is not None,
+            precision=self.precision,
+            reduce=self.engine.reduce_gradients,
         )
         self._optimizers.append(prepared)
         return prepared
@@ -596,8 +614,8 @@ class Accelerator:
         prepared = prepare_data_loader(
             data_loader,
             device,
-            self.num_processes,
-            self.process_index,
+            self.engine.data_size,
+            self.engine.data_rank,
             put_on_device=device is not None,
             rng_types=self.rng_types,
             split_batches=self.split_batches,
@@ -650,7 +668,7 @@ class Accelerator:
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the model's state dict, with the wrappers' key prefixes if `unwrap` is False."""
-        return models.get_state_dict(model, unwrap=unwrap)
+        return self.engine.full_state_dict(model) if unwrap else model.state_dict()
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Drop the references to all prepared objects, and empty the device's cache.
@@ -664,7 +682,7 @@ class Accelerator:
         """
         for group in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             group.clear()
-        self._frozen.clear()
+        self.engine = choose_engine(self.engine_options)
         self._steps_at_backward.clear()
         self.step = 0
         self._accumulated = set()
@@ -729,6 +747,8 @@ class Accelerator:
         is the same up to rounding. A resumed run on several processes then equals an uninterrupted
         run only up to rounding.
         """
+        for model in models:
+            _check_argument("accumulate", "model", model, isinstance(model, nn.Module))
         state, given, nested = self.gradient_state, {*map(id, models)}, self._accumulating
         if state._data_end_window:
             self.step = 0
@@ -748,7 +768,7 @@ class Accelerator:
                 return
             with ExitStack() as stack:
                 for model in models:
-                    stack.enter_context(accumulating(model))
+                    stack.enter_context(self.engine.no_sync(model))
                 yield
         finally:
             self._accumulating = nested
@@ -762,13 +782,13 @@ class Accelerator:
         """
         with ExitStack() as stack:
             for each in self._models if model is None else [model]:
-                stack.enter_context(models.no_sync(each))
+                _check_argument("no_sync", "model", each, isinstance(each, nn.Module))
+                stack.enter_context(self.engine.no_sync(each))
             yield
 
-    @staticmethod
-    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Enable the gradient all-reduce in backward although forward ran under `no_sync`."""
-        return models.trigger_sync_in_backward(model)
+        return self.engine.trigger_sync(model)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
@@ -794,7 +814,7 @@ class Accelerator:
             TypeError: `loss` is not a tensor.
         """
         if self.sync_gradients:
-            self._check_unfrozen()
+            self.engine.check_unknown_parameters()
         steps = self.gradient_state.num_steps
         self._steps_at_backward = list(map(_STEPS, self._optimizers))
         try:
@@ -802,21 +822,10 @@ class Accelerator:
             if "learning_rate" in kwargs and any(map(is_lomo, self._optimizers)):
                 self.lomo_backward(scaled, **kwargs)
             else:
-                self.precision.scale(scaled).backward(**kwargs)
+                self.engine.backward(self.precision.scale(scaled), **kwargs)
         except (AttributeError, TypeError, ValueError):  # check the type only after a failure
             _check_argument("backward", "loss", loss, hasattr(loss, "backward"))
             raise
-
-    def _check_unfrozen(self) -> None:
-        """Raise if parameters were unfrozen after `prepare`: DDP would not all-reduce them."""
-        count = sum(parameter.requires_grad for parameter in self._frozen)
-        if count:
-            raise RuntimeError(
-                f"{count} parameter(s) that required no gradients when their model was prepared do "
-                f"now, and the {self.num_processes} processes would not average them. Unfreeze "
-                "them before prepare; or prepare a model that is not trained here with "
-                "prepare_model(model, evaluation_mode=True)."
-            )
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Run backward with the update fused into it (LOMO); see `trainer.optim.lomo`."""
@@ -868,9 +877,7 @@ class Accelerator:
                 "does not change their number. Use another order, such as 2 or 'inf'."
             )
         parameters = self._unscaled(parameters)
-        norm = clip_(parameters, max_norm=max_norm, norm_type=float(norm_type))
-        assert norm is not None
-        return norm
+        return self.engine.clip_grad_norm_(parameters, max_norm, float(norm_type))
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Unscale the gradients, then clip each of their elements.
@@ -880,7 +887,7 @@ class Accelerator:
             TypeError: `clip_value` is not a number.
         """
         _check_limit("clip_value", clip_value)
-        clip_(self._unscaled(parameters), max_value=clip_value)
+        self.engine.clip_grad_value_(self._unscaled(parameters), clip_value)
 
     def _unscaled(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         """Unscale the gradients of the optimizers that own a parameter; return the parameters.
@@ -889,13 +896,16 @@ class Accelerator:
         gradients to them.
         """
         chosen = as_list(parameters)
-        if self.scaler is not None:
+        if self.scaler is not None or self.engine.reduce_gradients is not None:
             ids = set(map(id, chosen))
             owners = [
                 optimizer
                 for optimizer in self._optimizers
                 if not ids.isdisjoint(map(id, parameters_of([optimizer])))
             ]
+            if self.sync_gradients:
+                for optimizer in owners:
+                    optimizer.synchronize()
             self.unscale_gradients(owners)
         return chosen
 
@@ -1088,7 +1098,7 @@ class Accelerator:
             step=self.step,
             window_open=not self.sync_gradients,
             waiting=self._waiting,
-            communication=[hook for hook in map(models.communication_of, self._models) if hook],
+            communication=[hook for hook in map(communication_of, self._models) if hook],
         )
 
     # -- tracking ------------------------------------------------------------------------------

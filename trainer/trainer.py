@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -33,6 +33,8 @@ from trainer.configuration import DataLoaderConfiguration, KwargsHandler, Projec
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.distributed.guards import check_collective
 from trainer.distributed.watchdog import watched
+from trainer.engines.averaging import gradients_kept
+from trainer.engines.base import Engine, EngineOptions
 from trainer.engines.compile import compiled_steps
 from trainer.errors import Preempted, module_logger
 from trainer.files import absolute_path
@@ -68,11 +70,11 @@ from trainer.loops.setup import (
 from trainer.loops.state import Counters, FitRun, Run
 from trainer.metrics import MetricStore, to_floats
 from trainer.module import TrainModule
-from trainer.optim.clipping import clip_, validate_limits
+from trainer.optim.clipping import validate_limits
 from trainer.optim.configure import SchedulerEntry
 from trainer.optim.finite import Policy
 from trainer.optim.groups import add_group, scale_group
-from trainer.optim.optimizer import AcceleratedOptimizer
+from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
@@ -95,6 +97,7 @@ _OF_THE_ACCELERATOR = (  # arguments for a new one
     "dynamo_backend",
     "dynamo_plugin",
     "kwargs_handlers",
+    "engine",
 )
 _NOT_IN_A_TRIAL = {"reload_dataloaders_every_n_epochs": 0, "profile": None, "barebones": False}
 
@@ -188,6 +191,7 @@ class Trainer:
             other steps, and logs the metric ``recompilations``.
         dynamo_plugin: See `Accelerator`; replaces `dynamo_backend`, with more options.
         kwargs_handlers: See `Accelerator`.
+        engine: See `Accelerator`.
         project_config: Its `project_dir` is the default of `project_dir`. With `save_on_each_node`,
             each machine keeps complete checkpoints, for machines that share no disk.
             `ModelCheckpoint` decides how many are kept.
@@ -248,6 +252,7 @@ class Trainer:
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        engine: Callable[[EngineOptions], Engine] | None = None,
         project_config: ProjectConfiguration | None = None,
         **unknown: NoReturn,
     ) -> None:
@@ -1054,10 +1059,11 @@ class Trainer:
         for optimizer in run.optimizers:
             optimizer.note_backward()
         if run.is_dummy:
-            run.engine.backward(run.precision.scale(loss) * 0.0, *args, **kwargs)
+            with gradients_kept(run.parameters):
+                run.engine.backward(run.precision.scale(loss), None, *args, **kwargs)
             return
         run.own_hooks.on_before_backward(loss)
-        run.engine.backward(run.precision.scale(loss), *args, **kwargs)
+        run.engine.backward(run.precision.scale(loss), None, *args, **kwargs)
         run.own_hooks.on_after_backward()
 
     def clip_gradients(
@@ -1070,9 +1076,14 @@ class Trainer:
         """See `TrainModule.clip_gradients`."""
         validate_limits(max_grad_norm, max_grad_value)
         optimizer.synchronize()
-        self._fit_run("clip_gradients").precision.unscale(optimizer.optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return clip_(parameters, max_norm=max_grad_norm, max_value=max_grad_value)
+        run = self._fit_run("clip_gradients")
+        run.precision.unscale(optimizer.optimizer)
+        parameters = parameters_of([optimizer])
+        if max_grad_value is not None:
+            run.engine.clip_grad_value_(parameters, max_grad_value)
+        if max_grad_norm is None:
+            return None
+        return run.engine.clip_grad_norm_(parameters, max_grad_norm)
 
     # -- internal ------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import ModelCheckpoint
+from tests.helpers.engines import finish_window, options, started
 from trainer import (
     Accelerator,
     DDPCommunicationHookType,
@@ -25,8 +26,7 @@ from trainer import (
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.choose import choose_engine
 from trainer.engines.comm_hooks import for_processes
-from trainer.engines.ddp import DataParallel
-from trainer.engines.model import communication_of
+from trainer.engines.ddp import DataParallel, communication_of
 from trainer.state import PartialState
 
 CPU = torch.device("cpu")
@@ -96,18 +96,19 @@ def sends_bfloat16(hook: str) -> Iterator[None]:
 
 def engine(module: nn.Module, **kwargs: Any) -> tuple[DataParallel, StepSync]:
     step_sync = StepSync(CPU, whole_items=True)
-    return DataParallel(module, step_sync, DistributedDataParallelKwargs(**kwargs)), step_sync
+    handler = DistributedDataParallelKwargs(**kwargs)
+    return started(DataParallel, module, step_sync, handler), step_sync
 
 
 def window(own: DataParallel, batches: list[Any], items: float = 1.0) -> Any:
     """One window of these micro-batches; None is one of which this rank has nothing."""
     for batch in batches[:-1]:
         own.begin_micro_batch(sync=False)
-        own.backward(own.step("training_step", batch))
+        own.backward(own.forward("training_step", batch))
     own.begin_micro_batch(sync=True)
-    loss = None if batches[-1] is None else own.step("training_step", batches[-1])
+    loss = None if batches[-1] is None else own.forward("training_step", batches[-1])
     first = float(dist.get_rank() == 0)
-    return own.finish_window(loss, StepStats(items, 0, 0, seconds=first * CLOCK, ended=0))
+    return finish_window(own, loss, StepStats(items, 0, 0, seconds=first * CLOCK, ended=0))
 
 
 # -- 16 bits -----------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ def test_bfloat16_is_refused_where_torch_cannot_send_it(ranks2):
             Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(Net())
 
         def train(handler: Any) -> None:
-            DataParallel(Net(), StepSync(CPU), handler)
+            started(DataParallel, Net(), StepSync(CPU), handler)
 
         return [
             refused(prepare, comm_hook="bf16"),
@@ -396,7 +397,7 @@ def test_powersgd_is_refused_for_numbers(ranks2):
         with pytest.raises(ValueError, match=r"without a dimension: scale\. Give"):
             Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(Scaled())
         with pytest.raises(ValueError, match=r"without a dimension: scale\. Give"):
-            DataParallel(Scaled(), StepSync(CPU), handler)
+            started(DataParallel, Scaled(), StepSync(CPU), handler)
 
     ranks2(run)
 
@@ -602,10 +603,9 @@ def test_hooks_that_cannot_work_are_refused(ranks2):
         texts = []
         for hook, automatic in (("batched_power_sgd", True), ("fp16", False)):
             handler = DistributedDataParallelKwargs(comm_hook=hook)
+            engine = choose_engine(options(handler), automatic=automatic)
             with pytest.raises(ValueError, match="comm_hook") as caught:
-                choose_engine(
-                    Net(), StepSync(CPU), world_size=2, automatic=automatic, ddp_kwargs=handler
-                )
+                engine.start(Net(), StepSync(CPU))
             texts.append(str(caught.value))
         return texts
 

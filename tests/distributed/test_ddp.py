@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.engines import finish_window, options, started
 from tests.helpers.ranks import RankError
 from tests.helpers.reducing import reducing
 from trainer.configuration import DistributedDataParallelKwargs
@@ -91,7 +92,7 @@ def engine(
     step_sync = StepSync(CPU, whole_items=whole)
     handler = DistributedDataParallelKwargs(**kwargs)
     kind = StaticDataParallel if handler.static_graph else DataParallel
-    return kind(module, step_sync, handler), step_sync
+    return started(kind, module, step_sync, handler), step_sync
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -105,9 +106,9 @@ def window(
     for index, batch in enumerate(batches):
         last = index == len(batches) - 1
         own.begin_micro_batch(sync=last)
-        loss = None if batch is None else own.step("training_step", batch)
+        loss = None if batch is None else own.forward("training_step", batch)
         if last:
-            return own.finish_window(loss, tally(items, stop=stop, seconds=float(dist.get_rank())))
+            return finish_window(own, loss, tally(items, stop=stop, seconds=float(dist.get_rank())))
         if loss is not None:
             own.backward(loss)
     raise AssertionError
@@ -190,13 +191,13 @@ def test_items_that_the_user_counts_may_be_fractions(ranks2):
     assert ranks2(sums) == [(0.1 + 1.1, 0.1 + 1.1)] * 2
 
 
-def test_the_ballot_leaves_no_trace_in_the_module(ranks2):
+def test_the_sync_vector_leaves_no_trace_in_the_module(ranks2):
     def names() -> tuple[list[str], bool]:
         model = Model()
         own, _ = engine(model)
         window(own, [data(2)], items=3.0)
         window(own, [None], items=3.0)
-        return sorted(model.state_dict()), own._ballot.grad is None
+        return sorted(model.state_dict()), own._vector.grad is None
 
     assert ranks2(names) == [(sorted(Model().state_dict()), True)] * 2
 
@@ -222,7 +223,7 @@ def test_micro_batches_add_up_before_they_are_averaged_once(ranks2):
         own, _ = engine(model)
         parts = data(12)[rank::2].split(2)
         own.begin_micro_batch(sync=False)
-        own.backward(own.step("training_step", parts[0]))
+        own.backward(own.forward("training_step", parts[0]))
         alone = model.last.bias.grad.clone()
         for parameter in model.parameters():
             parameter.grad = None
@@ -610,7 +611,7 @@ def test_fixing_the_layout_changes_nothing_else(ranks2):
 def test_buffers_become_those_of_the_first_rank_when_asked(ranks2, kind):
     def buffers() -> float:
         model = Model()
-        own = engine(model)[0] if kind == "engine" else Replicas(model, StepSync(CPU))
+        own = engine(model)[0] if kind == "engine" else started(Replicas, model, StepSync(CPU))
         model.seen.fill_(dist.get_rank() + 3.0)
         own.broadcast_buffers()
         return model.seen.item()
@@ -672,13 +673,13 @@ def test_settings_reach_torch(ranks2):
 def test_gradients_lie_in_the_buckets_unless_arguments_of_ddp_are_given(ranks2, handler):
     def memory() -> tuple[int, list[int]]:
         model, step_sync = Single(), StepSync(CPU, whole_items=True)
-        own = DataParallel(model, step_sync, handler)
+        own = started(DataParallel, model, step_sync, handler)
         own.begin_epoch()
         found = set()
         for _ in range(2):
             own.begin_micro_batch(sync=True)
-            loss = own.step("training_step", data(2).float())
-            assert own.finish_window(loss, tally(2, stop=False, seconds=0.0)) == 4
+            loss = own.forward("training_step", data(2).float())
+            assert finish_window(own, loss, tally(2, stop=False, seconds=0.0)) == 4
             found = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
             offsets = [p.grad.storage_offset() * 4 for p in model.parameters()]
             model.zero_grad()
@@ -697,10 +698,10 @@ def test_replicas_start_alike_and_average_when_an_optimizer_steps(ranks3):
     def own_gradients() -> tuple[dict[str, Any], Any, dict[str, Any]]:
         rank = dist.get_rank()
         model = Model(seed=rank)
-        own = Replicas(model, StepSync(CPU))
+        own = started(Replicas, model, StepSync(CPU))
         start = copy.deepcopy(model.state_dict())
         own.begin_micro_batch(sync=True)
-        own.backward(own.step("training_step", data(6)[rank::3]))
+        own.backward(own.forward("training_step", data(6)[rank::3]))
         alone = model.last.bias.grad.clone()
         average_gradients(torch.optim.SGD(model.parameters(), lr=0.1))
         return gradients(model), alone, start
@@ -716,9 +717,9 @@ def test_replicas_start_alike_and_average_when_an_optimizer_steps(ranks3):
 def test_replicas_sum_their_numbers(ranks3):
     def sums() -> tuple[Any, StepStats]:
         step_sync = StepSync(CPU)
-        own = Replicas(Model(), step_sync)
+        own = started(Replicas, Model(), step_sync)
         rank = dist.get_rank()
-        total = own.finish_window(None, tally(rank + 0.5, stop=rank == 1, seconds=float(rank)))
+        total = own.sync_stats(tally(rank + 0.5, stop=rank == 1, seconds=float(rank)))
         return total, step_sync.latest
 
     assert ranks3(sums) == [(4.5, StepStats(4.5, 1.0, 0.0, 3.0, 0.0))] * 3
@@ -778,14 +779,15 @@ def test_averaging_a_table_knows_what_gradient_the_other_ranks_have(ranks2, used
 
 def test_one_process_has_the_module_as_it_is():
     model, step_sync = Model(), StepSync(CPU)
-    own = choose_engine(model, step_sync, world_size=1, automatic=True)
+    own = choose_engine(options(), automatic=True)
     assert type(own) is SingleDevice
+    own.start(model, step_sync)
     own.begin_micro_batch(sync=False)
-    own.backward(own.step("training_step", data(2)))
-    loss = own.step("training_step", data(4))
-    assert own.finish_window(loss, StepStats(3.0, 1.0, 0.0, 2.0, 0.0)) == 3.0
+    own.backward(own.forward("training_step", data(2)))
+    loss = own.forward("training_step", data(4))
+    assert finish_window(own, loss, StepStats(3.0, 1.0, 0.0, 2.0, 0.0)) == 3.0
     assert step_sync.latest == StepStats(3.0, 1.0, 0.0, 2.0, 0.0)
-    own.finish_window(None, StepStats(2.0, 0.0, 0.0, 3.0, 1.0))
+    finish_window(own, None, StepStats(2.0, 0.0, 0.0, 3.0, 1.0))
     assert step_sync.items_seen == 5.0
     own.broadcast_buffers()
     expected = mean_gradients(lambda m: [m.training_step(data(2)), m.training_step(data(4))], 1)
@@ -795,7 +797,7 @@ def test_one_process_has_the_module_as_it_is():
 def test_several_processes_have_ddp_or_for_manual_optimisation_replicas(ranks2):
     def chosen() -> list[str]:
         return [
-            type(choose_engine(Model(), StepSync(CPU), world_size=2, automatic=automatic)).__name__
+            type(choose_engine(options(), automatic=automatic)).__name__
             for automatic in (True, False)
         ]
 
@@ -806,7 +808,7 @@ def test_an_error_in_the_users_step_is_the_users(ranks2):
     def fail() -> None:
         model = Model()
         own, _ = engine(model)
-        own.step("training_stpe", data(2))
+        own.forward("training_stpe", data(2))
 
     with pytest.raises(RankError, match="'Model' object has no attribute 'training_stpe'"):
         ranks2(fail)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.engines import finish_window, started
 from tests.helpers.reducing import reducing
 from trainer import DistributedDataParallelKwargs, Trainer, TrainModule
 from trainer.distributed.step_sync import StepStats, StepSync
@@ -47,7 +48,7 @@ def rows(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def engine(module: nn.Module, **kwargs: Any) -> DataParallel:
     step_sync = StepSync(torch.device("cpu"), whole_items=True)
-    return DataParallel(module, step_sync, DistributedDataParallelKwargs(**kwargs))
+    return started(DataParallel, module, step_sync, DistributedDataParallelKwargs(**kwargs))
 
 
 def exchanges(own: DataParallel) -> bool:
@@ -59,8 +60,8 @@ def averaged(dtype: torch.dtype, kwargs: dict[str, Any]) -> tuple[bool, list[tor
     module = Net(dtype)
     own = engine(module, **kwargs)
     own.begin_micro_batch(sync=True)
-    loss = own.step("training_step", [rows(dist.get_rank(), dtype)], 0)
-    own.finish_window(loss, StepStats(6.0, 0.0, 0.0, 0.0, 0.0))
+    loss = own.forward("training_step", [rows(dist.get_rank(), dtype)], 0)
+    finish_window(own, loss, StepStats(6.0, 0.0, 0.0, 0.0, 0.0))
     return exchanges(own), [p.grad.clone() for p in module.parameters()]
 
 

@@ -14,15 +14,16 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader
 
+from tests.helpers.engines import no_sync, prepare
 from tests.helpers.ranks import RankError
 from trainer import Accelerator, GradientAccumulationPlugin
 from trainer.data.prepare import prepare_data_loader
 from trainer.engines.join import join_uneven_inputs
-from trainer.engines.model import no_sync, prepare_model, unwrap_model
+from trainer.engines.model import unwrap_model
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision
-from trainer.state import AcceleratorState, GradientState, PartialState
+from trainer.state import AcceleratorState, GradientState
 
 CPU = torch.device("cpu")
 
@@ -34,11 +35,6 @@ def network() -> nn.Module:
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     return model
-
-
-def prepare(model: nn.Module, **kwargs: Any) -> nn.Module:
-    PartialState()
-    return prepare_model(model, precision=Precision("no", CPU), device=CPU, **kwargs)
 
 
 def rows(rank: int, number: int) -> torch.Tensor:

@@ -8,21 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import tqdm
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.helpers.engines import no_sync, options, prepare, trigger_sync
 from tests.helpers.ranks import RankError
 from trainer.configuration import DistributedDataParallelKwargs
-from trainer.engines.model import (
-    accumulating,
-    find_ddp,
-    get_state_dict,
-    no_sync,
-    prepare_model,
-    trigger_sync_in_backward,
-    unwrap_model,
-)
+from trainer.engines.choose import choose_engine
+from trainer.engines.ddp import find_ddp
+from trainer.engines.model import prepare_model, unwrap_model
+from trainer.names import bare_state_dict
 from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision
 from trainer.state import PartialState
@@ -56,12 +51,6 @@ class Choice(nn.Module):
 
     def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
         return self.parts[which](x)
-
-
-def prepare(model: nn.Module, mode: str = "no", **kwargs: Any) -> nn.Module:
-    tqdm.tqdm.monitor_interval = 0  # inductor's bars would start a thread that never ends
-    PartialState()
-    return prepare_model(model, precision=Precision(mode, CPU), device=CPU, **kwargs)
 
 
 def rows(rank: int, number: int) -> torch.Tensor:
@@ -127,7 +116,7 @@ def test_a_sync_may_be_triggered_after_several_forward_passes(ranks2, kind):
                 second = model(rows(rank, 2 * update + 1)).square().mean()
             first.backward()
             found.append(own_gradients(model))
-            with trigger_sync_in_backward(model):
+            with trigger_sync(model):
                 second.backward()
             found.append(own_gradients(model))
             optimizer.step()
@@ -171,7 +160,7 @@ def test_a_triggered_sync_knows_of_branches_that_one_process_left_out(ranks2):
         model = prepare(Net(), **KINDS["searching"])
         with no_sync(model):
             loss = model(rows(rank, 0), both=rank == 0).square().mean()
-        with trigger_sync_in_backward(model):
+        with trigger_sync(model):
             loss.backward()
         return own_gradients(model)
 
@@ -188,7 +177,7 @@ def test_a_static_graph_averages_too(ranks2):
         found = [model.static_graph]
         for update in range(3):  # DDP learns the graph from the first, which it must average
             model.zero_grad()
-            with accumulating(model):
+            with no_sync(model):
                 model(rows(rank, 0)).square().mean().backward()
             local = own_gradients(model)
             model(rows(rank, 1)).square().mean().backward()
@@ -202,23 +191,13 @@ def test_a_static_graph_averages_too(ranks2):
         assert_each(found, [double, local, double, local, double])
 
 
-def test_a_static_graph_that_torch_does_not_know_yet_cannot_hold_gradients_back(ranks2):
-    def run() -> None:
-        kwargs = DistributedDataParallelKwargs(static_graph=True)
-        with no_sync(prepare(Net(), ddp_kwargs=kwargs)):
-            pass
-
-    with pytest.raises(RankError, match="which must average the gradients: it cannot be under"):
-        ranks2(run)
-
-
 def test_a_sync_triggered_in_an_update_that_failed_leaves_the_engine_as_it_was(ranks2):
     def run() -> list[bool]:
         model = prepare(Net())
         seen = []
         with no_sync(model):
             try:
-                with trigger_sync_in_backward(model):
+                with trigger_sync(model):
                     seen.append(model.require_backward_grad_sync)
                     raise KeyError("the user's")
             except KeyError:
@@ -267,8 +246,8 @@ def test_names_are_bare_whatever_wraps_the_model(ranks2, mode, backend):
         model(torch.ones(1, 3)).sum().backward()
         inner = unwrap_model(model, keep_fp32_wrapper=False)
         return [
-            list(get_state_dict(model)),
-            next(iter(get_state_dict(model, unwrap=False))),
+            list(bare_state_dict(model)),
+            next(iter(model.state_dict())),
             type(inner).__name__,
             "forward" in vars(inner),
             model._compiled_call_impl is None,
@@ -323,7 +302,7 @@ def test_a_model_spread_by_a_device_map_is_refused(ranks2):
 def test_a_model_left_on_another_kind_of_device_is_refused(ranks2):
     def run() -> None:
         PartialState()
-        prepare_model(Net().to("meta"), precision=Precision("no", CPU))
+        prepare_model(Net().to("meta"), choose_engine(options()), precision=Precision("no", CPU))
 
     with pytest.raises(RankError, match=r"ValueError: Net has parameters on meta, .*on cpu"):
         ranks2(run)
@@ -349,7 +328,7 @@ def test_sparse_gradients_are_averaged_by_a_triggered_sync_too(ranks2):
         model = prepare(Choice(tables), ddp_kwargs=handler)
         with no_sync(model):
             loss = model(torch.tensor([1]), dist.get_rank()).sum()
-        with trigger_sync_in_backward(model):
+        with trigger_sync(model):
             loss.backward()
         return [
             None if t.weight.grad is None else t.weight.grad.to_dense().tolist() for t in tables
@@ -368,7 +347,7 @@ def test_buffers_that_a_backend_cannot_send_start_as_those_of_the_first(ranks2, 
         wrapped = prepare(model)
         wrapped(rows(rank, 0)).square().mean().backward()
         values = [b.float().tolist() for b in model.buffers()]
-        return values, set(get_state_dict(wrapped)), own_gradients(wrapped)
+        return values, set(bare_state_dict(wrapped)), own_gradients(wrapped)
 
     for values, names, joint in ranks2(run):
         assert values == [[[0, 3], [1, 4], [2, 5]], 4, 0]
@@ -463,7 +442,7 @@ def test_four_processes_average_too(ranks4):
         with no_sync(model):
             losses = [model(rows(rank, n)).square().mean() for n in (0, 1)]
         losses[0].backward()
-        with trigger_sync_in_backward(model):
+        with trigger_sync(model):
             losses[1].backward()
         return own_gradients(model)
 

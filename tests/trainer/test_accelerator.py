@@ -26,7 +26,7 @@ from trainer.data.dataloader import DataLoaderShard
 from trainer.enums import DistributedType
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.scheduler import AcceleratedScheduler
-from trainer.state import AcceleratorState, GradientState, PartialState
+from trainer.state import AcceleratorState, GradientState
 from trainer.utils import load
 
 META = torch.device("meta")
@@ -358,8 +358,7 @@ def test_data_loader_configuration_reaches_the_loader():
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True)
     )
     assert accelerator.prepare(loader()).non_blocking
-    accelerator.state.__dict__["num_processes"] = 2
-    PartialState().__dict__["num_processes"] = 1  # nobody is there to agree with
+    accelerator.engine.data_size = 2
     assert [len(batch[0]) for batch in accelerator.prepare(loader(3, 2))] == [2]
 
 

@@ -542,10 +542,9 @@ def test_without_a_model_every_prepared_one_holds_its_gradients_back():
 @pytest.mark.parametrize("wrong", ["model", [nn.Linear(1, 1)]])
 def test_what_is_no_model_cannot_hold_its_gradients_back(wrong: Any) -> None:
     accelerator = accelerate(gradient_accumulation_steps=2)
-    text = "accumulate and no_sync take models, one by one; they got "
-    with pytest.raises(TypeError, match=text), accelerator.accumulate(wrong):
+    with pytest.raises(TypeError, match="accumulate was given"), accelerator.accumulate(wrong):
         pass
-    with pytest.raises(TypeError, match=text), accelerator.no_sync(wrong):
+    with pytest.raises(TypeError, match="no_sync was given"), accelerator.no_sync(wrong):
         pass
 
 
@@ -917,11 +916,6 @@ def test_compiled_submodules_leave_no_trace_in_names(compiled_then, safe):
         fresh = make(not compiled_then)
         load_checkpoint_in_model(fresh, "weights", strict=True, **arguments)
         assert [value.item() for value in fresh.state_dict().values()] == [2, 2]
-
-
-def test_a_state_dict_is_that_of_a_model():
-    with pytest.raises(TypeError, match="get_state_dict takes a model; it got 3"):
-        accelerate().get_state_dict(3)
 
 
 def test_hooks_take_part_in_saving_and_loading_until_they_are_removed():

@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import EMA, BaseFinetuning, GradientNormMonitor, ModelCheckpoint, ModelSummary
 from trainer import Accelerator, Trainer, TrainModule
-from trainer.engines.model import get_state_dict
 from trainer.names import bare_names, bare_state_dict
 
 WRAPPERS = {
@@ -123,11 +122,11 @@ def test_errors_name_the_users_own_parameters(wrap):
 @wrapped
 def test_state_dicts_have_bare_names_and_the_versions_of_their_parts(wrap):
     plain, other = Net(), Net(wrap)
-    state, expected = get_state_dict(other), plain.state_dict()
+    state, expected = bare_state_dict(other), plain.state_dict()
     assert list(state) == list(expected)
     assert state._metadata["body.1"] == expected._metadata["body.1"] == {"version": 2}
     assert "module" in dict(bare_names(other, other.named_modules()))
-    assert get_state_dict(other, unwrap=False).keys() == other.state_dict().keys()
+    assert other.state_dict().keys() == other.state_dict().keys()
     plain.load_state_dict(state)
 
 

@@ -9,16 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.engines import no_sync, options, prepare, trigger_sync
+from trainer.engines.choose import choose_engine
 from trainer.engines.compile import compile_model, is_compiled, torch_arguments, uncompiled
-from trainer.engines.model import (
-    find_ddp,
-    get_state_dict,
-    no_sync,
-    prepare_model,
-    trigger_sync_in_backward,
-    unwrap_model,
-    verify_device_map,
-)
+from trainer.engines.ddp import find_ddp
+from trainer.engines.model import prepare_model, unwrap_model, verify_device_map
+from trainer.names import bare_state_dict
 from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision
 
@@ -36,10 +32,6 @@ def forget_compiled_code():
 def network() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def prepare(model: nn.Module, mode: str = "no", **kwargs) -> nn.Module:
-    return prepare_model(model, precision=Precision(mode, CPU), device=CPU, **kwargs)
 
 
 def batch() -> torch.Tensor:
@@ -68,7 +60,9 @@ def test_one_process_returns_the_model_itself():
 
 @pytest.mark.parametrize("device", [None, torch.device("meta")])
 def test_a_model_moves_only_where_it_is_told_to(device):
-    model = prepare_model(network(), precision=Precision("no", CPU), device=device)
+    model = prepare_model(
+        network(), choose_engine(options()), precision=Precision("no", CPU), device=device
+    )
     assert model[0].weight.device.type == ("cpu" if device is None else "meta")
 
 
@@ -76,7 +70,9 @@ def test_a_model_moves_only_where_it_is_told_to(device):
 def test_a_quantised_model_stays_where_it_is(quantised):
     model = network()
     setattr(model, quantised, True)
-    prepare_model(model, precision=Precision("no", CPU), device=torch.device("meta"))
+    prepare_model(
+        model, choose_engine(options()), precision=Precision("no", CPU), device=torch.device("meta")
+    )
     assert model[0].weight.device.type == "cpu"
 
 
@@ -87,7 +83,9 @@ def test_a_model_that_a_device_map_spread_stays_where_it_is(device_map, spread):
     model = network()
     model[3].hf_device_map = device_map  # a part of it
     assert verify_device_map(model) is spread
-    prepare_model(model, precision=Precision("no", CPU), device=torch.device("meta"))
+    prepare_model(
+        model, choose_engine(options()), precision=Precision("no", CPU), device=torch.device("meta")
+    )
     assert model[0].weight.device.type == ("cpu" if spread else "meta")
 
 
@@ -136,7 +134,7 @@ def test_a_compiled_model_keeps_its_class_and_its_names():
     names = list(network().state_dict())
     model = prepare(network(), "bf16", dynamo_plugin=EAGER)
     assert type(unwrap_model(model)) is type(model) is nn.Sequential
-    assert list(model.state_dict()) == list(get_state_dict(model)) == names
+    assert list(model.state_dict()) == list(bare_state_dict(model)) == names
     assert is_compiled(model)
 
 
@@ -198,8 +196,8 @@ def test_a_model_that_the_user_compiled_is_not_compiled_again_and_has_bare_names
     assert prepared(batch()).dtype == torch.float32
     assert hasattr(inner, "_original_forward")  # autocast is inside the compiled code
     assert uncompiled(own) is unwrap_model(own) is inner
-    assert list(get_state_dict(own)) == list(inner.state_dict())
-    assert next(iter(get_state_dict(own, unwrap=False))) == "_orig_mod.0.weight"
+    assert list(bare_state_dict(own)) == list(inner.state_dict())
+    assert next(iter(own.state_dict())) == "_orig_mod.0.weight"
 
 
 def test_data_parallel_is_unwrapped():
@@ -211,6 +209,6 @@ def test_data_parallel_is_unwrapped():
 def test_one_process_synchronises_nothing():
     expected = gradients(network())
     model = prepare(network())
-    with no_sync(model), trigger_sync_in_backward(model):
+    with no_sync(model), trigger_sync(model):
         found = gradients(model)
     torch.testing.assert_close(found, expected)

@@ -1,20 +1,100 @@
-"""The protocol of engines: how a module is run, and how its gradients are reduced."""
+"""The protocol of engines: how modules are placed and run, and how their gradients are reduced.
+
+An `Accelerator` has one engine, with which it prepares the models of a loop of your own. Each
+`Trainer.fit` has another, which runs the steps of its module. Loops, optimizers and
+checkpoints ask the engine, and never which engine it is.
+
+To write an engine, inherit from `trainer.engines.single.SingleDevice`, override what differs, and
+pass the class as ``engine=`` to the `Trainer` or the `Accelerator`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from trainer.distributed.step_sync import StepStats
+from trainer.configuration import DistributedDataParallelKwargs
+from trainer.distributed.step_sync import StepStats, StepSync
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What an engine is made with.
+
+    Attributes:
+        device: The device of this process.
+        rank: The global rank of this process.
+        world_size: The number of processes.
+        ddp_kwargs: Arguments of DDP, or None for its defaults.
+        engine: The user's own engine, or None for the one that fits the processes.
+    """
+
+    device: torch.device
+    rank: int
+    world_size: int
+    ddp_kwargs: DistributedDataParallelKwargs | None = None
+    engine: Callable[[EngineOptions], Engine] | None = None
 
 
 class Engine(Protocol):
-    """How a module runs; the loops and checkpoints ask it, and never which engine it is."""
+    """How modules run.
 
-    def step(self, name: str, *args: Any) -> Any:
-        """Call a method of the user's module by name, through the engine."""
+    Attributes:
+        data_rank: Which share of the data this process reads; its rank where all read different
+            data.
+        data_size: How many shares of the data there are. "World size" in code about data, loss
+            weights and metrics means this.
+        forward_is_collective: Whether a forward pass waits for the other processes, so that one
+            without a batch must run a dummy batch.
+        reduce_gradients: Averages an optimizer's gradients over the processes when it steps; None
+            if backward has averaged them.
+    """
+
+    data_rank: int
+    data_size: int
+    forward_is_collective: bool
+    reduce_gradients: Callable[[Optimizer], None] | None
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer to use in its place, after the modules were prepared.
+
+        An engine that replaces parameters puts the new ones into it.
+        """
+
+    # -- the models of a loop of your own ----------------------------------------------------------
+
+    def prepare_module(self, module: nn.Module, *, evaluation_mode: bool = False) -> nn.Module:
+        """Return the module, wrapped or sharded, to be called in its place.
+
+        Args:
+            module: The module, on its device.
+            evaluation_mode: Whether it is only evaluated: nothing is reduced.
+        """
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which forward and backward do not reduce gradients."""
+
+    def trigger_sync(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which backward reduces, although forward was in `no_sync`."""
+
+    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return whole tensors under the names of the user's module; collective."""
+
+    # -- the steps of a fit ------------------------------------------------------------------------
+
+    def start(self, module: nn.Module, step_sync: StepSync) -> None:
+        """Prepare the module of a fit, before its optimizers are made.
+
+        Args:
+            module: The user's module, on its device.
+            step_sync: Receives the summed step stats of each window.
+        """
 
     def begin_epoch(self) -> None:
         """Notice parameters that were frozen or unfrozen, before an epoch's first window."""
@@ -22,19 +102,33 @@ class Engine(Protocol):
     def begin_micro_batch(self, *, sync: bool) -> None:
         """Announce, before the forward pass, whether the next backward ends its window."""
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Accumulate the gradients of a micro-batch that does not end its window."""
+    def forward(self, name: str, *args: Any) -> Any:
+        """Call a method of the user's module by name, such as ``training_step``."""
 
-    def finish_window(self, loss: Tensor | None, own: StepStats) -> float | Tensor:
-        """Accumulate the last gradients of a window and average them over the processes.
+    def backward(
+        self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
+    ) -> float | Tensor:
+        """Accumulate the gradients of a micro-batch.
 
         Args:
-            loss: None if this process has no batch in the last micro-batch.
-            own: This process's counts for the window.
+            loss: A tensor of shape ().
+            stats: This process's step stats if the micro-batch ends its window: the gradients of
+                the window are then averaged over the processes, and the stats are summed.
+            *args: Further arguments of ``loss.backward``.
+            **kwargs: Further arguments of ``loss.backward``.
 
         Returns:
-            The number of items in the window, over all processes.
+            The number of items in the window over all processes; 0 without `stats`.
         """
+
+    def dummy_step(self, stats: StepStats | None = None) -> float | Tensor:
+        """Take the place of forward and backward, on a process without a batch or without items.
+
+        Its gradients are zero. See `backward` for the argument and the result.
+        """
+
+    def sync_stats(self, stats: StepStats) -> float | Tensor:
+        """Sum the step stats alone, in manual optimisation; see `backward` for the result."""
 
     def check_unknown_parameters(self) -> None:
         """Check that no gradients were left out of the averaging.
@@ -45,6 +139,28 @@ class Engine(Protocol):
 
     def broadcast_buffers(self) -> None:
         """Make rank 0's buffers everybody's, before an evaluation or a save."""
+
+    # -- the update --------------------------------------------------------------------------------
+
+    def scale_gradients_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+        """Multiply all gradients by a number or a tensor of shape (), in place."""
+
+    def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
+        """Return whether a gradient is NaN or infinite, the same on all processes.
+
+        The result is a bool on the CPU, and on an accelerator a float32 tensor of shape (), 1 or 0;
+        it is None without gradients.
+        """
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale the gradients to a total norm of at most `max_norm`; return the norm before."""
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
+        """Limit the magnitude of each element of the gradients."""
+
+    # -- the state of the engine itself ------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this process's engine for a checkpoint; empty if it has none."""

@@ -1,49 +1,25 @@
-"""Choose the engine of a run: one device, DDP, DDP with a static graph, or manual optimisation."""
+"""Choose the engine of a loop: one device, or DDP in the variant that the loop needs."""
 
 from __future__ import annotations
 
-from torch import nn
-
-from trainer.configuration import DistributedDataParallelKwargs
-from trainer.distributed.step_sync import StepSync
-from trainer.engines.base import Engine
+from trainer.engines.base import Engine, EngineOptions
 from trainer.engines.ddp import DataParallel, Replicas, StaticDataParallel
 from trainer.engines.single import SingleDevice
 
 
-def choose_engine(
-    module: nn.Module,
-    step_sync: StepSync,
-    *,
-    world_size: int,
-    automatic: bool,
-    ddp_kwargs: DistributedDataParallelKwargs | None = None,
-) -> Engine:
-    """Return the engine for a module that is on its device.
+def choose_engine(options: EngineOptions, *, automatic: bool = False) -> Engine:
+    """Return an engine.
 
     Args:
-        module: The user's module.
-        step_sync: The step sync, which receives the step stats of each gradient accumulation
-            window.
-        world_size: The number of processes.
-        automatic: Automatic optimisation: the loop runs backward and the optimizer step. If False,
-            `training_step` does.
-        ddp_kwargs: Arguments of DDP.
-
-    Raises:
-        ValueError: The engine does not support the arguments.
+        options: The process and the user's options.
+        automatic: Whether it is for a fit in automatic optimisation, where the loop runs backward
+            and the optimizers. If False, the user's own loop or `training_step` does.
     """
-    if world_size == 1:
-        return SingleDevice(module, step_sync)
-    if automatic:
-        if ddp_kwargs is not None and ddp_kwargs.static_graph:
-            return StaticDataParallel(module, step_sync, ddp_kwargs)
-        return DataParallel(module, step_sync, ddp_kwargs)
-    if ddp_kwargs is not None and ddp_kwargs.comm_hook != "no":
-        raise ValueError(
-            f"DistributedDataParallelKwargs(comm_hook={ddp_kwargs.comm_hook.value!r}) cannot be "
-            "used in manual optimisation, where each optimizer averages its own gradients, "
-            "uncompressed, when it steps. Leave it out."
-        )
-    sends_buffers = ddp_kwargs is None or ddp_kwargs.broadcast_buffers
-    return Replicas(module, step_sync, sends_buffers=sends_buffers)
+    if options.engine is not None:
+        return options.engine(options)
+    if options.world_size == 1:
+        return SingleDevice(options)
+    if not automatic:
+        return Replicas(options)
+    static = options.ddp_kwargs is not None and options.ddp_kwargs.static_graph
+    return StaticDataParallel(options) if static else DataParallel(options)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -30,6 +31,7 @@ from trainer.distributed.transport import sum_numbers
 from trainer.engines import comm_hooks
 from trainer.engines.averaging import (
     add_zeros,
+    average_gradients,
     average_gradients_of,
     give_nothing,
     look_up_nothing,
@@ -37,6 +39,8 @@ from trainer.engines.averaging import (
     tied_sparse_weights,
     zeros_for,
 )
+from trainer.engines.base import EngineOptions
+from trainer.engines.compile import uncompiled
 from trainer.engines.exchange import exchange_if_few
 from trainer.engines.single import SingleDevice
 from trainer.names import bare_names
@@ -216,50 +220,208 @@ class _Stage(nn.Module):
         return output, [sync_vector, *map(look_up_nothing, self.tables)]
 
 
-class DataParallel:
+class Replicas(SingleDevice):
+    """Engine of several processes that each have a replica of the module.
+
+    A module of a loop of your own is wrapped in DDP. In a fit, this engine is for manual
+    optimisation: gradients are not averaged in backward, but when an optimizer steps.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self._kwargs = options.ddp_kwargs
+        self._sends_buffers = self._kwargs is None or self._kwargs.broadcast_buffers
+        # Parameters that DDP does not reduce, since they were frozen when it was made.
+        self._frozen: list[nn.Parameter] = []
+
+    # -- the models of a loop of your own ----------------------------------------------------------
+
+    def prepare_module(self, module: nn.Module, *, evaluation_mode: bool = False) -> nn.Module:
+        """Wrap a module that has trained parameters in DDP, unless it is already."""
+        if evaluation_mode:
+            return module
+        parameters = list(module.parameters())
+        self._frozen += [each for each in parameters if not each.requires_grad]
+        if find_ddp(module) is not None or not any(each.requires_grad for each in parameters):
+            return module
+        wrapped = wrap(module, self._kwargs)
+        vars(wrapped)[_HOOK] = _register(wrapped, self._kwargs)
+        return wrapped
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Disable DDP's all-reduce in forward and backward passes.
+
+        With ``static_graph`` the first backward of a process is reduced nevertheless, since DDP
+        learns the graph from it; the sum is the same up to rounding.
+        """
+        wrapped = find_ddp(module)
+        if wrapped is None:
+            return super().no_sync(module)
+        if wrapped.static_graph and not wrapped._static_graph_delay_allreduce_enqueued:
+            return nullcontext()
+        return wrapped.no_sync()
+
+    @contextmanager
+    def trigger_sync(self, module: nn.Module) -> Iterator[None]:
+        """Make backward all-reduce gradients even though the forward passes were under `no_sync`.
+
+        All accumulated gradients are averaged, normally during the backward in the block. With
+        ``find_unused_parameters`` or ``static_graph``, DDP would have to know the forward pass, so
+        the gradients are averaged when the block ends.
+
+        Args:
+            module: The model as prepared. The block may contain one backward.
+        """
+        wrapped = find_ddp(module)
+        if wrapped is None:
+            yield
+        elif wrapped.find_unused_parameters or wrapped.static_graph:
+            yield
+            average_gradients_of(wrapped.parameters(), sparse_weights(wrapped))
+        else:
+            before = wrapped.require_backward_grad_sync
+            wrapped.require_backward_grad_sync = True
+            # The next forward must broadcast rank 0's buffers, as after any update.
+            wrapped.require_forward_param_sync = True
+            wrapped.reducer.prepare_for_backward([])
+            try:
+                yield
+            finally:
+                wrapped.require_backward_grad_sync = before
+
+    def check_unknown_parameters(self) -> None:
+        """Check that no parameter was unfrozen after its module was prepared.
+
+        Raises:
+            RuntimeError: Some were, and the processes would not average their gradients.
+        """
+        count = sum(parameter.requires_grad for parameter in self._frozen)
+        if count:
+            raise RuntimeError(
+                f"{count} parameter(s) that required no gradients when their model was prepared do "
+                f"now, and the {self.data_size} processes would not average them. Unfreeze "
+                "them before prepare; or prepare a model that is not trained here with "
+                "prepare_model(model, evaluation_mode=True)."
+            )
+
+    # -- the steps of a fit ------------------------------------------------------------------------
+
+    def start(self, module: nn.Module, step_sync: StepSync) -> None:
+        """Broadcast rank 0's weights; optimizers average their gradients when they step.
+
+        Raises:
+            ValueError: A communication hook is requested, which needs DDP's own all-reduce.
+        """
+        if self._kwargs is not None and self._kwargs.comm_hook != "no":
+            raise ValueError(
+                f"DistributedDataParallelKwargs(comm_hook={self._kwargs.comm_hook.value!r}) cannot "
+                "be used in manual optimisation, where each optimizer averages its own gradients, "
+                "uncompressed, when it steps. Leave it out."
+            )
+        super().start(module, step_sync)
+        self.reduce_gradients = partial(average_gradients, sparse=sparse_weights(module))
+        broadcast([*module.parameters(), *module.buffers()])
+
+    def forward(self, name: str, *args: Any) -> Any:
+        """Call a method of the user's module by name; ``training_step`` on all processes."""
+        if name == "training_step" and self._sends_buffers:
+            # Otherwise saving, which broadcasts rank 0's buffers, would change the training.
+            self._send_buffers()
+        return super().forward(name, *args)
+
+    def _send_buffers(self) -> None:
+        """Broadcast rank 0's buffers coalesced, as DDP does: this is faster than one by one."""
+        from torch._C._distributed_c10d import _broadcast_coalesced  # not in all builds of torch
+
+        joined = [each for each in self.module.buffers() if each.dtype in _SENDABLE]
+        if joined:
+            group = dist.distributed_c10d._get_default_group()
+            _broadcast_coalesced(group, joined, _SENT_AT_ONCE, 0)
+        if others := [each for each in self.module.buffers() if each.dtype not in _SENDABLE]:
+            broadcast(others)
+
+    def sync_stats(self, stats: StepStats) -> float | Tensor:
+        """All-reduce the step stats of a window; gradients are not changed."""
+        total = self.step_sync.sync_vector(stats)
+        sum_numbers(total)
+        return self.step_sync.count(total)
+
+    def broadcast_buffers(self) -> None:
+        """Broadcast rank 0's buffers to all processes, before an evaluation or a save."""
+        broadcast(list(self.module.buffers()))
+
+
+_HOOK = "_communication"  # an attribute that `Replicas.prepare_module` sets on the DDP wrapper
+
+
+def _register(
+    wrapped: DistributedDataParallel, kwargs: DistributedDataParallelKwargs | None
+) -> comm_hooks.Hook | None:
+    """Register the communication hook; return it if its state can be saved and resumed.
+
+    PowerSGD keeps residuals by bucket. So the bucket layout is fixed before the hook is registered,
+    and a resumed run has the same layout. With a static graph, the layout is unknown before the
+    first update, so the state cannot be resumed. Models without PowerSGD keep the layout that DDP
+    finds in their first backward.
+    """
+    kind = "no" if kwargs is None else kwargs.comm_hook
+    keeps = kind in comm_hooks.POWER_SGD and not wrapped.static_graph
+    if keeps:
+        fix_layout(wrapped)  # before the hook is registered: it counts iterations
+    hook = comm_hooks.register(wrapped, kwargs)
+    return hook if keeps else None
+
+
+def communication_of(model: nn.Module) -> comm_hooks.Hook | None:
+    """Return the communication hook of a prepared model if its state must be saved; else None."""
+    hook: comm_hooks.Hook | None = vars(find_ddp(model) or model).get(_HOOK)
+    return hook
+
+
+def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP wrapper of a model, without a compile wrapper; None if there is no DDP."""
+    model = uncompiled(model)
+    return model if isinstance(model, DistributedDataParallel) else None
+
+
+class DataParallel(Replicas):
     """Engine on DDP: gradients are averaged in the last backward of an accumulation window.
 
     The sync vector of the step sync (`StepSync`) is reduced together with the gradients, in the
     same bucket if that is float32. A communication hook would compress the sync vector, so with a
     hook it has its own all-reduce.
 
-    Args:
-        module: The user's module, on its device.
-        step_sync: The step sync, which receives the sums over the processes.
-        kwargs: Arguments of DDP. The default is ``gradient_as_bucket_view=True``, which saves a
-            copy of the reduced gradients.
-
-    Raises:
-        ValueError: torch cannot run the communication hook here.
+    DDP's arguments are those of the user, or ``gradient_as_bucket_view=True``, which saves a copy
+    of the reduced gradients.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        step_sync: StepSync,
-        kwargs: DistributedDataParallelKwargs | None = None,
-    ) -> None:
-        self.module = module
-        self._agreement = step_sync
-        self._world_size = PartialState().num_processes
-        self._kwargs = kwargs or DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    def start(self, module: nn.Module, step_sync: StepSync) -> None:
+        """Wrap the module.
+
+        Raises:
+            ValueError: torch cannot run the communication hook here.
+        """
+        SingleDevice.start(self, module, step_sync)
+        self._arguments = self._kwargs or DistributedDataParallelKwargs(
+            gradient_as_bucket_view=True
+        )
         self._saved: dict[str, Any] = {}
         self._wrap()
 
     def _wrap(self) -> None:
         trained = self._trained()
-        hooked = self._kwargs.comm_hook != "no"
-        dtype = self._agreement.dtype_beside(trained, self._world_size)
+        hooked = self._arguments.comm_hook != "no"
+        dtype = self.step_sync.dtype_beside(trained, self.data_size)
         # With a hook, the sync vector in DDP is unused. Give it the gradients' dtype, so that it
         # does not need a bucket of its own.
         if hooked and trained:
             dtype = trained[0].dtype
-        stage = _Stage(self.module, self._agreement.sync_vector(NOTHING, dtype))
+        stage = _Stage(self.module, self.step_sync.sync_vector(NOTHING, dtype))
         self._wrapped = {id(parameter) for parameter in trained}
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
-        self._ballot: Tensor = stage.sync_vector
+        self._vector: Tensor = stage.sync_vector
         # The loop's transfer hooks move the inputs.
-        self._ddp = wrap(stage, self._kwargs, moves_inputs=False)
+        self._ddp = wrap(stage, self._arguments, moves_inputs=False)
         self._searches = stage.searched = self._ddp.find_unused_parameters
         self._tables: list[nn.Parameter] = []
         # For parameters that the graph does not reach, DDP reduces zeros, which are always dense.
@@ -271,8 +433,8 @@ class DataParallel:
         else:
             self._fix_layout([stage.sync_vector, *reversed(trained)])
         # After fixing the layout, which takes an iteration that PowerSGD would count.
-        self._hook = comm_hooks.register(self._ddp, self._kwargs)
-        self._apart = None if self._hook is None else torch.zeros_like(self._ballot)
+        self._hook = comm_hooks.register(self._ddp, self._arguments)
+        self._separate_vector = None if self._hook is None else torch.zeros_like(self._vector)
         if self._hook is None:
             exchange_if_few(self._ddp, self.module)
 
@@ -289,7 +451,7 @@ class DataParallel:
         zeros = zeros_for(self.module, parameters)
         torch.autograd.backward([*parameters, ride], [*zeros, sync_vector])
 
-    def step(self, name: str, *args: Any) -> Any:
+    def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by name, through DDP's forward."""
         output, self._rides = self._ddp(name, *args)
         return output
@@ -299,43 +461,54 @@ class DataParallel:
         if self._ddp.require_backward_grad_sync is not sync:  # setting attributes of it is slow
             self._ddp.require_backward_grad_sync = sync
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward for a micro-batch that is not the last of its accumulation window."""
-        loss.backward(*args, **kwargs)
+    def backward(
+        self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
+    ) -> float | Tensor:
+        """Run backward; the last one of a window reduces the gradients and the step stats."""
+        if stats is None:
+            loss.backward(*args, **kwargs)
+            return 0.0
+        vector = self._vector_of(stats)
+        nothing = map(torch.zeros_like, self._rides[1:])
+        torch.autograd.backward([loss, *self._rides], [None, vector, *nothing])
+        return self._reduced(stats)
 
-    def finish_window(self, loss: Tensor | None, own: StepStats) -> float | Tensor:
-        """See `SingleDevice.finish_window`; a process without a loss contributes zero gradients."""
-        if self._apart is None:
-            # DDP divides by the number of processes.
-            sync_vector = self._agreement.sync_vector(
-                own, self._ballot.dtype, times=self._world_size
-            )
+    def dummy_step(self, stats: StepStats | None = None) -> float | Tensor:
+        """Contribute zero gradients to the reduction of a window."""
+        if stats is None:
+            return 0.0
+        vector = self._vector_of(stats)
+        _, rides = self._ddp(None)
+        if self._searches:
+            torch.autograd.backward(rides, [vector, *map(torch.zeros_like, rides[1:])])
         else:
-            sync_vector = self._apart
-        if loss is not None:
-            nothing = map(torch.zeros_like, self._rides[1:])
-            torch.autograd.backward([loss, *self._rides], [None, sync_vector, *nothing])
-        else:
-            _, rides = self._ddp(None)
-            if self._searches:
-                torch.autograd.backward(rides, [sync_vector, *map(torch.zeros_like, rides[1:])])
-            else:
-                self._backward_nothing(rides[0], sync_vector)
+            self._backward_nothing(rides[0], vector)
+        return self._reduced(stats)
+
+    def _vector_of(self, stats: StepStats) -> Tensor:
+        """Return the sync vector that rides with the gradients."""
+        if self._separate_vector is not None:
+            return self._separate_vector
+        # DDP divides by the number of processes.
+        return self.step_sync.sync_vector(stats, self._vector.dtype, times=self.data_size)
+
+    def _reduced(self, stats: StepStats) -> float | Tensor:
+        """Check the reduction that has just ended, and return the window's number of items."""
         self._check_reduced()
         if any(p.requires_grad and p.grad is not None for p in self._frozen):
             self.check_unknown_parameters()
-        if self._apart is None:
-            assert self._ballot.grad is not None
-            total = self._ballot.grad
+        if self._separate_vector is None:
+            assert self._vector.grad is not None
+            total = self._vector.grad
         else:
-            total = self._agreement.sync_vector(own)
+            total = self.step_sync.sync_vector(stats)
             sum_numbers(total)
-        self._ballot.grad = None
-        items = self._agreement.count(total)
+        self._vector.grad = None
+        items = self.step_sync.count(total)
         for table in self._tables:
             if table.grad is not None and table.grad.is_sparse and not table.grad._nnz():
                 table.grad = None  # unused on all processes: no gradient, as with one process
-        if not own.items and not items:  # DDP gives unused parameters no gradient
+        if not stats.items and not items:  # DDP gives unused parameters no gradient
             give_nothing(self.module)
         return items
 
@@ -411,54 +584,7 @@ class DataParallel:
         Only then are the trained parameters known.
         """
         hooks = [rank.get("communication", {}) for rank in saved]
-        self._saved = comm_hooks.for_processes(hooks, dist.get_rank(), self._world_size)
-
-    def broadcast_buffers(self) -> None:
-        """Broadcast rank 0's buffers to all processes, before an evaluation or a save."""
-        broadcast(list(self.module.buffers()))
-
-
-class Replicas(SingleDevice):
-    """Engine for manual optimisation on several processes: gradients are not averaged in backward.
-
-    Args:
-        module: The user's module, on its device; rank 0's weights are broadcast to all.
-        step_sync: The step sync, which receives the sums over the processes.
-        sends_buffers: Whether to broadcast rank 0's buffers before each `training_step`, as DDP
-            does before each forward.
-    """
-
-    def __init__(
-        self, module: nn.Module, step_sync: StepSync, *, sends_buffers: bool = True
-    ) -> None:
-        super().__init__(module, step_sync)
-        self._sends_buffers = sends_buffers
-        broadcast([*module.parameters(), *module.buffers()])
-
-    def step(self, name: str, *args: Any) -> Any:
-        """Call a method of the user's module by name; ``training_step`` on all processes."""
-        if name == "training_step" and self._sends_buffers:
-            # Otherwise saving, which broadcasts rank 0's buffers, would change the training.
-            self._send_buffers()
-        return super().step(name, *args)
-
-    def _send_buffers(self) -> None:
-        """Broadcast rank 0's buffers coalesced, as DDP does: this is faster than one by one."""
-        from torch._C._distributed_c10d import _broadcast_coalesced  # not in all builds of torch
-
-        joined = [each for each in self.module.buffers() if each.dtype in _SENDABLE]
-        if joined:
-            group = dist.distributed_c10d._get_default_group()
-            _broadcast_coalesced(group, joined, _SENT_AT_ONCE, 0)
-        if others := [each for each in self.module.buffers() if each.dtype not in _SENDABLE]:
-            broadcast(others)
-
-    def finish_window(self, loss: Tensor | None, own: StepStats) -> float | Tensor:
-        """All-reduce the step stats of the window; gradients are not changed."""
-        assert loss is None
-        total = self._agreement.sync_vector(own)
-        sum_numbers(total)
-        return self._agreement.count(total)
+        self._saved = comm_hooks.for_processes(hooks, dist.get_rank(), self.data_size)
 
     def broadcast_buffers(self) -> None:
         """Broadcast rank 0's buffers to all processes, before an evaluation or a save."""
@@ -480,36 +606,31 @@ class StaticDataParallel(DataParallel):
     backward of zeros as their dummy batch. DDP's own forward covers only the sync vector, at the
     end of a window.
 
-    Args:
-        module: The user's module, on its device.
-        step_sync: The step sync, which receives the sums over the processes.
-        kwargs: Arguments of DDP.
-
     Attributes:
         graph: How often backward accumulates into each trained parameter, by name; empty until
             known. A resumed run takes it from the checkpoint.
-
-    Raises:
-        ValueError: torch cannot run the communication hook here, or an embedding has sparse
-            gradients.
     """
 
-    def __init__(
-        self, module: nn.Module, step_sync: StepSync, kwargs: DistributedDataParallelKwargs
-    ) -> None:
+    def start(self, module: nn.Module, step_sync: StepSync) -> None:
+        """Wrap the module, in a new run once its graph is known.
+
+        Raises:
+            ValueError: torch cannot run the communication hook here, or an embedding has sparse
+                gradients.
+        """
         if sparse_weights(module):
             raise ValueError(
                 "static_graph=True cannot be used with an embedding with sparse=True: torch's DDP "
                 "fails where the loss leaves one out. Make it without sparse=True, or leave out "
                 "static_graph."
             )
+        assert self._kwargs is not None
         # A static graph already says which parameters are unused.
-        kwargs = replace(kwargs, find_unused_parameters=False)
-        comm_hooks.check(module, kwargs)  # the hook is registered later
+        self._kwargs = replace(self._kwargs, find_unused_parameters=False)
+        comm_hooks.check(module, self._kwargs)  # the hook is registered later
         self.graph: dict[str, int] = {}
-        self._sends_buffers = kwargs.broadcast_buffers
         self._is_first = False  # whether the next micro-batch begins a window: broadcast buffers
-        super().__init__(module, step_sync, kwargs)
+        super().start(module, step_sync)
 
     def _names(self) -> list[str]:
         named = bare_names(self.module, self.module.named_parameters())
@@ -555,44 +676,42 @@ class StaticDataParallel(DataParallel):
         if self._graph_known:
             super().begin_micro_batch(sync=sync)
 
-    def step(self, name: str, *args: Any) -> Any:
+    def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by name."""
-        return getattr(self.module, name)(*args)
+        return SingleDevice.forward(self, name, *args)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward for a micro-batch that is not the last of its accumulation window."""
-        if self._graph_known:
-            super().backward(loss, *args, **kwargs)
-        else:
-            with _counted(self._trained()) as self._seen:
-                super().backward(loss, *args, **kwargs)
-
-    def finish_window(self, loss: Tensor | None, own: StepStats) -> float | Tensor:
-        """See `DataParallel.finish_window`.
+    def backward(
+        self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
+    ) -> float | Tensor:
+        """See `DataParallel.backward`.
 
         Raises:
             RuntimeError: The loss does not use each parameter as often as the static graph says.
         """
         if not self._graph_known:
-            return self._learn(loss, own)
-        if loss is None:
-            return super().finish_window(loss, own)
+            with _counted(self._trained()) as self._seen:
+                loss.backward(*args, **kwargs)
+            return 0.0 if stats is None else self._learn(stats)
+        if stats is None:
+            return super().backward(loss, None, *args, **kwargs)
         _, self._rides = self._ddp(None)
         if self._held_to:
-            return super().finish_window(loss, own)
+            return super().backward(loss, stats)
         with _counted(self._trained()) as times:
-            items = super().finish_window(loss, own)
+            items = super().backward(loss, stats)
         self._check(times)
         return items
 
-    def _learn(self, loss: Tensor | None, own: StepStats) -> float | Tensor:
+    def dummy_step(self, stats: StepStats | None = None) -> float | Tensor:
+        """Contribute zero gradients; see `DataParallel.dummy_step`."""
+        if self._graph_known:
+            return super().dummy_step(stats)
+        return 0.0 if stats is None else self._learn(stats)
+
+    def _learn(self, stats: StepStats) -> float | Tensor:
         """Average gradients without DDP; set the graph once every process has run a backward."""
-        if loss is not None:
-            self.backward(loss)
         average_gradients_of(self._trained())
-        total = self._agreement.sync_vector(own)
-        sum_numbers(total)
-        items = self._agreement.count(total)
+        items = self.sync_stats(stats)
         if not items:
             give_nothing(self.module)
         if all(all_gather_object(bool(self._seen))):
@@ -611,7 +730,7 @@ class StaticDataParallel(DataParallel):
         """Adopt the process's own graph, or on another number of processes that of all."""
         super().load_state_dicts(saved)
         graphs = [rank.get("graph", {}) for rank in saved]
-        if len(graphs) == self._world_size:
+        if len(graphs) == self.data_size:
             self.graph = graphs[dist.get_rank()]
         elif all(graph == graphs[0] for graph in graphs):
             self.graph = graphs[0]

@@ -1,34 +1,70 @@
-"""One process: the module as it is."""
+"""One process: modules as they are. Other engines inherit from it what they do not change."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.averaging import give_nothing
+from trainer.engines.base import EngineOptions
+from trainer.names import bare_state_dict
+from trainer.optim.clipping import clip_
+from trainer.optim.finite import find_non_finite
+from trainer.optim.weighting import scale_
+
+_GRADIENT = attrgetter("grad")
 
 
 class SingleDevice:
-    """The module on one device; see `trainer.engines.base.Engine` for the methods.
+    """Modules on one device; see `trainer.engines.base.Engine` for the methods.
 
     Args:
-        module: The user's module.
-        step_sync: Receives the counts of each window.
+        options: The process and the user's options.
     """
 
-    def __init__(self, module: nn.Module, step_sync: StepSync) -> None:
-        self.module = module
-        self._agreement = step_sync
+    forward_is_collective = False
+    reduce_gradients: Callable[[Optimizer], None] | None = None
+    module: nn.Module
+    step_sync: StepSync
 
-    def step(self, name: str, *args: Any) -> Any:
-        """Call a method of the user's module by name."""
-        return getattr(self.module, name)(*args)
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.data_rank, self.data_size = options.rank, options.world_size
 
-    def check_unknown_parameters(self) -> None:
-        """Do nothing: there are no other processes to average with."""
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer itself: its parameters are still the module's."""
+        return optimizer
+
+    # -- the models of a loop of your own ----------------------------------------------------------
+
+    def prepare_module(self, module: nn.Module, *, evaluation_mode: bool = False) -> nn.Module:  # noqa: ARG002 - an interface
+        """Return the module itself."""
+        return module
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Do nothing, unless the module is a wrapper that reduces gradients by itself."""
+        own = getattr(module, "no_sync", None)
+        return nullcontext() if own is None else own()
+
+    def trigger_sync(self, module: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002 - an interface
+        """Do nothing: there is nothing to reduce."""
+        return nullcontext()
+
+    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the module's state dict, without the prefixes of wrappers."""
+        return bare_state_dict(module)
+
+    # -- the steps of a fit ------------------------------------------------------------------------
+
+    def start(self, module: nn.Module, step_sync: StepSync) -> None:
+        """Take the module as it is."""
+        self.module, self.step_sync = module, step_sync
 
     def begin_epoch(self) -> None:
         """Do nothing: any parameter may be trained."""
@@ -36,21 +72,59 @@ class SingleDevice:
     def begin_micro_batch(self, *, sync: bool) -> None:
         """Do nothing: there is nothing to reduce."""
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Accumulate the gradients of a micro-batch that does not end its window."""
-        loss.backward(*args, **kwargs)
+    def forward(self, name: str, *args: Any) -> Any:
+        """Call a method of the user's module by name."""
+        return getattr(self.module, name)(*args)
 
-    def finish_window(self, loss: Tensor | None, own: StepStats) -> float | Tensor:
-        """Accumulate the last gradients of a window."""
-        if loss is not None:
-            loss.backward()
-        elif not own.items:  # zero gradients rather than none, as with several processes
+    def backward(
+        self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
+    ) -> float | Tensor:
+        """Accumulate the gradients of a micro-batch."""
+        loss.backward(*args, **kwargs)
+        return 0.0 if stats is None else self.sync_stats(stats)
+
+    def dummy_step(self, stats: StepStats | None = None) -> float | Tensor:
+        """Give zero gradients rather than none if the window has no items, as with processes."""
+        if stats is None:
+            return 0.0
+        if not stats.items:
             give_nothing(self.module)
-        self._agreement.count_alone(own)
-        return own.items
+        return self.sync_stats(stats)
+
+    def sync_stats(self, stats: StepStats) -> float | Tensor:
+        """Record the step stats: there are no other processes."""
+        self.step_sync.count_alone(stats)
+        return stats.items
+
+    def check_unknown_parameters(self) -> None:
+        """Do nothing: there are no other processes to average with."""
 
     def broadcast_buffers(self) -> None:
         """Do nothing: there are no other processes."""
+
+    # -- the update --------------------------------------------------------------------------------
+
+    def scale_gradients_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+        """Multiply all gradients by a number or a tensor of shape (), in place."""
+        scale_(map(_GRADIENT, parameters), factor)
+
+    def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
+        """Return whether a gradient is NaN or infinite."""
+        return find_non_finite(map(_GRADIENT, parameters))
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale the gradients to a total norm of at most `max_norm`; return the norm before."""
+        norm = clip_(parameters, max_norm=max_norm, norm_type=norm_type)
+        assert norm is not None
+        return norm
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
+        """Limit the magnitude of each element of the gradients."""
+        clip_(parameters, max_value=max_value)
+
+    # -- the state of the engine itself ------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state."""

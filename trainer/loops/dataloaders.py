@@ -251,13 +251,13 @@ def make_epoch_iterators(
     """
     name, limit = settings.limit(kind)
     if settings.fast_dev_run and limit:
-        limit *= accelerator.num_processes  # that many batches on each rank
+        limit *= accelerator.engine.data_size  # that many batches on each rank
     epoch_iterators = []
     for number, loader in enumerate(loaders):
         epoch_iterator = EpochIterator(
             loader,
-            rank=accelerator.process_index,
-            world_size=accelerator.num_processes,
+            rank=accelerator.engine.data_rank,
+            world_size=accelerator.engine.data_size,
             seed=seed,
             place=0 if kind == "train" else mix(_KINDS.index(kind), number),
             shuffle=not settings.overfits(kind),

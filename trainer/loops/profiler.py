@@ -211,8 +211,8 @@ def watch(run: Run, stopwatch: Stopwatch) -> None:
     _time_methods(timed, LOGGING, run.metrics, "log", "reduce_step", "reduce_epoch")
     _time_methods(timed, LOGGING, run.recorder, "record", "record_later", "flush", "finish")
     if isinstance(run, FitRun):
-        _time_methods(timed, FORWARD, run.engine, "step")
-        _time_methods(timed, BACKWARD, run.engine, "backward", "finish_window")
+        _time_methods(timed, FORWARD, run.engine, "forward")
+        _time_methods(timed, BACKWARD, run.engine, "backward", "dummy_step")
         _time_methods(timed, SAVING, run.writer, "start", "wait")
         for optimizer in run.optimizers:  # in manual optimisation the user calls them
             _time_methods(timed, OPTIMIZER, optimizer, "step")

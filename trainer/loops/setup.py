@@ -25,7 +25,7 @@ from trainer.distributed.collectives import broadcast
 from trainer.distributed.objects import broadcast_object
 from trainer.distributed.process_control import on_all, on_main
 from trainer.distributed.step_sync import StepSync
-from trainer.engines.averaging import average_gradients, sparse_weights
+from trainer.engines.base import Engine
 from trainer.engines.choose import choose_engine
 from trainer.environment import defaulting
 from trainer.errors import Preempted, module_logger
@@ -179,16 +179,14 @@ def deterministic(mode: bool | Literal["warn"]) -> Iterator[None]:
 
 
 def prepare_optimizers(
-    module: TrainModule, accelerator: Accelerator
+    module: TrainModule, accelerator: Accelerator, engine: Engine
 ) -> tuple[list[AcceleratedOptimizer], list[OptimizerEntry], list[SchedulerEntry]]:
     """Call ``configure_optimizers`` and prepare the optimizers that it returned; collective.
-
-    In manual optimisation on several processes, each optimizer averages its gradients over the
-    ranks when it steps.
 
     Args:
         module: The user's module.
         accelerator: The accelerator.
+        engine: Says whether each optimizer averages its gradients over the ranks when it steps.
 
     Returns:
         The prepared optimizers, the user's optimizers with their options, and the schedulers.
@@ -201,7 +199,6 @@ def prepare_optimizers(
     """
     entries, schedulers = on_all(lambda: read_optimizers(module.configure_optimizers()), "fit")
     optimizers, names = [entry.optimizer for entry in entries], names_of(entries)
-    alone = module.automatic_optimization or not accelerator.use_distributed
     own = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS) and module.automatic_optimization:
@@ -219,9 +216,12 @@ def prepare_optimizers(
         _check_separate(optimizers, names, module)
     else:
         _check_no_limits(entries, names)
-    reduce = None if alone else partial(average_gradients, sparse=sparse_weights(module))
     prepared = [
-        AcceleratedOptimizer(optimizer, precision=accelerator.precision, reduce=reduce)
+        AcceleratedOptimizer(
+            engine.prepare_optimizer(optimizer),
+            precision=accelerator.precision,
+            reduce=engine.reduce_gradients,
+        )
         for optimizer in optimizers
     ]
     return prepared, entries, schedulers
@@ -535,17 +535,11 @@ def make_fit_run(
     if chosen is None:
         context.project.begin_record()
     recorder = context.project.make_recorder()
-    world_size = accelerator.num_processes
     # The user's `count_items` may return fractions.
     step_sync = StepSync(accelerator.device, whole_items=not counts_items(module))
-    engine = choose_engine(
-        module,
-        step_sync,
-        world_size=world_size,
-        automatic=module.automatic_optimization,
-        ddp_kwargs=accelerator.ddp_kwargs,
-    )
-    optimizers, entries, schedulers = prepare_optimizers(module, accelerator)
+    engine = choose_engine(accelerator.engine_options, automatic=module.automatic_optimization)
+    engine.start(module, step_sync)
+    optimizers, entries, schedulers = prepare_optimizers(module, accelerator, engine)
     names = names_of(entries)
     options = options_of(names, optimizers, schedulers)
     check_optimizer_fingerprints(options)
@@ -557,7 +551,7 @@ def make_fit_run(
         step_sync=step_sync,
         weighting=LossWeighting(
             micro_batches=settings.gradient_accumulation_steps,
-            world_size=world_size,
+            world_size=engine.data_size,
             reference=_nominal_items(module, epoch_iterator),
         ),
         guard=_guard(module, [each.optimizer for each in optimizers], accelerator, settings),
@@ -837,4 +831,6 @@ def _common(
         "device": accelerator.device,
         "world_size": accelerator.num_processes,
         "rank": accelerator.process_index,
+        "data_size": accelerator.engine.data_size,
+        "data_rank": accelerator.engine.data_rank,
     }

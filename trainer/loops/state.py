@@ -113,6 +113,8 @@ class Run:
         device: The device that batches are moved to.
         world_size: The number of processes.
         rank: The rank of this process.
+        data_size: How many shares of the data there are; see `trainer.engines.base.Engine`.
+        data_rank: Which of them this process reads.
         counters: The progress of the fit. In an evaluation: that of the loaded checkpoint, or of
             the last fit.
         eval_lengths: For each loader of the current evaluation, how many batches this rank gets.
@@ -131,6 +133,8 @@ class Run:
     device: Final[torch.device]
     world_size: Final[int]
     rank: Final[int]
+    data_size: Final[int]
+    data_rank: Final[int]
     counters: Final[Counters] = field(default_factory=Counters)
     eval_lengths: list[int | None] = field(default_factory=list)
     batch_idx: int = 0
@@ -143,8 +147,8 @@ class Run:
             self.module,
             self.datamodule,
             device=self.device,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=self.data_rank,
+            world_size=self.data_size,
         )
 
     def bare_step(self, name: str) -> Callable[..., Any]:

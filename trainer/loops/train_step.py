@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any
@@ -22,8 +22,7 @@ from trainer.loops.module_state import warn_of_dropout_off
 from trainer.loops.profiler import OPTIMIZER
 from trainer.loops.state import FitRun
 from trainer.metrics import to_floats
-from trainer.optim.clipping import clip_, clip_each_
-from trainer.optim.finite import find_non_finite
+from trainer.optim.clipping import NO_LIMITS, clip_each_
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.rng import isolated_rng
 from trainer.tree import detach, to_host
@@ -34,7 +33,7 @@ _GRADIENT = attrgetter("grad")
 _HERE = "training_step or a hook of a batch"
 
 
-def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: PLR0915  # one algorithm
+def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
     """Run forward and backward on a window of micro-batches and make one optimizer update.
 
     Args:
@@ -50,6 +49,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     items_here = 0.0
     known: float | None = 0.0  # items of all ranks; None if this rank cannot know the others'
     largest: Tensor | None = None  # non-finite only if a loss is: unlike a sum it cannot overflow
+    seen: Tensor | None = None
     metrics.begin_window()
     hooks.on_train_step_start()
     for number, micro in enumerate(window, 1):
@@ -60,55 +60,57 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         batch_idx = run.batch_idx = counters.global_batches
         outputs: Any = None
         loss: Tensor | None = None
-        seen: Tensor | None = None
-        why = (
-            ""
-            if micro.batches == run.world_size
-            else reason(run.epoch_iterator, micro.batches, _HERE)
-        )
-        own, stepping = (
-            (NoCollectives(hooks, why), NoCollectives(engine, why)) if why else (hooks, engine)
-        )
-        around = (
-            NoCollectives(own, WITHOUT_ITEMS)
-            if run.device_transfer.may_lack_items and not why
-            else own
-        )
+        of_batch, of_backward, training_step = guarded(run, micro)
         if micro.present:
             metrics.begin_batch(items)
-            own.on_train_batch_start(batch, batch_idx)
+            of_batch.on_train_batch_start(batch, batch_idx)
             with run.precision.autocast():
                 if items:
-                    outputs = stepping.step("training_step", batch, batch_idx)
+                    outputs = training_step("training_step", batch, batch_idx)
                 else:
-                    outputs = step_without_gradient(run, why, batch, batch_idx)
+                    outputs = step_without_gradient(run, micro, batch, batch_idx)
         drop_leftover_gradients(run, number)
         if items:
             loss = loss_of(outputs)
             seen = loss.detach()
             largest = seen if size == 1 else larger(run, largest, seen)
-            around.on_before_backward(loss)
-            loss = run.precision.scale(run.weighting.weigh(loss, items))
+            of_backward.on_before_backward(loss)
         items_here += items
         known = count_global_batch(run, micro, known)
-        if sync:
-            if loss is None:
+        stats = run.own_stats(items_here, largest) if sync else None
+        if loss is None:
+            if sync:
                 run.precision.scale_nothing(run.device)
-            total = engine.finish_window(loss, run.own_stats(items_here, largest))
-        elif loss is not None:
-            engine.backward(loss)
-        if loss is not None:
-            around.on_after_backward()
+            total = engine.dummy_step(stats)
+        else:
+            total = engine.backward(run.precision.scale(run.weighting.weigh(loss, items)), stats)
+            of_backward.on_after_backward()
         if sync:
             metrics.items = items_here  # the weight of what is logged about the update
             run.timing.call(OPTIMIZER, update, run, total if known is None else known, seen)
         if micro.present:
             metrics.items = items
-            own.on_train_batch_end(detach(outputs), batch, batch_idx)
+            of_batch.on_train_batch_end(detach(outputs), batch, batch_idx)
     metrics.items = items_here
     hooks.on_train_step_end()
     run.timing.call(OPTIMIZER, drop_gradients, run)
     return True
+
+
+def guarded(run: FitRun, micro: GlobalBatch) -> tuple[Any, Any, Callable[..., Any]]:
+    """Return what runs on one batch, with collectives forbidden where not all ranks run it.
+
+    Returns:
+        The hooks of the batch, those of its backward pass, and the engine's ``forward``.
+    """
+    hooks: Any = run.hooks
+    if micro.batches < run.data_size:
+        why = reason(run.epoch_iterator, micro.batches, _HERE)
+        hooks = NoCollectives(hooks, why)
+        return hooks, hooks, NoCollectives(run.engine, why).forward
+    if run.device_transfer.may_lack_items:
+        return hooks, NoCollectives(hooks, WITHOUT_ITEMS), run.engine.forward
+    return hooks, hooks, run.engine.forward
 
 
 def drop_leftover_gradients(run: FitRun, number: int) -> None:
@@ -137,7 +139,7 @@ def larger(run: FitRun, largest: Tensor | None, loss: Tensor) -> Tensor | None:
     return loss.abs() if largest is None else torch.maximum(largest, loss.abs())
 
 
-def step_without_gradient(run: FitRun, why: str, batch: Any, batch_idx: int) -> Any:
+def step_without_gradient(run: FitRun, micro: GlobalBatch, batch: Any, batch_idx: int) -> Any:
     """Run `training_step` without gradients on a batch that has no items (`count_items` is 0).
 
     Its loss is a mean over nothing, so its backward pass would produce NaN. The step may still log;
@@ -145,11 +147,13 @@ def step_without_gradient(run: FitRun, why: str, batch: Any, batch_idx: int) -> 
 
     Args:
         run: The fit.
-        why: Why collectives are forbidden, see `trainer.loops.device_transfer.reason`; empty if all
-            ranks have a batch.
+        micro: The global batch.
         batch: The batch.
         batch_idx: The index of the batch.
     """
+    why = ""
+    if micro.batches < run.data_size:
+        why = reason(run.epoch_iterator, micro.batches, _HERE)
     with torch.no_grad(), guards.forbid_collectives(why):
         return run.bare_step("training_step")(batch, batch_idx)
 
@@ -242,7 +246,7 @@ def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
         parameter.grad = None
     if run.precision.scales:
         run.precision.unscale_together([optimizer.optimizer for optimizer in run.optimizers])
-    run.weighting.rescale_(map(_GRADIENT, run.parameters), total)
+    run.engine.scale_gradients_(run.parameters, run.weighting.factor(total))
     see_if_log_is_due(run)
     for optimizer in run.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)
@@ -341,11 +345,9 @@ def clip(run: FitRun) -> None:
     The optimizers' parameters are listed each time, since the user may add a parameter group at any
     time.
     """
-    if run.own_limits:
+    if run.own_limits or run.limits != NO_LIMITS:
         apart = [(parameters_of([optimizer]), limits) for optimizer, limits in run.own_limits]
-        clip_each_(run.parameters, apart, run.limits)
-    elif run.limits.max_norm is not None or run.limits.max_value is not None:
-        clip_(run.parameters, max_norm=run.limits.max_norm, max_value=run.limits.max_value)
+        clip_each_(run.engine, run.parameters, apart, run.limits)
 
 
 def should_step(run: FitRun, seen: Tensor | None) -> bool:
@@ -362,7 +364,7 @@ def should_step(run: FitRun, seen: Tensor | None) -> bool:
     """
     if run.guard is None or run.precision.scales:
         return True
-    found = find_non_finite(map(_GRADIENT, run.parameters))
+    found = run.engine.found_non_finite(run.parameters)
     if found is not None:
         found = joined(found, run.step_sync.bad_losses)
     if run.guard.should_step(found, run.counters.global_step + 1, seen):
@@ -458,24 +460,24 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
     outputs: Any = None
     metrics.begin_window()
     hooks.on_train_step_start()
-    if micro.batches < run.world_size and run.last_batch is None:
+    if micro.batches < run.data_size and run.last_batch is None:
         # The epoch has fewer batches than ranks. Broadcast rank 0's, through host memory.
         run.last_batch = run.device_transfer.move(broadcast_object(to_host(batch)))
     # `training_step` runs on all ranks (see `dummy_batch`), hooks only where there is a batch.
     own: Any = hooks
-    if micro.batches < run.world_size:
+    if micro.batches < run.data_size:
         own = NoCollectives(hooks, reason(run.epoch_iterator, micro.batches, "a hook of a batch"))
     run.own_hooks = own
     if micro.present:
         metrics.begin_batch(items)
         own.on_train_batch_start(batch, batch_idx)
         with run.precision.autocast():
-            outputs = engine.step("training_step", batch, batch_idx)
+            outputs = engine.forward("training_step", batch, batch_idx)
         run.last_batch = batch if run.world_size > 1 else None
     else:
         dummy_batch(run, batch_idx)
     count_global_batch(run, micro, None)
-    engine.finish_window(None, run.own_stats(items))
+    engine.sync_stats(run.own_stats(items))
     stepped = sum(optimizer.steps for optimizer in run.optimizers) > steps
     if stepped:
         if run.guard is not None and run.found is not None:
@@ -513,7 +515,7 @@ def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:
         run.own_hooks.on_before_optimizer_step(optimizer)
     if run.guard is None or run.precision.scales:
         return
-    found = find_non_finite(parameter.grad for parameter in parameters_of([optimizer]))
+    found = run.engine.found_non_finite(parameters_of([optimizer]))
     if found is None:
         return
     if not isinstance(found, Tensor):
@@ -551,7 +553,7 @@ def dummy_batch(run: FitRun, batch_idx: int) -> None:
             run.metrics.muted(),
             run.precision.autocast(),
         ):
-            run.engine.step("training_step", run.last_batch, batch_idx)
+            run.engine.forward("training_step", run.last_batch, batch_idx)
     finally:
         run.is_dummy = False
         for optimizer in run.optimizers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -101,12 +102,26 @@ class Limits:
 NO_LIMITS = Limits()
 
 
+class Clipper(Protocol):
+    """Clips gradients in place; an engine, see `trainer.engines.base.Engine`."""
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        """Scale the gradients to a total norm of at most `max_norm`."""
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
+        """Limit the magnitude of each element."""
+
+
 def clip_each_(
-    parameters: Sequence[Tensor], apart: Sequence[tuple[Sequence[Tensor], Limits]], rest: Limits
+    clipper: Clipper,
+    parameters: Sequence[Tensor],
+    apart: Sequence[tuple[Sequence[Tensor], Limits]],
+    rest: Limits,
 ) -> None:
     """Clip gradients in place, with separate limits for some parameters; see `clip_`.
 
     Args:
+        clipper: Clips the gradients of some parameters.
         parameters: All parameters.
         apart: Disjoint groups of parameters, each with limits of its own. For a limit that is None,
             the limit of `rest` applies.
@@ -118,9 +133,13 @@ def clip_each_(
     # Clip by value first, in all groups: a total norm may span groups with different value limits.
     for members, own in apart:
         if own.max_value is not None:
-            clip_(members, max_value=own.max_value)
-    clip_([p for p in parameters if id(p) not in own_value], max_value=rest.max_value)
+            clipper.clip_grad_value_(members, own.max_value)
+    if rest.max_value is not None:
+        others = [p for p in parameters if id(p) not in own_value]
+        clipper.clip_grad_value_(others, rest.max_value)
     for members, own in apart:
         if own.max_norm is not None:
-            clip_(members, max_norm=own.max_norm)
-    clip_([p for p in parameters if id(p) not in own_norm], max_norm=rest.max_norm)
+            clipper.clip_grad_norm_(members, own.max_norm)
+    if rest.max_norm is not None:
+        others = [p for p in parameters if id(p) not in own_norm]
+        clipper.clip_grad_norm_(others, rest.max_norm)

@@ -65,27 +65,32 @@ class LossWeighting:
         divisor = self.reference * self.micro_batches / items
         return loss if divisor == 1.0 else loss / divisor
 
-    def rescale_(self, gradients: Iterable[Tensor | None], total: float | Tensor) -> None:
-        """Multiply the gradients by ``N × reference ÷ total``, in place.
+    def factor(self, total: float | Tensor) -> float | Tensor:
+        """Return ``N × reference ÷ total``, by which the gradients of a window are multiplied.
 
         Args:
-            gradients: The gradients, averaged over the ranks; None is skipped.
             total: The window's items over all ranks: a number, or a device tensor of shape (),
-                which is not read back. In a window without items the gradients are zero and stay
-                so.
+                which is not read back.
+
+        Returns:
+            1.0 if there is nothing to do, or another number; a tensor of shape () for a tensor. In
+            a window without items the gradients are zero and stay so.
         """
         if self.micro_batches * self.world_size == 1:
-            return
+            return 1.0
         assert self.reference is not None
         nominal = self.world_size * self.reference * self.micro_batches
-        if not isinstance(total, Tensor):
-            if total in (0, nominal):
-                return
-            factor: float | Tensor = nominal / total
-        else:
-            factor = torch.where(total > 0, nominal / total, 1.0)
-        present = [gradient for gradient in gradients if gradient is not None]
-        if isinstance(factor, Tensor) and all(g.dtype == torch.float32 for g in present):
-            factor = factor.to(torch.float32)  # the same result with fewer kernels than float64
-        if present:
-            torch._foreach_mul_(present, factor)
+        if isinstance(total, Tensor):
+            return torch.where(total > 0, nominal / total, 1.0)
+        return nominal / total if total else 1.0
+
+
+def scale_(gradients: Iterable[Tensor | None], factor: float | Tensor) -> None:
+    """Multiply gradients by a factor, in place; None is skipped, and so is a factor of 1."""
+    if not isinstance(factor, Tensor) and factor == 1.0:
+        return
+    present = [gradient for gradient in gradients if gradient is not None]
+    if isinstance(factor, Tensor) and all(g.dtype == torch.float32 for g in present):
+        factor = factor.to(torch.float32)  # the same result with fewer kernels than float64
+    if present:
+        torch._foreach_mul_(present, factor)

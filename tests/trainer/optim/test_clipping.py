@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.helpers.engines import options
+from trainer.engines.single import SingleDevice
 from trainer.optim.clipping import Limits, clip_, clip_each_, validate_limits
 
 
@@ -62,7 +64,7 @@ def test_without_gradients_no_value_is_limited(parameters):
     assert clip_([parameters[1]], max_value=1.0, max_norm=1.0).item() == 0.0
     # All have limits of their own, and one of them no gradient: nothing is left for the others.
     apart = [([each], Limits(max_value=number + 1.0)) for number, each in enumerate(parameters)]
-    clip_each_(parameters, apart, Limits(max_value=0.5))
+    clip_each_(SingleDevice(options()), parameters, apart, Limits(max_value=0.5))
     assert gradients(parameters) == [[1.0, 0.0], None, [0.0, -3.0]]
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.helpers.engines import prepare
 from tests.helpers.ranks import RankError
 from trainer.configuration import GradientAccumulationPlugin
-from trainer.engines.model import prepare_model
 from trainer.optim.lomo import is_lomo, lomo_backward
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.precision import Precision
@@ -128,7 +128,7 @@ def test_several_processes_update_with_the_gradient_of_all_batches(ranks, size):
         PartialState()
         model = network()
         optimizer = lomo(model)
-        prepared = prepare_model(model, precision=Precision("no", CPU), device=CPU)
+        prepared = prepare(model)
         train(prepared, optimizer, dist.get_rank())
         return [[p.detach() for p in model.parameters()], optimizer.optimizer.model is model]
 

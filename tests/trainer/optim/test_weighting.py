@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.optim.weighting import LossWeighting
+from trainer.optim.weighting import LossWeighting, scale_
 
 
 def windowed_gradient(split: list[list[list[float]]], reference: float, *, micro: int) -> float:
@@ -20,7 +20,7 @@ def windowed_gradient(split: list[list[list[float]]], reference: float, *, micro
                 weighting.weigh(loss, len(values)).backward()
         own.append(weight.grad if weight.grad is not None else torch.zeros_like(weight))
     gradient = sum(own) / len(own)  # the average over processes
-    weighting.rescale_([gradient], float(sum(len(v) for process in split for v in process)))
+    scale_([gradient], weighting.factor(float(sum(len(v) for process in split for v in process))))
     return gradient.item()
 
 
@@ -51,7 +51,7 @@ def test_full_windows_of_single_batches_are_not_touched():
     assert weighting.weigh(loss, 8) is loss
     gradient = torch.tensor([0.1])
     before = gradient._version
-    weighting.rescale_([gradient], 16.0)
+    scale_([gradient], weighting.factor(16.0))
     assert gradient._version == before
 
 
@@ -65,18 +65,18 @@ def test_a_window_without_items_stays_as_it_is():
     weighting = LossWeighting(micro_batches=2, world_size=1, reference=4.0)
     for total in (0.0, torch.tensor(0.0)):
         gradient = torch.tensor([0.0])
-        weighting.rescale_([gradient, None], total)
+        scale_([gradient, None], weighting.factor(total))
         assert gradient.tolist() == [0.0]
 
 
 def test_a_total_on_the_device_gives_the_same_as_a_number():
     weighting = LossWeighting(micro_batches=2, world_size=2, reference=4.0)
     one, other = torch.tensor([3.0]), torch.tensor([3.0])
-    weighting.rescale_([one], 12.0)
-    weighting.rescale_([None, other], torch.tensor(12.0, dtype=torch.float64))
+    scale_([one], weighting.factor(12.0))
+    scale_([None, other], weighting.factor(torch.tensor(12.0, dtype=torch.float64)))
     assert one.tolist() == other.tolist() == [4.0]
     assert other.dtype == torch.float32
 
 
 def test_nothing_to_rescale_is_no_error():
-    LossWeighting(micro_batches=2, world_size=1, reference=4.0).rescale_([None], 3.0)
+    scale_([None], LossWeighting(micro_batches=2, world_size=1, reference=4.0).factor(3.0))

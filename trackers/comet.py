@@ -8,11 +8,18 @@ import io
 import os
 import random
 import sys
-from pathlib import Path
 from typing import Any
 
 from trackers.base import GeneralTracker
-from trackers.media import finite, one_level, pixels, plain, rendered, table_of
+from trackers.media import (
+    existing,
+    finite,
+    pixels,
+    plain,
+    rendered,
+    scalars_and_texts,
+    table_of,
+)
 from trackers.registry import register_tracker
 
 # Disable Comet's automatic logging, which patches torch and runs inside training calls.
@@ -140,11 +147,13 @@ class CometMLTracker(GeneralTracker):
         Raises:
             TypeError: a value is none of these. The others are recorded.
         """
-        if rejected := self._add(values, step, kwargs):
-            raise TypeError(
-                f"Comet takes numbers, tensors of one element, texts and dicts of these, but not "
-                f"{', '.join(rejected)}. Use log_images for images."
-            )
+        numbers, texts, error = scalars_and_texts(values)
+        for name, number in numbers.items():
+            self.tracker.log_metric(name, number, step=step, **kwargs)
+        for name, text in texts.items():
+            self.tracker.log_other(name, text)
+        if error is not None:
+            raise error
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record images; those of a batch are named "name/0", "name/1" and so on.
@@ -220,9 +229,7 @@ class CometMLTracker(GeneralTracker):
         """
         import comet_ml
 
-        path = Path(path)
-        if not path.exists():
-            raise FileNotFoundError(f"There is no file or folder at {path} for an artifact.")
+        path = existing(path)
         if not isinstance(self.tracker, comet_ml.OfflineExperiment):
             artifact = comet_ml.Artifact(name or path.name, kind, **kwargs)
             artifact.add(str(path))
@@ -247,8 +254,7 @@ class CometMLTracker(GeneralTracker):
         Raises:
             FileNotFoundError: there is nothing at the path.
         """
-        if not Path(path).exists():
-            raise FileNotFoundError(f"There is no file or folder at {path} for a model.")
+        path = existing(path)
         about = {**({} if step is None else {"step": step}), **kwargs.pop("metadata", {})}
         self.tracker.log_model(name or "model", str(path), metadata=about, **kwargs)
 
@@ -260,14 +266,3 @@ class CometMLTracker(GeneralTracker):
         if self.status != "running":  # "running": it is unknown how the run ended
             experiment.log_other("status", self.status)
         experiment.end()
-
-    def _add(self, values: dict[str, Any], step: int | None, options: dict[str, Any]) -> list[str]:
-        rejected = []
-        for name, value in one_level(values).items():
-            if isinstance(value, str):
-                self.tracker.log_other(name, value)
-            elif isinstance(value, (int, float)):
-                self.tracker.log_metric(name, value, step=step, **options)
-            else:
-                rejected.append(f"{name} ({type(value).__name__})")
-        return rejected

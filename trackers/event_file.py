@@ -20,7 +20,10 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import FileWriter, SummaryWriter
 
 from trackers.jsonl import append_whole, is_at
+from trainer.errors import module_logger
 from trainer.files import regular
+
+_logger = module_logger("trackers")
 
 _VERSION = "brain.Event:2"  # since version 2, only SessionLog.START purges steps
 
@@ -48,14 +51,12 @@ class EventFile:
 
     Attributes:
         path: The file, once it is created.
-        renewals: The number of times that a new file replaced a missing one.
     """
 
     path: Path
 
     def __init__(self, folder: Path, *, suffix: str, purge_step: int | None) -> None:
         self._folder, self._suffix, self._purge_step = folder, suffix, purge_step
-        self.renewals = 0
         self._lock = threading.RLock()  # scripts may write from other threads
 
     @property
@@ -97,13 +98,19 @@ class EventFile:
         """
         record = _record(event)
         with self._lock:
-            if not self.is_there:
+            gone = not self.is_there
+            if gone:
                 self._file.close()
                 self.begin()
-                self.renewals += 1
             elif self._file.closed:  # by a script that continues to write
                 self._file = io.FileIO(self.path, "a")
             append_whole(self._file, record)
+        if gone:  # without the lock, which a log handler's thread may want
+            _logger.warning(
+                "TensorBoard's event file in %s was deleted, moved or replaced while it was open. "
+                "The curves continue in another one, without the earlier values.",
+                self._folder,
+            )
 
     def get_logdir(self) -> str:
         """Return the folder of the file."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from argparse import Namespace
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +115,32 @@ def one_level(values: dict[str, Any], separator: str = "/") -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
+
+
+def scalars_and_texts(
+    values: dict[str, Any],
+) -> tuple[dict[str, float], dict[str, str], TypeError | None]:
+    """Return the numbers and the texts among values, by name, and the error for all others."""
+    flat = one_level(values)
+    numbers = {name: value for name, value in flat.items() if isinstance(value, (int, float))}
+    texts = {name: value for name, value in flat.items() if isinstance(value, str)}
+    others = [name for name in flat if name not in numbers and name not in texts]
+    if not others:
+        return numbers, texts, None
+    refused = ", ".join(f"{name} ({type(flat[name]).__name__})" for name in others)
+    text = f"{refused}: only numbers, one-element tensors, texts and dicts of these can be logged."
+    return numbers, texts, TypeError(f"{text} Use log_images for images.")
+
+
+def existing(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a file or folder to be uploaded.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+    """
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"There is no file or folder at {path}.")
+    return Path(path)
 
 
 def array_of(value: Any) -> Any:

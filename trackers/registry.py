@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -10,14 +9,13 @@ from typing import Any, TypeAlias, TypeVar
 
 from trackers.base import GeneralTracker, check_complete, check_installed, is_installed
 from trackers.jsonl import JsonlTracker
+from trainer.checks import choice_error
 from trainer.errors import module_logger
 
 _logger = module_logger("trackers")
 _REGISTRY: dict[str, type[GeneralTracker]] = {}
 _ALL = "all"
 _GROUP = "cadence.trackers"
-# Known services that no tracker here supports, for a clear error.
-_ELSEWHERE = ("aim", "clearml", "dvclive", "mlflow")
 
 _Class = TypeVar("_Class", bound="type[GeneralTracker]")
 # str last: configuration readers try the types in order, and a class path is a string too.
@@ -59,24 +57,14 @@ def available_trackers() -> list[str]:
     """Return the sorted names of the registered trackers whose package is installed.
 
     They include trackers of other packages, declared as entry points in the group
-    "cadence.trackers". A warning is logged for one that cannot be loaded or whose name is already
-    registered.
+    "cadence.trackers" and not under a registered name. A warning is logged for one that cannot be
+    loaded.
     """
-    for entry in _entries():
-        taken = _REGISTRY.get(entry.name)
-        if taken is not None and entry.value != f"{taken.__module__}:{taken.__qualname__}":
-            _logger.warning(
-                "The tracker %r of %s is not used: its name is taken by %s.%s.",
-                entry.name,
-                _package_of(entry),
-                taken.__module__,
-                taken.__qualname__,
-            )
-        elif taken is None:
-            try:
-                _load(entry)
-            except ImportError as error:
-                _logger.warning("%s", error)
+    for entry in _entries().values():
+        try:
+            _load(entry)
+        except ImportError as error:
+            _logger.warning("%s", error)
     return sorted(name for name, cls in _REGISTRY.items() if is_installed(cls))
 
 
@@ -113,19 +101,14 @@ def select_trackers(
     for one in chosen:
         if isinstance(one, GeneralTracker):
             continue
-        check_complete(one)
         check_installed(one)
         made_by: Any = one.__init__
-        if made_by is JsonlTracker.__init__:  # it would use the run's name as the path
-            raise TypeError(
-                f"log_with has the class {one.__name__}, which takes the path of its file. Pass an "
-                f"instance, {one.__name__}(path). A Trainer needs none: it writes metrics.jsonl in "
-                "its project_dir."
-            )
+        if made_by is JsonlTracker.__init__:  # it would take the run's name as its path
+            raise TypeError(f"log_with takes a {one.__name__} as an instance, with its path.")
         if one.requires_logging_directory and logging_dir is None:
             raise ValueError(
-                f"Logging with {one.name!r} writes files, but logging_dir is None. "
-                f"Pass `logging_dir` (for the Trainer and the Accelerator: `project_dir`)."
+                f"Logging with {one.name!r} writes files, but logging_dir is None. Pass "
+                "`logging_dir` (for the Trainer and the Accelerator: `project_dir`)."
             )
     return chosen
 
@@ -184,37 +167,22 @@ def _lookup(entry: Any) -> Sequence[GeneralTracker | type[GeneralTracker]]:
     if not isinstance(entry, str):
         raise TypeError(
             f"log_with takes the name of a tracker, a subclass or an instance of GeneralTracker, "
-            f"or a list of these; got {entry!r} of type {type(entry).__name__}."
+            f"or a list of these; got {entry!r}."
         )
     if entry == _ALL:
         return [_REGISTRY[name] for name in available_trackers()]
-    others = {} if entry in _REGISTRY else {each.name: each for each in _entries()}
-    if entry in others:
+    if entry not in _REGISTRY and entry in (others := _entries()):
         _load(others[entry])
     if entry not in _REGISTRY:
-        choices = [_ALL, *sorted({*_REGISTRY, *others})]
-        if entry in _ELSEWHERE:
-            raise ValueError(
-                f"log_with={str(entry)!r}: none of {', '.join(_ELSEWHERE)} is part of Cadence. "
-                f"Choose from {choices}, or pass a subclass of GeneralTracker that logs there, see "
-                "docs/trackers.md."
-            )
-        nearest = difflib.get_close_matches(entry, choices, n=1)
-        raise ValueError(
-            f"log_with={str(entry)!r} is not a known tracker. Choose from {choices}"
-            + (f"; did you mean {nearest[0]!r}?" if nearest else ".")
-            + " Add a class of your own with register_tracker."
-        )
+        choices = choice_error("log_with", entry, [_ALL, *_REGISTRY, *others])
+        raise ValueError(f"{choices} Add a class of your own with register_tracker.")
     return [_REGISTRY[entry]]
 
 
-def _entries() -> Sequence[EntryPoint]:
-    """Return the trackers that other packages declare, without importing any."""
-    return sorted(entry_points(group=_GROUP), key=lambda entry: entry.name)
-
-
-def _package_of(entry: EntryPoint) -> str:
-    return f"the package {entry.dist.name!r}" if entry.dist else f"{entry.value!r}"
+def _entries() -> dict[str, EntryPoint]:
+    """Return the trackers that only other packages declare, by name, without importing any."""
+    entries = entry_points(group=_GROUP)
+    return {entry.name: entry for entry in entries if entry.name not in _REGISTRY}
 
 
 def _load(entry: EntryPoint) -> None:
@@ -223,7 +191,7 @@ def _load(entry: EntryPoint) -> None:
     Raises:
         ImportError: the entry point cannot be loaded, or is not a tracker of that name.
     """
-    where = f"The tracker {entry.name!r} of {_package_of(entry)} cannot be used"
+    where = f"The tracker {entry.name!r}, {entry.value}, cannot be used"
     try:
         cls = register_tracker(entry.load())
     # Another package may raise anything; it must not affect the other trackers.

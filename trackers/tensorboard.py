@@ -9,24 +9,22 @@ from typing import Any
 from trackers.base import GeneralTracker
 from trackers.code import git_commit
 from trackers.jsonl import unused_name
-from trackers.media import finite, image_bytes, one_level, pixels, plain, rendered, table_of
+from trackers.media import (
+    finite,
+    image_bytes,
+    one_level,
+    pixels,
+    plain,
+    rendered,
+    scalars_and_texts,
+    table_of,
+)
 from trackers.registry import register_tracker
-from trainer.errors import module_logger
-
-_logger = module_logger("trackers")
 
 
 def _markdown(columns: list[Any], rows: list[list[Any]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
-
-
-def _is_float(value: float) -> bool:
-    try:
-        float(value)
-    except OverflowError:  # an integer too large for a float
-        return False
-    return True
 
 
 def _cell(value: Any) -> str:
@@ -91,9 +89,6 @@ class TensorBoardTracker(GeneralTracker):
         self._anew = False
         self._writer: Any = None
         self._file: Any = None  # set with the writer
-        self._logged_renewals = 0  # the file's renewals that were logged
-        self._stored: tuple[dict[str, Any], str | None] | None = None  # the configuration
-        self._configured = 0  # `renewals` of the file when it was last stored
         self._success: Any = None
 
     @property
@@ -138,8 +133,7 @@ class TensorBoardTracker(GeneralTracker):
         writer = Writer(file, **options)
         file.begin()
         self._writer, self._file = writer, file
-        self._stored = self._success = self._purge_step = None
-        self._logged_renewals = 0
+        self._success = self._purge_step = None
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration as hyperparameters, and as YAML text in "configuration".
@@ -150,15 +144,10 @@ class TensorBoardTracker(GeneralTracker):
             values: names and values. In the table of hyperparameters, nested names are joined by
                 dots, and values that are not numbers are stored as their `str`.
         """
-        self._opened()
-        self._store(plain(values), git_commit("."))
-        self._opened()  # warns if the file was deleted or moved
-
-    def _store(self, values: dict[str, Any], commit: str | None) -> None:
         import yaml
         from torch.utils.tensorboard.summary import hparams
 
-        writer = self.tracker
+        writer, values = self.tracker, plain(values)
         # Not the writer's add_hparams, which opens a separate run in a folder named by the time.
         # The experiment summary is left out, because TensorBoard would use one run's summary for
         # all runs and show no metrics. Without it, TensorBoard finds the names itself.
@@ -167,11 +156,9 @@ class TensorBoardTracker(GeneralTracker):
         _, begun, self._success = hparams(shown, {})
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         writer._get_file_writer().add_summary(begun)
-        in_file = self._file.renewals  # this file, unless it is deleted again below
         writer.add_text("configuration", f"```yaml\n{text}```")
-        if commit is not None:
+        if (commit := git_commit(".")) is not None:
             writer.add_text("code", commit)
-        self._stored, self._configured = (values, commit), in_file
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers as scalars, texts as texts, and a dict as scalars named "outer/inner".
@@ -187,24 +174,17 @@ class TensorBoardTracker(GeneralTracker):
         """
         from trackers.event_file import scalars
 
-        writer, numbers, rejected = self._opened(), {}, []
-        for name, value in one_level(values).items():  # add_scalars opens a run for each name
-            if isinstance(value, str):
-                writer.add_text(name, value, global_step=step, **kwargs)
-            elif isinstance(value, (int, float)) and _is_float(value):
-                numbers[name] = float(value)
-            else:
-                rejected.append(f"{name} ({type(value).__name__})")
+        writer = self.tracker
+        numbers, texts, error = scalars_and_texts(values)
+        for name, text in texts.items():
+            writer.add_text(name, text, global_step=step, **kwargs)
         if kwargs.keys() <= {"walltime"} and numbers:  # in one event
             writer._get_file_writer().add_summary(scalars(numbers), step, **kwargs)
         else:
             for name, number in numbers.items():
                 writer.add_scalar(name, number, global_step=step, **kwargs)
-        if rejected:
-            raise TypeError(
-                f"TensorBoard takes numbers, tensors of one element, texts and dicts of these, but "
-                f"not {', '.join(rejected)}. Use log_images for images."
-            )
+        if error is not None:
+            raise error
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record images; a batch as one picture, or as "name/0", "name/1" if sizes differ.
@@ -219,7 +199,7 @@ class TensorBoardTracker(GeneralTracker):
         Raises:
             ValueError: a shape is not that of an image.
         """
-        writer, given = self._opened(), kwargs.get("dataformats")
+        writer, given = self.tracker, kwargs.get("dataformats")
         for name, value in values.items():
             # Always uint8: torch's writer multiplies other integers by 255.
             shown = {name: image_bytes(value)} if given else _shown(name, value)
@@ -239,23 +219,23 @@ class TensorBoardTracker(GeneralTracker):
     ) -> None:
         """Record a table in Markdown, see `GeneralTracker.log_table`; `kwargs` for `add_text`."""
         text = _markdown(*table_of(table_name, columns, data, dataframe))
-        self._opened().add_text(table_name, text, global_step=step, **kwargs)
+        self.tracker.add_text(table_name, text, global_step=step, **kwargs)
 
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record histograms, see `GeneralTracker.log_histogram`; `kwargs` for `add_histogram`."""
-        writer = self._opened()
+        writer = self.tracker
         for name, value in values.items():
             writer.add_histogram(name, finite(name, value), global_step=step, **kwargs)
 
     def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record figures as images, see `GeneralTracker.log_figure`; `kwargs` for `add_image`."""
-        writer, options = self._opened(), {"dataformats": "HWC", **kwargs}
+        writer, options = self.tracker, {"dataformats": "HWC", **kwargs}
         for name, value in values.items():
             writer.add_image(name, rendered(value), global_step=step, **options)
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
         """Record texts, which TensorBoard reads as Markdown; `kwargs` for `add_text`."""
-        writer = self._opened()
+        writer = self.tracker
         for name, value in values.items():
             writer.add_text(name, value, global_step=step, **kwargs)
 
@@ -273,7 +253,7 @@ class TensorBoardTracker(GeneralTracker):
         with warnings.catch_warnings():
             # torch's writer can only trace a graph.
             warnings.filterwarnings("ignore", r"`torch\.jit\.trace")
-            self._opened().add_graph(model, example)
+            self.tracker.add_graph(model, example)
 
     def finish(self) -> None:
         """Write pending events and `status` as a text, and close the files."""
@@ -282,7 +262,7 @@ class TensorBoardTracker(GeneralTracker):
         try:
             with contextlib.closing(self._file) as file, contextlib.closing(self.tracker):
                 if file.is_there:  # do not create a new file now
-                    self._write_end(self._opened())
+                    self._write_end(self.tracker)
         finally:  # also if the disk fails
             self._writer = self._file = None
 
@@ -292,17 +272,3 @@ class TensorBoardTracker(GeneralTracker):
         # TensorBoard reads only the first end marker, so write none for a run that may continue.
         if self.status == "finished" and self._success is not None:
             writer._get_file_writer().add_summary(self._success)
-
-    def _opened(self) -> Any:
-        """Return the writer. After a new file, warn and store the configuration again."""
-        writer, renewals = self.tracker, self._file.renewals
-        if renewals > self._logged_renewals:
-            self._logged_renewals = renewals
-            _logger.warning(
-                "TensorBoard's event file in %s was deleted, moved or replaced while it was open. "
-                "The curves continue in another one, without the earlier values.",
-                self.log_dir,
-            )
-        if self._stored is not None and self._configured != renewals:
-            self._store(*self._stored)
-        return writer

@@ -7,11 +7,10 @@ import os
 import re
 import secrets
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 from trackers.base import GeneralTracker
-from trackers.media import finite, pixels, plain, rendered, table_of
+from trackers.media import existing, finite, pixels, plain, rendered, table_of
 from trackers.registry import register_tracker
 from trainer.strict_json import python_number
 
@@ -272,9 +271,7 @@ class WandBTracker(GeneralTracker):
         """
         import wandb
 
-        path = Path(path)
-        if not path.exists():
-            raise FileNotFoundError(f"There is no file or folder at {path} for an artifact.")
+        path = existing(path)
         name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name)
         artifact = wandb.Artifact(name, type=kind, **kwargs)
         if path.is_dir():

@@ -224,19 +224,17 @@ def test_an_entry_point_that_is_broken_is_told_and_the_others_are_found(
     package(broken=value, theirs="their_package:Theirs")
     assert "theirs" in trackers.available_trackers()
     (message,) = caplog.messages
-    assert "'broken' of the package 'their-package'" in message
+    assert f"The tracker 'broken', {value}, cannot be used" in message
     assert error in message
     with pytest.raises(ImportError, match=error):
         resolve("broken")
 
 
-def test_a_name_of_ours_is_not_given_away(package, caplog, tmp_path):
+def test_a_name_of_ours_is_not_given_away(package, tmp_path):
     package(tensorboard="their_package:Theirs")
+    trackers.available_trackers()
     (tracker,) = resolve("tensorboard", logging_dir=tmp_path)
     assert type(tracker) is trackers.TensorBoardTracker
-    trackers.available_trackers()
-    assert "'tensorboard' of the package 'their-package' is not used" in caplog.text
-    assert "its name is taken by trackers.tensorboard.TensorBoardTracker" in caplog.text
 
 
 def test_a_tracker_that_was_loaded_before_is_not_told_of(package, caplog):
@@ -300,11 +298,7 @@ def test_unknown_name_gives_choices_and_nearest():
         ValueError, match=r"'tensorbord'.*'all', .*'tensorboard'.*mean 'tensorboard'"
     ):
         resolve("tensorbord")
-    with pytest.raises(ValueError, match="'signboard' is not a known tracker"):
-        resolve("signboard")
-    with pytest.raises(
-        ValueError, match=r"'mlflow': none of aim, .*part of Cadence.*'tensorboard'.*md"
-    ):
+    with pytest.raises(ValueError, match=r"is 'mlflow'.*register_tracker"):
         resolve("mlflow")
 
 
@@ -324,7 +318,7 @@ def test_a_class_that_takes_the_path_of_its_file_is_refused(tmp_path, monkeypatc
 
     monkeypatch.chdir(tmp_path)
     for wrong in (trackers.JsonlTracker, Like):
-        with pytest.raises(TypeError, match=rf"instance, {wrong.__name__}\(path\)\."):
+        with pytest.raises(TypeError, match=rf"takes a {wrong.__name__} as an instance"):
             trackers.select_trackers(["csv", wrong], logging_dir=tmp_path)
     (own,) = resolve(Own)
     assert own.path == tmp_path / "project.jsonl"

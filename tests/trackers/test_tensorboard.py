@@ -87,12 +87,6 @@ def test_a_value_of_another_kind_is_named_and_the_others_are_recorded(tracker):
     assert scalars(read(tracker), "loss") == [(1, 1.0)]
 
 
-def test_an_integer_beyond_floats_is_named_and_the_others_are_recorded(tracker):
-    with pytest.raises(TypeError, match="n \\(int\\)"):
-        tracker.log({"a": 1.0, "n": 10**400, "b": 2.0}, 1)
-    assert read(tracker).Tags()["scalars"] == ["a", "b"]
-
-
 def test_configuration(tracker):
     values = {
         "lr": 0.1,
@@ -355,7 +349,6 @@ def test_curves_go_on_in_another_file_if_theirs_is_gone(tracker, caplog, gone, b
     tracker.finish()
     events = read(tracker)
     assert scalars(events, "x") == [(1, 1.0), (2, 2.0)]
-    assert "lr: 0.1" in text(events, "configuration")
     assert events.file_version == 2
     assert sum("moved or replaced" in record.message for record in caplog.records) == 1
     assert len(list(tracker.log_dir.iterdir())) == 1
@@ -390,7 +383,6 @@ def test_a_file_that_cannot_be_begun_again_is_begun_by_the_next_event(tracker, m
         tracker.log({"x": float(step)}, step)
     events = read(tracker)
     assert events.file_version == 2
-    assert "lr: 0.1" in text(events, "configuration")
     assert scalars(events, "x") == [(1, 1.0), (2, 2.0)]
 
 
@@ -422,7 +414,6 @@ def test_a_handler_that_logs_to_tensorboard_does_not_wait_for_itself(tracker):
 
 @pytest.mark.parametrize("gone", ["before", "afterwards"])
 def test_what_is_gone_with_the_working_folder_goes_on(tmp_path, monkeypatch, gone):
-    """The configuration is stored again without looking for the code a second time."""
     folder = tmp_path / "experiment"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -438,39 +429,13 @@ def test_what_is_gone_with_the_working_folder_goes_on(tmp_path, monkeypatch, gon
     tracker.finish()
     events = read(tracker)
     assert scalars(events, "x") == [(1, 1.0), (2, 2.0)]
-    assert "lr: 0.1" in text(events, "configuration")
-
-
-@pytest.mark.parametrize("logged", [True, False])
-def test_a_writer_that_is_closed_while_its_file_is_gone_is_told(tracker, caplog, logged):
-    tracker.store_init_configuration({"lr": 0.1})
-    shutil.rmtree(tracker.log_dir)
-    if logged:
-        tracker.log({"x": 1.0}, 1)
-    tracker.writer.close()
-    for step in (2, 3):
-        tracker.log({"x": float(step)}, step)
-    events = read(tracker)
-    assert scalars(events, "x") == [(1, 1.0)] * logged + [(2, 2.0), (3, 3.0)]
-    assert "lr: 0.1" in text(events, "configuration")
-    assert sum("moved or replaced" in record.message for record in caplog.records) == 1
-
-
-def test_a_configuration_that_begins_the_file_again_is_stored_once(tracker, caplog):
-    tracker.log({"x": 0.0}, 0)
-    shutil.rmtree(tracker.log_dir)
-    tracker.store_init_configuration({"lr": 0.1})
-    tracker.log({"x": 1.0}, 1)
-    events = read(tracker)
-    assert "lr: 0.1" in text(events, "configuration")  # there is one
-    assert scalars(events, "x") == [(1, 1.0)]
-    assert sum("moved or replaced" in record.message for record in caplog.records) == 1
 
 
 def test_an_end_on_a_disk_that_failed_once_leaves_no_open_file(tracker, monkeypatch):
     tracker.store_init_configuration({"lr": 0.1})
     shutil.rmtree(tracker.log_dir)
     tracker.log({"x": 1.0}, 1)
+    tracker.status = "finished"
     file = tracker.tracker.file_writer.event_writer
     with monkeypatch.context() as full:
         full.setattr(event_file, "append_whole", fail)
@@ -548,7 +513,6 @@ def test_a_file_that_goes_while_a_script_has_it_closed_is_told(tracker, caplog, 
         tracker.log({"x": float(step)}, step)
     events = read(tracker)
     assert scalars(events, "x") == [(1, 1.0), (2, 2.0)]
-    assert "lr: 0.1" in text(events, "configuration")
     assert sum("moved or replaced" in record.message for record in caplog.records) == 1
 
 
@@ -578,21 +542,6 @@ def test_another_file_of_a_resumed_run_hides_what_comes_again_too(tmp_path):
     tracker.log({"x": 2.0}, 7)
     tracker.finish()
     assert scalars(read(tracker), "x") == [*((step, 1.0) for step in range(1, 6)), (7, 2.0)]
-
-
-def test_a_configuration_whose_file_goes_between_its_events_is_whole(tracker, monkeypatch):
-    def take_away(*args, **options):
-        for path in tracker.log_dir.iterdir():
-            path.unlink()
-        monkeypatch.undo()
-        tracker.writer.add_text(*args, **options)
-
-    monkeypatch.setattr(tracker.writer, "add_text", take_away)
-    tracker.store_init_configuration({"lr": 0.1})
-    events = read(tracker)
-    *_, last = events.Tensors("configuration/text_summary")
-    assert last.tensor_proto.string_val == [b"```yaml\nlr: 0.1\n```"]
-    assert events.SummaryMetadata("_hparams_/session_start_info")
 
 
 def test_a_start_on_a_full_disk_leaves_no_file(tmp_path, monkeypatch):

@@ -520,7 +520,7 @@ def test_the_help_teaches(capsys):
         (["--trainer.non_finite=halt"], ["must be one of 'stop', 'skip', 'ignore', not halt"]),
         (["--trainer.max_epochs=-1"], ["max_epochs is -1; it must be 0 or more"]),
         (["--trainer.val_every=1 eopch"], ["Did you mean 'epochs'?"]),
-        (["--trainer.log_with=tensorbord"], ["log_with='tensorbord' is not a known tracker"]),
+        (["--trainer.log_with=tensorbord"], ["log_with is 'tensorbord'; it must be one of"]),
         (["--trainer.callbacks+=EarlyStop"], ["Did you mean 'callbacks.EarlyStopping'?"]),
         (["nowhere.yaml"], ["File does not exist"]),
         (["--seed", "1", "torn.yaml"], ["come before all options, or each after --config"]),

@@ -167,7 +167,7 @@ def test_calls_a_step_by_default(monkeypatch):
     assert count.calls[ProgressBar.on_train_batch_end.__code__] == PERIOD
     assert count.calls[ModelCheckpoint.on_boundary.__code__] == PERIOD
     assert count.calls[Recorder.record_later.__code__] == 1
-    assert count.per_step <= 93, most_common(count)
+    assert count.per_step <= 97, most_common(count)
     assert count.outside_per_step <= 89, most_common_outside(count)
 
 

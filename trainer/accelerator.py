@@ -133,6 +133,7 @@ class Accelerator:
         gradient_state: The position in the gradient accumulation window.
         step: Micro-batches counted by `accumulate` in the current window.
         dynamo_plugin: How prepared models are compiled.
+        engine: Places models and reduces gradients.
 
     Raises:
         ValueError: An argument is not one of its choices, or contradicts another argument or an
@@ -236,14 +237,15 @@ class Accelerator:
             AcceleratorState._shared_state = before
             raise
         self.ddp_kwargs = self.ddp_handler
-        self.engine_options = EngineOptions(
-            device=self.state.device,
-            rank=self.state.process_index,
-            world_size=self.state.num_processes,
-            ddp_kwargs=self.ddp_handler,
-            engine=engine,
+        self.engine = choose_engine(
+            EngineOptions(
+                device=self.state.device,
+                rank=self.state.process_index,
+                world_size=self.state.num_processes,
+                ddp_kwargs=self.ddp_handler,
+                engine=engine,
+            )
         )
-        self.engine = choose_engine(self.engine_options)
         self.step = 0
         self._accumulating = False  # inside a block of `accumulate`
         self._accumulated: set[int] = set()  # the models of the current micro-batch, by id
@@ -682,7 +684,7 @@ class Accelerator:
         """
         for group in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             group.clear()
-        self.engine = choose_engine(self.engine_options)
+        self.engine = choose_engine(self.engine.options)
         self._steps_at_backward.clear()
         self.step = 0
         self._accumulated = set()

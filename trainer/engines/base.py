@@ -46,6 +46,7 @@ class Engine(Protocol):
     """How modules run.
 
     Attributes:
+        options: What it was made with.
         data_rank: Which share of the data this process reads; its rank where all read different
             data.
         data_size: How many shares of the data there are. "World size" in code about data, loss
@@ -56,6 +57,7 @@ class Engine(Protocol):
             if backward has averaged them.
     """
 
+    options: EngineOptions
     data_rank: int
     data_size: int
     forward_is_collective: bool

@@ -537,7 +537,7 @@ def make_fit_run(
     recorder = context.project.make_recorder()
     # The user's `count_items` may return fractions.
     step_sync = StepSync(accelerator.device, whole_items=not counts_items(module))
-    engine = choose_engine(accelerator.engine_options, automatic=module.automatic_optimization)
+    engine = choose_engine(accelerator.engine.options, automatic=module.automatic_optimization)
     engine.start(module, step_sync)
     optimizers, entries, schedulers = prepare_optimizers(module, accelerator, engine)
     names = names_of(entries)

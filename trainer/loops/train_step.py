@@ -60,7 +60,9 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
         batch_idx = run.batch_idx = counters.global_batches
         outputs: Any = None
         loss: Tensor | None = None
-        of_batch, of_backward, training_step = guarded(run, micro)
+        of_batch, of_backward, training_step = hooks, hooks, engine.forward
+        if micro.batches < run.data_size or run.device_transfer.may_lack_items:
+            of_batch, of_backward, training_step = guarded(run, micro)
         if micro.present:
             metrics.begin_batch(items)
             of_batch.on_train_batch_start(batch, batch_idx)
@@ -108,9 +110,7 @@ def guarded(run: FitRun, micro: GlobalBatch) -> tuple[Any, Any, Callable[..., An
         why = reason(run.epoch_iterator, micro.batches, _HERE)
         hooks = NoCollectives(hooks, why)
         return hooks, hooks, NoCollectives(run.engine, why).forward
-    if run.device_transfer.may_lack_items:
-        return hooks, NoCollectives(hooks, WITHOUT_ITEMS), run.engine.forward
-    return hooks, hooks, run.engine.forward
+    return hooks, NoCollectives(hooks, WITHOUT_ITEMS), run.engine.forward
 
 
 def drop_leftover_gradients(run: FitRun, number: int) -> None:
@@ -246,7 +246,9 @@ def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
         parameter.grad = None
     if run.precision.scales:
         run.precision.unscale_together([optimizer.optimizer for optimizer in run.optimizers])
-    run.engine.scale_gradients_(run.parameters, run.weighting.factor(total))
+    factor = run.weighting.factor(total)
+    if factor is not None:
+        run.engine.scale_gradients_(run.parameters, factor)
     see_if_log_is_due(run)
     for optimizer in run.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)

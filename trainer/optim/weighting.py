@@ -65,7 +65,7 @@ class LossWeighting:
         divisor = self.reference * self.micro_batches / items
         return loss if divisor == 1.0 else loss / divisor
 
-    def factor(self, total: float | Tensor) -> float | Tensor:
+    def factor(self, total: float | Tensor) -> float | Tensor | None:
         """Return ``N × reference ÷ total``, by which the gradients of a window are multiplied.
 
         Args:
@@ -73,22 +73,20 @@ class LossWeighting:
                 which is not read back.
 
         Returns:
-            1.0 if there is nothing to do, or another number; a tensor of shape () for a tensor. In
-            a window without items the gradients are zero and stay so.
+            None if it is 1, and in a window without items, whose gradients are zero; a tensor of
+            shape () for a tensor.
         """
         if self.micro_batches * self.world_size == 1:
-            return 1.0
+            return None
         assert self.reference is not None
         nominal = self.world_size * self.reference * self.micro_batches
         if isinstance(total, Tensor):
             return torch.where(total > 0, nominal / total, 1.0)
-        return nominal / total if total else 1.0
+        return None if total in (0, nominal) else nominal / total
 
 
 def scale_(gradients: Iterable[Tensor | None], factor: float | Tensor) -> None:
-    """Multiply gradients by a factor, in place; None is skipped, and so is a factor of 1."""
-    if not isinstance(factor, Tensor) and factor == 1.0:
-        return
+    """Multiply gradients by a factor, in place; None is skipped."""
     present = [gradient for gradient in gradients if gradient is not None]
     if isinstance(factor, Tensor) and all(g.dtype == torch.float32 for g in present):
         factor = factor.to(torch.float32)  # the same result with fewer kernels than float64

@@ -8,15 +8,15 @@ trains without the requested engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from trainer import environment
-from trainer.checks import check_numbers, check_type, choice_error
-from trainer.configuration import at_least, explains_itself
+from trainer.checks import check_positive, check_type, choice_error
+from trainer.configuration import at_least, check_bool_fields, explains_itself
 from trainer.enums import DynamoBackend
 
 _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
@@ -101,9 +101,7 @@ class TorchDynamoPlugin:
             self.fullgraph = environment.read_flag("ACCELERATE_DYNAMO_USE_FULLGRAPH")
         if self.dynamic is None and environment.read("ACCELERATE_DYNAMO_USE_DYNAMIC"):
             self.dynamic = environment.read_flag("ACCELERATE_DYNAMO_USE_DYNAMIC")
-        _expect(self, "fullgraph disable", bool)
-        _expect(self, "dynamic", (bool, type(None)))
-        _expect(self, "options", (dict, type(None)))
+        check_bool_fields(self)
         if self.options is not None and self.mode != "default":
             raise ValueError(
                 f"TorchDynamoPlugin has mode={self.mode!r} and options={self.options!r}; torch "
@@ -185,44 +183,20 @@ class FullyShardedDataParallelPlugin:
             if chosen.upper() not in choices:
                 raise ValueError(choice_error(name, given, choices))
             setattr(self, name, chosen.upper())
-        for name, variable, otherwise in (
-            ("cpu_offload", "FSDP_OFFLOAD_PARAMS", False),
-            ("use_orig_params", "FSDP_USE_ORIG_PARAMS", True),
-            ("sync_module_states", "FSDP_SYNC_MODULE_STATES", True),
-            ("forward_prefetch", "FSDP_FORWARD_PREFETCH", False),
-            ("activation_checkpointing", "FSDP_ACTIVATION_CHECKPOINTING", False),
-        ):
-            if getattr(self, name) is None:
-                setattr(self, name, environment.read_flag(variable, otherwise))
-        _expect(self, "limit_all_gathers use_orig_params sync_module_states", bool)
-        _expect(self, "forward_prefetch activation_checkpointing", bool)
-        _expect(self, "ignored_modules", (Iterable, type(None)))
-        _expect(self, "param_init_fn", (Callable, type(None)))  # type: ignore[arg-type]  # an ABC
-        self._check_torch_objects()
-
-    def _check_torch_objects(self) -> None:
+        _fill(self, "FSDP_OFFLOAD_PARAMS", cpu_offload=False)
+        _fill(
+            self,
+            "FSDP_",
+            use_orig_params=True,
+            sync_module_states=True,
+            forward_prefetch=False,
+            activation_checkpointing=False,
+        )
+        check_bool_fields(self)
         policy = self.auto_wrap_policy
-        if isinstance(policy, str):
-            if policy.upper() not in _WRAP_POLICIES:
-                names = [name.lower() for name in _WRAP_POLICIES]
-                raise ValueError(choice_error("auto_wrap_policy", policy, names))
-        elif not (policy is None or callable(policy) or hasattr(policy, "_run_policy")):
-            raise TypeError(
-                f"auto_wrap_policy is {policy!r}; it must be a function or a policy of "
-                "torch.distributed.fsdp.wrap."
-            )
-        precision, offload = self.mixed_precision_policy, self.cpu_offload
-        if isinstance(precision, str):
-            if precision not in (known := ("no", "fp32", "fp16", "bf16")):
-                raise ValueError(choice_error("mixed_precision_policy", precision, known))
-            precision = None
-        if precision is None and isinstance(offload, bool):
-            return
-        from torch.distributed import fsdp  # already imported if one of its objects was passed
-
-        kinds = (fsdp.MixedPrecision, fsdp.MixedPrecisionPolicy, dict, str, type(None))
-        _expect(self, "mixed_precision_policy", kinds)
-        _expect(self, "cpu_offload", (bool, fsdp.CPUOffload, fsdp.OffloadPolicy))
+        if isinstance(policy, str) and policy.upper() not in _WRAP_POLICIES:
+            names = [name.lower() for name in _WRAP_POLICIES]
+            raise ValueError(choice_error("auto_wrap_policy", policy, names))
 
 
 @explains_itself
@@ -267,41 +241,35 @@ class DeepSpeedPlugin:
 
     def __post_init__(self) -> None:
         """Fill in missing values from the environment and validate all."""
-        prefix = "ACCELERATE_DEEPSPEED_"
-        for name, default in (
-            ("hf_ds_config", None),
-            ("zero_stage", 2),
-            ("offload_optimizer_device", "none"),
-            ("offload_param_device", "none"),
-            ("offload_optimizer_nvme_path", "none"),
-            ("offload_param_nvme_path", "none"),
-            ("zero3_init_flag", False),
-            ("zero3_save_16bit_model", False),
-        ):
-            if getattr(self, name) is None:
-                variable = "CONFIG_FILE" if name == "hf_ds_config" else name.upper()
-                setattr(self, name, _named(prefix + variable, default))
-        for name in ("gradient_accumulation_steps", "gradient_clipping"):
-            if getattr(self, name) is None:
-                setattr(self, name, environment.read(f"ACCELERATE_{name.upper()}") or "auto")
-        self.gradient_accumulation_steps = _number(self, "gradient_accumulation_steps", int)
-        self.gradient_clipping = _number(self, "gradient_clipping", float)
-        if type(self.zero_stage) is not int or self.zero_stage not in range(4):
+        _fill(self, "ACCELERATE_DEEPSPEED_CONFIG_FILE", hf_ds_config=None)
+        _fill(
+            self,
+            "ACCELERATE_DEEPSPEED_",
+            zero_stage=2,
+            offload_optimizer_device="none",
+            offload_param_device="none",
+            offload_optimizer_nvme_path="none",
+            offload_param_nvme_path="none",
+            zero3_init_flag=False,
+            zero3_save_16bit_model=False,
+        )
+        _fill(self, "ACCELERATE_", gradient_accumulation_steps="auto", gradient_clipping="auto")
+        if self.gradient_accumulation_steps != "auto":
+            self.gradient_accumulation_steps = int(self.gradient_accumulation_steps or 0)
+            at_least(1, "gradient_accumulation_steps", self.gradient_accumulation_steps)
+        if self.gradient_clipping != "auto":
+            self.gradient_clipping = float(self.gradient_clipping or 0)
+            check_positive(gradient_clipping=self.gradient_clipping)
+        if self.zero_stage not in range(4):
             raise ValueError(f"zero_stage is {self.zero_stage!r}; it must be 0, 1, 2 or 3.")
         for name in ("offload_optimizer_device", "offload_param_device"):
             if (value := getattr(self, name)) not in _OFFLOAD_DEVICES:
                 raise ValueError(choice_error(name, value, _OFFLOAD_DEVICES))
-        _expect(self, "is_train_batch_min zero3_init_flag zero3_save_16bit_model", bool)
-        if self.hf_ds_config is not None:
-            self._check_config()
-
-    def _check_config(self) -> None:
+        check_bool_fields(self)
         config = self.hf_ds_config
         if isinstance(config, (str, PathLike)):
             config = json.loads(Path(config).read_text())
-        if not isinstance(config, Mapping):
-            raise TypeError(f"hf_ds_config is {config!r}; it must be a mapping or a path.")
-        if "zero_optimization" not in config:
+        if config is not None and "zero_optimization" not in config:
             raise ValueError(
                 f"hf_ds_config has the keys {sorted(config)}; name the ZeRO stage under "
                 "'zero_optimization'."
@@ -316,8 +284,8 @@ class MegatronLMPlugin:
     Of the first seven, each that is None takes the environment variable ``MEGATRON_LM_<NAME>``.
 
     Raises:
-        ValueError: A number is too small, or a name is unknown.
-        TypeError: A value has the wrong type.
+        ValueError: A name is unknown.
+        TypeError: A value that must be a bool has another type.
     """
 
     tp_degree: int | None = None
@@ -366,44 +334,24 @@ class MegatronLMPlugin:
 
     def __post_init__(self) -> None:
         """Fill in missing values from the environment and validate all."""
-        for name, default in (
-            ("tp_degree", 1),
-            ("pp_degree", 1),
-            ("num_micro_batches", 1),
-            ("gradient_clipping", 1.0),
-            ("sequence_parallelism", False),
-            ("recompute_activations", False),
-            ("use_distributed_optimizer", False),
-        ):
-            if getattr(self, name) is None:
-                setattr(self, name, _named(f"MEGATRON_LM_{name.upper()}", default))
-        for names, least in (
-            ("tp_degree pp_degree num_micro_batches eval_interval", 1),
-            ("pipeline_model_parallel_split_rank num_layers_per_virtual_pipeline_stage", 1),
-            ("train_iters train_samples lr_decay_iters lr_decay_samples", 1),
-            ("seq_length encoder_seq_length decoder_seq_length", 1),
-            ("eval_iters lr_warmup_iters lr_warmup_samples", 0),
-        ):
-            for name in names.split():
-                if (value := getattr(self, name)) is not getattr(type(self), name):  # the default
-                    at_least(least, name, value)
-        for name in (
-            *("gradient_clipping", "start_weight_decay", "end_weight_decay"),
-            *("lr_warmup_fraction", "min_lr", "lr_mult"),
-        ):
-            if (value := getattr(self, name)) is not getattr(type(self), name):
-                check_numbers(**{name: value})
-                if value < 0:
-                    raise ValueError(f"{name} is {value}; it must be 0 or more.")
+        _fill(
+            self,
+            "MEGATRON_LM_",
+            tp_degree=1,
+            pp_degree=1,
+            num_micro_batches=1,
+            gradient_clipping=1.0,
+            sequence_parallelism=False,
+            recompute_activations=False,
+            use_distributed_optimizer=False,
+        )
         for name, choices in (
             ("weight_decay_incr_style", ("constant", "linear", "cosine")),
             ("lr_decay_style", ("constant", "linear", "cosine")),
         ):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(choice_error(name, value, choices))
-        _expect(self, "sequence_parallelism recompute_activations use_distributed_optimizer", bool)
-        _expect(self, "is_train_batch_min megatron_dataset_flag set_all_logging_options", bool)
-        _expect(self, "return_logits", bool)
+        check_bool_fields(self)
 
 
 def check_engine(
@@ -444,17 +392,22 @@ def check_engine(
         )
 
 
-def _expect(plugin: object, names: str, kind: type | tuple[type, ...]) -> None:
-    for name in names.split():
-        value = getattr(plugin, name)
-        if not isinstance(value, kind):
-            kinds = kind if isinstance(kind, tuple) else (kind,)
-            wanted = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
-            raise TypeError(f"{type(plugin).__name__}: {name} is {value!r}; it must be {wanted}.")
+def _fill(plugin: object, prefix: str, **defaults: Any) -> None:
+    """Set each of these attributes that is None to its environment variable, else to its default.
+
+    Args:
+        plugin: The plugin.
+        prefix: The variables' names before the attributes' names, or the whole name of the only
+            one. Texts are converted to the type of the default.
+        **defaults: The defaults by attribute.
+    """
+    for name, default in defaults.items():
+        if getattr(plugin, name) is None:
+            variable = prefix + name.upper() if prefix.endswith("_") else prefix
+            setattr(plugin, name, _read(variable, default))
 
 
-def _named(variable: str, default: Any) -> Any:
-    """Return the environment variable, converted to the default's type; else the default."""
+def _read(variable: str, default: Any) -> Any:
     text = environment.read(variable)
     if text is None:
         return default
@@ -462,25 +415,4 @@ def _named(variable: str, default: Any) -> Any:
         return environment.read_flag(variable)
     if isinstance(default, int):
         return environment.read_int(variable)
-    try:
-        return float(text) if isinstance(default, float) else text
-    except ValueError:
-        raise ValueError(
-            f"The environment variable {variable} is {text!r}; it must be a number."
-        ) from None
-
-
-def _number(plugin: object, name: str, kind: type[int] | type[float]) -> Any:
-    """Return the attribute as a positive number, or "auto"."""
-    value = getattr(plugin, name)
-    if value == "auto":
-        return value
-    fits = kind is float or not isinstance(value, float) or value.is_integer()  # not 1.5
-    try:
-        number = kind(value) if fits else 0
-    except (TypeError, ValueError):
-        number = 0
-    if isinstance(value, bool) or not number > 0:
-        what = "an int" if kind is int else "a number"
-        raise ValueError(f"{name} is {value!r}; it must be {what} above 0, or 'auto'.")
-    return number
+    return float(text) if isinstance(default, float) else text

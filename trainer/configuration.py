@@ -24,12 +24,13 @@ def explains_itself(cls: type[_T]) -> type[_T]:
     return cls
 
 
-def at_least(minimum: int, what: str, value: object) -> None:
-    """Raise if a value is not an int of at least `minimum`."""
+def at_least(minimum: int, what: str, value: object, hint: str = "") -> None:
+    """Raise if a value is not an int of at least `minimum`; `hint` ends the message."""
+    end = f" ({hint})." if hint else "."
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{what} is {value!r}; it must be an int.")
+        raise TypeError(f"{what} is {value!r}; it must be an int{end}")
     if value < minimum:
-        raise ValueError(f"{what} is {value}; it must be at least {minimum}.")
+        raise ValueError(f"{what} is {value}; it must be at least {minimum}{end}")
 
 
 def check_bool_fields(configuration: Any) -> None:

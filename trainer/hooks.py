@@ -22,51 +22,8 @@ from trainer.ported.signatures import check_signature, with_loader_number
 Hook = Callable[..., None]
 logger = module_logger(__name__)
 
-_CALLBACKS_FIRST = (
-    "on_fit_start",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_step_start",
-    "on_train_batch_start",
-    "on_before_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_validation_start",
-    "on_validation_epoch_start",
-    "on_validation_batch_start",
-    "on_test_start",
-    "on_test_epoch_start",
-    "on_test_batch_start",
-    "on_predict_start",
-    "on_predict_epoch_start",
-    "on_predict_batch_start",
-)
-_MODULE_FIRST = (
-    "on_fit_end",
-    "on_train_end",
-    "on_train_step_end",
-    "on_train_batch_end",
-    "on_after_backward",
-    "on_validation_end",
-    "on_validation_batch_end",
-    "on_test_end",
-    "on_test_batch_end",
-    "on_predict_end",
-    "on_predict_batch_end",
-)
-# The epoch's metrics are reduced after the module's hook and before the callbacks' hooks.
-_AROUND_REDUCTION = (
-    "on_train_epoch_end",
-    "on_validation_epoch_end",
-    "on_test_epoch_end",
-    "on_predict_epoch_end",
-)
-_CALLBACKS_ONLY = (
-    "on_sanity_check_start",
-    "on_sanity_check_end",
-    "on_boundary",
-    "on_preemption",
-)
+# Called by `trainer.loops.fit_state`, with a dict that they change.
+_OF_CHECKPOINTS = ("on_save_checkpoint", "on_load_checkpoint")
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -204,23 +161,23 @@ class HookTable:
                 hook = _ends_no_epoch(hook, owner)
             return [hook]
 
-        def of_module(name: str) -> list[Hook]:
-            return of(module, name, module_base)
-
         def of_callbacks(name: str) -> list[Hook]:
             found = [hook for callback in callbacks for hook in of(callback, name, Callback)]
             return [partial(hook, trainer, module) for hook in found]
 
         table: dict[str, Hook] = {}
-        for name in _CALLBACKS_FIRST:
-            table[name] = _one_after_another(of_callbacks(name) + of_module(name))
-        for name in _MODULE_FIRST:
-            table[name] = _one_after_another(of_module(name) + of_callbacks(name))
-        for name in _AROUND_REDUCTION:
-            table[f"{name}_module"] = _one_after_another(of_module(name))
-            table[f"{name}_callbacks"] = _one_after_another(of_callbacks(name))
-        for name in _CALLBACKS_ONLY:
-            table[name] = _one_after_another(of_callbacks(name))
+        for name in vars(Callback):
+            if not name.startswith("on_") or name in _OF_CHECKPOINTS:
+                continue
+            own = of(module, name, module_base) if hasattr(module_base, name) else []
+            theirs = of_callbacks(name)
+            if name.endswith("_epoch_end"):  # the epoch's metrics are reduced in between
+                table[f"{name}_module"] = _one_after_another(own)
+                table[f"{name}_callbacks"] = _one_after_another(theirs)
+            elif name.endswith("_start") or name.startswith("on_before_"):
+                table[name] = _one_after_another(theirs + own)
+            else:
+                table[name] = _one_after_another(own + theirs)
         self.boundary = Boundary(
             [
                 (callback.state_key, partial(hook, trainer, module))

@@ -114,7 +114,7 @@ def keep(
     """
     calls = [_arguments(frame) for frame in _inits(owner, caller)]
     outermost = calls[-1] if calls else {}
-    skipped = _names(ignore)
+    skipped = {ignore} if isinstance(ignore, str) else set(ignore or ())
     kept = kept_by(owner)
     if len(given) == 1 and isinstance(given[0], (Mapping, Namespace)):
         values = dict(vars(given[0]) if isinstance(given[0], Namespace) else given[0])
@@ -275,11 +275,6 @@ def _chosen(
     owner: object, names: tuple[Any, ...], calls: list[dict[str, Any]], skipped: set[str]
 ) -> dict[str, Any]:
     """Return the arguments of these names, or all arguments."""
-    if wrong := [name for name in names if not isinstance(name, str)]:
-        raise TypeError(
-            f"save_hyperparameters was given {wrong[0]!r}; it takes names of arguments, or a "
-            "single dict or argparse.Namespace of values."
-        )
     cls = type(owner).__name__
     if not calls:
         raise RuntimeError(
@@ -299,15 +294,6 @@ def _chosen(
             f"them under. Pass them by name, or leave them out: ignore={unnamed[0][1:]!r}."
         )
     return {name: values[name] for name in names or values}
-
-
-def _names(ignore: str | Iterable[str] | None) -> set[str]:
-    if isinstance(ignore, str):
-        return {ignore}
-    names = set(ignore or ())
-    if wrong := [name for name in names if not isinstance(name, str)]:
-        raise TypeError(f"ignore contains {wrong[0]!r}; it takes names of arguments.")
-    return names
 
 
 def _parameters(cls: type) -> list[str]:
@@ -333,22 +319,17 @@ def _all_plain(values: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: _plain(value, name, wrong) for name, value in values.items()}
     if not wrong:
         return plain
-    kinds = {place: type(value) for place, value in wrong.items()}
     text = ", ".join(
-        f"{place} is a {kind.__module__}.{kind.__qualname__}" for place, kind in kinds.items()
-    )
-    what = (
-        f"hyper-parameter {text}, which is" if len(wrong) == 1 else f"hyper-parameters ({text}) are"
+        f"{place} is of type {type(value).__qualname__}" for place, value in wrong.items()
     )
     names = list(dict.fromkeys(place.partition("[")[0] for place in wrong))
     spaces = [name for name in names if isinstance(wrong.get(name), Namespace)]
     raise TypeError(
-        f"The {what} not plain data: numbers, strings, None, paths, and lists, tuples, sets and "
-        "dicts of them. "
+        "Hyper-parameters are plain data (numbers, strings, None, paths, and lists, tuples, sets "
+        f"and dicts of them), but {text}. "
         + "".join(f"Save what is in it: save_hyperparameters({name}). " for name in spaces)
         + f"Leave out what is not: save_hyperparameters(ignore={names}), and pass it again to "
-        f"load_from_checkpoint(…, {', '.join(f'{name}=…' for name in names)}); or take plain "
-        "values and build it in __init__."
+        f"load_from_checkpoint(…, {', '.join(f'{name}=…' for name in names)})."
     )
 
 

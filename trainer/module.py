@@ -158,11 +158,10 @@ class TrainModule(nn.Module):
         Raises:
             CheckpointError: There is no intact checkpoint at `path`, the class does not take the
                 saved arguments, or the weights do not match the module.
-            TypeError: An argument is neither saved nor given, the class does not take one that was
-                given, or `map_location` is not a device.
-            ValueError: There is no device `map_location`.
+            TypeError: An argument is neither saved nor given, or the class does not take one that
+                was given.
         """
-        device = None if map_location is None else _device(map_location)
+        device = None if map_location is None else torch.device(map_location)
         folder = _checkpoint_at(path)
         manifest = disk.verify(folder)
         check_form(manifest, {"files": {disk.WEIGHTS_NAME: dict}}, folder / MANIFEST)
@@ -341,16 +340,7 @@ class TrainModule(nn.Module):
     def log_dict(
         self, dictionary: Mapping[str, Any], prog_bar: bool = False, **kwargs: Any
     ) -> None:
-        """Call `log` for each item, with the same further arguments.
-
-        Raises:
-            TypeError: `dictionary` is not a dict; see `log` for further errors.
-        """
-        if not hasattr(dictionary, "items"):
-            raise TypeError(
-                f"log_dict was given {dictionary!r} of type {type(dictionary).__name__}; it must "
-                "be a dict of names and values, or a MetricCollection."
-            )
+        """Call `log` for each item, with the same further arguments."""
         for name, value in dictionary.items():
             self.log(name, value, prog_bar, **kwargs)
 
@@ -705,19 +695,6 @@ class TrainModule(nn.Module):
         self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """After `predict_step`."""
-
-
-def _device(map_location: str | torch.device) -> torch.device:
-    if not isinstance(map_location, (str, torch.device)):
-        raise TypeError(
-            f"map_location is {map_location!r}; it must be a device, such as 'cpu' or 'cuda:0'."
-        )
-    try:
-        return torch.device(map_location)
-    except RuntimeError as error:
-        raise ValueError(
-            f"map_location is {map_location!r}; it must be a device, such as 'cpu' or 'cuda:0'."
-        ) from error
 
 
 def _checkpoint_at(path: str | os.PathLike[str]) -> Path:

@@ -386,7 +386,7 @@ def test_anything_else_is_refused_by_name_with_the_fix(value):
     with pytest.raises(TypeError) as caught:
         Net(value)
     text = str(caught.value)
-    assert f"The hyper-parameter width is a {name}, which is not plain data" in text
+    assert f"but width is of type {name.rpartition('.')[2]}. " in text
     assert "save_hyperparameters(ignore=['width'])" in text
     assert "load_from_checkpoint(…, width=…)" in text
     assert ("save_hyperparameters(width)." in text) == isinstance(value, Namespace)
@@ -400,11 +400,10 @@ def test_all_that_is_not_plain_data_is_named_at_once():
 
     with pytest.raises(TypeError) as caught:
         Model(torch.nn.Linear(1, 1), 3, object(), {"table": [torch.ones(1)], "lr": 1, "f": len})
-    assert str(caught.value).startswith(
-        "The hyper-parameters (encoder is a torch.nn.modules.linear.Linear, loss is a "
-        "builtins.object, config['table'][0] is a torch.Tensor, config['f'] is a "
-        "builtins.builtin_function_or_method) are not plain data: "
-    )
+    assert (
+        "encoder is of type Linear, loss is of type object, config['table'][0] is of type Tensor, "
+        "config['f'] is of type builtin_function_or_method. "
+    ) in str(caught.value)
     assert "ignore=['encoder', 'loss', 'config'])" in str(caught.value)
     assert "load_from_checkpoint(…, encoder=…, loss=…, config=…)" in str(caught.value)
 
@@ -421,15 +420,13 @@ def test_what_no_checkpoint_could_hold_is_refused_before_the_first_step():
             return None
 
     data = torch.utils.data.DataLoader(torch.ones(2, 1))
-    with pytest.raises(TypeError, match=r"one is a .*, two is a .* are not plain data"):
+    with pytest.raises(TypeError, match=r"plain data .* one is of type .*, two is of"):
         Trainer(max_epochs=1, cpu=True, progress_bar=False).fit(Late(1), data)
 
 
 def test_a_value_deep_inside_is_refused_with_its_place():
     value = {"a": [1, (2, object())]}
-    with pytest.raises(
-        TypeError, match=r"width\['a'\]\[1\]\[1\] is a builtins.object.*\['width'\]"
-    ):
+    with pytest.raises(TypeError, match=r"width\['a'\]\[1\]\[1\] is of type object.*\['width'\]"):
         Net(value)
 
 
@@ -438,7 +435,7 @@ def test_a_value_set_later_is_checked_when_it_is_saved():
     net.hparams.width = Path("x")
     assert again(net).given[0] == "x"
     net.hparams.width = object()
-    with pytest.raises(TypeError, match=r"hyper-parameter width is a builtins.object"):
+    with pytest.raises(TypeError, match="width is of type object"):
         to_manifest(net)
 
 
@@ -466,18 +463,9 @@ def test_a_name_that_is_no_argument_is_refused_with_the_nearest():
         Sub(1)
 
 
-@pytest.mark.parametrize("given", [({"a": 1}, "width"), (3,), ("width", Namespace())])
-def test_names_and_values_are_not_mixed(given):
-    wrong = module_whose_init(lambda self: self.save_hyperparameters(*given))
-    with pytest.raises(TypeError, match="takes names of arguments, or a single dict"):
-        wrong(1)
-
-
 def test_names_must_be_strings():
     with pytest.raises(TypeError, match="named 1; names must be strings"):
         Base(1).save_hyperparameters({1: 2})
-    with pytest.raises(TypeError, match="ignore contains 1; it takes names"):
-        Base(1).save_hyperparameters({"a": 2}, ignore=[1])
 
 
 def test_outside_init_it_needs_values():

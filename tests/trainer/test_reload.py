@@ -193,9 +193,7 @@ def test_a_loader_that_was_given_cannot_be_made_anew(argument):
     ("value", "error"), [(-1, ValueError), (True, TypeError), (1.5, TypeError)]
 )
 def test_a_number_that_cannot_be_meant(value, error):
-    with pytest.raises(
-        error, match=rf"reload_dataloaders_every_n_epochs is {value}; .*0 for never"
-    ):
+    with pytest.raises(error, match=rf"reload_dataloaders_every_n_epochs is {value}; "):
         quiet_trainer(reload_dataloaders_every_n_epochs=value)
 
 

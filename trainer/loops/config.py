@@ -9,26 +9,16 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from callbacks import Callback, Interval, ModelCheckpoint, Progress, ProgressBar
-from trainer import interval
 from trainer.accelerator import Accelerator
 from trainer.checks import check_bools, check_type
-from trainer.configuration import GradientAccumulationPlugin, ProjectConfiguration
+from trainer.configuration import GradientAccumulationPlugin, ProjectConfiguration, at_least
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.enums import RNGType
 from trainer.hooks import is_overridden
+from trainer.interval import seconds_of
 from trainer.optim.clipping import validate_limits
 from trainer.optim.finite import Policy, check_policy
 from trainer.state import AcceleratorState, is_initialized
-
-
-def seconds_of(time: str | timedelta | Mapping[str, float] | None) -> float | None:
-    """Return the argument `max_time` in seconds; None stays None.
-
-    Raises:
-        ValueError: It is not a positive duration.
-        TypeError: It is of the wrong type.
-    """
-    return None if time is None else interval.seconds_of("max_time", time)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +48,8 @@ class Length:
         for unit in ("epochs", "steps"):
             low, high = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             for name, number in ((f"min_{unit}", low), (f"max_{unit}", high)):
-                if number is None:
-                    continue
-                if isinstance(number, bool) or not isinstance(number, int):
-                    raise TypeError(f"{name} is {number!r}; it must be an int.")
-                if number < 0:
-                    raise ValueError(
-                        f"{name} is {number}; it must be 0 or more, or None for no such limit."
-                    )
+                if number is not None:
+                    at_least(0, name, number, "None for no such limit")
             if low is not None and high is not None and low > high:
                 raise ValueError(f"min_{unit} is {low}, above max_{unit}, {high}.")
 
@@ -122,14 +106,12 @@ def check_limit(name: str, limit: int | float | None) -> None:
     """
     if limit is None:
         return
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
-        raise TypeError(f"{name} is {limit!r}; it must be an int (batches) or a float (fraction).")
-    if isinstance(limit, float) and not 0.0 <= limit <= 1.0:
+    if not isinstance(limit, float):
+        at_least(0, name, limit, "batches; a float is a fraction of all")
+    elif not 0.0 <= limit <= 1.0:
         raise ValueError(
             f"{name} is {limit}; a float is a fraction from 0.0 to 1.0, an int a number of batches."
         )
-    if limit < 0:
-        raise ValueError(f"{name} is {limit}; it must be 0 or more.")
 
 
 def apply_limit(epoch_iterator: EpochIterator, name: str, limit: int | float | None) -> None:
@@ -238,24 +220,21 @@ class Settings:
         check_bools(barebones=self.barebones, detect_anomaly=self.detect_anomaly)
         if self.profile not in (None, "simple"):
             raise ValueError(
-                f"profile is {self.profile!r}; it must be 'simple', a table of where the time "
-                "goes, or None. For a trace of every operator by torch's profiler pass "
-                "callbacks=[callbacks.Profiler()]."
+                f"profile is {self.profile!r}; it must be 'simple' or None. For a trace by torch's "
+                "profiler pass callbacks=[callbacks.Profiler()]."
             )
         if self.deterministic not in (True, False, "warn"):
             raise ValueError(
                 f"deterministic is {self.deterministic!r}; it must be True, False or 'warn'."
             )
-        _whole("num_sanity_val_steps", self.num_sanity_val_steps, -1, "0 for none, -1 for all")
-        reload = "reload_dataloaders_every_n_epochs"
-        _whole(reload, self.reload_dataloaders_every_n_epochs, 0, "0 for never")
-        _whole("gradient_accumulation_steps", self.gradient_accumulation_steps, 1, "1 for none")
+        at_least(-1, "num_sanity_val_steps", self.num_sanity_val_steps, "-1 for all")
+        at_least(0, "reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs)
+        at_least(1, "gradient_accumulation_steps", self.gradient_accumulation_steps)
         if self.seed is not None:
-            _whole("seed", self.seed, 0, "None for no seed")
+            at_least(0, "seed", self.seed)
         for name in ("val_every", "log_every"):
             object.__setattr__(self, name, Interval.given(name, getattr(self, name)))
-        _ = self.length  # validated here
-        seconds_of(self.max_time)
+        _ = self.length, self._seconds  # validated here
 
     @property
     def length(self) -> Length:
@@ -265,7 +244,7 @@ class Settings:
             min_epochs=self.min_epochs,
             max_steps=self.max_steps,
             min_steps=self.min_steps,
-            max_seconds=seconds_of(self.max_time) if self._only_time else None,
+            max_seconds=self._seconds if self._only_time else None,
         )
 
     @property
@@ -275,7 +254,11 @@ class Settings:
         `max_time` is such a limit only beside `max_epochs` or `max_steps`. Alone, it is the length
         of the run.
         """
-        return None if self._only_time else seconds_of(self.max_time)
+        return None if self._only_time else self._seconds
+
+    @property
+    def _seconds(self) -> float | None:
+        return None if self.max_time is None else seconds_of("max_time", self.max_time)
 
     @property
     def _only_time(self) -> bool:
@@ -316,7 +299,7 @@ class Settings:
     def _for_fast_dev_run(self, batches: bool | int) -> Settings:
         """Return a copy for one epoch with a few batches of each kind of data."""
         if batches is not True:
-            _whole("fast_dev_run", batches, 1, "True for one batch, False for none")
+            at_least(1, "fast_dev_run", batches)
         batches = int(batches)
         return replace(
             self,
@@ -348,13 +331,6 @@ class Settings:
             for name, value in values.items()
             if value is not None
         }
-
-
-def _whole(name: str, value: Any, least: int, hint: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; it must be an int ({hint}).")
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least} ({hint}).")
 
 
 LEFT_OUT: dict[str, tuple[Any, ...]] = {
@@ -452,8 +428,8 @@ def _check_loop_options(ready: Accelerator) -> None:
     for name, (value, default) in usual.items():
         if value != default:
             raise ValueError(
-                f"The Accelerator that was passed has {name}={value!r}, which is for custom loops; "
-                "the Trainer decides that itself. Leave it out."
+                f"The Accelerator that was passed has {name}={value!r}, which is for custom loops. "
+                "Leave it out."
             )
 
 

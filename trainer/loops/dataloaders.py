@@ -79,10 +79,6 @@ def check_module(module: Any, stage: str) -> None:
             f"{stage} was given {module!r} of type {type(module).__name__}; it needs a "
             "TrainModule. Subclass trainer.TrainModule and define its steps."
         )
-    if "_modules" not in module.__dict__:
-        raise TypeError(
-            f"{type(module).__name__} did not call super().__init__() first thing in its __init__."
-        )
     needed = [_STEPS[stage][0]] if stage != "predict" else []
     if stage == "fit":
         needed.append("configure_optimizers")
@@ -94,12 +90,6 @@ def check_module(module: Any, stage: str) -> None:
             )
     if stage == "fit":
         check_state_dict_methods(module)
-    steps = [is_overridden(module, name, TrainModule) for name in ("predict_step", "forward")]
-    if stage == "predict" and not any(steps):
-        raise TypeError(
-            f"{type(module).__name__} defines neither predict_step nor forward, of which predict "
-            "needs one: def predict_step(self, batch, batch_idx)."
-        )
 
 
 def check_hooks(
@@ -177,17 +167,13 @@ def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) ->
     """
     _, hook, argument = _STEPS[stage]
     loaders = find_loaders(hook, given, module, datamodule, argument)
-    owners = [(datamodule, DataModule)] * (datamodule is not None) + [(module, TrainModule)]
-    gave_none = [type(one).__name__ for one, base in owners if is_overridden(one, hook, base)]
-    if not loaders and gave_none:
-        raise ValueError(
-            f"{stage} has no data: {hook} of {' and of '.join(gave_none)} returned None or an "
-            f"empty list. Return a loader there, or pass {argument}."
-        )
     if not loaders:
+        owners = [(datamodule, DataModule), (module, TrainModule)]
+        gave_none = [type(one).__name__ for one, base in owners if is_overridden(one, hook, base)]
+        why = f"{hook} of {' and of '.join(gave_none)} returned none. " if gave_none else ""
         raise ValueError(
-            f"{stage} has no data: pass {argument}, or a datamodule, or define {hook} in "
-            f"{type(module).__name__}."
+            f"{stage} has no data: {why}Return a loader from {hook}, or pass {argument} or a "
+            "datamodule."
         )
     return loaders
 
@@ -214,9 +200,8 @@ def find_loaders(
         )
     if hasattr(given, "shape") and hasattr(given, "dtype"):  # a tensor or an array
         raise TypeError(
-            f"{argument} is a {type(given).__name__} of shape {tuple(given.shape)}, whose rows "
-            "would be the batches. Wrap it: DataLoader(TensorDataset(x, y), batch_size=32); or "
-            "pass list(...) if its rows are batches."
+            f"{argument} is a {type(given).__name__} of shape {tuple(given.shape)}. Wrap it: "
+            "DataLoader(TensorDataset(x, y), batch_size=32), or list(...) if its rows are batches."
         )
     return list(given) if several and _holds_loaders(given) else [given]
 

@@ -328,16 +328,12 @@ def _make_room(folder: Path, *, overwrite: bool) -> None:
 
 def _difference(one: Index, other: Index) -> str:
     """Describe how the columns of two indexes differ; an empty string if they do not."""
-    if one.plain != other.plain:
-        return f"its lists are {list(other.plain)}, not {list(one.plain)}"
-    ours, theirs = one.columns or {}, other.columns or {}
-    if list(ours) != list(theirs):
-        return f"its columns are {list(theirs)}, not {list(ours)}"
-    for name, (dtype, shape) in ours.items():
-        if theirs[name] != (dtype, shape):
-            got_dtype, got_shape = theirs[name]
-            return f"a row of {name!r} is {got_dtype} {got_shape}, not {dtype} {shape}"
-    return ""
+    ours, theirs = (
+        [f"{name}: {dtype} {shape}" for name, (dtype, shape) in (each.columns or {}).items()]
+        + [f"{name}: a list" for name in each.plain]
+        for each in (one, other)
+    )
+    return "" if ours == theirs else f"its columns per sample are {theirs}, not {ours}"
 
 
 def _agreed(indices: Sequence[Index]) -> Index:

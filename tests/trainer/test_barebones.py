@@ -169,7 +169,7 @@ def test_every_argument_of_the_trainer_is_one_or_the_other():
         *("gradient_accumulation_steps", "max_grad_norm", "max_grad_value", "deterministic"),
         *("seed", "project_dir", "project_config", "accelerator", "mixed_precision", "cpu"),
         *("dataloader_config", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"),
-        *("dynamo_backend", "dynamo_plugin", "kwargs_handlers"),
+        *("dynamo_backend", "dynamo_plugin", "kwargs_handlers", "engine"),
     }
     arguments = set(inspect.signature(Trainer).parameters) - {"barebones", "unknown"}
     assert arguments == kept | set(LEFT_OUT)

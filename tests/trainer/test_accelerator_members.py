@@ -33,6 +33,7 @@ from trainer.configuration import (
     ProjectConfiguration,
 )
 from trainer.data.dispatcher import DataLoaderDispatcher
+from trainer.engines.single import SingleDevice
 from trainer.errors import CheckpointError
 from trainer.plugins import (
     DeepSpeedPlugin,
@@ -96,6 +97,7 @@ def test_the_defaults_are_the_documented_ones():
     assert (accelerator.scaler, accelerator.ddp_kwargs) == (None, None)
     assert (accelerator.save_iteration, accelerator.step) == (0, 0)
     assert accelerator.dynamo_plugin.backend == "NO"
+    assert type(accelerator.engine) is SingleDevice
     assert accelerator.state.__dict__ is AcceleratorState().__dict__
     assert accelerator.gradient_state.__dict__ is GradientState().__dict__
 

@@ -33,7 +33,7 @@ _GRADIENT = attrgetter("grad")
 _HERE = "training_step or a hook of a batch"
 
 
-def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
+def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: PLR0915  # one algorithm
     """Run forward and backward on a window of micro-batches and make one optimizer update.
 
     Args:

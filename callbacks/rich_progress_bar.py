@@ -21,11 +21,6 @@ _BAR = (10, 40)  # minimum and maximum width of the bar, in columns
 _NOTEBOOK_COLUMNS = 100
 
 
-def _taken(widths: list[int]) -> int:
-    """Return the width of a row's texts in columns, including the spaces beside the bar."""
-    return sum(widths) + len(widths) + 1
-
-
 class _Picture:
     """All bars, with the metrics to the right of each bar, or below it if there is no room."""
 
@@ -42,26 +37,18 @@ class _Picture:
 
         cells = [row.cells for row in self._rows]
         text = next((row.text for row in self._rows if row.text), "")
-        widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
-        while len(widths) > 2 and _taken(widths) > options.max_width:  # keep at least the count
-            widths.pop()
-        room = options.max_width - _taken(widths)
-        beside = bool(text) and room - cell_len(text) >= _BAR[0]
-        width = min(_BAR[1], room - cell_len(text) if beside else room)
+        taken = sum(max(map(cell_len, column)) + 1 for column in zip(*cells, strict=True))
+        room = options.max_width - taken - 1
+        beside = room - cell_len(text) >= _BAR[0]
+        width = max(_BAR[0], min(_BAR[1], room - cell_len(text) if beside else room))
         grid = Table.grid(padding=(0, 1))
-        for style in ("bold", "", *("green", "cyan", "dim")[: len(widths) - 1], ""):
+        for style in ("bold", "", "green", "cyan", "dim", ""):
             grid.add_column(style=style, no_wrap=True, overflow="crop")
         for row, (name, *others) in zip(self._rows, cells, strict=True):
-            bar = Bar(
-                total=row.total,
-                completed=row.done,
-                width=width,
-                pulse=row.total is None,
-                animation_time=row.seconds,
-            )
-            moving = bar if width >= _BAR[0] else ""
-            last = row.text if beside else ""
-            grid.add_row(Text(name), moving, *map(Text, others[: len(widths) - 1]), Text(last))
+            endless = row.total is None
+            bar = Bar(row.total, row.done, width, pulse=endless, animation_time=row.seconds)
+            metrics = row.text if beside else ""
+            grid.add_row(Text(name), bar, *map(Text, others), Text(metrics))
         yield grid
         if text and not beside:
             yield Text(text)
@@ -77,62 +64,40 @@ class _Terminal:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live: Live | None = None
-        self._replaced: list[tuple[str, Any, Any]] = []
+        self._streams: list[tuple[Any, Any]] = []  # what the live display replaced, and by what
 
     def draw(self, rows: list[Row]) -> None:
-        if self._live is None:
-            self._live = self._start()
-        self._live.update(_Picture(rows), refresh=True)
-
-    def _start(self) -> Live:
         from rich.live import Live
 
-        live = Live(
-            console=self._console,
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            vertical_overflow="visible",
-        )
-        live.start()
-        self._console.show_cursor(True)
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if stream.isatty():  # a redirected stream stays as it is
-                self._replaced.append((name, stream, _above(self._console, stream)))
-        for name, old, new in self._replaced:
-            setattr(sys, name, new)
-            _move_handlers(old, new)
-        return live
+        if self._live is None:
+            before = sys.stdout, sys.stderr
+            live = Live(
+                console=self._console,
+                auto_refresh=False,
+                redirect_stdout=sys.stdout.isatty(),  # a redirected stream stays as it is
+                redirect_stderr=sys.stderr.isatty(),
+                vertical_overflow="visible",
+            )
+            live.start()
+            self._console.show_cursor(True)
+            self._live = live
+            self._streams = list(zip(before, (sys.stdout, sys.stderr), strict=True))
+            for old, new in self._streams:
+                _move_handlers(old, new)
+        self._live.update(_Picture(rows), refresh=True)
 
     def end(self, *, leave: bool) -> None:
         if self._live is None:
             return
         live, self._live = self._live, None
         live.transient = not leave
-        replaced, self._replaced = self._replaced, []
         try:
-            for _, _, new in replaced:
+            for _, new in self._streams:
                 new.flush()  # an unfinished line
         finally:
-            for name, old, new in replaced:
-                if getattr(sys, name) is new:
-                    setattr(sys, name, old)
+            for old, new in self._streams:
                 _move_handlers(new, old)
             live.stop()
-
-
-def _above(console: Console, stream: Any) -> Any:
-    """Return a stream that replaces ``stream`` and writes above the bars."""
-    from rich.file_proxy import FileProxy
-
-    class Above(FileProxy):
-        @property
-        def rich_proxied_file(self) -> Any:
-            """This stream, so that other consoles of rich also write above the bars."""
-            return self
-
-    return Above(console, stream)
 
 
 def _move_handlers(old: Any, new: Any) -> None:

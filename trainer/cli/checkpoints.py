@@ -11,27 +11,32 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from trainer.checkpoint import storage
 from trainer.checkpoint.lock import holder_of
-from trainer.checkpoint.storage import unknown_files
 from trainer.cli.inventory import (
     SET_ASIDE,
     Entry,
     Leftover,
     find_root,
     is_dead,
-    is_step,
-    monitored,
+    ranked_by,
     read_entry,
     read_folder,
+    size_text,
 )
-from trainer.cli.listing import Plan, amount, listing, plan_report, plan_text, report
-from trainer.cli.parsing import command_parser, count, echo
+from trainer.cli.parsing import aligned, command_parser, count, echo
 from trainer.errors import CheckpointError
 from trainer.strict_json import dumps
+
+_METRICS_SHOWN = 3
+_COLUMNS = ("name", "step", "epoch", "metrics", "size", "age", "processes", "state")
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -46,25 +51,19 @@ def parser(prog: str) -> argparse.ArgumentParser:
         ],
         codes={0: "all are sound", 1: "one is damaged or could not be removed"},
     )
-    made.add_argument(
-        "directory",
-        type=Path,
-        metavar="DIR",
-        help="the folder of a project, its 'checkpoints' folder, or one checkpoint",
-    )
-    made.add_argument("--verify", action="store_true", help="read files and compare hashes")
-    made.add_argument("--json", action="store_true", help="print JSON")
-    prune = made.add_argument_group("removing")
-    prune.add_argument(
-        "--prune",
-        action="store_true",
-        help="remove all but the last, and leftovers of killed saves older than an hour",
-    )
-    prune.add_argument("--keep-last", type=count, metavar="N", help="keep the N newest sound ones")
-    prune.add_argument("--keep-best", metavar="METRIC", help="also keep the best by this metric")
-    prune.add_argument("--mode", choices=("min", "max"), help="which value of METRIC is best")
-    prune.add_argument("--dry-run", action="store_true", help="only show what would be removed")
-    prune.add_argument("--yes", action="store_true", help="do not ask")
+    add = made.add_argument
+    what = "the folder of a project, its 'checkpoints' folder, or one checkpoint"
+    add("directory", type=Path, metavar="DIR", help=what)
+    add("--verify", action="store_true", help="read files and compare hashes")
+    add("--json", action="store_true", help="print JSON")
+    add = made.add_argument_group("removing").add_argument
+    what = "remove all but the last, and leftovers of killed saves older than an hour"
+    add("--prune", action="store_true", help=what)
+    add("--keep-last", type=count, metavar="N", help="keep the N newest sound ones")
+    add("--keep-best", metavar="METRIC", help="also keep the best by this metric")
+    add("--mode", choices=("min", "max"), help="which value of METRIC is best")
+    add("--dry-run", action="store_true", help="only show what would be removed")
+    add("--yes", action="store_true", help="do not ask")
     return made
 
 
@@ -96,82 +95,204 @@ def run(arguments: argparse.Namespace) -> int:
         entries, leftovers = [entry] if entry else [], list[Leftover]()
     else:
         entries, leftovers = read_folder(root, hashes=arguments.verify)
-    first = [arguments.keep_best] if arguments.keep_best else monitored(entries)
     plan = _plan(entries, leftovers, arguments) if arguments.prune else None
-    shown = report(entries, leftovers)
+    shown = _report(entries, leftovers)
     if not arguments.json:
-        echo(f"{root}\n")
-        echo(listing(entries, leftovers, first, hashes=arguments.verify))
+        first = [arguments.keep_best] if arguments.keep_best else dict(ranked_by(entries))
+        echo(f"{root}\n\n{_listing(entries, leftovers, list(first), hashes=arguments.verify)}")
+    failed: dict[str, str] = {}
     if plan is not None:
         done = _prune(plan, root, arguments)
-        shown["prune"] = {"done": done, **plan_report(plan)}
+        failed = plan.failed
+        shown["prune"] = {
+            "done": done,
+            "kept": plan.kept,
+            "untouched": plan.untouched,
+            "removed": [entry.name for entry in plan.removed if entry.name not in failed],
+            "swept": [each.name for each in plan.swept if each.name not in failed],
+            "failed": failed,
+        }
         if done:
-            gone = [entry for entry in plan.removed if entry.name not in plan.failed]
+            gone = [entry for entry in plan.removed if entry.name not in failed]
             entries = [entry for entry in entries if entry not in gone]
     if arguments.json:
         echo(dumps({"root": str(root), **shown}, indent=1))
-    failed = plan is not None and bool(plan.failed)
-    return int(failed or any(entry.is_bad for entry in entries))
+    return int(bool(failed) or any(entry.is_bad for entry in entries))
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    options = {
-        "--keep-last": arguments.keep_last,
-        "--keep-best": arguments.keep_best,
-        "--mode": arguments.mode,
-        "--dry-run": arguments.dry_run,
-        "--yes": arguments.yes,
-    }
-    given = [name for name, value in options.items() if value]
-    if given and not arguments.prune:
-        raise argparse.ArgumentTypeError(f"{given[0]} belongs to --prune, which is not given.")
-    if arguments.prune and arguments.keep_last is None:
+    if not arguments.prune:
+        for name in ("keep_last", "keep_best", "mode", "dry_run", "yes"):
+            if getattr(arguments, name):
+                option = f"--{name.replace('_', '-')}"
+                raise argparse.ArgumentTypeError(f"{option} belongs to --prune, which is missing.")
+        return
+    if arguments.keep_last is None:
         raise argparse.ArgumentTypeError(
             "--prune needs --keep-last N: how many of the newest to keep."
         )
     if (arguments.keep_best is None) != (arguments.mode is None):
         raise argparse.ArgumentTypeError("--keep-best METRIC and --mode min|max go together.")
-    if arguments.prune and arguments.json and not (arguments.yes or arguments.dry_run):
+    if arguments.json and not (arguments.yes or arguments.dry_run):
         raise argparse.ArgumentTypeError("--json cannot ask; pass --yes or --dry-run too.")
+
+
+# -- output ----------------------------------------------------------------------------------------
+
+
+def _listing(
+    entries: Sequence[Entry], leftovers: Sequence[Leftover], first: Sequence[str], *, hashes: bool
+) -> str:
+    """Return the checkpoints of a folder as a table; metrics in ``first`` come first."""
+    now = time.time()
+    parts = ["No checkpoints."]
+    if entries:
+        what = "manifests, sizes and hashes" if hashes else "manifests and sizes"
+        more = "" if hashes else "; --verify reads the files too"
+        table = aligned([_COLUMNS, *(_row(entry, first, now) for entry in entries)])
+        parts = [table, f"Checked: {what}{more}."]
+    if notes := [f"{entry.name}: {entry.note}" for entry in entries if entry.note]:
+        parts.append("\n".join(notes))
+    if leftovers:
+        rows = [
+            (each.name, size_text(each.size), _age(now - each.touched), each.meaning)
+            for each in leftovers
+        ]
+        parts.append("Leftovers:\n" + aligned(rows))
+    return "\n\n".join(parts)
+
+
+def _row(entry: Entry, first: Sequence[str], now: float) -> tuple[str, ...]:
+    metrics = entry.metrics
+    names = list(dict.fromkeys([*(name for name in first if name in metrics), *sorted(metrics)]))
+    shown = [f"{name}={metrics[name]:.4g}" for name in names[:_METRICS_SHOWN]]
+    if len(names) > _METRICS_SHOWN:
+        shown.append(f"+{len(names) - _METRICS_SHOWN}")
+    step, epoch, processes = (
+        str(entry.manifest.get(key, "-")) for key in ("step", "epoch", "world_size")
+    )
+    size, age = size_text(entry.size), _age(now - entry.saved)
+    return entry.name, step, epoch, " ".join(shown) or "-", size, age, processes, entry.state
+
+
+def _age(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "-"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{max(int(seconds), 0)} s"
+
+
+def _report(entries: Sequence[Entry], leftovers: Sequence[Leftover]) -> dict[str, Any]:
+    """Return what `--json` prints: bytes, ISO 8601 times, null for missing or non-finite values."""
+    return {
+        "checkpoints": [
+            {
+                "name": entry.name,
+                "path": str(entry.path),
+                "kind": entry.kind,
+                "state": entry.state,
+                "note": entry.note,
+                "hashed": entry.hashed,
+                "step": entry.manifest.get("step"),
+                "epoch": entry.manifest.get("epoch"),
+                "metrics": {k: v if math.isfinite(v) else None for k, v in entry.metrics.items()},
+                "size": entry.size,
+                "saved": _time(entry.saved),
+                "processes": entry.manifest.get("world_size"),
+            }
+            for entry in entries
+        ],
+        "leftovers": [
+            {
+                "path": str(each.path),
+                "meaning": each.meaning,
+                "size": each.size,
+                "touched": _time(each.touched),
+            }
+            for each in leftovers
+        ],
+    }
+
+
+def _time(seconds: float) -> str | None:
+    if not math.isfinite(seconds):
+        return None
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
 
 
 # -- pruning ---------------------------------------------------------------------------------------
 
 
-def _plan(entries: list[Entry], leftovers: list[Leftover], arguments: argparse.Namespace) -> Plan:
+@dataclass
+class _Plan:
+    """What a prune does with each checkpoint.
+
+    Attributes:
+        kept: Name -> reason, of those that the user asked to keep.
+        untouched: Name -> reason, of those that are not ours to remove.
+        removed: The others.
+        swept: Leftovers of killed saves.
+        failed: Name -> error; filled when the plan is carried out.
+    """
+
+    kept: dict[str, str] = field(default_factory=dict)
+    untouched: dict[str, str] = field(default_factory=dict)
+    removed: list[Entry] = field(default_factory=list)
+    swept: list[Leftover] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def amount(self) -> str:
+        """Return how much would be removed."""
+        size = sum(entry.size for entry in self.removed) + sum(each.size for each in self.swept)
+        what = f"{len(self.removed)} checkpoint{'' if len(self.removed) == 1 else 's'}"
+        if self.swept:
+            what += f" and {len(self.swept)} leftover{'' if len(self.swept) == 1 else 's'}"
+        return f"{what}, {size_text(size)}"
+
+    def text(self) -> str:
+        """Return what a prune would do, one line per checkpoint."""
+        lines = [("keep", name, reason) for name, reason in self.kept.items()]
+        lines += [("leave", name, reason) for name, reason in self.untouched.items()]
+        lines += [("remove", entry.name, entry.state) for entry in self.removed]
+        lines += [("sweep", each.name, each.meaning) for each in self.swept]
+        table = aligned(sorted(lines, key=lambda line: line[1])) if lines else ""
+        return f"\n{table}\n\nTo remove: {self.amount()}."
+
+
+def _plan(entries: list[Entry], leftovers: list[Leftover], arguments: argparse.Namespace) -> _Plan:
     """Return the plan; read in full what is to be kept, and update ``entries`` with what is found.
 
     Raises:
         argparse.ArgumentTypeError: No checkpoint has a value of the metric.
     """
-    plan = Plan()
-    hopeless: dict[str, str] = {}
-    reason: str | None
-    steps = [entry for entry in entries if is_step(entry)]
+    plan = _Plan()
+    hopeless: dict[str, str] = {}  # of which no sound one would remain
+    steps = [entry for entry in entries if entry.is_step]
     weights = [entry for entry in steps if entry.manifest.get("weights_only")]
     whole = [entry for entry in steps if entry not in weights]  # from which a run can resume
-    numbered = [entry for entry in entries if entry.number is not None and not is_step(entry)]
+    numbered = [entry for entry in entries if entry.number is not None and not entry.is_step]
     for ours in (whole, weights, numbered):
         last = _first_sound(reversed(ours), entries, arguments.keep_last)
         plan.kept |= dict.fromkeys(last, "among the last")
         if not last:
             hopeless |= {entry.name: "no sound one would remain" for entry in ours}
-    if arguments.keep_best is not None:
-        metric = arguments.keep_best
+    if (metric := arguments.keep_best) is not None:
         best = _first_sound(_ranked(entries, metric, arguments.mode), entries, 1)
         plan.kept |= dict.fromkeys(best, f"the best {metric}")
         if not best:
             hopeless |= {entry.name: f"no sound one has a value of {metric}" for entry in entries}
-    links = {path.resolve() for path in _links(entries)}
+    roots = {entry.path.parent for entry in entries}
+    links = {path.resolve() for root in roots for path in root.iterdir() if path.is_symlink()}
     for entry in entries:
         if entry.name in plan.kept:
             continue
         reason = _not_ours(entry, linked=entry.path.resolve() in links)
-        reason = reason or hopeless.get(entry.name)
-        if reason is None:
-            plan.removed.append(entry)
-        else:
+        if reason := reason or hopeless.get(entry.name):
             plan.untouched[entry.name] = reason
+        else:
+            plan.removed.append(entry)
     plan.swept = [leftover for leftover in leftovers if is_dead(leftover)]
     return plan
 
@@ -204,11 +325,6 @@ def _ranked(entries: Sequence[Entry], metric: str, mode: str) -> list[Entry]:
     return sorted(scored, key=lambda entry: sign * entry.metrics[metric])
 
 
-def _links(entries: Iterable[Entry]) -> Iterator[Path]:
-    for root in {entry.path.parent for entry in entries}:
-        yield from (path for path in root.iterdir() if path.is_symlink())
-
-
 def _not_ours(entry: Entry, *, linked: bool) -> str | None:
     """Return why a checkpoint must not be removed; None if it may be."""
     if entry.number is None:
@@ -219,22 +335,23 @@ def _not_ours(entry: Entry, *, linked: bool) -> str | None:
         return SET_ASIDE
     if entry.state not in ("sound", "damaged") or not entry.manifest:
         return "it is unknown which of its files are ours"
-    if others := unknown_files(entry.path, entry.manifest):
+    if others := storage.unknown_files(entry.path, entry.manifest):
         return f"it contains {others[0]}, which is not part of the checkpoint"
     return None
 
 
-def _prune(plan: Plan, root: Path, arguments: argparse.Namespace) -> bool:
+def _prune(plan: _Plan, root: Path, arguments: argparse.Namespace) -> bool:
     """Show a plan, ask, and carry it out; return whether that was done."""
     if not arguments.json:
-        echo(plan_text(plan))
+        echo(plan.text())
     if arguments.dry_run:
         return False
     if (plan.removed or plan.swept) and not arguments.yes and not _agreed(plan):
         echo("Nothing was removed.")
         return False
+    # A run that rotates its checkpoints may have removed some while this was reading or asking.
     lost = [name for name in plan.kept if not storage.locate(root / name).is_dir()]
-    if lost:  # to a run that rotates its checkpoints, while this was reading or asking
+    if lost:
         plan.failed = dict.fromkeys(lost, "was removed by another process; nothing else was.")
     else:
         _remove(plan)
@@ -243,7 +360,7 @@ def _prune(plan: Plan, root: Path, arguments: argparse.Namespace) -> bool:
     return not lost
 
 
-def _remove(plan: Plan) -> None:
+def _remove(plan: _Plan) -> None:
     for entry in plan.removed:
         try:
             storage.remove(entry.path)
@@ -256,14 +373,13 @@ def _remove(plan: Plan) -> None:
             plan.failed[leftover.name] = f"{leftover.path} is in use, or could not be deleted."
 
 
-def _agreed(plan: Plan) -> bool:
+def _agreed(plan: _Plan) -> bool:
     if not sys.stdin.isatty():
         raise argparse.ArgumentTypeError(
             "--prune asks before it removes anything, but there is no terminal to ask on. Pass "
             "--yes, or --dry-run to see what it would do."
         )
-    question = f"Remove {amount(plan)}? [y/N] "
     try:
-        return input(question).strip().lower() in ("y", "yes")
+        return input(f"Remove {plan.amount()}? [y/N] ").strip().lower() in ("y", "yes")
     except (EOFError, KeyboardInterrupt):
         return False

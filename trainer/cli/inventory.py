@@ -24,14 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.checkpoint import storage
-from trainer.checkpoint.storage import (
-    MANIFEST,
-    examine,
-    is_newer,
-    is_ours,
-    metrics_of,
-    read_manifest,
-)
+from trainer.checkpoint.storage import MANIFEST, is_ours, read_manifest
 from trainer.checkpoint.storage import STAGING as INNER_STAGING
 from trainer.errors import CheckpointError
 from trainer.files import read_json
@@ -82,8 +75,13 @@ class Entry:
     @property
     def number(self) -> int | None:
         """The step or number in its name; None if the user chose the name."""
-        step, numbered = storage.step_of(self.name), storage.NUMBERED.fullmatch(self.name)
-        return int(numbered[1]) if numbered else step
+        numbered = storage.NUMBERED.fullmatch(self.name)
+        return int(numbered[1]) if numbered else storage.step_of(self.name)
+
+    @property
+    def is_step(self) -> bool:
+        """Whether the Trainer named it, by its step."""
+        return storage.step_of(self.name) is not None
 
     @property
     def kind(self) -> str | None:
@@ -98,7 +96,7 @@ class Entry:
     @property
     def metrics(self) -> dict[str, float]:
         """The numeric metrics that were saved with it."""
-        return metrics_of(self.manifest)
+        return storage.metrics_of(self.manifest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,10 +160,12 @@ def read_folder(root: Path, *, hashes: bool) -> tuple[list[Entry], list[Leftover
         elif stands and _is_candidate(path, name):
             if entry := read_entry(path, hashes=hashes):
                 entries.append(entry)
-                leftovers += _inner_leftovers(path)
+                inner = path / INNER_STAGING
+                if inner.is_dir() and not _is_unfinished(path):
+                    leftovers.append(_leftover(inner, _MEANINGS["staging"]))
         elif leftover:
             leftovers.append(_leftover(path, _MEANINGS[leftover[1]]))
-    entries.sort(key=lambda entry: (entry.number is None, not is_step(entry), entry.number or 0))
+    entries.sort(key=lambda entry: (entry.number is None, not entry.is_step, entry.number or 0))
     return entries, leftovers
 
 
@@ -177,12 +177,10 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
     try:
         if not _is_unfinished(path):
             manifest = read_manifest(path)  # known even if a file is damaged
-        place, manifest = examine(path, hashes=hashes)
+        place, manifest = storage.examine(path, hashes=hashes)
         if place != path:
-            state, note = (
-                "unfinished",
-                "a killed save only has to be moved; the next save does that.",
-            )
+            state = "unfinished"
+            note = "a killed save only has to be moved; the next save does that."
     except CheckpointError as error:
         state, note = _state_of(path, error), str(error)
     if state == "foreign":
@@ -218,27 +216,19 @@ def is_dead(leftover: Leftover) -> bool:
     return time.time() - touched >= QUIET
 
 
-def is_step(entry: Entry) -> bool:
-    """Return whether the Trainer named it, by its step."""
-    return storage.step_of(entry.name) is not None
-
-
-def monitored(entries: list[Entry]) -> list[str]:
-    """Return the metrics that rank the checkpoints, from the newest one that names them."""
-    return [metric for metric, _ in ranked_by(entries)]
-
-
 def ranked_by(entries: list[Entry]) -> list[tuple[str, str]]:
-    """Return the same metrics, each with its mode: ``"min"`` or ``"max"``."""
+    """Return the metrics that rank the checkpoints, each with its mode: ``"min"`` or ``"max"``.
+
+    The newest checkpoint that names some counts.
+    """
     for entry in reversed(entries):
         try:
             document = read_json(entry.path / "trainer.json")
             keys = list(document["tree"]["callbacks"])
         except (OSError, ValueError, KeyError, TypeError):  # not the Trainer's, or damaged
             continue
-        return [
-            (match[1], match[2]) for key in keys if (match := _RANKING.fullmatch(str(key)[:1000]))
-        ]
+        matches = (_RANKING.fullmatch(str(key)[:1000]) for key in keys)
+        return [(match[1], match[2]) for match in matches if match]
     return []
 
 
@@ -283,14 +273,7 @@ def _state_of(path: Path, error: CheckpointError) -> State:
     if not os.path.isfile(path / MANIFEST):
         # The Trainer's folders are complete when they appear, so there was a manifest.
         return "damaged" if storage.step_of(_own_name(path)) is not None else "foreign"
-    return "unreadable" if is_newer(path) else "damaged"
-
-
-def _inner_leftovers(path: Path) -> list[Leftover]:
-    inner = path / INNER_STAGING
-    if not inner.is_dir() or _is_unfinished(path):
-        return []
-    return [_leftover(inner, _MEANINGS["staging"])]
+    return "unreadable" if storage.is_newer(path) else "damaged"
 
 
 def _leftover(path: Path, meaning: str) -> Leftover:
@@ -314,3 +297,12 @@ def _measure(folder: Path) -> tuple[int, float]:
             size += 0 if path == place else found.st_size
             touched = max(touched, found.st_mtime)
     return size, touched if math.isfinite(touched) else math.inf
+
+
+def size_text(count: float) -> str:
+    """Return a number of bytes in a readable unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

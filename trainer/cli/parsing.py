@@ -27,6 +27,17 @@ def echo(text: object = "", *, error: bool = False) -> None:
     print(printable(str(text)), file=sys.stderr if error else sys.stdout, flush=error)
 
 
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Return rows of texts as a table, with some columns aligned on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        pads = (str.rjust if at in right else str.ljust for at in range(len(widths)))
+        return "  ".join(p(t, w) for p, t, w in zip(pads, row, widths, strict=True)).rstrip()
+
+    return "\n".join(map(line, rows))
+
+
 class CommandError(Exception):
     """An error that ends a command with a message for the user and no traceback.
 

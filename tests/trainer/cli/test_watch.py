@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import io
 import json
-import math
 import os
 import pty
 import re
@@ -25,8 +24,7 @@ from tests.trainer.cli.test_checkpoints import make as make_checkpoint
 from trackers import JsonlTracker, read_metrics
 from trainer.checkpoint.lock import alone_in
 from trainer.cli import main
-from trainer.cli.watch import frame as drawing
-from trainer.cli.watch.follow import Run
+from trainer.cli.watch import Run
 from trainer.cli.watch.frame import frame
 
 RECORD = Path("run/metrics.jsonl")
@@ -44,7 +42,10 @@ def write(*lines: str, path: Path = RECORD, mode: str = "w") -> None:
 
 
 def of(run: Run) -> dict[str, dict[float, float]]:
-    return {name: dict(zip(one.steps, one.values, strict=True)) for name, one in run.series.items()}
+    return {
+        name: dict(zip(one.steps[one.finite], one.values[one.finite], strict=True))
+        for name, one in run.record.series().items()
+    }
 
 
 def reference() -> dict[str, dict[float, float]]:
@@ -92,9 +93,9 @@ def test_what_is_appended_is_read_and_a_line_that_is_being_written_is_waited_for
     write(whole[20:], mode="a")
     assert run.read()
     assert of(run) == reference()
-    assert (run.step, run.epoch, run.time, run.seconds) == (3, 0, 8.0, 3.0)
-    loss = run.series["loss"]
-    assert (loss.last, loss.lowest, loss.highest) == (3, (1, 2), (3, 3))
+    assert [column.tolist() for column in run.record.columns()] == [[1, 2, 3], [5, 6, 8], [0] * 3]
+    loss = run.record.series()["loss"]
+    assert (loss.at(-1), loss.extreme("min"), loss.extreme("max")) == ((3, 3), (1, 2), (3, 3))
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5], ids="grown by {}".format)
@@ -111,7 +112,7 @@ def test_a_record_that_a_resumed_run_has_cut_is_read_anew(after):
     assert run.read()
     record.finish()
     assert of(run) == reference()
-    assert list(run.series["loss"].steps) == list(range(1, 3 + after))
+    assert list(run.record.series()["loss"].steps) == list(range(1, 3 + after))
 
 
 def test_a_record_in_place_of_another_and_one_that_is_gone():
@@ -124,7 +125,7 @@ def test_a_record_in_place_of_another_and_one_that_is_gone():
     assert of(run) == {"loss": {1: 9, 2: 2, 3: 7}}  # its second line is that of the other
     RECORD.unlink()
     assert run.read()
-    assert (of(run), run.state, run.step) == ({}, "waiting", None)
+    assert (of(run), run.state) == ({}, "waiting")
     assert not run.read()
 
 
@@ -139,10 +140,9 @@ def test_values_that_are_no_finite_numbers_are_counted_and_lines_that_are_no_rec
     )
     run = Run(Path("run"), "run")
     run.read()
-    assert list(run.series) == ["loss"]
+    assert list(run.record.series()) == ["loss"]
     assert of(run)["loss"] == {1: 2, 6: 1}  # without a step it is where its line is
-    assert run.series["loss"].not_finite == 2
-    assert len(run.damaged) == 2
+    assert list(run.record.damaged) == [2, 4]
     text = " ".join(shown("run"))
     assert "2 not finite" in text
     assert "2 lines were skipped as damaged. " in text
@@ -155,15 +155,15 @@ def test_the_rate_is_that_of_the_last_records_whatever_lies_between_two_starts()
     write(*(line(s, t, loss=1) for s, t in zip(steps[:49], when[:49], strict=True)))
     run = Run(Path("run"), "run")
     run.read()
-    assert run.rate == pytest.approx(5)
+    assert run.record.speed(20) == pytest.approx(5)
     write(*(line(s, t, loss=1) for s, t in zip(steps[49:], when[49:], strict=True)), mode="a")
     run.read()
-    assert run.rate == pytest.approx(50)
+    assert run.record.speed(20) == pytest.approx(50)
     # Two records of a step, and a clock that was put back.
     write(line(10, 5, a=1), line(10, 6, b=1), line(20, 4, a=1), path=Path("other/metrics.jsonl"))
     other = Run(Path("other"), "other")
     other.read()
-    assert other.rate is None
+    assert other.record.speed(20) is None
 
 
 def test_the_state_and_the_newest_checkpoint():
@@ -180,10 +180,12 @@ def test_the_state_and_the_newest_checkpoint():
         assert run.read()
         assert run.checkpoint == "step-00000100"
     for start, state in (
-        ({"status": "running", "error": None}, "killed"),
-        ({"status": "failed", "error": "Traceback\nValueError: no number\n"}, "failed"),
+        ({"begin": 1, "status": "running", "error": None}, "killed"),
+        ({"begin": 1, "status": "failed", "error": "Traceback\nValueError: no number\n"}, "failed"),
     ):
-        (folder / "run.json").write_text(json.dumps({"starts": [{"status": "finished"}, start]}))
+        (folder / "run.json").write_text(
+            json.dumps({"starts": [{"begin": 0, "status": "finished"}, start]})
+        )
         assert run.read()
         assert run.state == state
         assert not run.read()
@@ -317,7 +319,7 @@ def test_without_a_terminal_one_picture_is_printed(capsys):
 
 def test_names_and_errors_cannot_command_the_terminal(capsys):
     write(line(1, **{"\x1b[2Jloss": 0.25}))
-    start = {"status": "failed\x1b[31m", "error": "ValueError: \x1b]0;owned\x07"}
+    start = {"begin": 1, "status": "failed\x1b[31m", "error": "ValueError: \x1b]0;owned\x07"}
     Path("run/run.json").write_text(json.dumps({"starts": [start]}))
     call("run", "--metrics", "\x1b[2Jloss,\x9bnone")
     said = capsys.readouterr().out
@@ -451,25 +453,11 @@ def test_on_a_terminal_it_follows_until_ctrl_c():
         screen.close()
 
 
-def test_thinning_keeps_the_extremes_of_each_part_in_order():
-    values = [math.sin(n) * n for n in range(1000)]
-    write(*(line(n, loss=value) for n, value in enumerate(values)))
-    run = Run(Path("run"), "run")
-    run.read()
-    steps, kept = drawing._thinned(run.series["loss"], 50)
-    assert steps == sorted(set(steps))
-    assert kept == [values[int(step)] for step in steps]
-    for first in range(0, 1000, 20):
-        part = values[first : first + 20]
-        assert {min(part), max(part)} <= set(kept)
-    assert len(kept) <= 100
-
-
 @pytest.mark.parametrize("time", [1.7e12, 1e300, -1e15, 10**400])  # the first is in milliseconds
 def test_times_that_are_no_dates_are_unknown(time):
     write(*(json.dumps({"step": i, "time": time, "loss": i}) + "\n" for i in (1, 2)))
     run = Run(Path("run"), "run")
     run.read()
-    assert (run.time, run.rate, run.seconds) == (None, None, None)
+    assert run.record.speed() is None
     assert of(run)["loss"] == {1: 1, 2: 2}
-    shown("run")
+    assert any("nothing recorded yet" in text for text in shown("run"))

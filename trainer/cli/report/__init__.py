@@ -1,13 +1,4 @@
-"""The command `trainer report`: an HTML page about one or more runs, which needs no network.
-
-reading.py   reads the folder of a run
-images.py    reads images from TensorBoard's files
-series.py    the values of a metric: smoothing, thinning, non-finite values
-charts.py    groups metrics into charts, and draws them with matplotlib
-markup.py    HTML elements; strings are escaped
-tables.py    the tables and lists of the page
-page.py      the page; its style is in page.css
-"""
+"""The command `trainer report`: an HTML page about one or more runs, which needs no network."""
 
 from __future__ import annotations
 
@@ -64,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
             "the charts need matplotlib: pip install 'cadence-trainer[plot]'"
         ) from error
     from trainer.checkpoint.storage import write_whole
-    from trainer.cli.listing import size_text
+    from trainer.cli.inventory import size_text
+    from trainer.cli.report.folder import read_runs
     from trainer.cli.report.page import page
-    from trainer.cli.report.reading import read_runs
 
     text = page(read_runs(arguments.folders), title=arguments.title)
     output: Path = arguments.output.expanduser()

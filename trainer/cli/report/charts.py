@@ -1,4 +1,4 @@
-"""Group metrics into charts, and draw these: SVG by matplotlib, coloured by the page.
+"""Group metrics into charts, smooth them, and draw these: SVG by matplotlib, coloured by the page.
 
 matplotlib gets a placeholder colour for each role, which becomes a variable of the page's style
 sheet, so that one drawing serves light and dark mode. Lines get classes by their smoothing.
@@ -10,18 +10,22 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import numpy as np
 
-from trainer.cli.report.reading import Run
-from trainer.cli.report.series import STRENGTHS, Floats, Series, thinned
+from trainer.cli.record import Floats, Series, thinned
+from trainer.cli.report.folder import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+COLUMNS = 300  # of a chart: a pixel or two each
+STRENGTHS = (0.6, 0.9, 0.99)  # of smoothing, for up to so many values:
+_USUAL = 1000
+ENOUGH = 20  # minimum of values, and maximum per turn, for which smoothing makes sense
 DASHES = ("solid", "dashed", "dotted", "dashdot")  # of a chart's metrics; runs have colours
 
 _STAGE = re.compile(r"(train(?:ing)?|val(?:id(?:ation)?)?|test|eval)[/_](.+)")
@@ -156,6 +160,43 @@ def _epoch_ends(run: Run) -> tuple[Floats, Floats]:
     return np.append(0.0, ends), np.append(0.0, numbers + 1)
 
 
+def curves_of(series: Series) -> dict[float, Floats]:
+    """Return the smoothed values by strength; empty where smoothing would not help."""
+    if not is_noisy(series.values):
+        return {}
+    # Charts of long and short runs are equally wide: average over the same share of the width.
+    share = min(1.0, _USUAL / len(series.values))
+    return {strength: smoothed(series.values, strength**share) for strength in STRENGTHS}
+
+
+def smoothed(values: Floats, strength: float) -> Floats:
+    """Return an exponential moving average, without the bias towards its start.
+
+    With weight w: s = w·s + (1 - w)·x from s = 0, divided by 1 - wⁿ after n values. That is the
+    smoothing of TensorBoard's scalars (tensorboard pull request 639), over all values rather than
+    those that a chart shows. Non-finite values are kept and not averaged.
+
+    Args:
+        values: Shape (values,).
+        strength: w, from 0 to below 1.
+    """
+    finite = np.isfinite(values)
+    kept = values[finite].tolist()
+    sums = accumulate(kept, lambda s, x: s * strength + (1 - strength) * x, initial=0.0)
+    result: Floats = values.copy()
+    result[finite] = np.array(list(sums)[1:]) / (1 - strength ** np.arange(1, len(kept) + 1))
+    return result
+
+
+def is_noisy(values: Floats) -> bool:
+    """Return whether smoothing helps: there are enough values, and they often change direction."""
+    kept = values[np.isfinite(values)]
+    ways = np.sign(np.diff(kept / 2))  # in halves: a difference may overflow
+    ways = ways[ways != 0]
+    turns = int((ways[1:] != ways[:-1]).sum())
+    return len(kept) >= ENOUGH and turns * ENOUGH >= len(kept)
+
+
 def draw(chart: Chart, runs: Sequence[Run], axis: Axis) -> str:
     """Return a chart as an SVG element for the page, without a title."""
     import matplotlib
@@ -216,16 +257,17 @@ def _line(axes: Axes, x: Floats, series: Series, color: str, dash: str) -> None:
     finite = np.isfinite(values)
     least = 1 / _DRAWN if axes.get_yscale() == "log" else -_DRAWN
     values = np.where(finite, values.clip(least, _DRAWN), values)
-    kind = "raw" if series.curves else "plain"
+    curves = curves_of(series)
+    kind = "raw" if curves else "plain"
     style: dict[str, Any] = {"color": color, "linestyle": dash, "solid_joinstyle": "round"}
     if finite.any():
         marker: dict[str, Any] = {"marker": "o", "markersize": 2.2} if len(x) <= _FEW else {}
-        axes.plot(*thinned(x, values), gid=kind, linewidth=1.1, **style, **marker)
+        axes.plot(*thinned(x, values, COLUMNS), gid=kind, linewidth=1.1, **style, **marker)
         alone = finite & ~np.roll(finite, 1) & ~np.roll(finite, -1)  # no line would show them
         if alone.any():
             axes.plot(x[alone], values[alone], ".", gid=kind, color=color, markersize=2)
-    for strength, curve in series.curves.items():  # an average continues across a gap
-        line = thinned(x[finite], curve[known][finite].clip(least, _DRAWN))
+    for strength, curve in curves.items():  # an average continues across a gap
+        line = thinned(x[finite], curve[known][finite].clip(least, _DRAWN), COLUMNS)
         axes.plot(*line, gid=class_of(strength), linewidth=1.5, **style)
     for mark, height, which in (
         ("x", 0.04, np.isnan(values)),

@@ -8,6 +8,9 @@ from importlib.resources import files
 
 from trainer.cli.report import tables
 from trainer.cli.report.charts import (
+    COLUMNS,
+    ENOUGH,
+    STRENGTHS,
     Axis,
     Chart,
     axes_of,
@@ -16,9 +19,8 @@ from trainer.cli.report.charts import (
     draw,
     is_logarithmic,
 )
-from trainer.cli.report.markup import Markup, element, number, together
-from trainer.cli.report.reading import Run
-from trainer.cli.report.series import COLUMNS, ENOUGH, STRENGTHS
+from trainer.cli.report.folder import Run
+from trainer.cli.report.tables import Markup, element, number, together
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _SECTIONS = {
@@ -44,19 +46,28 @@ _GOLDEN_ANGLE = 137.5  # degrees: neighbours differ, however many there are
 
 def page(runs: Sequence[Run], *, title: str | None = None) -> str:
     """Return the page about runs, as HTML."""
-    axes, charts = axes_of(runs), _charts(runs)
+    axes, evaluated = axes_of(runs), any(run.evaluations for run in runs)
+    charts: dict[str, list[Chart]] = {}  # by section
+    for chart in charts_of(list(dict.fromkeys(name for run in runs for name in run.metrics))):
+        charts.setdefault(chart.section, []).append(chart)
     if title is None:
         names = [run.name for run in runs]
         title = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} runs"
     parts = [
         ("Runs", tables.overview(runs)),
         ("Warnings and events", tables.events(runs)),
-        *((_SECTIONS.get(name, name), _grid(own, runs, axes)) for name, own in charts.items()),
+        *(
+            (
+                _SECTIONS.get(name, name),
+                element("div", [_figure(c, runs, axes) for c in own], class_="grid"),
+            )
+            for name, own in charts.items()
+        ),
         ("Images", tables.images(runs)),
         ("Hyper-parameters", tables.parameters(runs)),
         ("Checkpoints", tables.checkpoints(runs)),
         ("Values", tables.values(runs) if charts else None),
-        ("Evaluations", tables.values(runs, "evaluations") if _evaluated(runs) else None),
+        ("Evaluations", tables.values(runs, "evaluations") if evaluated else None),
     ]
     shown = [(f"part-{i}", name, part) for i, (name, part) in enumerate(parts) if part is not None]
     body = element(
@@ -140,29 +151,19 @@ def _radio(name: str, key: str, text: str, checked: bool) -> Markup:
     )
 
 
-def _charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
-    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    sections: dict[str, list[Chart]] = {}
-    for chart in charts_of(names):
-        sections.setdefault(chart.section, []).append(chart)
-    return sections
-
-
-def _grid(charts: Sequence[Chart], runs: Sequence[Run], axes: Sequence[Axis]) -> Markup:
-    return element("div", [_figure(chart, runs, axes) for chart in charts], class_="grid")
-
-
 def _figure(chart: Chart, runs: Sequence[Run], axes: Sequence[Axis]) -> Markup:
     drawn = [run.metrics[name] for run in runs for name in chart.members if name in run.metrics]
     bad = sum(int((~series.finite).sum()) for series in drawn)
+    keys = [
+        element("small", element("i", class_=f"line {dash}"), name, class_="key")
+        for name, dash in chart.dashes.items()
+    ]
     return element(
         "figure",
         element(
             "figcaption",
             element("b", chart.title),
-            [_key(name, dash) for name, dash in chart.dashes.items()]
-            if len(chart.members) > 1
-            else None,
+            keys if len(keys) > 1 else None,
             element("small", "logarithmic", class_="soft") if is_logarithmic(drawn) else None,
             element("small", "✕ ", number(bad), " not finite", class_="bad") if bad else None,
         ),
@@ -172,14 +173,6 @@ def _figure(chart: Chart, runs: Sequence[Run], axes: Sequence[Axis]) -> Markup:
         ],
         class_="chart",
     )
-
-
-def _key(name: str, dash: str) -> Markup:
-    return element("small", element("i", class_=f"line {dash}"), name, class_="key")
-
-
-def _evaluated(runs: Sequence[Run]) -> bool:
-    return any(run.evaluations for run in runs)
 
 
 def _sources(runs: Sequence[Run]) -> Markup:

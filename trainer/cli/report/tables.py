@@ -1,4 +1,4 @@
-"""The tables and lists of the page."""
+"""The tables and lists of the page, and the HTML elements that they are made of."""
 
 from __future__ import annotations
 
@@ -8,22 +8,89 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
+from html import escape
 from typing import Any
 
 import numpy as np
 
-from trainer.cli.inventory import Entry, is_step
-from trainer.cli.listing import size_text
-from trainer.cli.report.markup import Markup, element, number, table, together
-from trainer.cli.report.reading import Run
-from trainer.cli.report.series import Stretch, stretches
+from trainer.cli.inventory import size_text
+from trainer.cli.record import Series
+from trainer.cli.report.folder import Run
 
-_STRETCHES = 4  # up to which each is listed
+_RUNS_OF_BAD = 4  # stretches of values that are not finite, up to which each is listed
 _LISTED = 12  # updates at which skipped ones were noticed
 _METRICS = 6  # of a checkpoint
 _SIDE = 320  # pixels: an image is enlarged up to this width, and a quarter of it in height
 _ROWS = 60  # events of a run
+_LARGE = 1e9  # from which on numbers are shown with an exponent
 _NONE = "–"  # noqa: RUF001 - a dash in a table
+
+
+class Markup(str):
+    """Text that is HTML already; other strings, such as the names of metrics, are escaped."""
+
+    __slots__ = ()
+
+
+def element(tag: str, *children: object, **attributes: Any) -> Markup:
+    """Return an element with children: strings, elements, and lists of them; None is left out.
+
+    Args:
+        tag: Its name.
+        children: Its content.
+        attributes: ``class_`` for ``class``, ``data_x`` for ``data-x``; True writes the name alone,
+            None and False omit the attribute.
+    """
+    given = "".join(
+        f" {name.rstrip('_').replace('_', '-')}"
+        + ("" if value is True else f'="{escape(str(value))}"')
+        for name, value in attributes.items()
+        if value is not None and value is not False
+    )
+    if tag in ("input", "img", "meta"):
+        return Markup(f"<{tag}{given}>")
+    return Markup(f"<{tag}{given}>{together(*children)}</{tag}>")
+
+
+def together(*children: object) -> Markup:
+    """Return children without an element around them."""
+    texts: list[str] = []
+    for child in children:
+        if isinstance(child, (list, tuple)):
+            texts.append(together(*child))
+        elif child is not None:
+            texts.append(child if isinstance(child, Markup) else escape(str(child)))
+    return Markup("".join(texts))
+
+
+def table(head: Sequence[object], rows: Sequence[Sequence[object]], **attributes: Any) -> Markup:
+    """Return a table that scrolls sideways if too wide; cells may be ``td`` or ``th`` elements."""
+
+    def row(cells: Sequence[object], tag: str) -> Markup:
+        made = (str(each).startswith(("<td", "<th")) for each in cells)
+        parts = zip(cells, made, strict=True)
+        return element(
+            "tr", [c if isinstance(c, Markup) and m else element(tag, c) for c, m in parts]
+        )
+
+    body = element("tbody", [row(each, "td") for each in rows])
+    whole = element("table", element("thead", row(head, "th")), body, **attributes)
+    return element("div", whole, class_="scroll")
+
+
+def number(value: float, digits: int = 5) -> Markup:
+    """Return a rounded number, with all its digits as the value of the element."""
+    if not math.isfinite(value):
+        return element("data", name := _name_of(value), value=name, class_="bad")
+    exact = repr(value)
+    whole = isinstance(value, int) or 10**digits <= abs(value) < _LARGE
+    shown = f"{value:,.0f}" if whole else f"{value:.{digits}g}"
+    return element("data", shown, value=exact, title=exact if exact != shown else None)
+
+
+def _name_of(value: float) -> str:
+    """Return NaN, Infinity or -Infinity, as the record writes them."""
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def swatch(index: int, name: str) -> Markup:
@@ -33,56 +100,44 @@ def swatch(index: int, name: str) -> Markup:
 
 def overview(runs: Sequence[Run]) -> Markup:
     """Return a table with a row about each run."""
-    columns: list[tuple[str, Any]] = [
-        ("run", lambda index, run: swatch(index, run.name)),
-        ("status", lambda _, run: element("b", run.status, class_=f"status {run.status}")),
-        ("best", lambda _, run: _best(run)),
-        ("updates", lambda _, run: _count(run.updates)),
-        ("epochs", lambda _, run: _count(run.epochs)),
-        ("began", lambda _, run: moment(run.began)),
-        ("ran for", lambda _, run: duration(run.seconds)),
-        ("updates/s", lambda _, run: _NONE if run.speed is None else number(run.speed, 3)),
-        ("starts", lambda _, run: _count(len(run.starts) or None)),
-        ("processes", lambda _, run: _field(run, "world_size")),
-        ("device", lambda _, run: run.about.get("device") or _NONE),
-        ("module", lambda _, run: run.about.get("module") or _NONE),
-        ("torch", lambda _, run: _torch(run)),
-        ("code", lambda _, run: _code(run)),
-    ]
-    made = [(name, [cell(index, run) for index, run in enumerate(runs)]) for name, cell in columns]
-    made = [(name, cells) for name, cells in made if any(cell != _NONE for cell in cells)]
-    rows = [list(row) for row in zip(*(cells for _, cells in made), strict=True)]
-    return table([name for name, _ in made], rows, class_="overview")
+    rows = [_about(index, run) for index, run in enumerate(runs)]
+    names = [name for name in rows[0] if any(row[name] not in (None, _NONE) for row in rows)]
+    cells = [[_NONE if row[name] is None else row[name] for name in names] for row in rows]
+    return table(names, cells, class_="overview")
 
 
-def _best(run: Run) -> object:
-    if run.best is None:
-        return _NONE
-    name, mode, value, step = run.best
-    return together(
-        number(value), element("small", f" {mode} {name}, update ", number(step), class_="soft")
-    )
+def _about(index: int, run: Run) -> dict[str, Any]:
+    def count(value: int | None) -> object:
+        return None if value is None else number(value)
 
-
-def _count(value: int | None) -> object:
-    return _NONE if value is None else number(value)
-
-
-def _field(run: Run, key: str) -> Any:
-    """Return a field of `run.json`, else of the newest checkpoint that has it."""
     manifests = [entry.manifest for entry in reversed(run.checkpoints)]
-    found = [each[key] for each in (run.about, *manifests) if each.get(key) is not None]
-    return found[0] if found else _NONE
 
+    def newest(key: str) -> Any:
+        """Return a field of `run.json`, else of the newest checkpoint that has it."""
+        return next((each[key] for each in (run.about, *manifests) if each.get(key)), None)
 
-def _torch(run: Run) -> object:
-    versions = _field(run, "versions")
-    return versions.get("torch", _NONE) if isinstance(versions, dict) else _NONE
-
-
-def _code(run: Run) -> object:
-    commit = run.about.get("code")
-    return element("code", str(commit)[:10], title=commit) if commit else _NONE
+    best = None
+    if run.best is not None:
+        name, mode, value, step = run.best
+        where = element("small", f" {mode} {name}, update ", number(step), class_="soft")
+        best = together(number(value), where)
+    speed, commit = run.record.speed(), run.about.get("code")
+    return {
+        "run": swatch(index, run.name),
+        "status": element("b", run.status, class_=f"status {run.status}"),
+        "best": best,
+        "updates": count(run.updates),
+        "epochs": count(run.epochs),
+        "began": moment(run.began),
+        "ran for": duration(run.seconds),
+        "updates/s": None if speed is None else number(speed, 3),
+        "starts": count(len(run.starts) or None),
+        "processes": newest("world_size"),
+        "device": run.about.get("device"),
+        "module": run.about.get("module"),
+        "torch": dict(newest("versions") or {}).get("torch"),
+        "code": element("code", str(commit)[:10], title=commit) if commit else None,
+    }
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -91,33 +146,21 @@ def _code(run: Run) -> object:
 def values(runs: Sequence[Run], kind: str = "metrics") -> Markup:
     """Return a table of the last, smallest and largest value of each metric and run."""
     found = [getattr(run, kind) for run in runs]
+    several = len(runs) > 1
     rows: list[list[object]] = []
     for name in dict.fromkeys(name for each in found for name in each):
         having = [(index, each[name]) for index, each in enumerate(found) if name in each]
         first = [element("th", name, rowspan=len(having), scope="rowgroup")]
         for index, series in having:
-            rows.append(
-                [
-                    *first,
-                    *([swatch(index, runs[index].name)] if len(runs) > 1 else []),
-                    *_valued(series.at(-1)),
-                    *_valued(series.extreme("min")),
-                    *_valued(series.extreme("max")),
-                    number(len(series.values)),
-                    number(int((~series.finite).sum())),
-                ]
-            )
+            row: list[object] = [*first, *([swatch(index, runs[index].name)] if several else [])]
+            for pair in (series.at(-1), series.extreme("min"), series.extreme("max")):
+                row += [number(each) for each in pair] if pair else [_NONE, _NONE]
+            bad = int((~series.finite).sum())
+            rows.append([*row, number(len(series.values)), number(bad)])
             first = []
     extremes = ("last", "update", "smallest", "update", "largest", "update")
-    head = ["metric", *(["run"] if len(runs) > 1 else []), *extremes, "values", "not finite"]
-    return table(list[object](head), rows, class_=kind)
-
-
-def _valued(found: tuple[float, int] | None) -> list[object]:
-    if found is None:
-        return [_NONE, _NONE]
-    value, step = found
-    return [number(value), number(step)]
+    head = ["metric", *(["run"] if several else []), *extremes, "values", "not finite"]
+    return table(head, rows, class_=kind)
 
 
 # -- hyper-parameters ------------------------------------------------------------------------------
@@ -125,33 +168,27 @@ def _valued(found: tuple[float, int] | None) -> list[object]:
 
 def parameters(runs: Sequence[Run]) -> Markup | None:
     """Return the hyper-parameters and Trainer arguments; for several runs, differences first."""
-    rows: list[tuple[bool, list[object]]] = []
+    same: list[list[str]] = []
+    different: list[list[str]] = []
     for kind, title in (("hyper_parameters", "hyper-parameter"), ("configuration", "Trainer")):
         of_runs = [run.parameters(kind) for run in runs]
         for name in dict.fromkeys(name for each in of_runs for name in each):
             texts = [_plain(each[name]) if name in each else _NONE for each in of_runs]
-            differs = len(set(texts)) > 1
-            kinds = element("td", title, class_="soft")
-            rows.append((differs, [element("th", name), kinds, *texts]))
-    if not rows:
-        return None
-    head: list[object] = ["name", "of", *(swatch(i, run.name) for i, run in enumerate(runs))]
-    if len(runs) == 1:
-        return table(["name", "of", "value"], [row for _, row in rows], class_="parameters")
-    different = [row for differs, row in rows if differs]
-    same = [row[:3] for differs, row in rows if not differs]
-    return together(
-        table(head, different, class_="parameters differ")
-        if different
-        else element("p", "They are the same in all runs.", class_="soft"),
-        element(
-            "details",
-            element("summary", f"{len(same)} that all runs share"),
-            table(["name", "of", "value"], same, class_="parameters"),
-        )
-        if same
-        else None,
-    )
+            row = [element("th", name), element("td", title, class_="soft"), *texts]
+            if len(set(texts)) > 1:
+                different.append(row)
+            else:
+                same.append(row[:3])
+    shared = table(["name", "of", "value"], same, class_="parameters") if same else None
+    if len(runs) == 1 or not (same or different):
+        return shared
+    if shared:
+        summary = element("summary", f"{len(same)} that all runs share")
+        shared = element("details", summary, shared)
+    if not different:
+        return together(element("p", "They are the same in all runs.", class_="soft"), shared)
+    head = ["name", "of", *(swatch(i, run.name) for i, run in enumerate(runs))]
+    return together(table(head, different, class_="parameters differ"), shared)
 
 
 def _plain(value: Any) -> str:
@@ -164,19 +201,22 @@ def _plain(value: Any) -> str:
 def checkpoints(runs: Sequence[Run]) -> Markup | None:
     """Return a table of the checkpoints of each run: their metrics, which is best and last."""
     rows: list[list[object]] = []
+    several = len(runs) > 1
     for index, run in enumerate(runs):
         roles = roles_of(run)
-        first = [name for name, _ in run.ranking]
         for entry in run.checkpoints:
+            # First the metrics that rank checkpoints, then those of the validation.
+            order = sorted(entry.metrics, key=lambda name: (not name.startswith("val"), name))
+            ranking = [name for name, _ in run.ranking if name in entry.metrics]
             shown: list[object] = [
                 element("span", f"{name} ", number(entry.metrics[name]), class_="pair")
-                for name in _key_metrics(entry, first)
+                for name in list(dict.fromkeys(ranking + order))[:_METRICS]
             ]
             if (more := len(entry.metrics) - len(shown)) > 0:
                 shown.append(element("small", f"+{more}", class_="soft"))
             rows.append(
                 [
-                    *([swatch(index, run.name)] if len(runs) > 1 else []),
+                    *([swatch(index, run.name)] if several else []),
                     element("th", element("code", entry.name)),
                     [element("b", role, class_="role") for role in roles.get(entry.name, ())],
                     shown or _NONE,
@@ -187,27 +227,18 @@ def checkpoints(runs: Sequence[Run]) -> Markup | None:
             )
     if not rows:
         return None
-    head: list[object] = [*(["run"] if len(runs) > 1 else []), "checkpoint", ""]
-    return table([*head, "metrics", "size", "saved", "state"], rows, class_="checkpoints")
-
-
-def _key_metrics(entry: Entry, first: Sequence[str]) -> list[str]:
-    """Return the most important metrics of a checkpoint: those that rank it, then validation's."""
-    order = sorted(entry.metrics, key=lambda name: (not name.startswith("val"), name))
-    names = [*(name for name in first if name in entry.metrics), *order]
-    return list(dict.fromkeys(names))[:_METRICS]
+    head = [*(["run"] if several else []), "checkpoint", "", "metrics", "size", "saved", "state"]
+    return table(head, rows, class_="checkpoints")
 
 
 def roles_of(run: Run) -> dict[str, list[str]]:
     """Return which checkpoint is the last, and which the best by each metric that ranks them."""
-    roles: dict[str, list[str]] = {}
-    usable = [e for e in run.checkpoints if e.state == "sound" and is_step(e)]
-    if usable:
-        roles[usable[-1].name] = ["last"]
+    usable = [e for e in run.checkpoints if e.state == "sound" and e.is_step]
+    roles = {usable[-1].name: ["last"]} if usable else {}
     for name, mode in dict.fromkeys(run.ranking):
         scored = [e for e in usable if math.isfinite(e.metrics.get(name, math.nan))]
-        sign = 1 if mode == "min" else -1
         if scored:
+            sign = 1 if mode == "min" else -1
             best = min(scored, key=lambda e: sign * e.metrics[name])  # the oldest of equal ones
             roles.setdefault(best.name, []).insert(0, f"best {name}")
     return roles
@@ -230,21 +261,6 @@ def events(runs: Sequence[Run]) -> Markup | None:
 
 
 def _events_of(run: Run) -> Iterator[Markup]:
-    yield from _starts(run)
-    for each in run.about.get("warnings", ()):
-        text = f"{each.get('text')} ({each.get('logger')})"
-        yield _event("warning", text, each.get("time"))
-    if more := run.about.get("more_warnings"):
-        yield _event("warning", f"{more} more warnings, which were not kept", None)
-    yield from _skipped(run)
-    for name, series in run.metrics.items():
-        if found := list(stretches(series)):
-            yield _event("not finite", f"{name} is {_where(found)}", None)
-    for problem in run.problems:
-        yield _event("file", problem, None)
-
-
-def _starts(run: Run) -> Iterator[Markup]:
     for index, start in enumerate(run.starts):
         if index > 0:
             text = f"start {index + 1}, after update {start.get('step', 0)}"
@@ -253,44 +269,55 @@ def _starts(run: Run) -> Iterator[Markup]:
         if status in ("failed", "preempted"):
             yield _event(status, start.get("error") or "ended by a signal", start.get("end"))
         elif status == "running" and (index < len(run.starts) - 1 or run.status == "killed"):
-            yield _event("killed", "ended without a message: killed, or the machine failed", None)
+            yield _event("killed", "ended without a message: killed, or the machine failed")
+    for each in run.about.get("warnings", ()):
+        yield _event("warning", f"{each.get('text')} ({each.get('logger')})", each.get("time"))
+    if more := run.about.get("more_warnings"):
+        yield _event("warning", f"{more} more warnings, which were not kept")
+    if text := _skipped(run.metrics.get("skipped_updates")):
+        yield _event("skipped", text)
+    for name, series in run.metrics.items():
+        if text := not_finite(series):
+            yield _event("not finite", f"{name} is {text}")
+    for problem in run.problems:
+        yield _event("file", problem)
 
 
-def _skipped(run: Run) -> Iterator[Markup]:
-    """Yield an event that says when the count of skipped updates has grown."""
-    series = run.metrics.get("skipped_updates")
-    if series is None:
-        return
-    values, steps_of = series.values[series.finite], series.steps[series.finite]
-    if not len(values):
-        return
-    grown = np.diff(values, prepend=0.0) > 0
-    steps = [str(int(step)) for step in steps_of[grown]]
+def _skipped(series: Series | None) -> str:
+    """Return when the count of skipped updates has grown."""
+    if series is None or not series.finite.any():
+        return ""
+    values = series.values[series.finite]
+    grown = series.steps[series.finite][np.diff(values, prepend=0.0) > 0]
+    steps = [f"{step:.0f}" for step in grown]
     more = f" and {len(steps) - _LISTED} later ones" if len(steps) > _LISTED else ""
-    known = f"noticed at update {', '.join(steps[:_LISTED])}{more}"
     total = int(values.max())
-    yield _event("skipped", f"{total} update{'s' * (total != 1)} skipped, {known}", None)
+    noticed = f"noticed at update {', '.join(steps[:_LISTED])}{more}"
+    return f"{total} update{'s' * (total != 1)} skipped, {noticed}"
 
 
-def _where(found: Sequence[Stretch]) -> str:
-    """Return what is not finite, how often and when."""
-    count = sum(each.size for each in found)
-    kinds = ", ".join(dict.fromkeys(kind for each in found for kind in each.kinds))
-    if len(found) > _STRETCHES:
-        span = f"from update {found[0].first} to {found[-1].last}"
-        return f"{kinds} {count} times, in {len(found)} places {span}"
-    places = [f"{e.first}" if e.first == e.last else f"{e.first} to {e.last}" for e in found]
-    times = f" {count} times" if count > 1 else ""
+def not_finite(series: Series) -> str:
+    """Return what is not finite, how often and at which updates; an empty text if all is."""
+    bad = np.flatnonzero(~series.finite)
+    if not len(bad):
+        return ""
+    kinds = ", ".join(dict.fromkeys(map(_name_of, series.values[bad])))
+    stretches = np.split(series.steps[bad], np.flatnonzero(np.diff(bad) > 1) + 1)
+    ends = [(f"{each[0]:.0f}", f"{each[-1]:.0f}") for each in stretches]
+    if len(ends) > _RUNS_OF_BAD:
+        span = f"from update {ends[0][0]} to {ends[-1][1]}"
+        return f"{kinds} {len(bad)} times, in {len(ends)} places {span}"
+    places = [first if first == last else f"{first} to {last}" for first, last in ends]
+    times = f" {len(bad)} times" if len(bad) > 1 else ""
     return f"{kinds}{times}, at update {', '.join(places)}"
 
 
-def _event(kind: str, text: str, when: Any) -> Markup:
-    known = isinstance(when, (int, float)) and math.isfinite(when)
+def _event(kind: str, text: str, when: float | None = None) -> Markup:
     return element(
         "li",
         element("b", kind, class_=f"kind {kind.replace(' ', '-')}"),
         element("span", text),
-        element("small", moment(when), class_="soft") if known else None,
+        element("small", moment(when), class_="soft") if when is not None else None,
     )
 
 
@@ -299,9 +326,8 @@ def _event(kind: str, text: str, when: Any) -> Markup:
 
 def images(runs: Sequence[Run]) -> Markup | None:
     """Return the images, those of a tag and a run side by side."""
-    tags = sorted({tag for run in runs for tag in run.images})
     parts = []
-    for tag in tags:
+    for tag in sorted({tag for run in runs for tag in run.images}):
         rows = []
         for index, run in enumerate(runs):
             shown = [
@@ -335,10 +361,7 @@ def moment(seconds: float | None) -> Markup | str:
     """Return a date and time, in UTC."""
     if seconds is None:
         return _NONE
-    try:
-        when = datetime.fromtimestamp(seconds, timezone.utc)
-    except (OverflowError, ValueError, OSError):  # a user's own record, perhaps in milliseconds
-        return number(seconds)
+    when = datetime.fromtimestamp(seconds, timezone.utc)
     text = when.strftime("%Y-%m-%d %H:%M:%S")
     return element("time", text, datetime=when.isoformat(), title="UTC")
 

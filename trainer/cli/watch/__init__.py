@@ -1,7 +1,6 @@
 """The command `trainer watch`: plot the metrics of runs in the terminal while they are running.
 
-``follow`` reads what a run appends to its record, ``frame`` draws it. Nothing is written, and runs
-are not affected.
+Nothing is written, and runs are not affected. ``frame`` draws.
 """
 
 from __future__ import annotations
@@ -11,11 +10,15 @@ import io
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.checkpoint import storage
+from trainer.checkpoint.lock import holder_of
 from trainer.cli.parsing import CommandError, command_parser, named
-from trainer.cli.watch.follow import Run
+from trainer.cli.record import CHECKPOINTS, RECORD, Record, read_about
+from trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,88 +37,13 @@ def parser(prog: str) -> argparse.ArgumentParser:
         ],
         codes={0: "done", 1: "--once, and a run has no record"},
     )
-    made.add_argument(
-        "runs",
-        type=Path,
-        nargs="+",
-        metavar="RUN_DIR",
-        help="the folder of a run, whose metrics.jsonl is followed; or such a file",
-    )
-    made.add_argument(
-        "--metrics",
-        type=_names,
-        metavar="NAME,…",
-        help="only these, in this order; * matches anything",
-    )
-    made.add_argument(
-        "--interval",
-        type=_seconds,
-        default=1.0,
-        metavar="SECONDS",
-        help="how often to check for new values (default: 1)",
-    )
-    made.add_argument("--once", action="store_true", help="show the current state and exit")
+    add = made.add_argument
+    add("runs", type=Path, nargs="+", metavar="RUN_DIR", help=f"a run's folder, or its {RECORD}")
+    add("--metrics", type=_names, metavar="NAME,…", help="only these; * matches anything")
+    what = "how often to check for new values (default: 1)"
+    add("--interval", type=_seconds, default=1.0, metavar="SECONDS", help=what)
+    add("--once", action="store_true", help="show the current state and exit")
     return made
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Carry out the command; without `--once`, on a terminal, it ends with `KeyboardInterrupt`.
-
-    Returns:
-        0, or 1 if a run has no record.
-
-    Raises:
-        CommandError: rich or plotext is not installed.
-        argparse.ArgumentTypeError: A path is neither a folder nor a record.
-        OSError: A record cannot be read.
-    """
-    _check_installed()
-    from rich.console import Console
-
-    runs = [Run(path, name) for path, name in named(arguments.runs)]
-    if isinstance(sys.stdout, io.TextIOWrapper):  # for terminals without such characters
-        sys.stdout.reconfigure(errors="replace")
-    console = Console()
-    if arguments.once or not sys.stdout.isatty() or console.is_dumb_terminal:
-        return _once(runs, arguments.metrics, console)
-    return _follow(runs, arguments.metrics, arguments.interval, console)
-
-
-def _once(runs: Sequence[Run], patterns: Sequence[str] | None, console: Console) -> int:
-    from trainer.cli.watch.frame import frame
-
-    for each in runs:
-        each.read()
-    console.print(frame(runs, patterns, console))
-    return int(not all(each.has_record for each in runs))
-
-
-def _follow(
-    runs: Sequence[Run], patterns: Sequence[str] | None, interval: float, console: Console
-) -> int:
-    from rich.live import Live
-
-    from trainer.cli.watch.frame import frame
-
-    for each in runs:
-        each.read()
-    try:
-        with Live(
-            frame(runs, patterns, console, height=console.height),
-            console=console,
-            screen=True,
-            auto_refresh=False,
-        ) as live:
-            size = console.size
-            while True:
-                time.sleep(interval)
-                came = [each.read() for each in runs]
-                if any(came) or console.size != size:
-                    size = console.size
-                    shown = frame(runs, patterns, console, height=console.height)
-                    live.update(shown, refresh=True)
-    finally:  # the alternate screen is closed: leave the last frame on the normal one
-        console.print(frame(runs, patterns, console))
 
 
 def _names(text: str) -> list[str]:
@@ -132,12 +60,117 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _check_installed() -> None:
-    from importlib.util import find_spec
+class Run:
+    """A run that is running, has ended or has not begun.
 
-    missing = [name for name in ("rich", "plotext") if find_spec(name) is None]
-    if missing:
+    Args:
+        path: Its folder, or a record of any name.
+        name: The name to show.
+
+    Attributes:
+        record: Its record.
+        state: "waiting" without a record; "running" while a process of this machine locks the
+            folder; afterwards "finished", "failed", "preempted" or "killed" according to its
+            `run.json`, or "not running" without one. "" for a record alone.
+        error: The error that ended a failed run.
+        checkpoint: The newest one in its folder, if any.
+
+    Raises:
+        argparse.ArgumentTypeError: The path is another file.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        alone = path.is_file()
+        if alone and path.suffix != ".jsonl":
+            raise argparse.ArgumentTypeError(
+                f"{path} is a file; give the folder of a run, or its {RECORD}."
+            )
+        self.name, self.record = name, Record(path if alone else path / RECORD)
+        self._folder = None if alone and path.name != RECORD else self.record.path.parent
+        self._look()
+
+    def read(self) -> bool:
+        """Read what was added since the last call; return whether anything has changed.
+
+        Raises:
+            OSError: The record exists and cannot be read.
+        """
+        came = self.record.read()
+        before = (self.state, self.error, self.checkpoint)
+        self._look()
+        return came or before != (self.state, self.error, self.checkpoint)
+
+    def _look(self) -> None:
+        self.state = "" if self.record.exists else "waiting"
+        self.error: str | None = None
+        self.checkpoint: str | None = None
+        if self._folder is None:
+            return
+        if saved := storage.committed(self._folder / CHECKPOINTS):
+            self.checkpoint = saved[-1].name
+        if holder_of(self._folder) is not None:
+            self.state = "running"
+        elif not self.state:
+            self.state = "not running"
+            try:
+                starts = read_about(self._folder).get("starts")
+            except (OSError, ValueError, CheckpointError):
+                return
+            if starts:
+                status = str(starts[-1].get("status"))
+                self.state = "killed" if status == "running" else status  # nobody locks the folder
+                self.error = starts[-1].get("error")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the command; without `--once`, on a terminal, it ends with `KeyboardInterrupt`.
+
+    Returns:
+        0, or 1 if a run has no record.
+
+    Raises:
+        CommandError: rich or plotext is not installed.
+        argparse.ArgumentTypeError: A path is neither a folder nor a record.
+        OSError: A record cannot be read.
+    """
+    if missing := [name for name in ("rich", "plotext") if find_spec(name) is None]:
         raise CommandError(
             f"needs {' and '.join(missing)}: pip install 'cadence-trainer[watch]'. Without it, "
             "`trackers.read_metrics` reads a record."
         )
+    from rich.console import Console
+
+    from trainer.cli.watch.frame import frame
+
+    runs = [Run(path, name) for path, name in named(arguments.runs)]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # for terminals without such characters
+        sys.stdout.reconfigure(errors="replace")
+    console = Console()
+    for each in runs:
+        each.read()
+    if not arguments.once and sys.stdout.isatty() and not console.is_dumb_terminal:
+        try:
+            _follow(runs, arguments.metrics, arguments.interval, console)
+        finally:  # the alternate screen is closed: leave the last frame on the normal one
+            console.print(frame(runs, arguments.metrics, console))
+    console.print(frame(runs, arguments.metrics, console))
+    return int(not all(each.record.exists for each in runs))
+
+
+def _follow(
+    runs: Sequence[Run], patterns: Sequence[str] | None, interval: float, console: Console
+) -> None:
+    """Redraw what has changed, until Ctrl-C."""
+    from rich.live import Live
+
+    from trainer.cli.watch.frame import frame
+
+    first = frame(runs, patterns, console, height=console.height)
+    with Live(first, console=console, screen=True, auto_refresh=False) as live:
+        size = console.size
+        while True:
+            time.sleep(interval)
+            came = [each.read() for each in runs]
+            if any(came) or console.size != size:
+                size = console.size
+                live.update(frame(runs, patterns, console, height=console.height), refresh=True)

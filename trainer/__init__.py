@@ -7,7 +7,7 @@ load the `Trainer`, and ``import trainer`` costs next to nothing compared with `
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer._siblings import check_siblings
+from trainer._siblings import check_siblings, version
 
 check_siblings()
 
@@ -152,7 +152,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"trainer.{name}")
     if name == "__version__":
-        return str(import_module("trainer.cli.version").version())
+        return version()
     if name not in _HOME:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"trainer.{_HOME[name]}"), name)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from importlib import metadata
 from pathlib import Path
 
 DISTRIBUTION = "cadence-trainer"
@@ -48,6 +49,14 @@ def check_siblings() -> None:
                 name=name,
                 path=str(found),
             )
+
+
+def version() -> str:
+    """Return the version of Cadence, or a text that says that it is not installed."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"
 
 
 def locate(name: str) -> Path | None:

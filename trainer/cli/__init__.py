@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from trainer._siblings import version
 from trainer.checks import choice_error
 from trainer.cli.parsing import CommandError, Parser, UsageError, echo, ended_at_once
-from trainer.cli.version import version
 
 # command: (its module in this package, what it does)
 COMMANDS = {

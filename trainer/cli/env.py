@@ -9,9 +9,8 @@ from importlib import metadata
 from pathlib import Path
 
 from trainer import environment
-from trainer._siblings import DISTRIBUTION, PACKAGES, locate, shadows
+from trainer._siblings import DISTRIBUTION, PACKAGES, locate, shadows, version
 from trainer.cli.parsing import command_parser, echo, ended_at_once
-from trainer.cli.version import version
 
 # Only the variables that Cadence reads: others may contain secrets.
 VARIABLES = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import os
 import re
 import signal
@@ -18,8 +17,6 @@ from typing import Any, NoReturn
 
 from trainer.checks import choice_error
 from trainer.errors import printable
-
-_DEEPEST_YAML, _MOST_YAML = 100, 1_000_000  # levels and values; configurations have far fewer
 
 
 def echo(text: object = "", *, error: bool = False) -> None:
@@ -76,8 +73,8 @@ def command_parser(
     prog: str,
     description: str,
     *,
-    examples: Sequence[tuple[str, str]] = (),
-    codes: Mapping[int, str] | None = None,
+    examples: Sequence[tuple[str, str]],
+    codes: Mapping[int, str],
 ) -> argparse.ArgumentParser:
     """Return a parser whose help ends with examples and exit codes.
 
@@ -87,16 +84,15 @@ def command_parser(
         examples: Pairs of what an example shows and its arguments.
         codes: The meaning of each exit code; 2 is wrong usage and 130 Ctrl-C in all commands.
     """
-    shown = [f"  # {what}\n  {prog} {line}".rstrip() for what, line in examples]
-    meanings = {**(codes or {0: "done"}), 2: "wrong usage", 130: "Ctrl-C"}
-    epilog = "examples:\n" + "\n".join(shown) + "\n\n" if shown else ""
-    epilog += "exit codes:\n" + "\n".join(
-        f"  {code:<4} {what}" for code, what in sorted(meanings.items())
-    )
+    meanings = {**codes, 2: "wrong usage", 130: "Ctrl-C"}
+    lines = ["examples:"]
+    lines += [f"  # {what}\n  {prog} {line}".rstrip() for what, line in examples]
+    lines += ["", "exit codes:"]
+    lines += [f"  {code:<4} {what}" for code, what in sorted(meanings.items())]
     return Parser(
         prog=prog,
         description=description,
-        epilog=epilog,
+        epilog="\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -124,42 +120,6 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of 1 or more")
     return int(text)
-
-
-def check_yaml(text: str) -> str:
-    """Return a YAML text if it can be loaded with reasonable memory.
-
-    A few lines of aliases of aliases may stand for any number of values. So values are counted in
-    the parser's events, before anything is built from them.
-
-    Raises:
-        yaml.YAMLError: The text is not YAML, is nested too deeply, or stands for too many values.
-    """
-    import yaml
-
-    sizes: dict[str | None, float] = {}  # of what an alias stands for
-    open_parts: list[tuple[str | None, float]] = [(None, 0)]
-    for event in yaml.parse(text, yaml.SafeLoader):
-        size: float = 1
-        if isinstance(event, yaml.CollectionStartEvent):
-            open_parts.append((event.anchor, 1))
-            if len(open_parts) > _DEEPEST_YAML:
-                raise yaml.YAMLError(f"it is nested more than {_DEEPEST_YAML} levels deep")
-            continue
-        if isinstance(event, yaml.AliasEvent):
-            size = sizes.get(event.anchor, math.inf)  # of a part that contains itself
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, size = open_parts.pop()
-            sizes[anchor] = size
-        elif isinstance(event, yaml.ScalarEvent):
-            sizes[event.anchor] = 1
-        else:
-            continue
-        anchor, before = open_parts[-1]
-        open_parts[-1] = anchor, before + size
-        if before + size > _MOST_YAML:
-            raise yaml.YAMLError(f"with its aliases it has more than {_MOST_YAML:,} values")
-    return text
 
 
 @contextmanager
@@ -197,28 +157,24 @@ def import_named(path: str) -> Any:
         CommandError: The module, or the name in it, does not exist. Errors raised inside the module
             propagate unchanged.
     """
-    module_name, _, name = path.partition(":")
+    module, _, name = path.partition(":")
     try:
-        if module_name[:1] in ("", "."):  # for which import_module raises something else
-            raise ModuleNotFoundError(name=module_name)
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+        found: Any = importlib.import_module(module)
+    except (ModuleNotFoundError, TypeError, ValueError) as error:  # the others: of ".x" and ""
+        missing = getattr(error, "name", None) or module
+        if not f"{module}.".startswith(f"{missing}."):
             raise
-        file = os.path.relpath(module_name or ".").removesuffix(".py").replace(os.sep, ".")
-        is_file = file != module_name and all(part.isidentifier() for part in file.split("."))
-        near = f" Did you mean {f'{file}:{name}'!r}?" if is_file else ""
+        near = module.removeprefix("./").removesuffix(".py").replace(os.sep, ".")
+        is_file = near != module and all(map(str.isidentifier, near.split(".")))
+        hint = f" Did you mean {f'{near}:{name}'!r}?" if is_file else ""
         raise CommandError(
-            f"There is no module {error.name!r}, neither installed nor in the current folder, "
-            f"{os.getcwd()}.{near}"
+            f"There is no module {missing!r}, neither installed nor in the current folder, "
+            f"{os.getcwd()}.{hint}"
         ) from None
     for part in name.split("."):
         if not hasattr(found, part):
             where = getattr(found, "__name__", path)
-            raise CommandError(
-                choice_error(
-                    f"A name in {where}", part, (each for each in vars(found) if each[0] != "_")
-                )
-            )
+            known = (each for each in vars(found) if each[0] != "_")
+            raise CommandError(choice_error(f"A name in {where}", part, known))
         found = getattr(found, part)
     return found

@@ -17,7 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer import environment
 from trainer.cli.launch.failure import failures_of, report
-from trainer.cli.launch.quiet import quiet_agent
+from trainer.cli.launch.group import quiet_agent
 from trainer.cli.launch.rendezvous import BACKEND, private_variables
 from trainer.launchers import rank
 

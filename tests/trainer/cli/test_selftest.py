@@ -40,7 +40,7 @@ def test_what_is_asked_for_is_handed_on(monkeypatch):
     assert main(["test"]) == 7
     given = [(each.cpu, each.num_processes, str(each.config_file)) for each in asked]
     assert given == [(True, 3, "four.yaml"), (False, None, "None")]
-    assert [(each.module, each.script) for each in asked] == [(True, selftest.__name__)] * 2
+    assert [(each.module, each.words) for each in asked] == [(True, [selftest.__name__])] * 2
 
 
 def test_a_file_that_is_not_there(capsys):

@@ -28,36 +28,19 @@ def parser(prog: str) -> argparse.ArgumentParser:
             ("ask", ""),
             ("use what the machine has, without questions", "--default"),
             ("the same, in bf16", "--default --mixed_precision bf16"),
-            (
-                "another file, for `trainer launch --config_file four.yaml`",
-                "--config_file four.yaml",
-            ),
+            ("another file, for `trainer launch`", "--config_file four.yaml"),
             ("rewrite an older file with the current keys", "update --config_file four.yaml"),
         ],
         codes={0: "written", 1: "a file cannot be read or written"},
     )
-    made.add_argument(
-        "action",
-        nargs="?",
-        choices=("default", "update"),
-        help="'default' is --default; 'update' rewrites the file without questions",
-    )
-    made.add_argument(
-        "--default", action="store_true", help="use what the machine has, without questions"
-    )
-    made.add_argument(
-        "--config_file",
-        "--config-file",
-        type=Path,
-        metavar="FILE",
-        help="where the answers are saved: .yaml or .json",
-    )
-    made.add_argument(
-        "--mixed_precision",
-        "--mixed-precision",
-        choices=_PRECISIONS,
-        help="with --default: the precision of the forward pass",
-    )
+    add = made.add_argument
+    what = "'default' is --default; 'update' rewrites the file without questions"
+    add("action", nargs="?", choices=("default", "update"), help=what)
+    add("--default", action="store_true", help="use what the machine has, without questions")
+    what = "where the answers are saved: .yaml or .json"
+    add("--config_file", "--config-file", type=Path, metavar="FILE", help=what)
+    what = "with --default: the precision of the forward pass"
+    add("--mixed_precision", "--mixed-precision", choices=_PRECISIONS, help=what)
     return made
 
 
@@ -82,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise argparse.ArgumentTypeError("update asks nothing and changes no answer.")
         chosen = LaunchConfiguration(**known_of(place))
     elif quick:
-        chosen = replace(of_machine(), mixed_precision=arguments.mixed_precision or "no")
+        chosen = replace(_of_machine(), mixed_precision=arguments.mixed_precision or "no")
     elif arguments.mixed_precision:
         raise argparse.ArgumentTypeError("--mixed_precision belongs to --default.")
     elif not sys.stdin.isatty():
@@ -90,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             "there is no terminal to ask on. Pass --default to use what the machine has."
         )
     else:
-        chosen = _ask(LaunchConfiguration(**known_of(place)) if place.exists() else of_machine())
+        chosen = _ask(LaunchConfiguration(**known_of(place)) if place.exists() else _of_machine())
     replaced = ", replacing the earlier answers" if place.exists() else ""
     try:
         write_file(place, chosen)
@@ -100,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def of_machine() -> LaunchConfiguration:
+def _of_machine() -> LaunchConfiguration:
     """Return a configuration with one process per accelerator, or one on the CPU."""
     devices = device_count()
     return LaunchConfiguration(
@@ -122,7 +105,7 @@ def accelerators() -> int:
     with ended_at_once():
         import torch
 
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return torch.accelerator.device_count()
 
 
 def known_of(place: Path, *, quiet: bool = False) -> dict[str, Any]:
@@ -154,36 +137,27 @@ def _ask(known: LaunchConfiguration) -> LaunchConfiguration:
     Settings whose question is skipped here are reset; settings without a question are kept.
     """
     machines = _question("number of machines", known.num_machines, count)
-    answers: dict[str, Any] = {"num_machines": machines, **_ask_meeting(known, machines)}
+    answers: dict[str, Any] = {"num_machines": machines, **_ask_machines(known, machines)}
     answers["use_cpu"] = device_count() == 0 or _question(
         "use only the CPU (yes, no)", bool(known.use_cpu), _yes
     )
-    answers["num_processes"] = _question(
-        "number of processes on all machines", max(known.num_processes or 1, machines), count
-    )
-    answers["gpu_ids"] = None
-    if not answers["use_cpu"]:
-        answers["gpu_ids"] = _question("devices (0,1 or all)", known.gpu_ids or "all", str)
-    answers["mixed_precision"] = _question(
-        f"precision ({', '.join(_PRECISIONS)})",
-        known.mixed_precision or "no",
-        _one_of(*_PRECISIONS),
-    )
-    answers["dynamo_backend"] = _question(
-        "backend of torch.compile (no, inductor, …)", known.dynamo_backend or "no", _backend
-    )
-    answers["debug"] = _question(
-        "compare shapes before collectives, for debugging (yes, no)",
-        bool(known.debug),
-        _yes,
-    )
+    processes = max(known.num_processes or 1, machines)
+    answers["num_processes"] = _question("number of processes on all machines", processes, count)
+    ids = known.gpu_ids or "all"
+    answers["gpu_ids"] = None if answers["use_cpu"] else _question("devices (0,1 or all)", ids, str)
+    what, precision = f"precision ({', '.join(_PRECISIONS)})", known.mixed_precision or "no"
+    answers["mixed_precision"] = _question(what, precision, _one_of(*_PRECISIONS))
+    what, backend = "backend of torch.compile (no, inductor, …)", known.dynamo_backend or "no"
+    answers["dynamo_backend"] = _question(what, backend, _backend)
+    what = "compare shapes before collectives, for debugging (yes, no)"
+    answers["debug"] = _question(what, bool(known.debug), _yes)
     try:
         return replace(known, **answers)
     except ValueError as error:  # of answers that contradict each other
         raise CommandError(str(error)) from error
 
 
-def _ask_meeting(known: LaunchConfiguration, machines: int) -> dict[str, Any]:
+def _ask_machines(known: LaunchConfiguration, machines: int) -> dict[str, Any]:
     """Ask how several machines meet; for a single one, reset these settings."""
     if machines == 1:
         names = ("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend")

@@ -17,8 +17,7 @@ from typing import Any
 import yaml
 
 from trainer import environment
-from trainer.checks import choice_error
-from trainer.cli.parsing import check_yaml
+from trainer.checks import check_bools, check_counts, check_numbers, choice_error
 from trainer.configuration import check_not_fp8
 from trainer.enums import DynamoBackend, PrecisionType
 from trainer.strict_json import dumps
@@ -28,14 +27,7 @@ _SUPPORTED = (
     "devices"
 )
 _TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")
-# `distributed_type` -> what it asks for.
-_REFUSED_TYPES = {
-    "DEEPSPEED": "DeepSpeed",
-    "FSDP": "FSDP",
-    "MEGATRON_LM": "Megatron-LM",
-    "XLA": "an XLA device",
-    "TPU": "a TPU",
-}
+_REFUSED_TYPES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TPU")
 _REFUSED_CONFIGS = {
     "deepspeed_config": "DeepSpeed",
     "fsdp_config": "FSDP",
@@ -44,32 +36,26 @@ _REFUSED_CONFIGS = {
     "fp8_config": "8-bit training",
 }
 # Keys that have no effect here, and why.
+_TPU = "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env"
 _UNUSED = {
-    "downcast_bf16": "it is about TPUs",
-    "tpu_name": "it is about TPUs",
-    "tpu_zone": "it is about TPUs",
-    "tpu_use_cluster": "it is about TPUs",
-    "tpu_use_sudo": "it is about TPUs",
-    "tpu_vm": "it is about TPUs",
-    "tpu_env": "it is about TPUs",
-    "commands": "it is about TPUs",
-    "command_file": "it is about TPUs",
+    **dict.fromkeys([*_TPU.split(), "commands", "command_file"], "it is about TPUs"),
     "enable_cpu_affinity": "torch binds processes to NUMA nodes by itself",
     "mpirun_config": "to start processes with MPI, run `mpirun -np 4 trainer launch script.py`",
     "ipex_config": "its functions are part of torch now",
 }
-_UNTOLD = ("main_training_function", "same_network")  # no effect either, but in every file
+_SILENT = ("main_training_function", "same_network")  # no effect either, but in every file
 _OFF: tuple[Any, ...] = (None, False, "no", "NO", "", [], {})
 _DYNAMO = ("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic")
-_TEXTS = (
-    "main_process_ip",
-    "gpu_ids",
-    "mixed_precision",
-    "dynamo_backend",
-    "dynamo_mode",
-    "rdzv_backend",
-    "rdzv_conf",
-)
+_FLAGS = ("use_cpu", "debug", "dynamo_use_fullgraph", "dynamo_use_dynamic")
+_COUNTS = {  # with their minimum
+    "num_processes": 1,
+    "num_machines": 1,
+    "machine_rank": 0,
+    "main_process_port": 0,
+    "gradient_accumulation_steps": 1,
+    "num_cpu_threads_per_process": 1,
+    "max_restarts": 0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,32 +112,17 @@ class LaunchConfiguration:
 
     def __post_init__(self) -> None:
         """Check every value, and that they fit together."""
-        for name in ("use_cpu", "debug", "dynamo_use_fullgraph", "dynamo_use_dynamic"):
-            if not isinstance(getattr(self, name), (bool, type(None))):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be true or false.")
-        for name in _TEXTS:
-            if not isinstance(getattr(self, name), (str, type(None))):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be a string.")
-        for name, minimum in (
-            ("num_processes", 1),
-            ("num_machines", 1),
-            ("machine_rank", 0),
-            ("main_process_port", 0),
-            ("gradient_accumulation_steps", 1),
-            ("num_cpu_threads_per_process", 1),
-            ("max_restarts", 0),
-        ):
-            _check_number(name, getattr(self, name), minimum)
-        interval = self.monitor_interval
-        if isinstance(interval, bool) or not isinstance(interval, (int, float)):
-            raise TypeError(f"monitor_interval is {interval!r}; it must be a number of seconds.")
-        if not 0 < interval < math.inf:
-            raise ValueError(f"monitor_interval is {interval!r}; it must be above 0 seconds.")
-        self._check_choices()
-        self._check_machines()
-
-    def _check_choices(self) -> None:
-        if self.mixed_precision is not None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        check_bools(**{name: given[name] for name in _FLAGS if name in given})
+        for name, least in _COUNTS.items():
+            if name in given:
+                check_counts(least, **{name: given[name]})
+        check_numbers(monitor_interval=self.monitor_interval)
+        if not 0 < self.monitor_interval < math.inf:
+            raise ValueError(
+                f"monitor_interval is {self.monitor_interval}; it must be above 0 seconds."
+            )
+        if "mixed_precision" in given:
             PrecisionType.parse(self.mixed_precision, "mixed_precision")
             if self.mixed_precision == PrecisionType.FP8:
                 check_not_fp8("mixed_precision='fp8'")
@@ -161,21 +132,15 @@ class LaunchConfiguration:
             raise ValueError(choice_error("rdzv_backend", self.rdzv_backend, ("static", "c10d")))
         if self.gpu_ids is not None and not re.fullmatch(r"all|[^,\s]+(,[^,\s]+)*", self.gpu_ids):
             raise ValueError(f"gpu_ids is {self.gpu_ids!r}; it must be like '0,1', or 'all'.")
-
-    def _check_machines(self) -> None:
         if self.machine_rank >= self.num_machines:
             raise ValueError(
                 f"machine_rank is {self.machine_rank}, of {self.num_machines} machine(s); it must "
                 f"be from 0 to {self.num_machines - 1}."
             )
-        if self.num_processes is not None and self.num_processes % self.num_machines:
+        if (self.num_processes or 0) % self.num_machines:
             raise ValueError(
                 f"num_processes is {self.num_processes}, of all machines together; it must be a "
                 f"multiple of num_machines, which is {self.num_machines}."
-            )
-        if self.main_process_port is not None and self.main_process_port > 65535:
-            raise ValueError(
-                f"main_process_port is {self.main_process_port}; it must be at most 65535."
             )
         if self.num_machines > 1 and self.main_process_port == 0:
             raise ValueError(
@@ -205,15 +170,6 @@ class LaunchConfiguration:
         }
 
 
-def _check_number(name: str, value: object, minimum: int) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; it must be a whole number.")
-    if value < minimum:
-        raise ValueError(f"{name} is {value}; it must be at least {minimum}.")
-
-
 def default_place() -> Path:
     """Return the default path of the file.
 
@@ -235,42 +191,41 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
             is not supported.
     """
     try:
-        # JSON is YAML too, unless there are tabs in it.
         text = path.read_text(encoding="utf-8")
-        is_json = path.suffix == ".json"
-        loaded = json.loads(text) if is_json else yaml.safe_load(check_yaml(text))
-    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        # JSON is YAML too, unless there are tabs in it.
+        loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
         raise ValueError(f"{path} is not {kind}: {error}") from error
-    if loaded is None:
-        return {}, []
-    if not isinstance(loaded, Mapping):
+    if not isinstance(loaded, (Mapping, type(None))):
         raise ValueError(f"{path} is a {type(loaded).__name__}; it must be a mapping of settings.")
     try:
-        return _understand({str(key): value for key, value in loaded.items()})
+        return _understand({str(key): value for key, value in (loaded or {}).items()})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
 def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     own = {field.name for field in fields(LaunchConfiguration)}
-    known = {*own, *_UNUSED, *_UNTOLD, *_REFUSED_CONFIGS, "compute_environment"}
+    known = {*own, *_UNUSED, *_SILENT, *_REFUSED_CONFIGS, "compute_environment"}
     known |= {"distributed_type", "dynamo_config", "fp16"}
-    for key in found:
-        if key not in known:
-            raise ValueError(choice_error("a key", key, known))
-    _refuse(found)
+    for key in found.keys() - known:
+        raise ValueError(choice_error("a key", key, known))
+    _check_supported(found)
     notes = [
         f"{key} is not used: {why}." for key, why in _UNUSED.items() if found.get(key) not in _OFF
     ]
-    given = {key: value for key, value in found.items() if key in own and value is not None}
-    given |= _dynamo(found.get("dynamo_config") or {})
-    if found.get("fp16") and "mixed_precision" not in given:  # its former name
-        given["mixed_precision"] = "fp16"
+    dynamo = found.get("dynamo_config") or {}
+    for key in dict(dynamo).keys() - {*_DYNAMO, "dynamo_use_regional_compilation"}:
+        raise ValueError(choice_error("a key of dynamo_config", key, _DYNAMO))
+    values = found | {key: dynamo[key] for key in _DYNAMO if key in dynamo}
+    given = {key: value for key, value in values.items() if key in own and value is not None}
+    if found.get("fp16"):  # the former name of mixed_precision
+        given.setdefault("mixed_precision", "fp16")
     for name in {"mixed_precision", "dynamo_backend"} & given.keys():
         given[name] = str(given[name] or "no")  # YAML reads a bare `no` as False
-    if "gpu_ids" in given:  # and a bare 0 as a number
-        given["gpu_ids"] = str(given["gpu_ids"])
+    for name in {"gpu_ids", "main_process_ip", "dynamo_mode", "rdzv_conf"} & given.keys():
+        given[name] = str(given[name])  # and a bare 0 as a number
     if found.get("distributed_type") == "MULTI_CPU":
         given["use_cpu"] = True
     if given.get("num_processes") == -1:  # stands for "given on each command line"
@@ -278,7 +233,7 @@ def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return given, notes
 
 
-def _refuse(found: Mapping[str, Any]) -> None:
+def _check_supported(found: Mapping[str, Any]) -> None:
     where = found.get("compute_environment", "LOCAL_MACHINE")
     if where != "LOCAL_MACHINE":
         raise ValueError(
@@ -288,8 +243,8 @@ def _refuse(found: Mapping[str, Any]) -> None:
     kind = str(found.get("distributed_type") or "NO")
     if kind in _REFUSED_TYPES:
         raise ValueError(
-            f"distributed_type is {kind!r}, which asks for {_REFUSED_TYPES[kind]}; that is not "
-            f"supported yet. {_SUPPORTED}: distributed_type may be {', '.join(_TYPES)}."
+            f"distributed_type is {kind!r}, which is not supported yet. {_SUPPORTED}: "
+            f"distributed_type may be {', '.join(_TYPES)}."
         )
     if kind not in _TYPES:
         raise ValueError(choice_error("distributed_type", kind, _TYPES))
@@ -299,20 +254,11 @@ def _refuse(found: Mapping[str, Any]) -> None:
                 f"{key} asks for {engine}, which is not supported yet. {_SUPPORTED}; for those "
                 f"remove {key}."
             )
-
-
-def _dynamo(found: Any) -> dict[str, Any]:
-    if not isinstance(found, Mapping):
-        raise ValueError(f"dynamo_config is {found!r}; it must be a mapping of settings.")
-    for key in found:
-        if key not in _DYNAMO and key != "dynamo_use_regional_compilation":
-            raise ValueError(choice_error("a key of dynamo_config", key, _DYNAMO))
-    if found.get("dynamo_use_regional_compilation"):
+    if dict(found.get("dynamo_config") or {}).get("dynamo_use_regional_compilation"):
         raise ValueError(
             "dynamo_use_regional_compilation asks to compile repeated blocks one by one, which is "
             "not supported; see the guide to compiling."
         )
-    return {key: found[key] for key in _DYNAMO if found.get(key) is not None}
 
 
 def write_file(path: Path, configuration: LaunchConfiguration) -> None:
@@ -345,8 +291,6 @@ def write_file(path: Path, configuration: LaunchConfiguration) -> None:
         if field.name not in (*values, *_DYNAMO) and value != field.default:
             kept[field.name] = value
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".json":
-        text = dumps(kept, indent=2) + "\n"
-    else:
-        text = yaml.safe_dump(kept)
+    is_json = path.suffix == ".json"
+    text = dumps(kept, indent=2) + "\n" if is_json else yaml.safe_dump(kept)
     path.write_text(text, encoding="utf-8")

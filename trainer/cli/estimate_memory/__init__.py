@@ -21,7 +21,7 @@ import yaml
 from trainer.checks import choice_error
 from trainer.cli.parsing import (
     CommandError,
-    check_yaml,
+    aligned,
     command_parser,
     count,
     echo,
@@ -34,40 +34,13 @@ from trainer.strict_json import dumps
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainer.cli.estimate_memory.footprint import Footprint, Input
+    from trainer.cli.estimate_memory.footprint import Input
 
 _PRECISIONS = ("no", "fp16", "bf16", "pure-bf16")
 _INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d+(?:x\d+)*)?(?::(\w+))?")
-_UNMEASURED = {  # torch's optimizers of which one step on dummy gradients says nothing, and why
-    "lbfgs": "it keeps as many earlier steps as its history is long, and evaluates the loss itself",
-    "sparseadam": "it takes only sparse gradients, whose size depends on the data",
-}
 _OWN = "MODULE:NAME, a class or function that creates an optimizer from a list of parameters"
 _PATIENCE = 10.0  # seconds in which a hub finds a configuration of a few kilobytes
 _COLUMNS = ("parameters", "gradients", "optimizer", "buffers", "activations")
-
-
-class _Once(argparse.Action):
-    """Stores an option's values, and refuses a second use, which would silently replace them."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,  # noqa: ARG002 - argparse passes it
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,  # noqa: ARG002 - likewise
-    ) -> None:
-        """Store the values of the option.
-
-        Raises:
-            argparse.ArgumentError: The option was used before.
-        """
-        given = vars(namespace).setdefault("given", set())
-        if self.dest in given:
-            how = "put all values after one" if self.nargs else "run the command once for each"
-            raise argparse.ArgumentError(self, f"it is given twice; {how}")
-        given.add(self.dest)
-        setattr(namespace, self.dest, values)
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -92,53 +65,23 @@ def parser(prog: str) -> argparse.ArgumentParser:
         ],
         codes={0: "done", 1: "the model cannot be created or measured without data"},
     )
-    several = partial(made.add_argument, nargs="+", action="extend", default=[])
-    made.add_argument(
-        "model",
-        metavar="MODULE:CLASS",
-        help="a torch.nn.Module, or a function that returns one; else the name or the folder of a "
-        "model of transformers, or timm/NAME",
+    several = partial(made.add_argument, nargs="+", action="extend")
+    what = (
+        "a torch.nn.Module, or a function that returns one; else the name or the folder of a model "
+        "of transformers, or timm/NAME"
     )
-    several(
-        "--init",
-        type=_pair,
-        metavar="NAME=VALUE",
-        help="arguments of the class, values as in YAML",
-    )
-    made.add_argument(
-        "--precision",
-        action=_Once,
-        nargs="+",
-        choices=_PRECISIONS,
-        default=["no", "bf16"],
-        help="default: no bf16",
-    )
-    made.add_argument(
-        "--optimizer",
-        action=_Once,
-        default="adamw",
-        metavar="NAME",
-        help=f"of torch.optim, or {_OWN}; default: adamw",
-    )
-    several("--optimizer-init", type=_pair, metavar="NAME=VALUE", help="its arguments")
-    several(
-        "--input",
-        type=_input,
-        metavar="[NAME=]SHAPE[:DTYPE]",
-        help="what forward takes, the shape of one sample: 3x224x224 or input_ids=1024:int64",
-    )
-    made.add_argument(
-        "--batch", nargs="+", action=_Once, type=count, default=[1], help="batch sizes; default: 1"
-    )
-    made.add_argument(
-        "--shards",
-        nargs="+",
-        action=_Once,
-        type=count,
-        default=[1],
-        metavar="N",
-        help="numbers of processes; default: 1",
-    )
+    made.add_argument("model", metavar="MODULE:CLASS", help=what)
+    what = "arguments of the class, values as in YAML"
+    several("--init", type=_pair, default=[], metavar="NAME=VALUE", help=what)
+    several("--precision", choices=_PRECISIONS, help="default: no bf16")
+    what = f"of torch.optim, or {_OWN}; default: adamw"
+    made.add_argument("--optimizer", default="adamw", metavar="NAME", help=what)
+    what = "its arguments"
+    several("--optimizer-init", type=_pair, default=[], metavar="NAME=VALUE", help=what)
+    what = "what forward takes, the shape of one sample: 3x224x224 or input_ids=1024:int64"
+    several("--input", type=_input, default=[], metavar="[NAME=]SHAPE[:DTYPE]", help=what)
+    several("--batch", type=count, metavar="N", help="batch sizes; default: 1")
+    several("--shards", type=count, metavar="N", help="numbers of processes; default: 1")
     made.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return made
 
@@ -161,22 +104,24 @@ def run(arguments: argparse.Namespace) -> int:
     inputs = [_typed(*each) for each in arguments.input]
     numbers = _attempt(arguments.model, partial(footprint.count, make))
     rows: list[dict[str, Any]] = []
-    for precision in dict.fromkeys(arguments.precision):
-        for batch in dict.fromkeys(arguments.batch if inputs else [1]):
-            measure = partial(
-                footprint.measure,
-                make,
-                precision=precision,
-                make_optimizer=make_optimizer,
-                inputs=inputs,
-                batch=batch,
-            )
+    for precision in dict.fromkeys(arguments.precision or ("no", "bf16")):
+        for batch in dict.fromkeys((inputs and arguments.batch) or (1,)):
+            settings = {"precision": precision, "inputs": inputs, "batch": batch}
+            measure = partial(footprint.measure, make, make_optimizer=make_optimizer, **settings)
             whole = _attempt(arguments.model, measure)
-            rows += [
-                {"precision": precision, "batch": batch if inputs else None, **row}
-                for processes in dict.fromkeys(arguments.shards)
-                for row in _over(whole, processes)
-            ]
+            for processes in dict.fromkeys(arguments.shards or (1,)):
+                for stage in (0,) if processes == 1 else (1, 2, 3):  # of ZeRO
+                    part = whole.sharded(stage, processes) if stage else whole
+                    rows.append(
+                        {
+                            "precision": precision,
+                            "batch": batch if inputs else None,
+                            "processes": processes,
+                            "zero": stage,
+                            **{name: getattr(part, name) for name in _COLUMNS},
+                            "total": part.total,
+                        }
+                    )
     if arguments.json:
         names = ("parameters", "trained", "buffers")
         report = {"model": arguments.model, "elements": dict(zip(names, numbers, strict=True))}
@@ -191,18 +136,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _over(whole: Footprint, processes: int) -> list[dict[str, Any]]:
-    """Return the rows for a number of processes: one for a single one, else one per ZeRO stage."""
-    if processes == 1:
-        return [_row(whole, 0, 1)]
-    return [_row(whole.sharded(stage, processes), stage, processes) for stage in (1, 2, 3)]
-
-
-def _row(part: Footprint, stage: int, processes: int) -> dict[str, Any]:
-    values = {name: getattr(part, name) for name in _COLUMNS}
-    return {"processes": processes, "zero": stage, **values, "total": part.total}
-
-
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [["precision", "batch", "processes", "sharding", *_COLUMNS, "total"]]
     for row in rows:
@@ -211,14 +144,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         where = f"ZeRO-{row['zero']}" if row["zero"] else "-"
         begin = [row["precision"], str(row["batch"] or "-"), str(row["processes"]), where]
         lines.append([*begin, *sizes, _size(row["total"]) + " +" * unknown])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            text.ljust(width) if at in (0, 3) else text.rjust(width)
-            for at, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    return aligned(lines, right=[at for at in range(len(lines[0])) if at not in (0, 3)])
 
 
 def _size(count: float) -> str:
@@ -235,7 +161,7 @@ def _pair(text: str) -> tuple[str, Any]:
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
     try:
-        read = yaml.safe_load(check_yaml(value))
+        read = yaml.safe_load(value)
     except yaml.YAMLError:
         raise argparse.ArgumentTypeError(f"{value!r}, of {name}, cannot be read as YAML") from None
     if isinstance(read, str):  # to YAML 1e-3 is a text, 1.0e-3 a number
@@ -270,7 +196,10 @@ def _typed(name: str | None, shape: tuple[int, ...], dtype: str) -> Input:
 def _maker(model: str, init: dict[str, Any]) -> Callable[[], nn.Module]:
     """Return a function that creates the module."""
     if ":" not in model:
-        _check_hub_name(model)
+        names, top = model.split("."), model.partition(".")[0]
+        if all(map(str.isidentifier, names)) and not Path(model).exists() and find_spec(top):
+            near = ":".join([".".join(names[:-1]) or top, names[-1] if names[1:] else "CLASS"])
+            raise CommandError(f"{model!r} is not MODULE:CLASS. Did you mean {near!r}?", code=2)
         return partial(_of_library, model, init)
     made = import_named(model)
     if not callable(made):
@@ -284,22 +213,6 @@ def _maker(model: str, init: dict[str, Any]) -> Callable[[], nn.Module]:
             code=2,
         ) from None
     return partial(_complete, made, init)
-
-
-def _check_hub_name(model: str) -> None:
-    """Raise if the name is a class or file of the user's, before a server is asked for it."""
-    if model.isidentifier() and Path(f"{model}.py").exists():
-        raise CommandError(
-            f"{model!r} is a module of this folder; name a class in it, {f'{model}:CLASS'!r}.",
-            code=2,
-        )
-    module, _, name = model.rpartition(".")
-    if all(part.isidentifier() for part in model.split(".")) and not Path(model).exists():
-        top = module.partition(".")[0]
-        if top and find_spec(top) is not None:
-            raise CommandError(
-                f"{model!r} is not MODULE:CLASS. Did you mean {f'{module}:{name}'!r}?", code=2
-            )
 
 
 def _complete(made: Callable[..., Any], init: dict[str, Any]) -> nn.Module:
@@ -367,13 +280,8 @@ def _optimizer(name: str, init: dict[str, Any]) -> tuple[str, Callable[[Any], An
             for each, value in vars(torch.optim).items()
             if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
         }
-        choices = sorted(known.keys() - _UNMEASURED.keys() - {"optimizer"})
-        if name.lower() in _UNMEASURED:
-            raise CommandError(
-                f"{name} cannot be measured: {_UNMEASURED[name.lower()]}. --optimizer takes "
-                f"{', '.join(choices)}; or {_OWN}.",
-                code=2,
-            )
+        # LBFGS and SparseAdam take no step on dense gradients alone.
+        choices = sorted(known.keys() - {"lbfgs", "sparseadam", "optimizer"})
         if name.lower() not in choices:
             hint = f"Pass one of your own as {_OWN}."
             raise CommandError(f"{choice_error('The optimizer', name, choices)} {hint}", code=2)
@@ -384,9 +292,8 @@ def _optimizer(name: str, init: dict[str, Any]) -> tuple[str, Callable[[Any], An
 
 
 def _attempt(model: str, work: Callable[[], Any]) -> Any:
-    fakes = logging.getLogger("torch._subclasses.fake_tensor")
-    level = fakes.level
-    fakes.setLevel(logging.CRITICAL)  # it would print the traceback of the error below
+    # It would print the traceback of the error below.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         return work()
     except CommandError:
@@ -397,5 +304,3 @@ def _attempt(model: str, work: Callable[[], Any]) -> Any:
             "Its tensors have shapes but no values. --input must be what forward takes, and its "
             "code must not read values (item, tolist, numpy)."
         ) from error
-    finally:
-        fakes.setLevel(level)

@@ -66,13 +66,8 @@ class Footprint:
     @property
     def total(self) -> int:
         """The sum of all that is known."""
-        return (
-            self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.buffers
-            + (self.activations or 0)
-        )
+        own = self.parameters + self.gradients + self.optimizer + self.buffers
+        return own + (self.activations or 0)
 
     def sharded(self, stage: int, processes: int) -> Footprint:
         """Return the part of one of several processes, by a stage of ZeRO from 1 to 3."""
@@ -165,7 +160,14 @@ def _kept_for_backward(
             )
             for name, tensor in chain(module.named_parameters(), module.named_buffers())
         }
-        positional, named = _batch_of(inputs, batch, weights)
+        positional, named = [], {}
+        for each in inputs:
+            dtype = weights if weights and each.dtype.is_floating_point else each.dtype
+            tensor = torch.zeros((batch, *each.shape), dtype=dtype)
+            if each.name is None:
+                positional.append(tensor)
+            else:
+                named[each.name] = tensor
         casting = torch.autocast("cpu", computed) if computed else nullcontext()
         with (
             casting,
@@ -187,20 +189,6 @@ def _without_onednn() -> Iterator[None]:
         torch.backends.mkldnn.set_flags(before)
 
 
-def _batch_of(
-    inputs: Sequence[Input], batch: int, weights: torch.dtype | None
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    positional, named = [], {}
-    for each in inputs:
-        dtype = weights if weights and each.dtype.is_floating_point else each.dtype
-        tensor = torch.zeros((batch, *each.shape), dtype=dtype)
-        if each.name is None:
-            positional.append(tensor)
-        else:
-            named[each.name] = tensor
-    return positional, named
-
-
 def _optimizer_state(
     parameters: list[nn.Parameter],
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
@@ -220,9 +208,7 @@ def _optimizer_state(
         raise CommandError(
             f"The optimizer cannot be measured: {type(error).__name__}: {error}\n"
             "It takes one step, on dense gradients of all trained parameters. Pass its arguments "
-            "as --optimizer-init NAME=VALUE, or choose another with --optimizer: one of "
-            "torch.optim, or MODULE:NAME, a class or function that creates an optimizer from a "
-            "list of parameters."
+            "as --optimizer-init NAME=VALUE, or choose another with --optimizer."
         ) from error
     tensors = [value for state in optimizer.state.values() for value in state.values()]
     return _bytes(value for value in tensors if isinstance(value, torch.Tensor))

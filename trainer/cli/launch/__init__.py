@@ -8,12 +8,11 @@ are started by torch's elastic agent, see `trainer.cli.launch.group`.
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import re
 import shlex
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ from typing import Any
 from trainer import environment
 from trainer.cli.config import accelerators, device_count, known_of
 from trainer.cli.config.file import LaunchConfiguration, default_place
+from trainer.cli.launch.options import REFUSED
 from trainer.cli.launch.options import parser as parser
-from trainer.cli.launch.slurm import batch_script
 from trainer.cli.parsing import CommandError, echo, ended_at_once
 
-_LEAST_MEMORY = 4 << 20  # bytes of a process; Python alone takes more
+_SLURM_GRACE = 120  # seconds before its time limit that a job is signalled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +57,25 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: The configuration file is invalid, or the script or program does not exist.
         OSError: A program cannot be started.
     """
+    words = arguments.words
+    arguments.words = words = words[words[0] == "--" :]
     _check(arguments)
     configuration = configure(arguments)
     if arguments.slurm:
-        sys.stdout.write(_slurm(arguments, configuration))
+        sys.stdout.write(_batch_script(arguments, configuration))
         return 0
     plan = make_plan(arguments, configuration)
     if arguments.dry_run:
-        _show(plan)
+        least, most = plan.machines
+        how = "replaced by the command" if plan.here else "watched by torch's elastic agent"
+        echo(f"processes on this machine  {plan.processes}, {how}")
+        echo(f"machines                   {least if least == most else f'{least} to {most}'}")
+        for name, value in sorted(plan.variables.items()):
+            echo(f"{name:<26} {value}")
+        echo(f"command                    {shlex.join(plan.command)}")
         return 0
-    if arguments.no_python and shutil.which(arguments.script) is None:
-        raise CommandError(f"there is no executable program {arguments.script!r}.", 2)
+    if arguments.no_python and shutil.which(words[0]) is None:
+        raise CommandError(f"there is no executable program {words[0]!r}.", 2)
     with environment.patch_environment(**plan.variables):
         if plan.here:
             sys.stdout.flush()
@@ -77,31 +84,41 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.module and arguments.no_python:
-        raise argparse.ArgumentTypeError("--module and --no_python exclude each other.")
-    if arguments.cpu and (arguments.multi_gpu or arguments.gpu_ids):
-        raise argparse.ArgumentTypeError("--cpu uses no device: omit --multi_gpu and --gpu_ids.")
-    if arguments.num_processes and arguments.nproc_per_node:
-        raise argparse.ArgumentTypeError(
+    given = {name for name, value in vars(arguments).items() if value not in (None, False)}
+    problem = None
+    for name in given & REFUSED.keys():
+        problem = (
+            f"--{name} asks for {REFUSED[name]}, which is not supported yet: this release trains "
+            "on one device, or data parallel on several."
+        )
+    if not arguments.words:
+        problem = "the script is missing."
+    elif arguments.cpu and (arguments.multi_gpu or arguments.gpu_ids):
+        problem = "--cpu uses no device: omit --multi_gpu and --gpu_ids."
+    elif {"num_processes", "nproc_per_node"} <= given:
+        problem = (
             "--num_processes counts the processes of all machines, --nproc_per_node those of this "
             "one: pass one of them."
         )
-    if arguments.tee not in (None, "0") and not arguments.log_dir:
-        raise argparse.ArgumentTypeError("--tee belongs to --log_dir, which is not given.")
-    if arguments.sbatch and not arguments.slurm:
-        raise argparse.ArgumentTypeError("--sbatch belongs to --slurm, which is not given.")
-    if arguments.nnodes is not None:
-        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", arguments.nnodes):
-            raise argparse.ArgumentTypeError(
-                f"--nnodes is {arguments.nnodes!r}; it must be a number, or two such as 1:4."
-            )
-        if arguments.num_processes or arguments.num_machines:
-            raise argparse.ArgumentTypeError(
-                "--nnodes replaces --num_machines, and needs --nproc_per_node: the number of "
-                "processes on all machines is not known in advance."
-            )
-    if not (arguments.module or arguments.no_python) and not Path(arguments.script).exists():
-        raise CommandError(f"there is no script {arguments.script!r} in {Path.cwd()}.", 2)
+    elif arguments.tee not in (None, "0") and not arguments.log_dir:
+        problem = "--tee belongs to --log_dir, which is not given."
+    elif arguments.sbatch and not arguments.slurm:
+        problem = "--sbatch belongs to --slurm, which is not given."
+    elif arguments.slurm and (arguments.nnodes or arguments.max_restarts):
+        problem = (
+            "--slurm takes --num_machines instead of --nnodes, and no --max_restarts: SLURM itself "
+            "requeues a job."
+        )
+    elif "nnodes" in given and given & {"num_processes", "num_machines"}:
+        problem = (
+            "--nnodes replaces --num_machines, and needs --nproc_per_node: the number of "
+            "processes on all machines is not known in advance."
+        )
+    if problem:
+        raise argparse.ArgumentTypeError(problem)
+    script = arguments.words[0]
+    if not (arguments.module or arguments.no_python) and not Path(script).exists():
+        raise CommandError(f"there is no script {script!r} in {Path.cwd()}.", 2)
 
 
 def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
@@ -121,8 +138,8 @@ def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
         for name, value in vars(arguments).items()
         if name in own and value is not None and value is not False  # 0 counts as given
     }
-    if arguments.nnodes and arguments.nnodes.isdecimal():  # torchrun's --nnodes 2 --node_rank 1
-        given["num_machines"] = int(arguments.nnodes)
+    if arguments.nnodes and arguments.nnodes[0] == arguments.nnodes[1]:  # torchrun's --nnodes 2
+        given["num_machines"] = arguments.nnodes[0]
     if arguments.cpu:
         given |= {"use_cpu": True, "gpu_ids": None}
     if arguments.multi_gpu or arguments.gpu_ids:
@@ -149,38 +166,25 @@ def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration)
         argparse.ArgumentTypeError: The machine lacks requested devices, or nothing says where
             machines meet.
     """
-    machines = _machines(arguments, configuration)
+    machines = arguments.nnodes or (configuration.num_machines, configuration.num_machines)
     _check_devices(arguments, configuration)
+    processes = 1 if _is_started(arguments) else _processes(arguments, configuration)
     here = _is_started(arguments) or (
         machines == (1, 1)
+        and processes == 1
         and configuration.max_restarts == 0
         and arguments.log_dir is None
-        and _processes(arguments, configuration) == 1
     )
-    processes = 1 if here else _processes(arguments, configuration)
-    if processes > (most := _most_processes()):
-        raise argparse.ArgumentTypeError(
-            f"{processes} processes on this machine are too many: it can start at most {most}, by "
-            "its memory and the user's limit. Pass a smaller --num_processes."
-        )
-    if (
-        not here
-        and machines[1] > 1
-        and not (configuration.main_process_ip or arguments.rdzv_endpoint)
-    ):
-        raise argparse.ArgumentTypeError(
-            f"{machines[1]} machines must know where to meet: pass --main_process_ip HOST, the "
-            "name or address of machine 0."
-        )
     variables = configuration.variables
-    if (
-        not here
-        and processes > 1
-        and "OMP_NUM_THREADS" not in variables
-        and environment.read("OMP_NUM_THREADS") is None
-    ):
-        # Otherwise each would start as many threads as there are cores.
-        variables["OMP_NUM_THREADS"] = str(environment.share_of_cores(processes))
+    if not here:
+        if machines[1] > 1 and not (configuration.main_process_ip or arguments.rdzv_endpoint):
+            raise argparse.ArgumentTypeError(
+                f"{machines[1]} machines must know where to meet: pass --main_process_ip HOST, the "
+                "name or address of machine 0."
+            )
+        if processes > 1 and environment.read("OMP_NUM_THREADS") is None:
+            # Otherwise each would start as many threads as there are cores.
+            variables.setdefault("OMP_NUM_THREADS", str(environment.share_of_cores(processes)))
     return Plan(
         here=here,
         processes=processes,
@@ -188,18 +192,6 @@ def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration)
         variables=variables,
         command=_command(arguments, noted=not here),
     )
-
-
-def _machines(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> tuple[int, int]:
-    if arguments.nnodes is None:
-        return configuration.num_machines, configuration.num_machines
-    least, _, most = arguments.nnodes.partition(":")
-    if int(most or least) < int(least):
-        raise argparse.ArgumentTypeError(
-            f"--nnodes is {arguments.nnodes}: at most {most} machines are fewer than at least "
-            f"{least}."
-        )
-    return int(least), int(most or least)
 
 
 def _is_started(arguments: argparse.Namespace) -> bool:
@@ -230,18 +222,6 @@ def _processes(arguments: argparse.Namespace, configuration: LaunchConfiguration
     return wanted
 
 
-def _most_processes() -> float:
-    """Return the number of processes above which this machine starts none, whatever they do."""
-    try:
-        import resource
-    except ImportError:  # Windows, where neither is known
-        return math.inf
-    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    most = memory // _LEAST_MEMORY
-    return most if limit == resource.RLIM_INFINITY else min(most, limit)
-
-
 def _on_cpu(configuration: LaunchConfiguration) -> bool:
     cpu = configuration.use_cpu
     return environment.read_flag("ACCELERATE_USE_CPU") if cpu is None else cpu
@@ -250,53 +230,37 @@ def _on_cpu(configuration: LaunchConfiguration) -> bool:
 def _check_devices(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> None:
     """Raise if requested devices do not exist: the CPU would silently do their work.
 
-    ``gpu_ids: all`` in a file requests none, since files contain it on any machine.
+    ``gpu_ids: all`` in a file requests none, since files contain it on any machine. Names such as
+    ``GPU-8932f937`` are left to CUDA.
     """
     ids = configuration.gpu_ids
-    named = ids not in (None, "all")
-    asked = named or arguments.gpu_ids or arguments.multi_gpu
-    if not asked or _on_cpu(configuration):
+    names = [] if ids in (None, "all") else str(ids).split(",")
+    if not (names or arguments.gpu_ids or arguments.multi_gpu) or _on_cpu(configuration):
         return
-    if not named:
-        there, wanted = accelerators(), 1
-        found_all = there > 0
-    else:
-        wanted = len(str(ids).split(","))
-        with environment.without("CUDA_VISIBLE_DEVICES"):  # the shell's, which ids replace
-            there = accelerators()
-        found_all = _are_there(str(ids), there)
-    if found_all:
+    # Numbers replace the variable of the shell, and count the devices of the machine.
+    with environment.without("CUDA_VISIBLE_DEVICES") if names else nullcontext():
+        there = accelerators()
+    known = {str(number) for number in range(there)}
+    numbers = [name for name in names if name.lstrip("+-").isdecimal()]
+    if there and set(numbers) <= known and len(set(names)) == len(names):
         return
     option = f"gpu_ids is {ids!r}" if ids else "--multi_gpu asks for accelerators"
-    found = f"accelerators {', '.join(map(str, range(there)))}" if there else "no accelerator"
-    more = f" --num_processes {wanted}" if wanted > 1 and not configuration.num_processes else ""
+    found = f"accelerators {', '.join(sorted(known, key=int))}" if there else "no accelerator"
+    count = f" --num_processes {len(names)}" if len(names) > 1 else ""
+    more = "" if configuration.num_processes else count
     raise argparse.ArgumentTypeError(
         f"{option}, but this machine has {found}. Name existing devices, each once, or leave it "
         f"out and pass --cpu{more} to use the CPU."
     )
 
 
-def _are_there(ids: str, count: int) -> bool:
-    """Return whether a machine with `count` accelerators has these, each named once.
-
-    Numbers are compared with the count, since CUDA may repeat what it has found before. Other
-    names, such as ``GPU-8932f937``, are known only to CUDA, which may then find too many.
-    """
-    names = ids.split(",")
-    if all(re.fullmatch(r"[+-]?\d+", each) for each in names):
-        numbers = {int(each) for each in names}
-        return len(numbers) == len(names) and numbers <= set(range(count))
-    with environment.patch_environment(CUDA_VISIBLE_DEVICES=ids):
-        return accelerators() >= len(names)
-
-
 def _command(arguments: argparse.Namespace, *, noted: bool) -> list[str]:
     """Return the command of a process, through `entry.py` if the launcher reads its note."""
-    own = [arguments.script, *arguments.script_arguments]
     if arguments.no_python:
-        return own
+        return list(arguments.words)
     entry = [str(Path(__file__).with_name("entry.py"))] if noted else []
-    return [sys.executable, "-u", *entry, *(["-m"] if arguments.module else []), *own]
+    module = ["-m"] if arguments.module else []
+    return [sys.executable, "-u", *entry, *module, *arguments.words]
 
 
 def _start_group(
@@ -320,12 +284,8 @@ def _start_group(
         endpoint = arguments.rdzv_endpoint or configuration.main_process_ip
         if ":" not in (arguments.rdzv_endpoint or ""):
             endpoint = f"{endpoint}:{configuration.main_process_port or environment.DEFAULT_PORT}"
-        meeting = {
-            "endpoint": endpoint,
-            "backend": backend,
-            "job": arguments.rdzv_id or "cadence",
-            "rendezvous": more,
-        }
+        job = arguments.rdzv_id or "cadence"
+        meeting = {"endpoint": endpoint, "backend": backend, "job": job, "rendezvous": more}
     elif configuration.main_process_port:
         meeting["endpoint"] = f"127.0.0.1:{configuration.main_process_port}"
     return run_group(
@@ -345,44 +305,46 @@ def _start_group(
 
 def _pairs(text: str) -> dict[str, Any]:
     """Return ``"a=1,b=2"`` as a mapping."""
-    pairs = [each.partition("=") for each in text.split(",") if each]
-    for _, equals, _ in pairs:
-        if not equals:
-            raise argparse.ArgumentTypeError(
-                f"--rdzv_conf is {text!r}; it must be like timeout=600,keep_alive_interval=5."
-            )
-    return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def _slurm(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> str:
-    if arguments.nnodes is not None:
-        raise argparse.ArgumentTypeError("--slurm takes --num_machines, not --nnodes.")
-    if configuration.max_restarts:
+    try:
+        pairs = dict(each.split("=", 1) for each in text.split(",") if each)
+    except ValueError:
         raise argparse.ArgumentTypeError(
-            "--slurm takes no --max_restarts: SLURM itself requeues a job."
-        )
+            f"--rdzv_conf is {text!r}; it must be like timeout=600,keep_alive_interval=5."
+        ) from None
+    return {name.strip(): value.strip() for name, value in pairs.items()}
+
+
+def _batch_script(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> str:
+    """Return a batch script for SLURM: one task for each process, started by `srun`.
+
+    SLURM tells each task its rank; there is no other launcher in between. Shortly before its time
+    limit the job gets SIGUSR1: the run is saved and, with ``Trainer(slurm_requeue=True)``, requeued
+    and later resumed.
+    """
+    processes, threads = (
+        _processes(arguments, configuration),
+        configuration.num_cpu_threads_per_process,
+    )
+    options = [f"--nodes={configuration.num_machines}", f"--ntasks-per-node={processes}"]
+    if not _on_cpu(configuration):
+        options.append(f"--gpus-per-node={processes}")
     variables = configuration.variables
     variables.pop("CUDA_VISIBLE_DEVICES", None)  # SLURM sets it
+    if threads:
+        options.append(f"--cpus-per-task={threads}")
+        variables["SRUN_CPUS_PER_TASK"] = str(threads)  # srun does not inherit it from sbatch
+    options += [f"--signal=USR1@{_SLURM_GRACE}", "--requeue", "--open-mode=append"]
     command = _command(arguments, noted=False)
     if not arguments.no_python:
         command[0] = "python"  # the one in the environment of the nodes
-    return batch_script(
-        command,
-        machines=configuration.num_machines,
-        processes=_processes(arguments, configuration),
-        cpu=_on_cpu(configuration),
-        threads=configuration.num_cpu_threads_per_process,
-        variables=variables,
-        options=arguments.sbatch or (),
-    )
-
-
-def _show(plan: Plan) -> None:
-    least, most = plan.machines
-    machines = str(least) if least == most else f"{least} to {most}"
-    how = "replaced by the command" if plan.here else "watched by torch's elastic agent"
-    echo(f"processes on this machine  {plan.processes}, {how}")
-    echo(f"machines                   {machines}")
-    for name, value in sorted(plan.variables.items()):
-        echo(f"{name:<26} {value}")
-    echo(f"command                    {shlex.join(plan.command)}")
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {each}" for each in options + (arguments.sbatch or [])),
+        "",
+        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(variables.items())),
+        "",
+        "# A task that has ended must not end the others, which may still be saving.",
+        f"exec srun --kill-on-bad-exit=0 {shlex.join(command)}",
+        "",
+    ]
+    return "\n".join(lines)

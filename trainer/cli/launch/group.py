@@ -2,18 +2,25 @@
 
 Added to the agent: a second signal reaches the processes too, a run that ended after a signal is no
 failure, the first exception is shown last, and machines learn of each other's failures.
+
+Each launcher watches its own processes. If those of one machine fail before all have met, the
+others wait for them until torch gives up, after half an hour. So a launcher that gives up reports
+it in the store of the launchers' rendezvous, and the others end their processes.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
 import tempfile
+import threading
+import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,15 +50,25 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from trainer.cli.launch.entry import ENDED, LAUNCHER
 from trainer.cli.launch.failure import Failure, failures_of, first_of, report, summary
-from trainer.cli.launch.machines import AnotherFailed, Others, notice_if_waiting
-from trainer.cli.launch.quiet import quiet_agent
 from trainer.cli.launch.rendezvous import BACKEND, private_variables
 from trainer.cli.parsing import CommandError, echo
 from trainer.environment import patch_environment
+from trainer.errors import module_logger
 from trainer.state.network import reachable_from
+
+logger = module_logger(__name__)
 
 _PATIENCE = 10  # seconds after a second signal; then the processes are killed
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")
+_LOGGERS = ("torch.distributed.elastic", "torchelastic-events-null")
+_FAILED, _LEFT = "cadence/failed", "cadence/left"
+_LOOK = 1.0  # seconds between two looks into the store
+_GRACE = 30.0  # seconds that processes have to notice a failure themselves
+_LONGEST = 300.0  # seconds of waiting until the others have ended
+_NOTICE = (
+    45.0  # seconds of waiting before it is reported; if the number of machines is a range, the
+)
+# last call for more of them takes 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +105,92 @@ class Group:
     tee: str = "0"
 
 
+class AnotherFailed(Exception):
+    """The processes of another machine have failed, and those of this one have not noticed."""
+
+
+class Others:
+    """The launchers of the other machines.
+
+    Args:
+        store: Returns the store of the last rendezvous; None before the first.
+        all_needed: The run cannot continue without any one of them.
+    """
+
+    def __init__(self, store: Callable[[], Any], *, all_needed: bool) -> None:
+        self._store, self._all_needed = store, all_needed
+        self._failure: tuple[str, float] | None = None
+        self._ended = threading.Event()
+
+    def report(self, failure: str) -> None:
+        """Report that the processes of this machine have failed, and let the others read it."""
+        store = self._store()
+        if store is None or not self._all_needed:
+            return
+        try:
+            store.set(_FAILED, failure)
+        except RuntimeError as error:  # of the store: machine 0 is gone
+            logger.debug("The failure could not be reported to the other machines: %s", error)
+            return
+        time.sleep(2 * _LOOK)  # the store may end with this process
+
+    def heed(self) -> None:
+        """Raise if another machine has failed and those of this one had time to notice.
+
+        Raises:
+            AnotherFailed: Another machine reported a failure more than 30 seconds ago.
+        """
+        if self._failure is not None and time.monotonic() > self._failure[1] + _GRACE:
+            raise AnotherFailed(
+                f"{self._failure[0].rstrip('.')}. The processes of this machine were still running "
+                f"{_GRACE:g} seconds later and were terminated."
+            )
+
+    def leave(self, machine: int) -> None:
+        """Report that the processes of this machine have ended, for those in `wait`."""
+        try:
+            self._store().set(f"{_LEFT}/{machine}", "")
+        except RuntimeError as error:  # machine 0 is gone, and nobody waits
+            logger.debug("The end could not be reported to the other machines: %s", error)
+
+    def wait(self, machines: int) -> None:
+        """Wait until all machines have left: the store may be in this process."""
+        left = [f"{_LEFT}/{machine}" for machine in range(machines)]
+        end = time.monotonic() + _LONGEST
+        try:
+            while not self._store().check(left) and time.monotonic() < end:
+                time.sleep(_LOOK / 10)
+        except RuntimeError as error:
+            logger.debug("Waiting for the other machines failed: %s", error)
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Inside, watch for failures that the others report.
+
+        A thread does it, since a store on a lost machine may not answer, and the launcher has to
+        watch its processes.
+        """
+        thread = threading.Thread(target=self._listen, name="cadence-machines", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            thread.join(_LOOK)
+
+    def _listen(self) -> None:
+        known = own = None
+        while self._all_needed and not self._ended.wait(_LOOK) and self._failure is None:
+            try:
+                if self._store() is not known:
+                    known = self._store()
+                    own = known.clone()  # a wait on the launcher's own would block it
+                if own is not None and own.check([_FAILED]):
+                    self._failure = own.get(_FAILED).decode(), time.monotonic()
+            except RuntimeError as error:  # machine 0 is gone, or all are meeting again
+                logger.debug("Reports of the other machines could not be read: %s", error)
+
+
 class _Agent(LocalElasticAgent):
     """Torch's agent, which also forwards a second signal and reports why it restarts."""
 
@@ -109,8 +212,15 @@ class _Agent(LocalElasticAgent):
                 self._leave()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        with notice_if_waiting(self.waits_for) if self.waits_for else nullcontext():
+        text = self.waits_for
+        timer = threading.Timer(_NOTICE, lambda: echo(text, error=True))
+        timer.daemon = True
+        if text is not None:
+            timer.start()
+        try:
             super()._rendezvous(worker_group)
+        finally:
+            timer.cancel()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         seen: RunResult = super()._monitor_workers(worker_group)
@@ -185,6 +295,23 @@ class _Logs(DefaultLogsSpecs):
             if Path(file).is_file()
         }
         return [each for each in failures_of(found) if not (each.chosen or each.follows)]
+
+
+@contextmanager
+def quiet_agent() -> Iterator[None]:
+    """Inside, torch's launcher does not log: it raises the failure, which is reported once."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [each.propagate for each in loggers]
+    nowhere = logging.NullHandler()
+    for each in loggers:
+        each.addHandler(nowhere)
+        each.propagate = False
+    try:
+        yield
+    finally:
+        for each, propagate in zip(loggers, before, strict=True):
+            each.propagate = propagate
+            each.removeHandler(nowhere)
 
 
 def run_group(group: Group) -> int:

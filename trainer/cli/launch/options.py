@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ from trainer.cli.parsing import command_parser, count
 from trainer.enums import DynamoBackend, PrecisionType
 
 # Options of the documented API for engines that are not supported, and the engines' names.
-_REFUSED = {
-    "--use_deepspeed": "DeepSpeed",
-    "--use_fsdp": "FSDP",
-    "--use_megatron_lm": "Megatron-LM",
-    "--use_parallelism_config": "model parallelism",
-    "--tpu": "a TPU",
+REFUSED = {
+    "use_deepspeed": "DeepSpeed",
+    "use_fsdp": "FSDP",
+    "use_megatron_lm": "Megatron-LM",
+    "use_parallelism_config": "model parallelism",
+    "tpu": "a TPU",
 }
 
 
@@ -24,43 +25,9 @@ class _OneSpelling(argparse.RawDescriptionHelpFormatter):
     """Shows an option only with ``_``, though ``-`` is accepted too."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        shown = copy.copy(action)
-        shown.option_strings = [
-            name for name in action.option_strings if "-" not in name[2:]
-        ] or action.option_strings
+        shown, names = copy.copy(action), action.option_strings
+        shown.option_strings = [name for name in names if "-" not in name[2:]] or names
         return super()._format_action_invocation(shown)
-
-
-class _Refuse(argparse.Action):
-    """Reports that a requested engine is not supported."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,  # noqa: ARG002  # argparse's signature
-        values: Any,  # noqa: ARG002  # likewise
-        option_string: str | None = None,
-    ) -> None:
-        parser.error(
-            f"{option_string} asks for {self.const}, which is not supported yet: this release "
-            "trains on one device, or data parallel on several"
-        )
-
-
-class _Script(argparse.Action):
-    """Separates the script from its arguments."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,  # noqa: ARG002  # argparse's signature
-    ) -> None:
-        words = values[values[0] == "--" :]
-        if not words:
-            parser.error("the script is missing")
-        namespace.script, namespace.script_arguments = words[0], words[1:]
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -92,71 +59,59 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     made.formatter_class = _OneSpelling
     made.usage = "%(prog)s [OPTION ...] script.py [ARGUMENT ...]"  # there are more than thirty
-    _processes(made)
-    _training(made)
-    _meeting(made)
-    _output(made)
-    refused = made.add_argument_group("not supported yet")
-    for name, engine in _REFUSED.items():
-        _add(refused, name, action=_Refuse, nargs=0, const=engine, help=argparse.SUPPRESS)
-    refused.description = ", ".join(_REFUSED)
-    made.add_argument(
-        "script",
-        nargs=argparse.PARSER,  # one word and all that follow, including a --
-        action=_Script,
-        metavar="script.py",
-        help="the script, or with -m a module; and its own arguments",
-    )
+    for add_group in (_processes, _training, _machines, _output):
+        add_group(made)
+    what = "the script, or with -m a module; and its own arguments"
+    # One word and all that follow, including a --.
+    made.add_argument("words", nargs=argparse.PARSER, metavar="script.py", help=what)
     return made
 
 
-def _add(group: argparse._ActionsContainer, *names: str, **kwargs: Any) -> None:
-    """Add an option under each name with ``_`` and with ``-``."""
-    kwargs.setdefault("dest", names[0].lstrip("-"))
+def _add(group: argparse._ActionsContainer, *names: str, help: str, **kwargs: Any) -> None:  # noqa: A002
+    """Add an option under each name with ``_`` and with ``-``; it is a flag without a value's type.
+
+    Args:
+        group: Where it is listed.
+        names: The names.
+        help: What it does.
+        kwargs: As for `argparse`.
+    """
+    if not kwargs:
+        kwargs["action"] = "store_true"
     spellings = [each for name in names for each in (name, "--" + name[2:].replace("_", "-"))]
-    group.add_argument(*dict.fromkeys(spellings), **kwargs)
+    dest = names[0].lstrip("-")
+    group.add_argument(*dict.fromkeys(spellings), dest=dest, help=help, **kwargs)
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    """Return "2" as (2, 2) and "1:4" as (1, 4)."""
+    match = re.fullmatch(r"([1-9]\d*)(?::(\d+))?", text)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, or a range such as 1:4")
+    return int(match[1]), int(match[2] or match[1])
 
 
 def _processes(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("processes")
     _add(group, "--config_file", type=Path, metavar="FILE", help="the configuration file to use")
     _add(group, "--num_processes", type=count, metavar="N", help="processes on all machines")
-    _add(
-        group,
-        "--nproc_per_node",
-        type=count,
-        metavar="N",
-        help="processes on this machine, instead of --num_processes",
-    )
-    _add(group, "--cpu", action="store_true", help="use the CPU even if there is an accelerator")
-    _add(
-        group,
-        "--multi_gpu",
-        action="store_true",
-        help="use every accelerator of this machine, whatever the file says",
-    )
+    what = "processes on this machine, instead of --num_processes"
+    _add(group, "--nproc_per_node", type=count, metavar="N", help=what)
+    _add(group, "--cpu", help="use the CPU even if there is an accelerator")
+    _add(group, "--multi_gpu", help="use every accelerator of this machine, whatever the file says")
     _add(group, "--gpu_ids", metavar="IDS", help="the devices to use: 0,1 or all")
-    group.add_argument("-m", "--module", action="store_true", help="run a module, as python -m")
-    _add(group, "--no_python", action="store_true", help="run a program, not a Python script")
-    _add(
-        group,
-        "--num_cpu_threads_per_process",
-        type=count,
-        metavar="N",
-        help="OMP_NUM_THREADS; by default an equal share of the cores",
-    )
+    kinds = group.add_mutually_exclusive_group()
+    kinds.add_argument("-m", "--module", action="store_true", help="run a module, as python -m")
+    _add(kinds, "--no_python", help="run a program, not a Python script")
+    what = "OMP_NUM_THREADS; by default an equal share of the cores"
+    _add(group, "--num_cpu_threads_per_process", type=count, metavar="N", help=what)
 
 
 def _training(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("training")
     _add(group, "--mixed_precision", choices=PrecisionType.list(), help="the Accelerator's default")
-    _add(
-        group,
-        "--gradient_accumulation_steps",
-        type=count,
-        metavar="N",
-        help="micro-batches per update",
-    )
+    what = "micro-batches per update"
+    _add(group, "--gradient_accumulation_steps", type=count, metavar="N", help=what)
     _add(
         group,
         "--dynamo_backend",
@@ -166,71 +121,47 @@ def _training(made: argparse.ArgumentParser) -> None:
         help="compile the steps with this backend, such as inductor",
     )
     _add(group, "--dynamo_mode", metavar="MODE", help="mode of torch.compile")
-    _add(group, "--dynamo_use_fullgraph", action="store_true", help="allow no graph breaks")
-    _add(group, "--dynamo_use_dynamic", action="store_true", help="compile for dynamic shapes")
-    _add(group, "--debug", action="store_true", help="compare shapes before collectives")
+    _add(group, "--dynamo_use_fullgraph", help="allow no graph breaks")
+    _add(group, "--dynamo_use_dynamic", help="compile for dynamic shapes")
+    _add(group, "--debug", help="compare shapes before collectives")
 
 
-def _meeting(made: argparse.ArgumentParser) -> None:
+def _machines(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group(
         "machines and restarts",
         "Several machines need a private network: whoever reaches their ports can run code in the "
         "processes. Processes of one machine can be reached from that machine only.",
     )
     _add(group, "--num_machines", type=count, metavar="N", help="number of machines")
-    _add(
-        group,
-        "--nnodes",
-        metavar="MIN:MAX",
-        help="range of the number of machines, with --nproc_per_node and --rdzv_endpoint",
-    )
+    what = "range of the number of machines, with --nproc_per_node and --rdzv_endpoint"
+    _add(group, "--nnodes", type=_nodes, metavar="MIN:MAX", help=what)
     _add(group, "--machine_rank", "--node_rank", type=int, metavar="N", help="this machine, from 0")
     _add(group, "--main_process_ip", "--master_addr", metavar="HOST", help="address of machine 0")
-    _add(
-        group,
-        "--main_process_port",
-        "--master_port",
-        type=int,
-        metavar="PORT",
-        help="port of machine 0; 0 finds a free one",
-    )
+    what = "port of machine 0; 0 finds a free one"
+    _add(group, "--main_process_port", "--master_port", type=int, metavar="PORT", help=what)
     _add(group, "--max_restarts", type=int, metavar="N", help="restart all after up to N failures")
     _add(group, "--monitor_interval", type=float, metavar="SECONDS", help="time between checks")
     _add(group, "--rdzv_backend", choices=("static", "c10d"), help="how machines meet")
     _add(group, "--rdzv_endpoint", metavar="HOST[:PORT]", help="where they meet, for c10d")
     _add(group, "--rdzv_id", metavar="NAME", help="name of the job, the same on all machines")
     _add(group, "--rdzv_conf", metavar="KEY=VALUE,…", help="more settings, such as timeout=600")
-    _add(
-        group,
-        "--shutdown_timeout",
-        type=count,
-        metavar="SECONDS",
-        help="how long processes may save after a signal (default 300)",
-    )
-    for name in ("--same_network", "--enable_cpu_affinity", "--downcast_bf16"):  # no effect here
-        _add(group, name, action="store_true", help=argparse.SUPPRESS)
+    what = "how long processes may save after a signal (default 300)"
+    _add(group, "--shutdown_timeout", type=count, metavar="SECONDS", help=what)
+    # They have no effect here, or are refused.
+    for name in ("same_network", "enable_cpu_affinity", "downcast_bf16", *REFUSED):
+        _add(group, f"--{name}", help=argparse.SUPPRESS)
     for name in ("--main_training_function", "--role"):
-        _add(group, name, help=argparse.SUPPRESS)
+        _add(group, name, metavar="NAME", help=argparse.SUPPRESS)
 
 
 def _output(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("output")
     _add(group, "--log_dir", metavar="DIR", help="write each process's output to files in it")
-    _add(
-        group,
-        "--tee",
-        choices="0123",
-        help="write it to the terminal too: 1 is stdout, 2 stderr, 3 both",
-    )
-    group.add_argument(
-        "-q", "--quiet", action="store_true", help="no notes about the configuration file"
-    )
-    _add(group, "--dry_run", action="store_true", help="show what would be started, and exit")
-    _add(group, "--slurm", action="store_true", help="print a batch script for SLURM, and exit")
-    _add(
-        group,
-        "--sbatch",
-        action="append",
-        metavar="OPTION",
-        help="an option for that script, such as --sbatch=--time=04:00:00; may be repeated",
-    )
+    what = "write it to the terminal too: 1 is stdout, 2 stderr, 3 both"
+    _add(group, "--tee", choices="0123", help=what)
+    what = "no notes about the configuration file"
+    group.add_argument("-q", "--quiet", action="store_true", help=what)
+    _add(group, "--dry_run", help="show what would be started, and exit")
+    _add(group, "--slurm", help="print a batch script for SLURM, and exit")
+    what = "an option for that script, such as --sbatch=--time=04:00:00; may be repeated"
+    _add(group, "--sbatch", action="append", metavar="OPTION", help=what)

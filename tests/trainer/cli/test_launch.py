@@ -878,7 +878,7 @@ def test_a_dry_run_shows_and_starts_nothing(capsys):
         ("--nnodes 3:1 --nproc_per_node 1 train.py", 2, "must be a number, or a range such as 1:4"),
         ("--num_processes 2 --nproc_per_node 2 train.py", 2, "pass one of them"),
         ("--config_file none.yaml train.py", 1, "there is no configuration file none.yaml"),
-        ("--max_restarts -1 train.py", 2, "must be at least 0"),
+        ("--max_restarts -1 train.py", 2, "of at least 0"),
         ("--num_processes 2 --rdzv_conf timeout train.py", 2, "like timeout=600"),
         ("--tee 3 train.py", 2, "belongs to --log_dir"),
         ("--machine_rank 1 train.py", 2, "from 0 to 0"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.parsing import CommandError, Parser, echo, ended_at_once, import_from_here
+from trainer.cli.parsing import CommandError, Parser, aligned, echo, ended_at_once, import_from_here
 
 if TYPE_CHECKING:
     from trainer.cli.fit.configured import Made
@@ -24,7 +24,14 @@ _METHODS = {"fit": "fit", "validate": "validate", "test-model": "test", "predict
 _PACKAGES = Path(__file__).parents[3]
 _OURS = tuple(f"{_PACKAGES / name}{os.sep}" for name in ("trainer", "callbacks", "trackers"))
 _LIBRARIES = ("contextlib", "jsonargparse", "torch")  # whose frames may lie between ours
-_TOLD = (ArithmeticError, ImportError, OSError, RuntimeError, TypeError, ValueError)
+_HINTS = {
+    ("ckpt_path", "Trainer("): "--ckpt_path auto, --trainer.project_dir runs/other, ...",
+    ("has no data",): "--data CLASS, a DataModule with such a loader, or --data Loaders with a "
+    "loader for each stage; see --data.help Loaders",
+    ("overwrite=True",): "--trainer.callbacks+=PredictionWriter "
+    "--trainer.callbacks.overwrite true, or --trainer.callbacks.dirpath FOLDER",
+}
+_REPORTED = (ArithmeticError, ImportError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -88,38 +95,20 @@ def _work(stage: str, made: Made) -> None:
     result = method(made.module, datamodule=made.data, ckpt_path=made.ckpt_path)
     if not made.trainer.is_global_zero:
         return
-    if stage in ("validate", "test-model"):
-        _print_metrics(result)
+    for number, metrics in enumerate(result if stage in ("validate", "test-model") else ()):
+        if len(result) > 1:
+            echo(f"loader {number}")
+        if metrics:
+            echo(aligned([(name, f"{value:.6g}") for name, value in metrics.items()]))
     for each in made.trainer.callbacks if stage == "predict" else ():
         if isinstance(each, PredictionWriter):
             echo(f"The predictions are in {', '.join(map(str, each.directories))}.")
 
 
-def _print_metrics(loaders: list[dict[str, float]]) -> None:
-    for number, metrics in enumerate(loaders):
-        if len(loaders) > 1:
-            echo(f"loader {number}")
-        width = max(map(len, metrics), default=0)
-        for name, value in metrics.items():
-            echo(f"{name:<{width}}  {value:.6g}")
-    sys.stdout.flush()
-
-
 def _on_the_command_line(text: str) -> str:
     """Return the text of an error with the command-line form of the arguments that it names."""
-    if "ckpt_path" in text or "Trainer(" in text:
-        text += "\n(On the command line: --ckpt_path auto, --trainer.project_dir runs/other, ...)"
-    if "has no data" in text:
-        text += (
-            "\n(On the command line: --data CLASS, a DataModule with such a loader, or --data "
-            "Loaders with a loader for each stage; see --data.help Loaders)"
-        )
-    if "overwrite=True" in text:
-        text += (
-            "\n(On the command line: --trainer.callbacks+=PredictionWriter "
-            "--trainer.callbacks.overwrite true, or --trainer.callbacks.dirpath FOLDER)"
-        )
-    return text
+    hints = [hint for words, hint in _HINTS.items() if any(word in text for word in words)]
+    return "\n".join([text, *(f"(On the command line: {hint})" for hint in hints)])
 
 
 def _is_ours(error: Exception) -> bool:
@@ -131,7 +120,7 @@ def _is_ours(error: Exception) -> bool:
     libraries = (str(sys.modules[name].__file__).removesuffix("__init__.py") for name in _LIBRARIES)
     known = (*_OURS, *libraries, "<string>")  # the last: of generated methods
     others = [file for file in files if not file.startswith(known)]
-    return isinstance(error, _TOLD) and not others and files[-1].startswith(_OURS)
+    return isinstance(error, _REPORTED) and not others and files[-1].startswith(_OURS)
 
 
 def _without_our_way(found: TracebackType | None) -> TracebackType | None:

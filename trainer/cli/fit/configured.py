@@ -7,6 +7,7 @@ are checked against the annotations before anything is created.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -14,26 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import (
-    ArgumentParser,
-    DefaultHelpFormatter,
-    Namespace,
-    get_loader,
-    set_loader,
-    set_parsing_settings,
-)
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
 from callbacks import Callback, PredictionWriter
+from trackers.jsonl import unused_name
+from trackers.masking import masked
 from trainer.checkpoint import read_manifest
+from trainer.checkpoint.storage import write_whole
 from trainer.cli.fit import readable
 from trainer.cli.fit.loaders import Loaders  # noqa: F401 - so that its class path may be short
-from trainer.cli.fit.saved import SavedConfiguration
-from trainer.cli.parsing import CommandError, check_yaml
+from trainer.cli.parsing import CommandError
 from trainer.configuration import KwargsHandler
 from trainer.datamodule import DataModule
+from trainer.distributed.process_control import on_main
+from trainer.errors import module_logger
 from trainer.hparams import saved_arguments
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
+
+logger = module_logger(__name__)
 
 _PURPOSES = {
     "fit": "Train the module of a configuration.",
@@ -89,10 +89,6 @@ exit codes:
        resumes it"""
 
 
-_load_yaml = get_loader("yaml")
-set_loader("yaml", lambda text: _load_yaml(check_yaml(text)), (yaml.YAMLError,))
-
-
 class _Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows types and defaults of the options, and leaves the description as it is written."""
 
@@ -141,9 +137,8 @@ class ConfiguredLine:
         add("--config", action="config", help="a configuration file; may be repeated")
         add("--seed", type=int | None, help="the Trainer's argument; seeds all generators")
         add("--ckpt_path", type=str | None, help="a checkpoint's folder; or last, best or auto")
-        add(
-            "--links", type=dict[str, str] | None, help="in files: a key, and what it is taken from"
-        )
+        what = "in files: a key, and what it is taken from"
+        add("--links", type=dict[str, str] | None, help=what)
         _add_trainer(parser)
         parser.add_subclass_arguments(TrainModule, "model", required=True)
         parser.add_subclass_arguments(DataModule, "data", required=False)
@@ -182,13 +177,9 @@ class ConfiguredLine:
     def _parsed(self, **options: Any) -> Namespace:
         try:
             config = self._parser.parse_args(self._words, **options)
-        except argparse.ArgumentError as error:
+        except (argparse.ArgumentError, UnicodeDecodeError) as error:
             raise readable.explained(str(error), self._parser, self._words) from None
-        except UnicodeDecodeError as error:
-            text = f"Problems parsing config: {error}"
-            raise readable.explained(text, self._parser, self._words) from None
-        readable.check_classes(config)
-        readable.check_secrets(config)
+        readable.check(config)
         return config
 
     def make(self, config: Namespace) -> Made:
@@ -265,8 +256,8 @@ def _links_in(files: Sequence[str]) -> dict[str, str]:
     links: dict[str, str] = {}
     for file in files:
         try:
-            content = yaml.safe_load(check_yaml(Path(file).read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):  # told when the parser reads it
+            content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):  # an error once the parser reads it
             continue
         found = content.get("links") if isinstance(content, dict) else None
         if isinstance(found, dict) and all(isinstance(each, str) for each in found.values()):
@@ -315,3 +306,45 @@ def _files_first(words: Sequence[str]) -> list[str]:
         else:
             (files if word.startswith("--config=") else options).append(word)
     return files + options
+
+
+class SavedConfiguration(Callback):
+    """Writes the configuration of a fit to ``config.yaml`` in `project_dir`.
+
+    The file is that of the latest start. A different one of an earlier start is kept as
+    ``config.1.yaml`` and so on: a run may resume with another configuration.
+
+    Args:
+        text: The configuration, as YAML. Secrets in it are masked.
+    """
+
+    def __init__(self, text: str) -> None:
+        config = yaml.safe_load(text)
+        if (shown := masked(config)) is not config:
+            text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+        self._text = text
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - a hook
+        """Write the file: the run has passed all checks, and nothing is trained yet."""
+        on_main(lambda: self._write(trainer.project_dir / "config.yaml"))
+
+    def _write(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists() and _settings(_text_of(file)) != _settings(self._text):
+            aside = unused_name(file)
+            os.replace(file, aside)
+            logger.info("%s differs from the previous start's, which is now %s.", file, aside.name)
+        write_whole(file, lambda path: path.write_text(self._text, encoding="utf-8"))
+
+
+def _text_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")  # it may have been edited
+
+
+def _settings(text: str) -> Any:
+    """Return the settings of a configuration, except ``ckpt_path``."""
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:  # it was edited: compare the text
+        return text
+    return {k: v for k, v in found.items() if k != "ckpt_path"} if isinstance(found, dict) else text

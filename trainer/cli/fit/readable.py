@@ -53,7 +53,7 @@ def explained(message: str, parser: ArgumentParser, words: Sequence[str]) -> Com
         parser: The parser that raised it.
         words: The command line.
     """
-    if "Problems parsing config" in message:
+    if "Problems parsing config" in message or "can't decode" in message:
         message += f"\nThe files are: {', '.join(files(words))}."
     for script in (each for each in files(words) if each.endswith(".py")):
         return CommandError(
@@ -73,23 +73,18 @@ def explained(message: str, parser: ArgumentParser, words: Sequence[str]) -> Com
     return CommandError("\n".join(dict.fromkeys(lines)), code=2)
 
 
-def check_classes(config: Namespace) -> None:
-    """Raise if a section names no class of the user's: the parser then takes the base class.
+def check(config: Namespace) -> None:
+    """Raise if a section names no class of the user's, or a value is the mask of a secret.
+
+    Without a class path the parser takes the base class. A mask comes from the ``config.yaml`` of
+    another run.
 
     Raises:
-        CommandError: The model or the data has no class path.
+        CommandError: A section has no class path, or a secret is missing.
     """
     for section, base in _BASES.items():
         if (described := config.get(section)) and described.class_path == base:
             raise _without_class(section)
-
-
-def check_secrets(config: Namespace) -> None:
-    """Raise if a value is the mask of a secret, from the ``config.yaml`` of another run.
-
-    Raises:
-        CommandError: There is one.
-    """
     for key, value in config.items():
         if is_masked(value):
             raise CommandError(
@@ -110,12 +105,18 @@ def _without_class(section: str) -> CommandError:
 
 def files(words: Sequence[str]) -> list[str]:
     """Return the configuration files among the words, each given by ``--config``."""
-    apart = [file for option, file in pairwise(words) if option == "--config"]
-    return apart + [word[len("--config=") :] for word in words if word.startswith("--config=")]
+    separate = [file for option, file in pairwise(words) if option == "--config"]
+    return separate + [word[len("--config=") :] for word in words if word.startswith("--config=")]
 
 
 def _hints(message: str, parser: ArgumentParser) -> Iterator[str]:
-    yield from _of_options(message, parser)
+    path = ""
+    for problem in _PROBLEM.finditer(message):
+        if problem[2]:  # the first option that is not accepted, of the class named before it
+            option = problem[2]
+            yield _of_class(path, option.split(".")[0]) if path else _of_parser(option, parser)
+            break
+        path = problem[1]
     for group, key in _IN_GROUP.findall(message):
         yield _of_parser(f"{group}.{key}", parser)
     for key in _UNKNOWN.findall(message):
@@ -140,17 +141,6 @@ def _hints(message: str, parser: ArgumentParser) -> Iterator[str]:
         yield f"Write {names} into a configuration file, or pass --{first.split(',')[0]} ..."
 
 
-def _of_options(message: str, parser: ArgumentParser) -> Iterator[str]:
-    """Yield a hint at the first unaccepted option, of the class named before it if there is one."""
-    path = ""
-    for problem in _PROBLEM.finditer(message):
-        if problem[1]:
-            path = problem[1]
-            continue
-        yield _of_class(path, problem[2].split(".")[0]) if path else _of_parser(problem[2], parser)
-        return
-
-
 def _of_class(path: str, name: str) -> str:
     """Return a hint at what the class of a class path accepts instead of an argument."""
     module, _, attribute = path.rpartition(".")
@@ -161,9 +151,6 @@ def _of_class(path: str, name: str) -> str:
     if name in takes:  # how jsonargparse handles the type Dataset[T]
         return "To describe the dataset of a DataLoader, write class_path: Loader instead."
     near = _nearest(name, takes)
-    beside = get_close_matches(name, ("class_path", "init_args"), n=1, cutoff=0.85)
-    if beside and not near:
-        return f"A class is described by class_path and init_args. Did you mean {beside[0]!r}?"
     return f"{path} takes: {', '.join(takes) or 'nothing'}.{near}"
 
 

@@ -67,20 +67,13 @@ def parser(prog: str) -> argparse.ArgumentParser:
     return made
 
 
-def _add(group: argparse._ActionsContainer, *names: str, help: str, **kwargs: Any) -> None:  # noqa: A002
-    """Add an option under each name with ``_`` and with ``-``; it is a flag without a value's type.
-
-    Args:
-        group: Where it is listed.
-        names: The names.
-        help: What it does.
-        kwargs: As for `argparse`.
-    """
-    if not kwargs:
+def _add(group: argparse._ActionsContainer, *names: str, **kwargs: Any) -> None:
+    """Add an option under each name with ``_`` and with ``-``; with nothing but a help, a flag."""
+    if kwargs.keys() == {"help"}:
         kwargs["action"] = "store_true"
     spellings = [each for name in names for each in (name, "--" + name[2:].replace("_", "-"))]
     dest = names[0].lstrip("-")
-    group.add_argument(*dict.fromkeys(spellings), dest=dest, help=help, **kwargs)
+    group.add_argument(*dict.fromkeys(spellings), dest=dest, **kwargs)
 
 
 def _nodes(text: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,25 +141,16 @@ def clear_environment() -> Iterator[None]:
 @contextmanager
 def defaulting(name: str, value: str) -> Iterator[None]:
     """Set a variable in the block unless it is set already."""
-    if name in os.environ:
+    with nullcontext() if name in os.environ else patch_environment(**{name: value}):
         yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
 
 
 @contextmanager
 def without(name: str) -> Iterator[None]:
     """Unset a variable in the block."""
-    before = os.environ.pop(name, None)
-    try:
+    with patch_environment(**{name: ""}):
+        del os.environ[name]
         yield
-    finally:
-        if before is not None:
-            os.environ[name] = before
 
 
 def detect_launch() -> Launch:
@@ -263,11 +254,10 @@ def first_node(nodes: str) -> str:
 
 
 def _mpi() -> Launch | None:
-    for launcher, (rank_name, size_name, local_name, local_size_name) in _MPI_VARIABLES.items():
-        rank, world_size = read_int(rank_name), read_int(size_name)
+    for launcher, names in _MPI_VARIABLES.items():
+        rank, world_size, local_rank, local_size = map(read_int, names)
         if rank is None or world_size is None:
             continue
-        local_rank, local_size = read_int(local_name), read_int(local_size_name)
         local_world_size = world_size if local_size is None else local_size
         address = read("MASTER_ADDR")
         if address is None and local_world_size < world_size:

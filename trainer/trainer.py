@@ -45,27 +45,27 @@ from trainer.loops.config import (
     Limit,
     Profile,
     Settings,
+    accelerator_for_trainer,
+    callback_list,
     check_barebones,
-    chosen_accelerator,
-    complete,
-    listed,
     project_dir_of,
+    with_default_callbacks,
 )
 from trainer.loops.dataloaders import Sources, check_module, steps_of, take_datamodule
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.fit import finished, fit
 from trainer.loops.fit_state import require_space, save_run, save_weights_alone
 from trainer.loops.predict import PredictionFiles, predict
-from trainer.loops.preemption import exit_check, requeue, watch_signals
-from trainer.loops.preflight import check_optimizer_names
+from trainer.loops.preemption import requeue, watch_signals
+from trainer.loops.preflight import check_checkpoint_names
 from trainer.loops.profiler import SAVING, Begin, profiling
 from trainer.loops.recorder import Recorder
 from trainer.loops.run_directory import WORDS, Project
 from trainer.loops.setup import (
     RunContext,
     deterministic,
-    sharing_the_process,
     stage_of,
+    warn_of_concurrent_runs,
 )
 from trainer.loops.state import Counters, FitRun, Run
 from trainer.metrics import MetricStore, to_floats
@@ -277,12 +277,12 @@ class Trainer:
             check_barebones(arguments, Trainer.__init__.__kwdefaults__ or {})
         if seed is not None:
             set_seed(seed)
-        self.accelerator = chosen_accelerator(
+        self.accelerator = accelerator_for_trainer(
             accelerator,
             settings.gradient_accumulation_steps,
             **{name: arguments[name] for name in _OF_THE_ACCELERATOR},
         )
-        self.callbacks = complete(
+        self.callbacks = with_default_callbacks(
             callbacks,
             progress_bar=progress_bar and not barebones,
             checkpointing=checkpointing and settings.writes,
@@ -322,7 +322,7 @@ class Trainer:
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "callbacks" and name in vars(self):  # all parts share this list
-                self.callbacks[:] = listed(value)
+                self.callbacks[:] = callback_list(value)
                 return
             if not hasattr(type(self), name):
                 check_settable(name, Trainer.__init__.__kwdefaults__)
@@ -408,7 +408,10 @@ class Trainer:
             datamodule=datamodule,
         )
         with (
-            watch_signals(tells_ctrl_c=self.accelerator.is_local_main_process) as watch,
+            watch_signals(
+                tells_ctrl_c=self.accelerator.is_local_main_process,
+                budget=self._context.settings.budget,
+            ) as watch,
             self._context.project.alone(self._context.roots) as (lock_added, tell_run_id),
             self._profiling("fit") as begin_profile,
             self._stage("fit", module, datamodule) as hooks,
@@ -427,7 +430,7 @@ class Trainer:
                 epoch_iterator=self._epoch_iterator,
                 val_iterators=val_iterators,
                 stop_requested=lambda: self._stop_requested,
-                signalled=exit_check(watch, self._context.settings.budget),
+                signalled=watch.exit_code,
             )
             setup.start_fit(self._context, run, chosen, ckpt_path)
             self._run = self._fit = run
@@ -577,7 +580,7 @@ class Trainer:
         if run.world_size > 1:
             check_collective("save_checkpoint")
             if not self._context.project.on_each_node:  # where paths may differ
-                check_optimizer_names(target.name)
+                check_checkpoint_names(target.name)
         with run.timing.part(SAVING):
             saved = save_run(
                 run,
@@ -1135,7 +1138,7 @@ class Trainer:
         with (
             self.accelerator.state._in_force(),
             watched(partial(self._place, name)) as note_place,
-            sharing_the_process(),
+            warn_of_concurrent_runs(),
             deterministic(settings.deterministic),
             torch.autograd.set_detect_anomaly(True) if detects_anomaly else nullcontext(),
             stage_of(self._context, name, module, datamodule, finish=self._finish) as hooks,

@@ -149,7 +149,7 @@ def test_all_hear_within_about_a_second_that_one_was_told_to_end(
 ):
     def rounds_until_told() -> list[tuple[int, int]]:
         """Tell rank 1 in the eleventh round of each of two evaluations."""
-        questions, rank = preemption.Questions(), dist.get_rank()
+        vote, rank = preemption.ExitVote(), dist.get_rank()
         now, asked, heard = [0.0], [], []
 
         def counted(votes: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ def test_all_hear_within_about_a_second_that_one_was_told_to_end(
                 for round_idx in range(60):
                     messages = round_idx >= 10 and rank == 1
                     where = {"rank": rank, "device": torch.device("cpu"), "aligned": aligned}
-                    if questions.ask(round_idx, messages, **where):
+                    if vote.any_rank(round_idx, messages, **where):
                         break
                     now[0] += seconds
                 heard.append((round_idx, len(asked)))

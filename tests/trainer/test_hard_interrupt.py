@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from trainer.loops import preemption
-from trainer.loops.preemption import reaching, watch_signals
+from trainer.loops.preemption import hard_interrupt, watch_signals
 
 LIMIT = 60  # seconds until a thread that waits in vain gives up
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -32,7 +32,7 @@ def deaf():
 def test_a_second_interrupt_that_no_handler_hears_ends_it(monkeypatch, first):
     monkeypatch.setattr(preemption, "_PATIENCE", 0.01)
     ended = threading.Event()
-    with reaching(WATCHED, threading.Event(), ended.set):
+    with hard_interrupt(WATCHED, threading.Event(), ended.set):
         signal.raise_signal(first)
         signal.raise_signal(signal.SIGINT)
         assert ended.wait(LIMIT)
@@ -55,13 +55,13 @@ def test_one_that_is_heard_or_the_first_does_not(monkeypatch):
         [signal.SIGINT],
         [signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1],
     ):
-        with reaching(WATCHED, Never(), ended.set):  # the end waits for the thread
+        with hard_interrupt(WATCHED, Never(), ended.set):  # the end waits for the thread
             for number in numbers:
                 signal.raise_signal(number)
                 assert reader.recv(1) == bytes([number])  # the thread has read it
         assert not ended.is_set()
     heard.set()
-    with reaching(WATCHED, heard, ended.set):
+    with hard_interrupt(WATCHED, heard, ended.set):
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
             assert reader.recv(1) == bytes([signal.SIGINT])
@@ -77,7 +77,7 @@ def test_another_loop_goes_on_hearing_and_has_its_place_back():
         writer.setblocking(False)
         before = signal.set_wakeup_fd(writer.fileno())
         try:
-            with reaching(WATCHED, threading.Event(), lambda: None):
+            with hard_interrupt(WATCHED, threading.Event(), lambda: None):
                 signal.raise_signal(signal.SIGUSR1)
                 assert reader.recv(1) == bytes([signal.SIGUSR1])
             signal.raise_signal(signal.SIGTERM)

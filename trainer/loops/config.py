@@ -353,7 +353,7 @@ LEFT_OUT: dict[str, tuple[Any, ...]] = {
 }
 
 
-def chosen_accelerator(
+def accelerator_for_trainer(
     ready: Accelerator | None, gradient_accumulation_steps: int, **options: Any
 ) -> Accelerator:
     """Return the given accelerator, or a new one with these options, checked for the Trainer.
@@ -457,22 +457,22 @@ def project_dir_of(
     return config.project_dir if project_dir is None else project_dir
 
 
-def complete(
+def with_default_callbacks(
     callbacks: Sequence[Callback] | Callback | None, *, progress_bar: bool, checkpointing: bool
 ) -> list[Callback]:
     """Return the user's callbacks and the default ones, sorted so that those that save run last."""
-    given = listed(callbacks)
+    given = callback_list(callbacks)
     check_callbacks(given)
     every = [
         *([_default(ProgressBar())] if progress_bar else []),
         *given,
         *([_default(ModelCheckpoint())] if checkpointing else []),
     ]
-    make_way(every)
+    drop_replaced_defaults(every)
     return sorted(every, key=lambda callback: callback.runs_last)
 
 
-def listed(callbacks: Sequence[Callback] | Callback | None) -> list[Callback]:
+def callback_list(callbacks: Sequence[Callback] | Callback | None) -> list[Callback]:
     """Return the user's callbacks as a list.
 
     Raises:
@@ -491,7 +491,7 @@ def _default(callback: Callback) -> Callback:
     return callback
 
 
-def make_way(callbacks: list[Callback]) -> None:
+def drop_replaced_defaults(callbacks: list[Callback]) -> None:
     """Remove a default callback if the user has added one of the same class or a subclass."""
     for default in [one for one in callbacks if getattr(one, "_is_default", False)]:
         if sum(isinstance(one, type(default)) for one in callbacks) > 1:

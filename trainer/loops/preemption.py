@@ -5,14 +5,10 @@ A process that receives SIGTERM (the scheduler takes the machine back), SIGINT (
 save and exit with `exit_code`, so that the next start can resume. The end of a time budget, by the
 process's own clock, has the same effect, with the exit code `OUT_OF_TIME`.
 
-A hard interrupt ends a process that cannot handle a second Ctrl-C because it is blocked in C code.
-
-Hard interrupt: a second Ctrl-C ends a process even if it is blocked in C code.
-
-Python runs signal handlers only between bytecode instructions. A process that waits in C code, such
-as in a collective for a rank that never arrives, for a device or for a disk, runs none. But the
-signal's number is written at once to the file descriptor given to `signal.set_wakeup_fd`. A thread
-reads it here.
+Hard interrupt: a second Ctrl-C ends a process even if it is blocked in C code. Python runs signal
+handlers only between bytecode instructions. A process that waits in C code, such as in a collective
+for a rank that never arrives, for a device or for a disk, runs none. But the signal's number is
+written at once to the file descriptor given to `signal.set_wakeup_fd`. A thread reads it here.
 """
 
 from __future__ import annotations
@@ -38,12 +34,14 @@ from trainer.distributed.collectives import reduce
 from trainer.environment import slurm_job
 from trainer.errors import module_logger
 
+logger = module_logger(__name__)
+
 _PATIENCE = 3.0  # seconds until the main thread must have run its handler
 _CLOSED = 0  # no signal has this number
 
 
 @contextmanager
-def reaching(
+def hard_interrupt(
     watched: Collection[int], heard: threading.Event, end: Callable[[], object]
 ) -> Iterator[None]:
     """End the process on a SIGINT that follows a watched signal, if its handler does not run.
@@ -61,15 +59,15 @@ def reaching(
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def watch() -> None:
-        passed_on = False
+        first_passed = False
         while _CLOSED not in (numbers := reader.recv(64)):
             if before != -1:
                 with suppress(OSError):  # the event loop may have closed it
                     os.write(before, numbers)
             for number in numbers:
-                if passed_on and number == signal.SIGINT and not heard.wait(_PATIENCE):
+                if first_passed and number == signal.SIGINT and not heard.wait(_PATIENCE):
                     end()
-                passed_on = passed_on or number in watched
+                first_passed = first_passed or number in watched
 
     thread = threading.Thread(target=watch, name="cadence-signals", daemon=True)
     thread.start()
@@ -104,8 +102,6 @@ def interactive() -> bool:
     return hasattr(sys, "ps1") or bool(get_ipython and get_ipython())
 
 
-logger = module_logger(__name__)
-
 _LIMIT = 60.0  # seconds; the controller may be busy
 
 
@@ -123,18 +119,12 @@ def requeue(code: int) -> None:
     job = slurm_job()
     if job is None or code not in (OUT_OF_TIME, exit_code(signal.SIGUSR1)):
         return
+    command = ["scontrol", "requeue", job]
     try:
-        subprocess.run(
-            ["scontrol", "requeue", job],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT,
-        )
-    except subprocess.CalledProcessError as error:
-        logger.error("SLURM did not requeue job %s: %s", job, error.stderr.strip())
-    except (OSError, subprocess.TimeoutExpired) as error:
-        logger.error("SLURM did not requeue job %s: %s", job, error)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LIMIT)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        logger.error("SLURM did not requeue job %s: %s", job, str(reason).strip())
     else:
         logger.warning("SLURM has put job %s back into its queue.", job)
 
@@ -145,7 +135,7 @@ _WATCHED = [  # Windows has no SIGUSR1
 ]
 
 OUT_OF_TIME = 124  # the exit code of timeout(1)
-_ROUNDS_BETWEEN_QUESTIONS = 16
+_MAX_BATCHES_BETWEEN_VOTES = 16
 
 
 def exit_code(number: int) -> int:
@@ -160,17 +150,17 @@ class SignalWatch:
         tells_ctrl_c: Whether this process prints a message on SIGINT. Ctrl-C reaches all processes
             of the machine, so one of them should print. For other signals, which may reach a single
             process, the receiver always prints.
+        budget: The time limit of this start in seconds, set-up included; None for no limit.
 
     Attributes:
-        began: `time.monotonic` at the start of the run, in seconds.
         received: The number of the first signal; None without one.
         answered: Whether the run has handled the signal, by saving and ending.
         interrupted: Set once a second signal, a SIGINT, has reached its handler.
     """
 
-    def __init__(self, *, tells_ctrl_c: bool = True) -> None:
+    def __init__(self, *, tells_ctrl_c: bool = True, budget: float | None = None) -> None:
         self._tells_ctrl_c = tells_ctrl_c
-        self.began = time.monotonic()
+        self._deadline = math.inf if budget is None else time.monotonic() + budget
         self.received: int | None = None
         self.answered = False
         self.interrupted = threading.Event()
@@ -195,12 +185,18 @@ class SignalWatch:
             raise KeyboardInterrupt
         # Launchers may send the same signal to a process several times.
         if not again and (number != signal.SIGINT or self._tells_ctrl_c):
-            _tell(number)
+            _announce(number)
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
 
+    def exit_code(self) -> int | None:
+        """Return the exit code once a signal or the time budget ends this process, else None."""
+        if self.received is not None:
+            return exit_code(self.received)
+        return OUT_OF_TIME if time.monotonic() >= self._deadline else None
 
-def _tell(number: int) -> None:
+
+def _announce(number: int) -> None:
     again = "interrupt" if interactive() else "press Ctrl-C"
     hint = f"; {again} again to stop at once" if number == signal.SIGINT else ""
     name = signal.Signals(number).name
@@ -210,26 +206,7 @@ def _tell(number: int) -> None:
         os.write(2, f"\n{name}: stopping after this update{hint}.\n".encode())
 
 
-def exit_check(watch: SignalWatch, budget: float | None) -> Callable[[], int | None]:
-    """Return a function that returns the exit code once this process must end, before that None.
-
-    It must end after an exit signal, or when its time budget is used up.
-
-    Args:
-        watch: The recorded signals.
-        budget: The time limit of this start in seconds, set-up included; None for no limit.
-    """
-    deadline = math.inf if budget is None else watch.began + budget
-
-    def passed_on() -> int | None:
-        if watch.received is not None:
-            return exit_code(watch.received)
-        return OUT_OF_TIME if time.monotonic() >= deadline else None
-
-    return passed_on
-
-
-class Questions:
+class ExitVote:
     """Exchanges between ranks, in an evaluation, whether any of them received the exit signal.
 
     Evaluation has no step sync, so this takes a blocking all-reduce. It is done about once a second
@@ -238,10 +215,10 @@ class Questions:
     """
 
     def __init__(self) -> None:
-        self._asked, self._between, self._since = 0, 1, 0.0
+        self._voted, self._between, self._since = 0, 1, 0.0
 
-    def ask(
-        self, batch_idx: int, passed_on: bool, *, rank: int, device: torch.device, aligned: bool
+    def any_rank(
+        self, batch_idx: int, signalled: bool, *, rank: int, device: torch.device, aligned: bool
     ) -> bool:
         """Return whether any rank received the exit signal; call before every global batch.
 
@@ -249,32 +226,34 @@ class Questions:
 
         Args:
             batch_idx: The index of the global batch, from 0.
-            passed_on: Whether this process received the exit signal.
+            signalled: Whether this process received the exit signal.
             rank: The rank of this process.
             device: The device of the all-reduce.
             aligned: Whether all ranks are known to reach this global batch. Otherwise a rank whose
                 data have ended does not take part, so the exchange is done as rarely as allowed:
                 the error about that rank is raised only after the last global batch.
         """
-        if 0 < batch_idx < self._asked + self._between:
+        if 0 < batch_idx < self._voted + self._between:
             return False
         now = time.monotonic()
-        own = float(passed_on), now - self._since if rank == 0 else 0.0
+        own = float(signalled), now - self._since if rank == 0 else 0.0
         votes, seconds = reduce(torch.tensor(own, device=device)).tolist()
         if not aligned:
-            self._between = _ROUNDS_BETWEEN_QUESTIONS
+            self._between = _MAX_BATCHES_BETWEEN_VOTES
         elif not batch_idx:
             self._between = 1
         else:
-            in_a_second = int((batch_idx - self._asked) / max(seconds, 1e-3))
-            most = min(2 * self._between, _ROUNDS_BETWEEN_QUESTIONS)
+            in_a_second = int((batch_idx - self._voted) / max(seconds, 1e-3))
+            most = min(2 * self._between, _MAX_BATCHES_BETWEEN_VOTES)
             self._between = max(1, min(in_a_second, most))
-        self._asked, self._since = batch_idx, now
+        self._voted, self._since = batch_idx, now
         return bool(votes)
 
 
 @contextmanager
-def watch_signals(*, tells_ctrl_c: bool = True) -> Iterator[SignalWatch]:
+def watch_signals(
+    *, tells_ctrl_c: bool = True, budget: float | None = None
+) -> Iterator[SignalWatch]:
     """Record exit signals inside; restore the previous handlers on exit.
 
     A signal that the run has not handled is raised again on exit. Handlers that other code has
@@ -285,11 +264,12 @@ def watch_signals(*, tells_ctrl_c: bool = True) -> Iterator[SignalWatch]:
 
     Args:
         tells_ctrl_c: See `SignalWatch`.
+        budget: See `SignalWatch`.
 
     Yields:
         The recorded signals.
     """
-    watch = SignalWatch(tells_ctrl_c=tells_ctrl_c)
+    watch = SignalWatch(tells_ctrl_c=tells_ctrl_c, budget=budget)
     before: dict[int, Any] = {}
     _installed.append(before)
     try:
@@ -299,7 +279,11 @@ def watch_signals(*, tells_ctrl_c: bool = True) -> Iterator[SignalWatch]:
                 if previous not in (None, signal.SIG_IGN):
                     before[number] = signal.signal(number, partial(watch.note, previous))
         guarded = signal.SIGINT in before and not interactive()
-        with reaching(list(before), watch.interrupted, end_process) if guarded else nullcontext():
+        with (
+            hard_interrupt(list(before), watch.interrupted, end_process)
+            if guarded
+            else nullcontext()
+        ):
             yield watch
     finally:
         _installed.remove(before)
@@ -313,7 +297,7 @@ def _put_back(before: dict[int, Any]) -> None:
         signal.signal(number, previous)
 
 
-def _forget() -> None:
+def _restore_handlers_in_fork() -> None:
     """Restore the handlers in a forked process, which saves nothing and should end at once."""
     if _installed:
         signal.set_wakeup_fd(-1)
@@ -322,4 +306,4 @@ def _forget() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_restore_handlers_in_fork)

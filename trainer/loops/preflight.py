@@ -85,7 +85,7 @@ def check_optimizer_fingerprints(options: Mapping[str, str]) -> None:
         )
 
 
-def check_optimizer_names(target: str) -> None:
+def check_checkpoint_names(target: str) -> None:
     """Raise if ranks give a checkpoint different names; collective.
 
     Otherwise only the checkpoint of rank 0's name would exist.
@@ -192,7 +192,7 @@ def warn_of_no_validation(run: FitRun, settings: Settings) -> None:
     )
 
 
-def refuse_second_pass(run: FitRun, reload_every: int) -> None:
+def check_one_pass_loaders(run: FitRun, reload_every: int) -> None:
     """Raise if a loader is a one-pass iterator that the run would read more than once.
 
     It is allowed with a limit on batches, where the next epoch reads on, and in a run that ends by

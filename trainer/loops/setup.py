@@ -31,7 +31,7 @@ from trainer.environment import defaulting
 from trainer.errors import Preempted, module_logger
 from trainer.hooks import HookTable
 from trainer.hparams import logged, to_manifest
-from trainer.loops.config import Length, Schedule, Settings, check_callbacks, make_way
+from trainer.loops.config import Length, Schedule, Settings, check_callbacks, drop_replaced_defaults
 from trainer.loops.dataloaders import (
     Origin,
     Sources,
@@ -47,10 +47,10 @@ from trainer.loops.module_state import switches_of
 from trainer.loops.pending_saves import PendingSaves
 from trainer.loops.preflight import (
     can_be_due,
+    check_one_pass_loaders,
     check_optimizer_fingerprints,
     check_rank_consistency,
     monitors_of,
-    refuse_second_pass,
     warn_of_no_validation,
 )
 from trainer.loops.recorder import Recorder
@@ -137,7 +137,7 @@ class RunContext:
 
 
 @contextmanager
-def sharing_the_process() -> Iterator[None]:
+def warn_of_concurrent_runs() -> Iterator[None]:
     """Warn if another thread runs a Trainer, since both change process-wide settings of torch."""
     own = threading.current_thread()  # its hooks may run another Trainer: no warning for that
     _threads.append(own)
@@ -311,7 +311,7 @@ def stage_of(
     hooks = HookTable(trainer, module, callbacks, TrainModule)
     status: Status = "finished"
     cause: BaseException | None = None
-    with _belonging_to(trainer, module, datamodule):
+    with _attached(trainer, module, datamodule):
         try:
             _set_up(context, name, module, datamodule)
             _attach_trainer(trainer, module)
@@ -348,7 +348,7 @@ def stage_of(
 
 
 @contextmanager
-def _belonging_to(trainer: Any, module: TrainModule, datamodule: Any) -> Iterator[None]:
+def _attached(trainer: Any, module: TrainModule, datamodule: Any) -> Iterator[None]:
     """Set `trainer` on the module and the datamodule, and make every step accept `batch_idx`.
 
     On exit the earlier values are restored: this may run in a hook of another Trainer.
@@ -412,7 +412,7 @@ def _set_up(context: RunContext, name: str, module: TrainModule, datamodule: Any
                         one.state_key,
                         name,
                     )
-        make_way(callbacks)
+        drop_replaced_defaults(callbacks)
         check_callbacks(callbacks)
         return next((each for each in callbacks if id(each) not in done), None)
 
@@ -482,13 +482,13 @@ def choose_start(
         context.accelerator.print(f"Starting a new run with the weights of {chosen}.")
         return None
     if chosen is not None:
-        if _goes_back(ckpt_path):
+        if _may_rewind(ckpt_path):
             context.project.check_branch(chosen, context.roots())
         load_datamodule(datamodule, chosen)
     return chosen
 
 
-def _goes_back(ckpt_path: Any) -> bool:
+def _may_rewind(ckpt_path: Any) -> bool:
     """Return whether checkpoints later than the requested one may exist."""
     return ckpt_path not in ("auto", "last")
 
@@ -566,7 +566,7 @@ def make_fit_run(
         val_schedule=Schedule(Interval.parse(settings.val_every)),
         log_schedule=Schedule(Interval.parse(settings.log_every)),
         sanity_steps=settings.num_sanity_val_steps,
-        validates=bool(val_iterators) and _comes_to_validation(context, epoch_iterator),
+        validates=bool(val_iterators) and _reaches_validation(context, epoch_iterator),
         monitored=monitors_of(schedulers, context.callbacks),
         stop_requested=stop_requested,
         warns=context.warns,
@@ -594,7 +594,7 @@ def _nominal_items(module: TrainModule, epoch_iterator: EpochIterator) -> float 
     return float(epoch_iterator.sampler.batch_size)
 
 
-def _comes_to_validation(context: RunContext, epoch_iterator: EpochIterator) -> bool:
+def _reaches_validation(context: RunContext, epoch_iterator: EpochIterator) -> bool:
     """Return whether the run is long enough for a validation; True if that is unknown."""
     if context.trial_steps is not None:  # too short, and no warning is needed
         return False
@@ -626,7 +626,7 @@ def start_fit(context: RunContext, run: FitRun, chosen: Path | None, ckpt_path: 
         warn_of_no_validation(run, context.settings)
     offset = None
     if chosen is not None:
-        offset = _go_on(context, run, chosen, back=_goes_back(ckpt_path))
+        offset = _resume(context, run, chosen, back=_may_rewind(ckpt_path))
     else:
         if ckpt_path == "auto":  # so that the user notices a wrong folder
             empty = ", ".join(map(str, context.project.looks_in(context.roots())))
@@ -638,7 +638,7 @@ def start_fit(context: RunContext, run: FitRun, chosen: Path | None, ckpt_path: 
             # Rank 0 draws the same random numbers as a single process. The other ranks are seeded
             # differently, so that their dropout masks differ.
             seed_generators(mix(run.epoch_iterator.seed, run.rank) % 2**32)
-    refuse_second_pass(run, context.settings.reload_dataloaders_every_n_epochs)
+    check_one_pass_loaders(run, context.settings.reload_dataloaders_every_n_epochs)
     hparams = logged(run.module)
     if isinstance(run.datamodule, DataModule):
         hparams = logged(run.datamodule) | hparams
@@ -676,7 +676,7 @@ def _finished_on_error(recorder: Recorder) -> Iterator[None]:
         raise
 
 
-def _go_on(context: RunContext, run: FitRun, chosen: Path, *, back: bool) -> int | None:
+def _resume(context: RunContext, run: FitRun, chosen: Path, *, back: bool) -> int | None:
     """Restore a fit from a checkpoint, on all ranks or none, and print where it resumes.
 
     Args:
@@ -700,7 +700,7 @@ def _go_on(context: RunContext, run: FitRun, chosen: Path, *, back: bool) -> int
     # Only after loading has succeeded: the checkpoint may not match the run.
     if back and context.project.leave_branch(chosen, context.roots(), offset):
         run.recorder.resume({}, run.counters.global_step)  # services cannot delete logged steps
-    context.accelerator.print(_going_on(run, chosen))
+    context.accelerator.print(_resume_message(run, chosen))
     return offset
 
 
@@ -727,7 +727,7 @@ def _check_manual(settings: Settings) -> None:
             raise ValueError(f"{name} is set. {_CLIP}")
 
 
-def _going_on(run: FitRun, chosen: Path) -> str:
+def _resume_message(run: FitRun, chosen: Path) -> str:
     """Return the message of a resumed run: where it resumes, or why nothing is left to do."""
     counters = run.counters
     text = f"Resuming from {chosen} (epoch {counters.epoch + 1}, update {counters.global_step})."

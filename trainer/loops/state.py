@@ -25,7 +25,7 @@ from trainer.hooks import HookTable
 from trainer.loops.config import Length, Schedule
 from trainer.loops.device_transfer import DeviceTransfer
 from trainer.loops.pending_saves import PendingSaves
-from trainer.loops.preemption import Questions
+from trainer.loops.preemption import ExitVote
 from trainer.loops.recorder import Recorder
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
@@ -225,7 +225,7 @@ class FitRun(Run):
             read; -1 before the first epoch, when `epoch_iterator` is asked each time.
         data_ended: Whether this rank has no further batch in the epoch. Only this rank can know
             it: a stream is exhausted, or a dataset has ended early.
-        questions: Exchanges between ranks whether to abandon an evaluation.
+        exit_vote: Exchanges between ranks whether to abandon an evaluation.
         in_boundary: Whether the loop is at an update boundary: the update is done, and callbacks
             may save or stop.
         log_due: Whether the values of the current update will be recorded.
@@ -286,7 +286,7 @@ class FitRun(Run):
     parameter_fingerprint: list[int] = field(default_factory=list)
     epoch_length: int | None = _UNKNOWN
     data_ended: bool = False
-    questions: Final[Questions] = field(default_factory=Questions)
+    exit_vote: Final[ExitVote] = field(default_factory=ExitVote)
     in_boundary: bool = False
     log_due: bool = False
     found: Tensor | None = None
@@ -341,7 +341,7 @@ class FitRun(Run):
         signalled = self.signalled() is not None
         if self.world_size == 1:
             return signalled
-        return self.questions.ask(
+        return self.exit_vote.any_rank(
             batch_idx, signalled, rank=self.rank, device=self.device, aligned=aligned
         )
 

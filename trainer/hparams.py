@@ -205,8 +205,7 @@ def make(
             arguments cover all of its own. False leaves such arguments out with a warning.
 
     Raises:
-        TypeError: An argument is missing, or was masked as a secret and is not given, or the class
-            does not take an argument in `given`.
+        TypeError: An argument is missing, or was masked as a secret and is not given.
         CheckpointError: The class does not take a saved argument, or the arguments cannot be read.
     """
     arguments = saved_arguments(saved, where)
@@ -214,42 +213,32 @@ def make(
     parameters = inspect.signature(cls).parameters
     takes = _parameters(cls)
     variadic = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    if not variadic:
-        for name in given:
-            if name not in takes:
-                raise TypeError(choice_error(f"An argument for {cls.__name__}", name, takes))
-        if foreign := [name for name in arguments if name not in takes]:
-            text = (
-                f"{where} was saved by a class with the {_listed(foreign)}, which {cls.__name__} "
-                f"does not take: it takes {', '.join(takes) or 'none'}."
+    foreign = [] if variadic else [name for name in arguments if name not in takes]
+    if foreign:
+        text = (
+            f"{where} was saved by a class with the {_listed(foreign)}, which {cls.__name__} does "
+            f"not take: it takes {', '.join(takes) or 'none'}."
+        )
+        # If an argument of the class is not given, a saved one may have been renamed to it.
+        if strict and not (given and arguments.keys() | given.keys() >= set(takes)):
+            raise CheckpointError(
+                f"{text} Load it with the class that saved it; or leave them out, by giving the "
+                "class's other arguments or strict=False."
             )
-            # If an argument of the class is not given, a saved one may have been renamed to it.
-            if strict and not (given and arguments.keys() | given.keys() >= set(takes)):
-                raise CheckpointError(
-                    f"{text} Load it with the class that saved it; or leave them out, by giving "
-                    "the class's other arguments or strict=False."
-                )
-            logger.warning("%s They are left out.", text)
-            arguments = {name: value for name, value in arguments.items() if name in takes}
+        logger.warning("%s They are left out.", text)
+        arguments = {name: value for name, value in arguments.items() if name in takes}
     arguments |= given
-    empty = [n for n in takes if parameters[n].default is inspect.Parameter.empty]
+    needed = {n for n in takes if parameters[n].default is inspect.Parameter.empty} | hidden
     wanted = takes + sorted(hidden.difference(takes)) * variadic
-    missing = [name for name in wanted if name not in arguments and name in {*empty, *hidden}]
-    if missing:
-        fix = ", ".join(f"{name}=…" for name in missing)
+    if missing := [name for name in wanted if name in needed and name not in arguments]:
         secrets = [name for name in missing if name in hidden]
         raise TypeError(
             f"{cls.__name__} cannot be created: {where} does not hold its {_listed(missing)}. "
             + f"Secrets are not saved ({', '.join(secrets)}). " * bool(secrets)
-            + f"Pass load_from_checkpoint(…, {fix})"
+            + f"Pass load_from_checkpoint(…, {', '.join(f'{name}=…' for name in missing)})"
             + ("." if missing == secrets else _SAVE_THEM)
         )
-    positional = [
-        arguments.pop(name)
-        for name in takes
-        if parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY and name in arguments
-    ]
-    return cls(*positional, **arguments)
+    return cls(**arguments)
 
 
 def _inits(owner: object, frame: FrameType | None) -> Iterator[FrameType]:

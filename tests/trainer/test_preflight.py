@@ -356,7 +356,7 @@ def test_a_metric_of_a_validation_that_did_not_run_is_not_called_misspelt(caplog
         ("train", {"max_epochs": 1}, None),
         ("train", {"max_epochs": 2, "max_steps": 2}, None),  # an epoch may be as long as that
         ("train", {"max_epochs": 2, "limit_train_batches": 3}, None),
-        ("val", {"max_epochs": 1}, "reads it 2 times .once for the sanity check"),
+        ("val", {"max_epochs": 1}, "reads it 2 times"),
         ("val", {"max_epochs": 1, "num_sanity_val_steps": 0}, None),
     ],
 )

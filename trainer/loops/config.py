@@ -440,7 +440,6 @@ def project_dir_of(
 
     Raises:
         ValueError: The configuration has an option that the Trainer does not use.
-        TypeError: `config` is not a `ProjectConfiguration`.
     """
     check_type("project_config", config, ProjectConfiguration)
     if config.total_limit:
@@ -479,9 +478,8 @@ def callback_list(callbacks: Sequence[Callback] | Callback | None) -> list[Callb
         TypeError: It is neither a callback nor a sequence.
     """
     if isinstance(callbacks, Callback):
-        callbacks = [callbacks]
-    # Hydra's lists are neither list nor tuple.
-    if isinstance(callbacks, str) or not isinstance(callbacks, (Sequence, type(None))):
+        return [callbacks]
+    if not isinstance(callbacks, (Sequence, type(None))):  # Hydra's lists are not Python lists
         raise TypeError(f"callbacks is {callbacks!r}; it must be a callback or a list of them.")
     return list(callbacks or [])
 
@@ -503,7 +501,7 @@ def check_callbacks(given: Sequence[Any]) -> None:
 
     Raises:
         TypeError: One is not a callback.
-        ValueError: Two have the same key in checkpoints, or two are progress bars.
+        ValueError: Two have the same key in checkpoints.
     """
     for callback in given:
         if not isinstance(callback, Callback):
@@ -518,10 +516,6 @@ def check_callbacks(given: Sequence[Any]) -> None:
                 f"Two callbacks have the state_key {key!r}, so that a checkpoint could not tell "
                 "them apart; override the property in one of them."
             )
-    bars = [one for one in given if isinstance(one, ProgressBar)]
-    if len(bars) > 1:
-        names = " and ".join(type(bar).__name__ for bar in bars)
-        raise ValueError(f"callbacks holds {names}, which would draw over each other; pass one.")
 
 
 def check_barebones(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

@@ -217,10 +217,9 @@ def check_one_pass_loaders(run: FitRun, reload_every: int) -> None:
     ]
     for which, epoch_iterator, passes in reads:
         if epoch_iterator.reads_once and epoch_iterator.limit is None and passes > 1:
-            sanity = " (once for the sanity check)" * (which == "val" and sanity_check)
             raise ValueError(
                 f"The {which} loader, a {type(epoch_iterator.loader).__name__}, can be read once, "
-                f"but this run reads it {passes} times{sanity}. Pass an object that can be "
+                f"but this run reads it {passes} times. Pass an object that can be "
                 f"iterated again, such as a DataLoader or a list, or set limit_{which}_batches to "
                 "read on where the last epoch ended."
             )

@@ -357,8 +357,8 @@ def test_on_a_device_gradients_of_every_kind_are_looked_at(dtype):
 def test_an_answer_that_is_read_later_is_heard_at_the_next_update():
     weight = torch.nn.Parameter(torch.tensor([math.nan]))
     guard = FiniteGuard("stop", 5, optimizers=[], named_parameters=lambda: [("weight", weight)])
-    arrived = SimpleNamespace(synchronize=lambda: None)  # the CPU has no events
-    guard._pending = torch.tensor(1.0), arrived, lambda bad: guard._judge(bad, 4, None, made=True)
+    arrived = SimpleNamespace(read=lambda: torch.tensor(1.0))  # the CPU has no events
+    guard._pending = arrived, lambda bad: guard._judge(bad, 4, None, made=True)
     with pytest.raises(FloatingPointError, match=r"update 4 .*no checkpoint holds.*of: weight\."):
         guard.settle()
     guard.settle()

@@ -157,6 +157,6 @@ def test_an_answer_comes_to_the_host_whatever_the_default_device(late):
     found = find_non_finite([torch.tensor([1.0, math.nan], device=DEVICE)])
     torch.set_default_device(DEVICE)
     assert guard.should_step(found, 7, None)
-    assert guard._pending[0].device.type == "cpu"
+    assert guard._pending[0]._host.device.type == "cpu"
     with pytest.raises(FloatingPointError, match="update 7"):
         guard.settle()

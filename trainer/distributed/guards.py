@@ -14,6 +14,7 @@ sent too.
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -73,7 +74,8 @@ def stack(
             dist.all_gather(rows, as_bytes(own), group=group)
         else:
             work = dist.all_gather(rows, as_bytes(own), group=group, async_op=True)
-            _wait(work, meeting, group)
+            with waiting:
+                _wait(work, meeting, group)
     return result
 
 
@@ -224,6 +226,26 @@ def _complaint(plans: list[str]) -> str:
 # -- waiting -------------------------------------------------------------------------------------
 
 
+class _Waiting:
+    """Marks code in which a thread waits for other processes: ``with waiting: …``.
+
+    Attributes:
+        threads: The identifiers of the waiting threads, for the watchdog.
+    """
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+
+    def __enter__(self) -> None:
+        self.threads.add(threading.get_ident())
+
+    def __exit__(self, *_: object) -> None:
+        self.threads.discard(threading.get_ident())
+
+
+waiting = _Waiting()
+
+
 def _wait(work: dist.Work, operation: str, group: dist.ProcessGroup | None) -> None:
     """Wait for a collective; if it takes long, log which ranks have not called it."""
     if _ends_within(work, _ANNOUNCED_AFTER):
@@ -262,8 +284,9 @@ def awaited(operation: str, group: dist.ProcessGroup | None = None) -> bool:
     until = time.monotonic() + _WARNED_AFTER
     try:
         store.set(_key(own), operation)  # another failed rank may wait for this one
-        while not (come := len(_waiting(store, size)) == size) and time.monotonic() < until:
-            time.sleep(0.01)
+        with waiting:
+            while not (come := len(_waiting(store, size)) == size) and time.monotonic() < until:
+                time.sleep(0.01)
     except RuntimeError:  # the process that hosts the store has ended
         return False
     if not come:

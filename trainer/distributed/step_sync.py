@@ -23,10 +23,12 @@ be whole numbers, the sync vector is float64.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from trainer.distributed.transport import HostCopy
 
 # The number of base-256 digits of an item count. With 8 digits, the float32 vector has 64 bytes, so
 # the gradients behind it in a DDP bucket keep their alignment.
@@ -90,8 +92,7 @@ class StepSync:
         self._device = device
         self._whole_items = whole_items
         self._places: Tensor | None = None  # the powers of 256, on an accelerator
-        self._host: Tensor | None = None
-        self._pending: tuple[Tensor, Any] | None = None
+        self._pending: HostCopy | None = None
         self.items_seen = 0.0
         self.bad_losses: float | Tensor = 0.0
         self.latest = NOTHING
@@ -144,7 +145,7 @@ class StepSync:
             self.bad_losses = self.latest.bad_losses
             return self.latest.items
         self.settle()
-        self._read_later(total)
+        self._pending = HostCopy(total)
         self.bad_losses = total[-1].round()
         if total.dtype == torch.float64:
             return total[0].round() if self._whole_items else total[0]
@@ -152,21 +153,11 @@ class StepSync:
             self._places = 256.0 ** torch.arange(_DIGITS, device=total.device).double()
         return total[:_DIGITS].round().double().dot(self._places)
 
-    def _read_later(self, total: Tensor) -> None:
-        if self._host is None or self._host.dtype != total.dtype:
-            self._host = torch.empty_like(total, device="cpu", pin_memory=True)
-        self._host.copy_(total, non_blocking=True)
-        event = torch.Event(self._device)
-        event.record()
-        self._pending = (self._host, event)
-
     def settle(self) -> None:
         """Wait for step stats that are being copied to the host; before saving, for example."""
         if self._pending is not None:
-            host, event = self._pending
-            self._pending = None
-            event.synchronize()
-            self._take(host)
+            pending, self._pending = self._pending, None
+            self._take(pending.read())
 
     def _take(self, total: Tensor) -> None:
         numbers = total.tolist()

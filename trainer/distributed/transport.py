@@ -1,4 +1,4 @@
-"""Building blocks of the collectives: broadcast bytes, sum small vectors, pickle objects."""
+"""Building blocks: broadcast bytes, sum small vectors, copy to the host, pickle objects."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.distributed.guards import waiting
 from trainer.state import PartialState
 from trainer.tree import as_bytes, dense
 
@@ -50,6 +51,27 @@ def add_rows(rows: Tensor) -> Tensor:
     is_half = rows.is_floating_point() and rows.dtype.itemsize == 2
     total: Tensor = reduce(torch.add, rows.float() if is_half else rows)
     return total
+
+
+class HostCopy:
+    """An asynchronous copy of a tensor on an accelerator to host memory.
+
+    Args:
+        tensor: The tensor; it may change as soon as the constructor returns.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        pinned = tensor.device.type == "cuda"
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        self._host.copy_(tensor, non_blocking=True)
+        self._event = torch.Event(tensor.device)
+        self._event.record()
+
+    def read(self) -> Tensor:
+        """Wait for the copy and return it."""
+        with waiting:
+            self._event.synchronize()
+        return self._host
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from trainer import environment
+from trainer.distributed.guards import waiting
 from trainer.distributed.process_control import is_of_a_loss, is_of_backend, shown
 from trainer.errors import Preempted, module_logger
 
@@ -43,20 +44,9 @@ _NO_STORE = (
     "cannot be reached"
 )
 _ALL_STAND = 4  # multiple of the patience after which it is logged that all processes wait
-# A process waits for others if its innermost frame is in one of these files: in a collective, or in
-# a backward pass …
-_WAITING = (
-    "/torch/distributed/",
-    "/torch/autograd/graph.py",
-    "/torch/cuda/",
-    "/trainer/distributed/",
-    # … or where it reads values from the device: calls of NCCL return before they are complete.
-    "/trainer/loops/device_transfer.py",
-    "/trainer/loops/recorder.py",
-    "/trainer/metrics/cells.py",
-    "/trainer/metrics/reduction.py",
-    "/trainer/optim/finite.py",
-)
+# Torch's modules in whose code a process waits for others: in a collective or a backward pass.
+# Cadence's own code marks where it waits; see `trainer.distributed.guards.waiting`.
+_TORCH_WAITS = ("torch.distributed", "torch.autograd.graph", "torch.cuda")
 _watching = threading.Lock()  # of nested runs, only the outer one is watched
 _runs = itertools.count()  # numbers the runs, alike on every process, for the keys of the notes
 
@@ -135,18 +125,18 @@ def complaint(own: int, notes: Sequence[Note], silent: set[int], patience: float
         silent: The ranks that have not written a new note for a while.
         patience: The patience in seconds.
     """
-    waiting = [rank for rank, note in enumerate(notes) if note.waits and rank not in silent]
+    waiters = [rank for rank, note in enumerate(notes) if note.waits and rank not in silent]
     place, _, seconds, *_ = notes[own]
     others = [
         said
         for rank, note in enumerate(notes)
-        if rank not in waiting and (said := _about(rank, note, rank in silent, patience))
+        if rank not in waiters and (said := _about(rank, note, rank in silent, patience))
     ]
     if others:
-        ranks = ", ".join(map(str, waiting))
-        who = f"rank {ranks} has" if len(waiting) == 1 else f"ranks {ranks} have"
+        ranks = ", ".join(map(str, waiters))
+        who = f"rank {ranks} has" if len(waiters) == 1 else f"ranks {ranks} have"
         return f"{who} waited for {seconds:.0f} seconds, in {place}:\n" + "\n".join(others)
-    if len(waiting) < len(notes) or seconds < _ALL_STAND * patience:
+    if len(waiters) < len(notes) or seconds < _ALL_STAND * patience:
         return None
     places = [f"rank {rank} is in {note.place}:\n{note.stack}" for rank, note in enumerate(notes)]
     return f"No process has made progress for {seconds:.0f} seconds:\n" + "\n".join(places)
@@ -257,27 +247,17 @@ class _Watchdog:
         own, because the watchdog thread may block in the store until the operating system gives up
         the connection to the lost machine.
         """
-        answered = threading.Event()
-        teller = threading.Thread(target=self._log_silence, args=(answered,), daemon=True)
-        teller.start()
+        timer = threading.Timer(self._patience / 2, self._log_silence)
+        timer.daemon = True
+        timer.start()
         try:
             yield
         finally:
-            answered.set()
-            teller.join()
+            timer.cancel()
 
-    def _log_silence(self, answered: threading.Event) -> None:
-        if environment.read_int("LOCAL_RANK"):  # only one process per machine logs
-            return
-        while not answered.wait(self._patience / 2):
-            since, place = self._since
-            if (now := self._place()) != place:  # the training has made progress since the note
-                self._since = time.monotonic(), now
-                continue
-            seconds = time.monotonic() - since
-            message = "rank %d has been in %s for %.0f seconds, and %s."
-            logger.warning(message, self._rank, place, seconds, _NO_STORE)
-            return
+    def _log_silence(self) -> None:
+        if not environment.read_int("LOCAL_RANK"):  # only one process per machine logs
+            logger.warning("rank %d is in %s, and %s.", self._rank, self._place(), _NO_STORE)
 
     def explain(self) -> None:
         """Set `cause` if the backend has failed and the store does not answer."""
@@ -319,11 +299,11 @@ class _Watchdog:
             self._since = now, place
         seconds = now - self._since[0]
         frame = sys._current_frames()[self._thread]
-        file = frame.f_code.co_filename.replace("\\", "/")
+        module = str(frame.f_globals.get("__name__"))
+        waits = self._thread in waiting.threads or module.startswith(_TORCH_WAITS)
         long = seconds >= self._patience / 2
         stack = "".join(traceback.format_stack(frame, limit=_FRAMES)) if long else ""
         self._looks += 1
-        waits = any(part in file for part in _WAITING)
         return Note(place, True, seconds, waits, stack, self._looks)
 
     def _leave(self, note: Note) -> None:

@@ -20,6 +20,7 @@ from trainer.data.prefetch import InFlight, send, streams_for
 from trainer.data.seeding import equal, isolated_generators
 from trainer.datamodule import DataModule
 from trainer.distributed import guards
+from trainer.distributed.transport import HostCopy
 from trainer.errors import module_logger
 from trainer.hooks import is_overridden
 from trainer.loops.module_state import kept_by
@@ -250,16 +251,8 @@ def _start_reading(count: float | Tensor) -> Callable[[], float]:
         )
     if count.device.type == "cpu":
         return lambda: _checked(float(count))
-    host = torch.empty((), dtype=count.dtype, device="cpu", pin_memory=count.device.type == "cuda")
-    host.copy_(count.reshape(()), non_blocking=True)
-    event = torch.Event(count.device)
-    event.record()
-
-    def read() -> float:
-        event.synchronize()
-        return _checked(float(host))
-
-    return read
+    copied = HostCopy(count)
+    return lambda: _checked(float(copied.read()))
 
 
 def _checked(items: Any) -> float:

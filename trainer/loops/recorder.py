@@ -8,13 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, cast
 
-import torch
-from torch import Tensor
-
 from trackers import BackgroundTracker, GeneralTracker, JsonlTracker
 from trackers.background import finish_all
 from trackers.base import Status
 from trackers.pending import Missed
+from trainer.distributed.transport import HostCopy
 from trainer.errors import module_logger
 from trainer.loops.run_metadata import Listener, RunMetadata, text_of
 from trainer.metrics import Value, on_accelerator, stacked, to_floats
@@ -60,7 +58,7 @@ class Recorder:
         self._end: int | None = None  # the length of the local record, once it is closed
         self._hanging: dict[BackgroundTracker, Future[None]] = {}  # saves do not wait for these
         self._last = 0.0  # the time of the last record, in seconds since 1970
-        self._pending: tuple[dict[str, float], list[str], Tensor, Any, int, int] | None = None
+        self._pending: tuple[dict[str, float], list[str], HostCopy, int, int] | None = None
         self.latest: dict[str, float] = {}
         self.updates: dict[str, int] = {}
         self.validated: dict[str, tuple[float, int] | None] = {}
@@ -97,12 +95,8 @@ class Recorder:
             self._write(to_floats(values), step, epoch)
             return
         vector = stacked(away.values())
-        host = torch.empty_like(vector, device="cpu", pin_memory=vector.device.type == "cuda")
-        host.copy_(vector, non_blocking=True)
-        event = torch.Event(vector.device)
-        event.record()
         here = {name: 0.0 if name in away else float(values[name]) for name in values}
-        self._pending = (here, list(away), host, event, step, epoch)
+        self._pending = (here, list(away), HostCopy(vector), step, epoch)
 
     def flush(self, *, arrived: int | None = None) -> None:
         """Record the values whose transfer `record_later` started.
@@ -120,9 +114,8 @@ class Recorder:
         """Wait for the values whose transfer `record_later` started."""
         if self._pending is None:
             return {}
-        here, names, host, event, *_ = self._pending
-        event.synchronize()
-        return here | dict(zip(names, host.tolist(), strict=True))
+        here, names, copied, *_ = self._pending
+        return here | dict(zip(names, copied.read().tolist(), strict=True))
 
     def latest_values(self) -> dict[str, float]:
         """Return the last value of every name, after waiting for a transfer in progress."""

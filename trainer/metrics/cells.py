@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from trainer.distributed.guards import waiting
+
 Value: TypeAlias = "float | Tensor"
 Kind: TypeAlias = "Literal['mean', 'sum', 'min', 'max']"
 KINDS = ("mean", "sum", "min", "max")
@@ -197,7 +199,8 @@ def to_floats(values: Mapping[str, Value]) -> dict[str, float]:
     away = on_accelerator(values)
     if not away:
         return {name: float(value) for name, value in values.items()}
-    read = dict(zip(away, stacked(away.values()).tolist(), strict=True))
+    with waiting:
+        read = dict(zip(away, stacked(away.values()).tolist(), strict=True))
     return {name: read[name] if name in read else float(values[name]) for name in values}
 
 

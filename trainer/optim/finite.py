@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cache
-from typing import Any, Literal
+from functools import cache, partial
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainer.checks import choice_error
+from trainer.distributed.transport import HostCopy
 
 Policy = Literal["stop", "skip", "ignore"]
 POLICIES = ("stop", "skip", "ignore")
@@ -85,6 +87,7 @@ def _look_through_groups(gradients: list[Tensor]) -> bool | Tensor:
 def _look_through(gradients: list[Tensor]) -> Tensor:
     one = _one(gradients[0].device)
     found = torch.zeros_like(one)
+    # The kernel of `GradScaler` has no public name, and other functions read gradients twice.
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)
     return found
 
@@ -94,8 +97,7 @@ def _look_at_maxima(gradients: list[Tensor]) -> Tensor:
     filled = [gradient for gradient in gradients if gradient.numel()]  # `max` needs an element
     if not filled:
         return torch.zeros_like(_one(gradients[0].device))
-    maxima = torch.stack(torch._foreach_norm(filled, math.inf))
-    return (~maxima.isfinite().all()).float()
+    return (~get_total_norm(filled, math.inf).isfinite()).float()
 
 
 def _by_device_and_dtype(gradients: list[Tensor]) -> Collection[list[Tensor]]:
@@ -166,7 +168,7 @@ class FiniteGuard:
         self._fused = all(
             getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers
         )
-        self._pending: tuple[Tensor, Any, Callable[[bool], object]] | None = None
+        self._pending: tuple[HostCopy, Callable[[bool], object]] | None = None
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts of skipped updates."""
@@ -200,15 +202,9 @@ class FiniteGuard:
             for optimizer in self._optimizers:
                 # torch's fused optimizers read these attributes, which no class declares
                 optimizer.grad_scale, optimizer.found_inf = None, found  # type: ignore[attr-defined]
-        self._read_later(found, lambda bad: self._judge(bad, step, loss, made=True))
+        judge = partial(self._judge, step=step, loss=loss, made=True)
+        self._pending = HostCopy(found), judge
         return True
-
-    def _read_later(self, found: Tensor, judge: Callable[[bool], object]) -> None:
-        host = torch.empty_like(found, device="cpu", pin_memory=found.device.type == "cuda")
-        host.copy_(found, non_blocking=True)
-        event = torch.Event(found.device)
-        event.record()
-        self._pending = (host, event, judge)
 
     def settle(self) -> None:
         """Wait for the result of the latest update, such as before an evaluation or a save.
@@ -217,13 +213,13 @@ class FiniteGuard:
             FloatingPointError: See `should_step`.
         """
         if self._pending is not None:
-            host, event, judge = self._pending
+            copied, judge = self._pending
             self._pending = None
-            event.synchronize()
+            bad = bool(copied.read())
             for optimizer in self._optimizers:
                 vars(optimizer).pop("grad_scale", None)
                 vars(optimizer).pop("found_inf", None)
-            judge(bool(host))
+            judge(bad)
 
     def count_scaled(self, skipped: Sequence[bool | Tensor], step: int) -> None:
         """Count an update that the fp16 scaler has made or skipped.
@@ -240,7 +236,7 @@ class FiniteGuard:
         unread = [one for one in skipped if isinstance(one, Tensor)]
         if unread and unread[0].device.type != "cpu":
             found = torch.stack([one.float() for one in unread]).sum()
-            self._read_later(found, lambda bad: self._count(bad, step))
+            self._pending = HostCopy(found), partial(self._count, step=step)
         else:
             self._count(any(map(bool, skipped)), step)
 

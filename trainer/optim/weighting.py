@@ -91,4 +91,4 @@ def scale_(gradients: Iterable[Tensor | None], factor: float | Tensor) -> None:
     if isinstance(factor, Tensor) and all(g.dtype == torch.float32 for g in present):
         factor = factor.to(torch.float32)  # the same result with fewer kernels than float64
     if present:
-        torch._foreach_mul_(present, factor)
+        torch._foreach_mul_(present, factor)  # no public function multiplies many at once

@@ -18,9 +18,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
-    SequentialSampler,
     default_collate,
 )
 
@@ -41,7 +39,6 @@ from trainer.data.workers import (
     end_workers,
     loader_kwargs,
     reads_as_torchs,
-    warn_not_persistent,
 )
 from trainer.errors import module_logger
 from trainer.rng import mix
@@ -157,23 +154,6 @@ logger = module_logger(__name__)
 Transfer = Callable[[Any], Any]
 
 
-def _check_length(source: DataLoader[Any]) -> None:
-    """Raise a TypeError if a map-style dataset has no ``__len__``.
-
-    torch's sampler would raise too, but in the middle of the run and without a fix.
-    """
-    dataset, batches = source.dataset, source.batch_sampler
-    # With a custom batch_sampler, a DataLoader also has a SequentialSampler, which is unused.
-    reads_in_order = isinstance(source.sampler, SequentialSampler) and (
-        batches is None or type(batches) is BatchSampler
-    )
-    if reads_in_order and not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"The dataset {type(dataset).__name__} has no __len__, so it is unknown how many "
-            "samples an epoch has. Define __len__, or make it an IterableDataset."
-        )
-
-
 class EpochIterator:
     """Epoch iterator: yields a loader's global batches, sharded over the processes.
 
@@ -207,7 +187,7 @@ class EpochIterator:
         batches_read: The number of processes with a batch in the global batch being read.
 
     Raises:
-        TypeError: The source cannot be iterated, or its map-style dataset has no ``__len__``.
+        TypeError: The source cannot be iterated.
         ValueError: The source is sharded already.
     """
 
@@ -227,12 +207,10 @@ class EpochIterator:
         rereads: bool = False,
     ) -> None:
         if not isinstance(source, Iterable):
-            wrap = " Wrap it: DataLoader(dataset, batch_size=32)." * isinstance(source, Dataset)
-            if hasattr(source, "train_dataloader"):  # a data module of Lightning, for example
-                wrap = " To hold several loaders, derive its class from trainer.DataModule."
             raise TypeError(
-                f"A loader is {source!r} of type {type(source).__name__}; it must be a DataLoader "
-                f"or another iterable of batches.{wrap}"
+                f"A loader is {source!r} of type {type(source).__name__}; it must be a DataLoader, "
+                "as in DataLoader(dataset, batch_size=32), or another iterable of batches. A "
+                "collection of loaders derives from trainer.DataModule."
             )
         self._source: Any = source
         self._shuffle = shuffle
@@ -258,9 +236,7 @@ class EpochIterator:
             )
         # A DataLoader subclass that overrides iteration is read as a stream.
         if isinstance(source, DataLoader) and reads_as_torchs(type(source)):
-            streams = isinstance(source.dataset, IterableDataset)
-            if not streams:
-                _check_length(source)
+            if not isinstance(source.dataset, IterableDataset):
                 self.sampler = ShardedSampler(
                     source.sampler if source.batch_sampler is None else source.batch_sampler,
                     keys=source.batch_sampler is None,
@@ -273,8 +249,6 @@ class EpochIterator:
                     drop_last=drop_last,
                     counts=source.collate_fn is default_collate,
                 )
-            elif source.persistent_workers:
-                warn_not_persistent(type(source.dataset).__name__)
             self.loader = SignalSafeLoader(**loader_kwargs(source, self.sampler, self._generator))
         self._stream: Stream | None = None
         if self.sampler is None:

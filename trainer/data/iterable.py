@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count, islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, get_worker_info
@@ -42,6 +41,8 @@ from trainer.distributed.objects import all_gather_object
 from trainer.errors import CheckpointError, module_logger
 from trainer.rng import isolated_rng, mix, seed_generators, seeded_iteration
 from trainer.tree import leaves
+
+logger = module_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,38 +201,14 @@ class _Requests:
             yield request
 
 
-class Reading(Protocol):
-    """A way to read a stream from a position.
+class DatasetReading:
+    """Reads a loader whose dataset has ``state_dict`` and ``load_state_dict``.
 
     Attributes:
         kind: The kind of position that is saved: ``"dataset"``, ``"loader"`` or ``"none"``.
         name: The class name of the object that has the state.
         workers: The number of data-loader workers.
     """
-
-    kind: str
-    name: str
-    workers: int
-
-    def start(self, *, first: bool) -> Place:
-        """Return the position at which a pass begins.
-
-        Args:
-            first: Whether it is the first pass, before which nothing was read.
-        """
-
-    def read(self, place: Place, seed: int, *, load: bool) -> Generator[Item, None, None]:
-        """Yield the batches from a position on, each with the position after it.
-
-        Args:
-            place: The position to read from.
-            seed: The seed of the pass.
-            load: Restore the state of the position first. If False, the stream is there already.
-        """
-
-
-class DatasetReading:
-    """Reads a loader whose dataset has ``state_dict`` and ``load_state_dict``."""
 
     kind = "dataset"
 
@@ -249,13 +226,23 @@ class DatasetReading:
         }
 
     def start(self, *, first: bool) -> Place:
-        """See `Reading`."""
+        """Return the position at which a pass begins.
+
+        Args:
+            first: Whether it is the first pass, before which nothing was read.
+        """
         if first or self.workers:  # unread, or read only by copies in workers
             return Place()
         return Place(states=(pickled_state(self._reader.dataset),))
 
     def read(self, place: Place, seed: int, *, load: bool) -> Generator[Item, None, None]:
-        """See `Reading`."""
+        """Yield the batches from a position on, each with the position after it.
+
+        Args:
+            place: The position to read from.
+            seed: The seed of the pass.
+            load: Restore the state of the position first. If False, the stream is there already.
+        """
         workers = self.workers or 1
         begin = place.number - place.number % workers
         states = list(place.states or [None] * workers)
@@ -302,11 +289,11 @@ class SourceReading:
         return found
 
     def start(self, *, first: bool) -> Place:
-        """See `Reading`."""
+        """See `DatasetReading`."""
         return Place() if first else Place(states=(pickled_state(self._source),))
 
     def read(self, place: Place, seed: int, *, load: bool) -> Generator[Item, None, None]:
-        """See `Reading`."""
+        """See `DatasetReading`."""
         with isolated_rng(seed):
             if load and place.states and place.states[0] is not None:
                 self._source.load_state_dict(pickle.loads(place.states[0]))  # noqa: S301 - made here
@@ -342,12 +329,12 @@ class PlainReading:
         self._latecomers = LazyGenerators(owner, "pass")
 
     def start(self, *, first: bool) -> Place:
-        """See `Reading`."""
+        """See `DatasetReading`."""
         del first
         return Place()
 
     def read(self, place: Place, seed: int, *, load: bool) -> Generator[Item, None, None]:
-        """See `Reading`."""
+        """See `DatasetReading`."""
         del place, load
         find = partial(generators_in, loader=self._source)
         own = find() if self._latecomers.awaited and not self.workers else {}
@@ -358,9 +345,6 @@ class PlainReading:
             if number == 1 and self._latecomers.awaited and not self.workers:
                 self._latecomers.look(find, own)
             yield batch, Place(number, number)
-
-
-logger = module_logger(__name__)
 
 
 class Stream:
@@ -383,7 +367,7 @@ class Stream:
         remember: The caller saves the position.
         rereads: The caller may read a pass again from its beginning. A saved position then includes
             the beginning of the pass.
-        shown: Whether this process logs a replay, with a progress bar if there is a terminal.
+        shown: Whether this process logs a replay.
     """
 
     def __init__(
@@ -443,7 +427,12 @@ class Stream:
             found = pending["epoch"] == epoch
         unknown = self._resumed and self._fresh and not found and epoch
         if unknown and self._iterator is not None and self._shown:
-            _log_start(self._iterator, epoch)
+            logger.warning(
+                "The training loader is an iterator (%s) without state_dict and load_state_dict: "
+                "unless its __iter__ restarts, epoch %d does not continue where the run ended.",
+                self._iterator,
+                epoch,
+            )
         if not found:
             place = self._reading.start(first=self._fresh)
         self._fresh = False
@@ -452,7 +441,7 @@ class Stream:
         if again := skip - (place.batches if found else 0):
             if self._shown:
                 self.warn_of_replay(again)
-            for _, place in _progress(islice(batches, again), again, shown=self._shown):
+            for _, place in islice(batches, again):
                 self._before_last = place
         self._before_last, self._cut = place, limit is not None and place.batches >= limit
         while not self._cut:
@@ -584,7 +573,7 @@ def _place_of(position: dict[str, Any]) -> Place:
 
 def _choose_reading(
     source: Any, loader: Any, generator: torch.Generator, *, remember: bool
-) -> Reading:
+) -> DatasetReading | SourceReading | PlainReading:
     if not remember:
         return PlainReading(loader)
     if loader is source:
@@ -619,28 +608,6 @@ def _only_counts(source: Any) -> bool:
         and not _has_state(data)
         and inspect.isgeneratorfunction(type(data).__iter__)  # other iterators may have a state
     )
-
-
-def _log_start(iterator: str, epoch: int) -> None:
-    logger.warning(
-        "The training loader is an iterator (%s): if its __iter__ does not restart, its position "
-        "after earlier epochs is unknown, and epoch %d is read from its current position. Give it "
-        "state_dict and load_state_dict to save the position.",
-        iterator,
-        epoch,
-    )
-
-
-def _progress(batches: Iterator[Any], total: int, *, shown: bool) -> Iterator[Any]:
-    """Yield the batches, with a progress bar if standard error is a terminal."""
-    if not (shown and sys.stderr and sys.stderr.isatty()):  # a service may have no stderr
-        yield from batches
-        return
-    from tqdm import tqdm
-
-    # Without this, tqdm's monitor thread would outlive the progress bar.
-    kind = type("Bar", (tqdm,), {"monitor_interval": 0})
-    yield from kind(batches, total=total, desc="replay", unit="batch", leave=False)
 
 
 def check_same_stream(stream: Iterator[Item]) -> Iterator[Item]:

@@ -84,13 +84,8 @@ INDICES = Kind(
 )
 
 
-def _count(batch: Any) -> int:
-    samples = count_samples(batch)
-    return 1 if samples is None else samples
-
-
 SAMPLES = Kind(  # trees whose tensors have one row per sample
-    count=_count,
+    count=lambda batch: 1 if (samples := count_samples(batch)) is None else samples,
     length=length,
     take=lambda batch, start, stop: unmarked(take(batch, start, stop)),
     joined=lambda batches: (
@@ -207,7 +202,6 @@ class BatchSharding:
 # Indices to convert to Python integers at once: these take four times the memory of a tensor.
 _AT_ONCE = 2**16
 _PLAIN = (RandomSampler, SequentialSampler)
-_TELLING = 64  # indices of the first batch that go into the checksum of an order
 
 
 class SeededSampler(Sampler[int]):
@@ -256,37 +250,17 @@ class BatchIndices(list[int]):
 
     Attributes:
         place: The run's seed, the epoch, and the number of samples in the epoch before the batch.
+            The batch's own seed is derived from them.
     """
 
     place: tuple[int, int, int]
 
-    @property
-    def seed(self) -> int:
-        """The seed for fetching the batch, derived from `place` when it is needed."""
-        return mix(*self.place)
-
-
-class SampleIndex(int):
-    """Like `BatchIndices`, for a single index: a loader with ``batch_size=None``."""
-
-    place: tuple[int, int, int]
-
-    @property
-    def seed(self) -> int:
-        """See `BatchIndices`."""
-        return mix(*self.place)
-
 
 class SampleKey(NamedTuple):
-    """Like `SampleIndex`, for a dataset whose keys are not integers."""
+    """Like `BatchIndices`, for a single index or key: a loader with ``batch_size=None``."""
 
     key: Any
     place: tuple[int, int, int]
-
-    @property
-    def seed(self) -> int:
-        """See `BatchIndices`."""
-        return mix(*self.place)
 
 
 class RankShard(NamedTuple):
@@ -339,10 +313,9 @@ class SkippedOrder:
         batches = iter(self.batches)
         first = list(map(self._as_batch, islice(batches, 1)))  # read once: it may be an iterator
         batches = chain(first, batches)
-        indices = [i for each in first for i in (each if isinstance(each, list) else [each])]
+        indices = INDICES.joined(first)
         with suppress(TypeError):  # keys that are not integers
-            telling = list(map(operator.index, indices[:_TELLING]))
-            self.mark = zlib.crc32(repr(telling).encode())
+            self.mark = zlib.crc32(repr([*map(operator.index, indices[:64])]).encode())
         skipped = map(self._as_batch, islice(batches, self.skip))
         self.before = sum(map(INDICES.count, skipped))
         return batches
@@ -404,7 +377,7 @@ class ShardedSampler(Sampler[Any]):
         counts: bool = True,
     ) -> None:
         self.batch_sampler = batches  # the user's object, under the name that scripts read
-        self._as_batch: Callable[[Any], Any] = _as_it_is if keys else _listed
+        self._as_batch: Callable[[Any], Any] = (lambda key: key) if keys else _listed
         self._sampler, self._pure = _pure_order(batches, seed, shuffle=shuffle)
         whole = self._sampler
         inner = whole.sampler if type(whole) is BatchSampler else whole
@@ -429,7 +402,7 @@ class ShardedSampler(Sampler[Any]):
         """Set the epoch to iterate over next, and call the samplers' ``set_epoch``, if any."""
         self.epoch = epoch
         for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
-            if sampler is not None and hasattr(sampler, "set_epoch"):
+            if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
     def reseed(self, seed: int) -> None:
@@ -450,21 +423,15 @@ class ShardedSampler(Sampler[Any]):
         if self._plain is not None:
             self._plain.data_source = self._dataset if samples is None else range(samples)
 
-    @property
-    def num_batches(self) -> int | None:
-        """The number of batches over all processes; None for a sampler without a length."""
-        known = [each for each in (self.length.batches, self.limit) if each is not None]
-        return min(known, default=None)
-
     def own_batches(self, total: int) -> int:
         """Return how many of an epoch's `total` batches belong to this rank."""
         return self._sharding().own_batches(total, self.num_samples, rank=self.rank)
 
     def __len__(self) -> int:
-        total = self.num_batches
-        if total is None:
+        known = [each for each in (_length_of(self._sampler), self.limit) if each is not None]
+        if not known:
             raise TypeError("The loader's sampler has no length.")
-        return self.own_batches(total)
+        return self.own_batches(min(known))
 
     @property
     def num_samples(self) -> int | None:
@@ -491,14 +458,11 @@ class ShardedSampler(Sampler[Any]):
             if not share.present:
                 continue
             if isinstance(batch, list):
-                placed: Any = BatchIndices(batch)
-            elif type(batch) is int:
-                placed = SampleIndex(batch)
+                indices = BatchIndices(batch)
+                indices.place = seed, epoch, position
+                yield indices
             else:
                 yield SampleKey(batch, (seed, epoch, position))
-                continue
-            placed.place = seed, epoch, position
-            yield placed
 
     def _alone(self) -> Iterator[tuple[RankShard, Any, int]]:
         """Fast path of `_together` for one process, where each batch is a global batch."""
@@ -578,10 +542,6 @@ def _listed(batch: Any) -> Any:
     return list(indices)
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def _drawn_at_once(batches: Any, seed: int) -> Iterable[Any] | None:
     """Return the seeded order of a torch sampler that draws the whole order at once; else None.
 
@@ -617,10 +577,7 @@ def _pure_order(batches: Any, seed: int, *, shuffle: bool) -> tuple[Any, bool]:
     pure = type(inner) in _PLAIN
     inner = copy.copy(inner) if pure else inner
     if type(inner) is RandomSampler:
-        if shuffle:
-            inner = SeededSampler(inner, seed)
-        else:
-            inner = SequentialSampler(inner.data_source)
+        inner = SeededSampler(inner, seed) if shuffle else SequentialSampler(inner.data_source)
     elif not shuffle and not pure:
         raise ValueError(
             f"The order of a {type(inner).__name__} cannot be switched off, as overfit_batches "

@@ -25,9 +25,7 @@ from contextlib import contextmanager, suppress
 from functools import cache, partial
 from types import (
     BuiltinMethodType,
-    CellType,
     FunctionType,
-    GetSetDescriptorType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -41,7 +39,7 @@ from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
 from trainer.data.inline_pickling import sent
-from trainer.data.sampler import BatchIndices, SampleIndex, SampleKey
+from trainer.data.sampler import BatchIndices, SampleKey
 from trainer.errors import module_logger
 from trainer.rng import isolate_rng, isolated_rng, mix, seed_local
 
@@ -50,9 +48,6 @@ _LONG = 50  # items; longer containers may hold samples, so they are searched la
 _MOST = 20_000  # the largest number of objects to search, which takes about 50 ms
 _OF_TORCH = nn.Module().__dict__.keys() - {"_modules"}
 _LEAVES = ModuleType, torch.Tensor, str, bytes, int, float, type(None)
-_CONTAINERS = list, tuple, deque, dict
-
-Descriptors = dict[type, list[tuple[str, Any]]]
 
 Found = dict[str, Any]
 """Generators by their paths."""
@@ -90,7 +85,7 @@ def generators_in(besides: Iterable[Any] = (), **owners: Any) -> Found:
         besides: Objects that are not searched.
         **owners: The objects to start from; the argument names begin the paths.
     """
-    descriptors: Descriptors = {}  # not cached: that would keep the classes alive
+    slots: dict[type, list[str]] = {}  # not cached: that would keep the classes alive
     found: list[tuple[str, Any]] = []
     near, far = deque(owners.items()), deque[tuple[str, Any]]()
     seen = {*map(id, besides), *map(id, owners.values())}
@@ -102,7 +97,7 @@ def generators_in(besides: Iterable[Any] = (), **owners: Any) -> Found:
             found.append((path, thing))
             continue
         long = _is_long(thing)
-        for name, part in _parts(thing, descriptors):
+        for name, part in _parts(thing, slots):
             if id(part) not in seen and not issubclass(type(part), _LEAVES):
                 seen.add(id(part))
                 later = far if long or _is_long(part) else near
@@ -263,7 +258,7 @@ def _can_be_seeded(generator: Any) -> bool:
 def _container(thing: Any) -> Any:
     """Return the builtin container type of an object; None if it is no container."""
     kind = type(thing)  # isinstance would query a proxy's __class__
-    return next((each for each in _CONTAINERS if issubclass(kind, each)), None)
+    return next((each for each in (list, tuple, dict) if issubclass(kind, each)), None)
 
 
 def _is_long(thing: Any) -> bool:
@@ -271,7 +266,7 @@ def _is_long(thing: Any) -> bool:
     return held is not None and held.__len__(thing) > _LONG
 
 
-def _parts(thing: Any, descriptors: Descriptors) -> Iterable[tuple[str, Any]]:
+def _parts(thing: Any, slots: dict[type, list[str]]) -> Iterable[tuple[str, Any]]:
     """Return the attributes, items and classes of an object, without running code of its class.
 
     Of the attributes that torch gives an ``nn.Module``, only the submodules are returned. A
@@ -287,24 +282,29 @@ def _parts(thing: Any, descriptors: Descriptors) -> Iterable[tuple[str, Any]]:
         return (("self", thing.__self__),)
     parts: list[tuple[str, Any]] = []
     held = _container(thing)
-    if held is dict and dict.__len__(thing) <= LONGEST:
-        items = list(dict.items(thing))
-        parts += [
-            (f"[{key if isinstance(key, str) else number}]", value)
-            for number, (key, value) in enumerate(items)
-        ]
-    elif held not in (dict, None) and held.__len__(thing) <= LONGEST:
-        parts += _numbered(list(held.__iter__(thing)))
+    if held is not None and held.__len__(thing) <= LONGEST:
+        if held is dict:
+            items = enumerate(list(dict.items(thing)))
+            parts += [(f"[{k if isinstance(k, str) else n}]", value) for n, (k, value) in items]
+        else:
+            parts += _numbered(list(held.__iter__(thing)))
     elif kind is FunctionType:
         parts += _numbered(thing.__defaults__ or ())
         parts += (thing.__kwdefaults__ or {}).items()
-        cells = thing.__closure__ or ()
-        parts += zip(thing.__code__.co_freevars, map(_content, cells), strict=True)
+        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
+            with suppress(ValueError):  # the variable is unset
+                parts.append((name, cell.cell_contents))
     elif kind is partial:
         parts += [("function", thing.func), *_numbered(thing.args), *thing.keywords.items()]
-    if kind not in descriptors:
-        descriptors[kind] = _descriptors(kind)
-    parts += _attributes(thing, descriptors[kind])
+    with suppress(AttributeError):
+        attributes = list(object.__getattribute__(thing, "__dict__").items())
+        skipped = _OF_TORCH if issubclass(kind, nn.Module) else ()
+        parts += [(name, value) for name, value in attributes if name not in skipped]
+    if kind not in slots:
+        slots[kind] = _slots(kind)
+    for name in slots[kind]:
+        with suppress(AttributeError):  # the slot is unset
+            parts.append((name, object.__getattribute__(thing, name)))
     return parts + [(each.__qualname__, each) for each in kind.__mro__]
 
 
@@ -312,36 +312,14 @@ def _numbered(things: Iterable[Any]) -> list[tuple[str, Any]]:
     return [(f"[{number}]", thing) for number, thing in enumerate(things)]
 
 
-def _attributes(thing: Any, descriptors: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes in an object's ``__dict__`` and slots, without calling properties."""
-    skipped = _OF_TORCH if issubclass(type(thing), nn.Module) else ()
-    for name, descriptor in descriptors:
-        with suppress(AttributeError):  # the slot is unset
-            value = descriptor.__get__(thing)
-            if name != "__dict__":
-                yield name, value
-                continue
-            yield from ((n, part) for n, part in list(value.items()) if n not in skipped)
-
-
-def _descriptors(kind: type) -> list[tuple[str, Any]]:
-    """Return a class's descriptors of ``__dict__`` and slots, which run no Python code."""
+def _slots(kind: type) -> list[str]:
     return [
-        (name, value)
+        name
         for each in kind.__mro__
-        for name, value in list(vars(each).items())
-        if type(value) in (GetSetDescriptorType, MemberDescriptorType)
-        and (name == "__dict__" or "__slots__" in vars(each))
-        # In Python 3.10, a dataclass with slots has the descriptor of another class.
-        and name != "__weakref__"
+        if "__slots__" in vars(each)
+        for name, value in vars(each).items()
+        if type(value) is MemberDescriptorType
     ]
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable is unset
-        return None
 
 
 logger = module_logger(__name__)
@@ -454,28 +432,23 @@ class SeededDataset(Dataset[Any]):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getitem__(self, index: BatchIndices | SampleIndex | SampleKey) -> Any:
+    def __getitem__(self, index: BatchIndices | SampleKey) -> Any:
         # The loader has no batch_sampler, so it asks for one item.
-        if isinstance(index, SampleKey):
-            plain = index.key
-        else:
-            plain = int(index) if isinstance(index, SampleIndex) else list(index)
-        return self._seeded(index, lambda: self.collate_fn(self.dataset[plain]))
+        plain = index.key if isinstance(index, SampleKey) else list(index)
+        return self._seeded(index.place, lambda: self.collate_fn(self.dataset[plain]))
 
     def __getitems__(self, indices: BatchIndices) -> Any:
-        return self._seeded(indices, lambda: self.collate_fn(self._fetch(list(indices))))
+        return self._seeded(indices.place, lambda: self.collate_fn(self._fetch(list(indices))))
 
     def _fetch(self, indices: list[int]) -> Any:
         dataset = self.dataset
         fetch = getattr(dataset, "__getitems__", None)
         return fetch(indices) if fetch else [dataset[index] for index in indices]
 
-    def _seeded(
-        self, index: BatchIndices | SampleIndex | SampleKey, fetch: Callable[[], Any]
-    ) -> Any:
-        seed = index.seed
+    def _seeded(self, place: tuple[int, int, int], fetch: Callable[[], Any]) -> Any:
+        seed = mix(*place)
         if get_worker_info() is not None:  # in a worker nothing else uses the generators
-            run_seed, epoch, _ = index.place
+            run_seed, epoch, _ = place
             if self.last_epoch != (run_seed, epoch):  # a persistent worker, in a later epoch
                 set_epoch_of(self, run_seed, epoch)
             seed_local(seed)

@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -244,18 +243,6 @@ def _stop_workers(batches: Any) -> None:
         queue.cancel_join_thread()  # a killed worker will not read it
 
 
-@cache  # warn once: a run may create its loaders again in every epoch
-def warn_not_persistent(dataset: str) -> None:
-    """Warn, on rank 0, that ``persistent_workers`` has no effect for a stream."""
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return
-    logger.warning(
-        "persistent_workers=True is not used for the stream %s: its workers restart in each "
-        "epoch, since no checkpoint holds their state, and set_epoch would not reach them.",
-        dataset,
-    )
-
-
 def reads_as_torchs(kind: type[DataLoader[Any]]) -> bool:
     """Return whether a class iterates like torch's ``DataLoader``, so that it can be rebuilt."""
     return all(
@@ -300,8 +287,9 @@ def loader_kwargs(
 
     Args:
         loader: The user's loader.
-        sampler: The new sampler; None for a stream, whose workers then end with each epoch, because
-            no checkpoint holds their generators and their copies of the dataset.
+        sampler: The new sampler; None for a stream. Its workers end with each epoch, even with
+            ``persistent_workers=True``, because no checkpoint holds their generators and their
+            copies of the dataset, and ``set_epoch`` would not reach them.
         generator: The generator for the workers' seeds, so that reading does not draw from the
             global generators.
     """

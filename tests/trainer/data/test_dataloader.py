@@ -142,7 +142,7 @@ def test_a_source_that_cannot_be_read_is_refused():
     with pytest.raises(TypeError, match=r"A loader is 7 of type int; it must be a DataLoader"):
         EpochIterator(7)
     holder = type("Holder", (), {"train_dataloader": None})()  # as Lightning's data modules
-    with pytest.raises(TypeError, match=r"derive its class from trainer\.DataModule"):
+    with pytest.raises(TypeError, match=r"derives from trainer\.DataModule"):
         EpochIterator(holder)
 
 
@@ -152,8 +152,8 @@ class Endless(torch.utils.data.Dataset):
 
 
 def test_a_dataset_without_a_length_is_refused_unless_the_sampler_knows_what_to_read():
-    with pytest.raises(TypeError, match=r"Endless has no __len__, .*Define __len__, or make it"):
-        EpochIterator(DataLoader(Endless(), 2))
+    with pytest.raises(TypeError, match="'Endless' has no len"):
+        read(DataLoader(Endless(), 2))
     assert read(DataLoader(Endless(), 2, sampler=[5, 3, 4])) == [[[5, 3], [4]]]
     assert read(DataLoader(Endless(), batch_sampler=[[5, 3], [4]])) == [[[5, 3], [4]]]
 

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import copy
-import fcntl
 import itertools
 import logging
-import os
-import pty
 import random
 import re
-import struct
-import sys
-import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from trainer.checkpoint import load_tree, save_tree
 from trainer.data.dataloader import DataLoaderShard
 from trainer.data.epoch_iterator import EpochIterator
-from trainer.data.workers import warn_not_persistent
 from trainer.errors import CheckpointError
 from trainer.tree import map_tree
 
@@ -350,18 +343,6 @@ def test_workers_that_would_stay_begin_every_epoch_afresh():
     assert {item[1] for _, _, batch, _ in seen for item in batch} == {0, 1}
 
 
-@pytest.mark.parametrize("remember", [True, False])
-@pytest.mark.parametrize("dataset", [Onward, Plain, Held, Draws])
-def test_workers_that_would_stay_are_told_of_once(dataset, remember, caplog):
-    warn_not_persistent.cache_clear()
-    EpochIterator(loader(dataset(), num_workers=1), remember=remember)
-    assert not caplog.messages
-    for _ in range(2):
-        EpochIterator(loader(dataset(), num_workers=1, persistent_workers=True), remember=remember)
-    (message,) = caplog.messages
-    assert f"the stream {dataset.__name__}: " in message
-
-
 def test_what_a_stream_draws_for_an_epoch_is_the_same_on_all_processes():
     def seen(state, **settings):
         torch.manual_seed(state)
@@ -664,38 +645,6 @@ def test_a_stream_without_a_state_says_what_it_costs(caplog):
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "3 batches are read again and discarded" in caplog.text
     assert "state_dict and load_state_dict" in caplog.text
-
-
-@pytest.mark.parametrize(("rank", "shown"), [(0, True), (1, False)])
-def test_a_replay_shows_a_bar_on_the_main_process(monkeypatch, rank, shown):
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    with os.fdopen(slave, "w") as stderr, os.fdopen(master, "rb") as screen:
-        monkeypatch.setattr(sys, "stderr", stderr)
-        epoch_iterator = feed_of(loader(Plain(40)), rank, 2)
-        epoch_iterator.start_batch = 10
-        epoch_iterator.set_epoch(0)
-        first = next(epoch_iterator.global_batches()).batch
-        monkeypatch.undo()
-        stderr.write("end\n")
-        stderr.flush()
-        written = screen.readline().decode()
-    assert [item[0] for item in first] == [20 + 2 * rank, 21 + 2 * rank]
-    assert ("replay" in written and "/10" in written) is shown
-
-
-def test_a_replay_shows_nothing_without_a_terminal(capsys):
-    epoch_iterator = feed_of(loader(Plain()))
-    epoch_iterator.start_batch = 2
-    read(epoch_iterator, (0, 2), epochs=1)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_replay_needs_no_standard_error(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", None)  # Python's own choice for a service
-    epoch_iterator = feed_of(loader(Plain()))
-    epoch_iterator.start_batch = 2
-    read(epoch_iterator, (0, 2), epochs=1)
 
 
 # -- other numbers of processes and workers ----------------------------------------------------

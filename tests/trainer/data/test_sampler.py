@@ -25,7 +25,7 @@ from trainer.data.sampler import (
     INDICES,
     BatchIndices,
     BatchSharding,
-    SampleIndex,
+    SampleKey,
     SeededSampler,
     ShardedSampler,
 )
@@ -117,11 +117,14 @@ def test_an_order_that_cannot_be_switched_off_is_refused():
 
 
 def test_samples_with_replacement_and_more_of_them_than_there_are():
-    drawn = deal(RandomSampler(range(5), replacement=True, num_samples=40))[0]
+    def keys(sampler):
+        return [sample.key for sample in deal(sampler)[0]]
+
+    drawn = keys(RandomSampler(range(5), replacement=True, num_samples=40))
     assert len(drawn) == 40
     assert set(drawn) <= set(range(5))
     assert drawn[:5] != drawn[5:10]
-    many = deal(RandomSampler(range(5), num_samples=12))[0]
+    many = keys(RandomSampler(range(5), num_samples=12))
     assert sorted(many[:5]) == sorted(many[5:10]) == list(range(5))
     assert len(set(many[10:])) == 2
     assert len(SeededSampler(RandomSampler(range(5), num_samples=3), 0)) == 3
@@ -289,8 +292,12 @@ def test_even_batches_of_a_shuffled_epoch_are_filled_from_its_own_beginning():
 
 
 def test_ready_made_samples_are_shared_out_one_by_one():
-    assert deal(SequentialSampler(range(5)), 2) == [[0, 2, 4], [1, 3]]
-    assert deal(SequentialSampler(range(5)), 2, even=True) == [[0, 2, 4], [1, 3, 0]]
+    def keys(**kwargs):
+        sharded = deal(SequentialSampler(range(5)), 2, **kwargs)
+        return [[sample.key for sample in own] for own in sharded]
+
+    assert keys() == [[0, 2, 4], [1, 3]]
+    assert keys(even=True) == [[0, 2, 4], [1, 3, 0]]
 
 
 def test_batches_without_a_size_are_repeated_whole():
@@ -363,11 +370,10 @@ class Endless(Sampler[list[int]]):
 
 def test_a_sampler_without_length_is_read_up_to_the_limit():
     sampler = ShardedSampler(Endless(), rank=1, world_size=2, seed=0)
-    assert sampler.num_batches is None
     with pytest.raises(TypeError, match="has no length"):
         len(sampler)
     sampler.limit = 5
-    assert (sampler.num_batches, len(sampler)) == (5, 2)
+    assert len(sampler) == 2
     assert list(sampler) == [[1], [3]]
     of_samples = BatchSampler(chain.from_iterable(Endless()), batch_size=2, drop_last=False)
     sampler = ShardedSampler(of_samples, rank=1, world_size=2, seed=0)
@@ -395,7 +401,7 @@ def test_reading_can_start_at_any_round_with_the_same_batches_and_seeds():
     sampler.start_global_batch = 2
     rest = list(sampler)
     assert rest == whole[2:]
-    assert [batch.seed for batch in rest] == [batch.seed for batch in whole[2:]]
+    assert [batch.place for batch in rest] == [batch.place for batch in whole[2:]]
     assert len(sampler.shares) == 2
 
 
@@ -430,11 +436,11 @@ def test_a_sampler_that_draws_is_passed_over_at_once(monkeypatch, world_size):
         sampler.start_batch = start
         asked.clear()
         batch = next(iter(sampler))
-        return (batch, batch.seed), len(asked)
+        return (batch, batch.place), len(asked)
 
     whole, drawn = deal(BatchSampler(Coin(), 1, drop_last=False)), first_behind(0)[1]
     for start in (0, 4, 6):
-        assert first_behind(start) == ((whole[0][start], whole[0][start].seed), drawn)
+        assert first_behind(start) == ((whole[0][start], whole[0][start].place), drawn)
 
 
 # -- seeds of batches --------------------------------------------------------------------------
@@ -443,7 +449,7 @@ def test_a_sampler_that_draws_is_passed_over_at_once(monkeypatch, world_size):
 def seeds(sharded) -> dict[int, int]:
     """First sample of each batch -> the seed it is fetched under."""
     return {
-        (batch[0] if isinstance(batch, list) else int(batch)): batch.seed
+        (batch[0] if isinstance(batch, list) else batch.key): batch.place
         for own in sharded
         for batch in own
     }
@@ -473,13 +479,13 @@ def test_what_is_yielded_still_is_an_index():
     assert type(batch) is BatchIndices
     assert torch.arange(10)[batch].tolist() == [0, 1]
     ((sample,),) = deal(SequentialSampler(range(1)))
-    assert type(sample) is SampleIndex
-    assert [7][sample] == 7
+    assert type(sample) is SampleKey
+    assert sample.key == 0
 
 
 def test_indices_keep_their_seed_on_the_way_to_a_worker():
     ((batch,),) = deal(sequential(2, 2))
-    assert copy.deepcopy(batch).seed == batch.seed
+    assert copy.deepcopy(batch).place == batch.place
 
 
 @pytest.mark.parametrize(

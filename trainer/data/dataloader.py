@@ -226,7 +226,7 @@ class PreparedLoader(DataLoader[Any]):
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
         self.settings["even_batches"] = even
-        self.epoch_iterator.even = even and self.epoch_iterator.world_size > 1
+        self.epoch_iterator.sharding.even = even and self.epoch_iterator.world_size > 1
 
     @property
     def total_batch_size(self) -> int | None:
@@ -419,8 +419,7 @@ class DataLoaderShard(PreparedLoader):
         streams = self._streams
         self.epoch_iterator.start_global_batch = self.first_global_batch
         for current, following in ahead(self.epoch_iterator.read(self._transfer(streams))):
-            if current.place is not None:
-                self.epoch_iterator.used(current.place, last=following is None)
+            self.epoch_iterator.used(current.place, last=following is None)
             if current.present:
                 last = following is None or not following.present
                 batch = current.batch if streams is None else current.batch.arrive()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -38,39 +37,21 @@ class Plan:
 
     Attributes:
         batch: All samples of the global batch, padding included; `marked` if there are several
-            processes. It is on the host, or an asynchronous copy to the device.
+            processes. It is on the host, or an asynchronous copy to the device. When rank 0 sends
+            the plan, it is the batch without its tensors; see `trainer.data.batch.packed`.
         size: Samples per process; the highest ranks may get fewer.
         real: Samples without the padding; None if unknown.
         present: The number of processes that get any samples: ranks 0 to ``present - 1``.
-        place: The position of a stream after this global batch.
-    """
-
-    batch: Any
-    size: int
-    real: int | None
-    present: int
-    place: Place | None
-
-
-@dataclass(frozen=True)
-class Message:
-    """The description of a global batch that rank 0 broadcasts before its tensors.
-
-    Attributes:
-        skeleton: The batch without its tensors; see `trainer.data.batch.packed`.
-        size: See `Plan`.
-        real: See `Plan`.
-        present: See `Plan`.
+        place: The position of a stream after this global batch; it is not sent.
         following: The number of processes that get samples of the next global batch; 0 at the end.
-        error: The error as text, if reading failed on rank 0.
     """
 
-    skeleton: Any = None
+    batch: Any = None
     size: int = 0
     real: int | None = None
     present: int = 0
+    place: Place | None = None
     following: int = 0
-    error: str | None = None
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -112,12 +93,11 @@ class DataLoaderDispatcher(PreparedLoader):
         plans = ahead(self._sent()) if self.rank == 0 else iter(())
         following = self.world_size
         while following:
-            message, batch = self._exchange(plans)
-            if self.rank < message.present:
-                last = self.rank >= message.following
-                over = not message.following
-                yield self._own(batch, message.size), last, over, message.real, None
-            following = message.following
+            plan = self._exchange(plans)
+            following = plan.following
+            if self.rank < plan.present:
+                last = self.rank >= following
+                yield self._own(plan.batch, plan.size), last, not following, plan.real, None
 
     def _own(self, batch: Any, size: int) -> Any:
         start, stop = self.rank * size, (self.rank + 1) * size
@@ -132,7 +112,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     # -- sending from rank 0 to the others -----------------------------------------------------
 
-    def _exchange(self, plans: Iterator[tuple[Plan, Plan | None]]) -> tuple[Message, Any]:
+    def _exchange(self, plans: Iterator[tuple[Plan, Plan | None]]) -> Plan:
         """Broadcast the next global batch from rank 0; a collective call.
 
         Raises:
@@ -140,52 +120,35 @@ class DataLoaderDispatcher(PreparedLoader):
                 original error.
         """
         if self.rank != 0:
-            message: Message = pickle.loads(broadcast_object(b""))  # noqa: S301 - from rank 0
-            if message.error is not None:
-                raise RuntimeError(f"Reading the data failed on rank 0: {message.error}")
-            batch, tensors = unpacked(message.skeleton, self.device)
+            sent: Plan | str = broadcast_object(None)
+            if isinstance(sent, str):
+                raise RuntimeError(f"Reading the data failed on rank 0: {sent}")
+            batch, tensors = unpacked(sent.batch, self.device)
             broadcast(tensors)
-            return message, batch
+            return replace(sent, batch=batch)
         try:
-            message, batch, tensors, sent = self._next(plans)
+            plan = self._next(plans)
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            broadcast_object(pickle.dumps(Message(error=text)))
+            broadcast_object(f"{type(error).__name__}: {error}")
             raise
-        broadcast_object(sent)
-        broadcast(tensors)
-        return message, batch
+        if self.world_size > 1:
+            skeleton, tensors = packed(plan.batch)
+            broadcast_object(replace(plan, batch=skeleton, place=None))
+            broadcast(tensors)
+        return plan
 
-    def _next(self, plans: Iterator[tuple[Plan, Plan | None]]) -> tuple[Message, Any, Any, bytes]:
-        """Return the next global batch on rank 0, and the data to broadcast.
-
-        Returns:
-            The message, the batch, the batch's tensors, and the pickled message.
-        """
+    def _next(self, plans: Iterator[tuple[Plan, Plan | None]]) -> Plan:
+        """Return the next global batch on rank 0, on the device; an empty plan at the end."""
         plan, following = next(plans, (None, None))
         if plan is None:
-            return Message(), None, [], pickle.dumps(Message())
-        if plan.place is not None:
-            self.epoch_iterator.used(plan.place, last=following is None)
+            return Plan()
+        self.epoch_iterator.used(plan.place, last=following is None)
         batch = plan.batch
         if isinstance(batch, InFlight):
             batch = batch.arrive()
         elif self.device is not None:
             batch = to_device(batch, self.device, non_blocking=self.non_blocking)
-        skeleton, tensors = packed(batch) if self.world_size > 1 else (None, [])
-        message = Message(
-            skeleton=skeleton,
-            size=plan.size,
-            real=plan.real,
-            present=plan.present,
-            following=0 if following is None else following.present,
-        )
-        return (
-            message,
-            batch,
-            tensors,
-            pickle.dumps(message),
-        )  # pickled here, where the caller sends errors to the other ranks
+        return replace(plan, batch=batch, following=0 if following is None else following.present)
 
     # -- reading on rank 0 ---------------------------------------------------------------------
 

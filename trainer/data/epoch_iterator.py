@@ -23,7 +23,14 @@ from torch.utils.data import (
 )
 
 from trainer.data.iterable import Place, Stream, check_same_stream, knows_where_it_is
-from trainer.data.sampler import SAMPLES, BatchSharding, EpochLength, RankShard, ShardedSampler
+from trainer.data.sampler import (
+    SAMPLES,
+    BatchSharding,
+    EpochLength,
+    RankShard,
+    ShardedSampler,
+    length_of,
+)
 from trainer.data.seeding import (
     Found,
     equal,
@@ -213,14 +220,20 @@ class EpochIterator:
                 "collection of loaders derives from trainer.DataModule."
             )
         self._source: Any = source
-        self._shuffle = shuffle
         self._place, seed = place, mix(seed, place) if place else seed
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.epoch = 0
         self.start_global_batch = 0  # global batches to skip, with the current number of processes
         self.start_batch = 0  # loader batches to skip before sharding, with any number of processes
         self._mark: int | None = None
-        self._even, self.split, self.drop_last = even, split, drop_last
+        self._options: dict[str, Any] = {
+            "rank": rank,
+            "world_size": world_size,
+            "shuffle": shuffle,
+            "even": even,
+            "split": split,
+            "drop_last": drop_last,
+        }
         self.limited_by = ""
         self.batches_read = world_size
         self.sampler: ShardedSampler | None = None
@@ -240,18 +253,23 @@ class EpochIterator:
                 self.sampler = ShardedSampler(
                     source.sampler if source.batch_sampler is None else source.batch_sampler,
                     keys=source.batch_sampler is None,
-                    rank=rank,
-                    world_size=world_size,
                     seed=seed,
-                    shuffle=shuffle,
-                    even=even,
-                    split=split,
-                    drop_last=drop_last,
                     counts=source.collate_fn is default_collate,
+                    **self._options,
                 )
             self.loader = SignalSafeLoader(**loader_kwargs(source, self.sampler, self._generator))
         self._stream: Stream | None = None
-        if self.sampler is None:
+        if self.sampler is not None:
+            self.sharding = self.sampler.sharding
+        else:
+            self.sharding = BatchSharding(
+                kind=SAMPLES,
+                batch_size=getattr(self.loader, "batch_size", None),
+                world_size=world_size,
+                even=even,
+                split=split,
+                drop_last=drop_last,
+            )
             self._stream = Stream(
                 source,
                 self.loader,
@@ -277,17 +295,6 @@ class EpochIterator:
         kind = type(self._source)
         known = kind.__module__ in ("builtins", "itertools", "torch.utils.data.dataloader")
         return issubclass(kind, Generator) or (known and issubclass(kind, Iterator))
-
-    @property
-    def even(self) -> bool:
-        """Whether every process gets the same number of full batches; see `BatchSharding`."""
-        return self._even
-
-    @even.setter
-    def even(self, even: bool) -> None:
-        self._even = even
-        if self.sampler is not None:
-            self.sampler.even = even
 
     @property
     def num_batches(self) -> int | None:
@@ -334,11 +341,7 @@ class EpochIterator:
     @property
     def num_all_batches(self) -> int | None:
         """The number of batches in the epoch without a limit; None if unknown."""
-        source: Any = self.loader if self.sampler is None else self.sampler.batch_sampler
-        try:
-            return len(source)
-        except (TypeError, NotImplementedError, ValueError, RuntimeError):
-            return None  # different loaders raise different errors if they have no length
+        return length_of(self.loader if self.sampler is None else self.sampler.batch_sampler)
 
     @property
     def num_samples(self) -> int | None:
@@ -360,20 +363,10 @@ class EpochIterator:
         total = self.num_batches
         if total is None:
             return None
-        if self.sampler is not None:
-            return self.sampler.own_batches(total)
-        samples = self.num_samples if self.split else None
-        return self._sharding().own_batches(total, samples, rank=self.rank)
-
-    def _sharding(self) -> BatchSharding:
-        return BatchSharding(
-            kind=SAMPLES,
-            batch_size=getattr(self.loader, "batch_size", None),
-            world_size=self.world_size,
-            even=self.even,
-            split=self.split,
-            drop_last=self.drop_last,
-        )
+        samples = None
+        if self.sharding.split:
+            samples = self.num_samples if self.sampler is None else self.sampler.num_samples
+        return self.sharding.own_batches(total, samples, rank=self.rank)
 
     @contextmanager
     def isolated_epoch(self, epoch: int) -> Iterator[None]:
@@ -483,16 +476,7 @@ class EpochIterator:
 
         It works only for map-style datasets, because the position of a stream is part of its state.
         """
-        twin = EpochIterator(
-            self._source,
-            rank=self.rank,
-            world_size=self.world_size,
-            seed=self.seed,
-            shuffle=self._shuffle,
-            even=self.even,
-            split=self.split,
-            drop_last=self.drop_last,
-        )
+        twin = EpochIterator(self._source, seed=self.seed, **self._options)
         twin.limit = self.limit
         return twin
 
@@ -512,13 +496,12 @@ class EpochIterator:
         """
         for current, following in ahead(self.read(transfer)):
             current.last = following is None
-            if current.place is not None:
-                self.used(current.place, last=current.last)
+            self.used(current.place, last=current.last)
             yield current
 
-    def used(self, place: Place, *, last: bool) -> None:
+    def used(self, place: Place | None, *, last: bool) -> None:
         """Record that the run has used a stream's batches up to a position; see `Stream.used`."""
-        if self._stream is not None:
+        if self._stream is not None and place is not None:
             self._stream.used(place, last=last)
 
     def share_stream(self, other: EpochIterator) -> None:
@@ -531,10 +514,8 @@ class EpochIterator:
         if self.sampler is None:
             yield from self._read_stream(transfer)
             return
-        self.sampler.start_global_batch, self.sampler.start_batch = (
-            self.start_global_batch,
-            self.start_batch,
-        )
+        self.sampler.start_global_batch = self.start_global_batch
+        self.sampler.start_batch = self.start_batch
         self.sampler.limit, total = self._most, self.num_batches
         shares = self.sampler.shares = deque()  # one deque per pass: two passes may overlap
         batches = iter(batches_of(self.loader))
@@ -569,21 +550,22 @@ class EpochIterator:
         """Return how many global batches are left after `read` of them; None if unknown."""
         if total is None:
             return None
-        batches, rest = divmod(total - self.start_batch, 1 if self.split else self.world_size)
-        return batches + (rest > 0 and not self.drop_last) - self.start_global_batch - read
+        each = 1 if self.sharding.split else self.world_size
+        batches, rest = divmod(total - self.start_batch, each)
+        return batches + (rest > 0 and not self.sharding.drop_last) - self.start_global_batch - read
 
     def _read_stream(self, transfer: Transfer | None) -> Iterator[GlobalBatch]:
         assert self._stream is not None
         skip, batches_to_skip = self.start_batch, self.start_global_batch
-        batches_again = self.start_global_batch * (1 if self.split else self.world_size)
-        if not self.even:  # with `even`, the first global batch is read to pad the last one
+        batches_again = self.start_global_batch * (1 if self.sharding.split else self.world_size)
+        if not self.sharding.even:  # else the first global batch is read, to pad the last one
             skip, batches_to_skip = skip + batches_again, 0
         elif batches_to_skip and self.rank == 0:
             self._stream.warn_of_replay(batches_again)
         stream = self._stream.read(self.seed, self.epoch, skip=skip, limit=self._most)
         if self.world_size > 1:
             stream = check_same_stream(stream)
-        global_batches = self._sharding().global_batches(stream)
+        global_batches = self.sharding.global_batches(stream)
         for batches, real, place in islice(global_batches, batches_to_skip, None):
             sizes = [SAMPLES.count(batch) for batch in batches]
             known = sum(sizes), real, len(batches)

@@ -90,12 +90,9 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         num_batches: The number of this process's batches to skip.
 
     Raises:
-        TypeError: `dataloader` is not a ``DataLoader`` or is a subclass that overrides iteration,
-            or `num_batches` is not an int.
+        TypeError: `dataloader` is not a ``DataLoader`` or is a subclass that overrides iteration.
         ValueError: `num_batches` is negative.
     """
-    if isinstance(num_batches, bool) or not isinstance(num_batches, int):
-        raise TypeError(f"num_batches is {num_batches!r}; it must be an int.")
     if num_batches < 0:
         raise ValueError(f"num_batches is {num_batches}; it must be 0 or more.")
     if isinstance(dataloader, PreparedLoader):
@@ -176,7 +173,7 @@ def prepare_data_loader(
             batch that was yielded before the save.
 
     Raises:
-        TypeError: `dataloader` is not a ``DataLoader``, or `slice_fn_for_dispatch` is not callable.
+        TypeError: `dataloader` is not a ``DataLoader``.
         ValueError: Options contradict each other, the batch size cannot be split, or the sampler
             shards the data already.
     """
@@ -186,11 +183,6 @@ def prepare_data_loader(
         raise TypeError(
             f"dataloader is a {type(dataloader).__name__}; it must be a torch DataLoader. Wrap a "
             "dataset in torch.utils.data.DataLoader(dataset, batch_size=…) first."
-        )
-    if slice_fn_for_dispatch is not None and not callable(slice_fn_for_dispatch):
-        raise TypeError(
-            f"slice_fn_for_dispatch is {slice_fn_for_dispatch!r}; it must be a function of (batch, "
-            "slice, process_index=…, num_processes=…), or None."
         )
     state = PartialState()
     world_size = state.num_processes if num_processes is None else num_processes
@@ -246,9 +238,8 @@ def _check_split(dataloader: DataLoader[Any], world_size: int) -> None:
             "Give the loader or its batch sampler an int batch_size, or pass split_batches=False."
         )
     if size % world_size:
-        below, above = size - size % world_size, size + world_size - size % world_size
-        near = f"{below} or {above}" if below else f"{above}"
         raise ValueError(
-            f"split_batches=True with batch size {size}, which must be a round multiple of the "
-            f"number of processes ({world_size}): use {near}, or split_batches=False."
+            f"split_batches=True with batch size {size}, which must be a multiple of the number of "
+            f"processes ({world_size}), such as {world_size * -(-size // world_size)}; or pass "
+            "split_batches=False."
         )

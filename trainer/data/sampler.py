@@ -53,6 +53,7 @@ class Kind:
     """Operations on one kind of batch: lists of indices, or batches of data.
 
     Attributes:
+        name: The name of this object in this module, by which it is pickled.
         count: Returns the number of samples in a batch; 1 if unknown.
         length: Returns the number of samples in a batch that is to be split.
         take: Slices a batch: ``take(batch, start, stop)``.
@@ -61,11 +62,15 @@ class Kind:
             `beginning` until the batch has `samples` samples.
     """
 
+    name: str
     count: Callable[[Any], int]
     length: Callable[[Any], int]
     take: Callable[[Any, int, int], Any]
     joined: Callable[[Sequence[Any]], Any | None]
     completed: Callable[[Any, Any, int], Any]
+
+    def __reduce__(self) -> str:
+        return self.name
 
 
 def _indices(batch: Any) -> list[Any]:
@@ -74,6 +79,7 @@ def _indices(batch: Any) -> list[Any]:
 
 
 INDICES = Kind(
+    name="INDICES",
     count=lambda batch: len(batch) if isinstance(batch, list) else 1,
     length=len,
     take=lambda batch, start, stop: batch[start:stop],
@@ -85,6 +91,7 @@ INDICES = Kind(
 
 
 SAMPLES = Kind(  # trees whose tensors have one row per sample
+    name="SAMPLES",
     count=lambda batch: 1 if (samples := count_samples(batch)) is None else samples,
     length=length,
     take=lambda batch, start, stop: unmarked(take(batch, start, stop)),
@@ -95,9 +102,9 @@ SAMPLES = Kind(  # trees whose tensors have one row per sample
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class BatchSharding:
-    """How batches are sharded over the processes.
+    """How batches are sharded over the processes; `even` may be set between passes.
 
     Args:
         kind: `INDICES` or `SAMPLES`.
@@ -313,7 +320,7 @@ class SkippedOrder:
         batches = iter(self.batches)
         first = list(map(self._as_batch, islice(batches, 1)))  # read once: it may be an iterator
         batches = chain(first, batches)
-        indices = INDICES.joined(first)
+        indices = [i for each in first for i in _indices(each)]
         with suppress(TypeError):  # keys that are not integers
             self.mark = zlib.crc32(repr([*map(operator.index, indices[:64])]).encode())
         skipped = map(self._as_batch, islice(batches, self.skip))
@@ -333,11 +340,11 @@ class EpochLength(NamedTuple):
     batches: int | None = None
 
 
-def _length_of(sampler: Any) -> int | None:
-    """Return the length of a sampler; None if its ``__len__`` is missing or raises."""
+def length_of(source: Any) -> int | None:
+    """Return the length of a sampler or loader; None if its ``__len__`` is missing or raises."""
     try:
-        return len(sampler)
-    except (TypeError, NotImplementedError, ValueError):
+        return len(source)
+    except (TypeError, NotImplementedError, ValueError, RuntimeError):
         return None
 
 
@@ -377,19 +384,26 @@ class ShardedSampler(Sampler[Any]):
         counts: bool = True,
     ) -> None:
         self.batch_sampler = batches  # the user's object, under the name that scripts read
-        self._as_batch: Callable[[Any], Any] = (lambda key: key) if keys else _listed
+        self._as_batch: Callable[[Any], Any] = _as_it_is if keys else _listed
         self._sampler, self._pure = _pure_order(batches, seed, shuffle=shuffle)
         whole = self._sampler
         inner = whole.sampler if type(whole) is BatchSampler else whole
         plain = inner.like if type(inner) is SeededSampler else inner
         self._plain: Any = plain if type(plain) in _PLAIN else None  # follows the dataset's length
         self._dataset = getattr(self._plain, "data_source", None)
-        self.rank, self.world_size, self.seed, self.even = rank, world_size, seed, even
-        self.split, self._drops_rest = split, drop_last
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.sharding = BatchSharding(
+            kind=INDICES,
+            batch_size=getattr(batches, "batch_size", None),
+            world_size=world_size,
+            even=even,
+            split=split,
+            drop_last=drop_last,
+        )
         # Copies of the user's attributes, because scripts read them from a ``batch_sampler``.
         self.sampler: Any = getattr(batches, "sampler", batches)
         self.drop_last = drop_last or bool(getattr(batches, "drop_last", False))
-        self.batch_size: int | None = getattr(batches, "batch_size", None)
+        self.batch_size = self.sharding.batch_size
         self.limit: int | None = None
         self.epoch = 0
         self.start_global_batch = 0  # global batches to skip, with the current number of processes
@@ -402,7 +416,7 @@ class ShardedSampler(Sampler[Any]):
         """Set the epoch to iterate over next, and call the samplers' ``set_epoch``, if any."""
         self.epoch = epoch
         for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
-            if hasattr(sampler, "set_epoch"):
+            if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
     def reseed(self, seed: int) -> None:
@@ -416,43 +430,29 @@ class ShardedSampler(Sampler[Any]):
     def length(self) -> EpochLength:
         """The current amount of data in an epoch."""
         samples = None if self._plain is None else len(self._plain.data_source)
-        return EpochLength(samples, _length_of(self._sampler))
+        return EpochLength(samples, length_of(self._sampler))
 
     def take_length(self, samples: int | None) -> None:
         """Iterate as if the dataset had `samples` samples; None uses its own length."""
         if self._plain is not None:
             self._plain.data_source = self._dataset if samples is None else range(samples)
 
-    def own_batches(self, total: int) -> int:
-        """Return how many of an epoch's `total` batches belong to this rank."""
-        return self._sharding().own_batches(total, self.num_samples, rank=self.rank)
-
     def __len__(self) -> int:
-        known = [each for each in (_length_of(self._sampler), self.limit) if each is not None]
+        known = [each for each in (length_of(self._sampler), self.limit) if each is not None]
         if not known:
             raise TypeError("The loader's sampler has no length.")
-        return self.own_batches(min(known))
+        return self.sharding.own_batches(min(known), self.num_samples, rank=self.rank)
 
     @property
     def num_samples(self) -> int | None:
         """The number of samples in an epoch without a limit; None for a custom batch sampler."""
-        return _length_of(self._sampler.sampler) if type(self._sampler) is BatchSampler else None
-
-    def _sharding(self) -> BatchSharding:
-        return BatchSharding(
-            kind=INDICES,
-            batch_size=self.batch_size,
-            world_size=self.world_size,
-            even=self.even,
-            split=self.split,
-            drop_last=self._drops_rest,
-        )
+        return length_of(self._sampler.sampler) if type(self._sampler) is BatchSampler else None
 
     def __iter__(self) -> Iterator[Any]:
         # Two passes may overlap, so each keeps the values it started with.
         shares, seed, epoch = self.shares, self.seed, self.epoch
         shares.clear()
-        alone = self.world_size == 1 and not (self.even or self.split)
+        alone = self.world_size == 1 and not (self.sharding.even or self.sharding.split)
         for share, batch, position in self._alone() if alone else self._together():
             shares.append(share)
             if not share.present:
@@ -507,11 +507,12 @@ class ShardedSampler(Sampler[Any]):
 
         Samples are counted without padding.
         """
-        as_batch = _listed if self.split else self._as_batch
+        split = self.sharding.split
+        as_batch = _listed if split else self._as_batch
         rest = SkippedOrder(self._sampler, self.start_batch, as_batch)
         stream, position = map(as_batch, self._order(rest)), 0
-        batches = ((batch, None) for batch in stream if not self.split or batch)
-        for number, (parts, real, _) in enumerate(self._sharding().global_batches(batches)):
+        batches = ((batch, None) for batch in stream if not split or batch)
+        for number, (parts, real, _) in enumerate(self.sharding.global_batches(batches)):
             if number >= self.start_global_batch:
                 yield rest.before + position, real, parts
             position += real
@@ -540,6 +541,10 @@ def _listed(batch: Any) -> Any:
     except TypeError:
         return batch
     return list(indices)
+
+
+def _as_it_is(batch: Any) -> Any:  # a function with a name can be pickled
+    return batch
 
 
 def _drawn_at_once(batches: Any, seed: int) -> Iterable[Any] | None:

@@ -526,8 +526,6 @@ class Behind(DataLoader):
     ("arguments", "error", "text"),
     [
         ((DataLoader([1]), -1), ValueError, "num_batches is -1; it must be 0 or more"),
-        ((DataLoader([1]), 1.0), TypeError, r"num_batches is 1.0; it must be an int"),
-        ((DataLoader([1]), True), TypeError, "num_batches is True; it must be an int"),
         (([1], 1), TypeError, "dataloader is a list; .* use itertools.islice"),
         ((Own([1]), 1), TypeError, "A Own overrides how a DataLoader reads"),
         ((Behind([1]), 1), TypeError, "A Behind overrides how a DataLoader reads"),

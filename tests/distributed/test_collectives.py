@@ -364,6 +364,8 @@ def test_tensors_of_any_memory_layout_take_what_is_broadcast(ranks2, source):
     def broadcast() -> list[Any]:
         wrong = []
         for layout in layouts.LAYOUTS:
+            if layout.startswith("expanded"):
+                continue  # torch's own error says to clone it
             own = layouts.tensors(layout, dist.get_rank())
             apart = layouts.tensors(layout, dist.get_rank())  # they share memory with another one
             own |= {"conjugated": apart["conjugated"], "negated": apart["negated"].clone()}
@@ -394,15 +396,6 @@ def test_tensors_of_any_memory_layout_are_reduced(ranks2, reduction):
         return wrong
 
     assert ranks2(reduce) == [[], []]
-
-
-def test_an_expanded_tensor_takes_no_different_values(ranks2):
-    def broadcast() -> list[float]:
-        own = torch.zeros(1).expand(3) if dist.get_rank() else torch.arange(3.0)
-        return collectives.broadcast(own).tolist()
-
-    with pytest.raises(RankError, match=r"broadcast got an expanded tensor, of shape \[3\]"):
-        ranks2(broadcast)
 
 
 # -- padding
@@ -614,16 +607,6 @@ def test_a_rank_that_is_not_there_is_refused(ranks2, source):
             assert each.startswith(f"ValueError: from_process is {source}; it must be a rank from")
 
 
-@pytest.mark.parametrize("source", ["x", 0.0, True])
-def test_a_rank_that_is_no_number_is_refused(ranks2, source):
-    for function in (
-        lambda: collectives.broadcast(torch.ones(1), source),
-        lambda: broadcast_object_list([1], source),
-    ):
-        for each in failures(ranks2, function):
-            assert each.startswith(f"TypeError: from_process is {source!r}; it must be a rank")
-
-
 # -- objects
 
 
@@ -760,5 +743,3 @@ def test_one_process_answers_at_once():
             refuses([1.0])
     with pytest.raises(ValueError, match="from_process is 1; it must be a rank from 0 to 0"):
         collectives.broadcast(tensor, 1)
-    with pytest.raises(TypeError, match="changes a list in place; it got tuple"):
-        broadcast_object_list((1,))

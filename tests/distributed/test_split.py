@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 import copy
-from collections import OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from types import MappingProxyType
 
 import numpy as np
@@ -160,8 +160,6 @@ class Frame:
     ("inputs", "kind"),
     [
         (range(5), range),
-        (deque(range(5), maxlen=7), deque),
-        (UserList(range(5)), UserList),
         (array.array("i", range(5)), torch.utils.data.Subset),
         (np.arange(5), np.ndarray),
         (Frame(list(range(5))), Frame),

@@ -600,8 +600,6 @@ def test_indexed_decorators_take_their_function_at_once_or_later(name):
         (None, ValueError, "is missing"),
         (2, ValueError, "is 2; it must be at least 0 and below 2"),
         (-1, ValueError, "is -1"),
-        ("1", TypeError, "is '1'; it must be an int"),
-        (True, TypeError, "is True; it must be an int"),
     ],
 )
 def test_processes_that_do_not_exist_are_refused(name, index, error, message):
@@ -624,8 +622,6 @@ def test_a_local_rank_is_one_of_the_machine():
 def test_a_decorator_without_a_function_is_refused(name):
     with pytest.raises(ValueError, match=f"write `@state.{name}` above one, without parenth"):
         getattr(PartialState(cpu=True), name)(None)
-    with pytest.raises(TypeError, match="3 is not callable"):
-        getattr(PartialState(), name)(3)
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *INDEXED])

@@ -2,30 +2,26 @@
 
 Every process must call each function; with one process no communication takes place. Tensors must
 be on the process's device. Results have no autograd graph. If the calls of the processes do not
-match, all processes raise an error. This is checked always on the CPU, and on accelerators in debug
-mode; see `trainer.distributed.collectives`.
-
-Collectives of objects are always checked, since their sizes must be exchanged anyway. Those of
-tensors are checked where the group can use the host's memory, so that no device waits, and
-everywhere in debug mode (``ACCELERATE_DEBUG_MODE=true``). See `trainer.distributed.guards`.
+match, all processes raise an error (see `trainer.distributed.guards`). Collectives of objects are
+always checked, since their sizes must be exchanged anyway. Those of tensors are checked where the
+group can use the host's memory, so that no device waits, and everywhere in debug mode
+(``ACCELERATE_DEBUG_MODE=true``).
 """
 
 from __future__ import annotations
 
 import warnings
-from numbers import Integral, Number
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checks import check_bools
 from trainer.distributed import guards, transport
 from trainer.distributed.guards import check_collective
 from trainer.enums import Choice
 from trainer.state import PartialState
-from trainer.tree import as_bytes, children, dense, leaves, map_tree
+from trainer.tree import children, dense, leaves, map_tree
 
 
 def is_checked() -> bool:
@@ -153,12 +149,10 @@ def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
     Raises:
         ValueError: The reduction is unknown, or a tensor is on a device that the process group
             cannot send from.
-        TypeError: A leaf is not a dense tensor, the mean of integers is requested, or the scale is
-            not a number.
+        TypeError: A leaf is not a dense tensor, or the mean of integers is requested.
         DistributedOperationException: The processes' calls do not match.
     """
     reduction = Reduction.parse(reduction, "reduction")
-    _expect(Number, "a number", scale=scale)
     if reduction != Reduction.NONE:
         _agree(f"reduce {reduction}", tensor, means=reduction == Reduction.MEAN)
     elif (problem := _problem("reduce", tensor)) is not None:
@@ -214,7 +208,6 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     Raises:
         ValueError: There is no such rank, or a tensor is on a device that the process group cannot
             send from.
-        TypeError: `from_process` is not an int.
         DistributedOperationException: The processes' calls do not match.
     """
     check_rank(from_process)
@@ -229,31 +222,12 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
             values = dense(leaf)
             transport.send(values, from_process)
             if receives and values.data_ptr() != leaf.data_ptr():
-                _write(leaf, values)
+                leaf.copy_(values)
         return leaf
 
     with torch.no_grad():
         map_tree(broadcast_one, tensor)
     return tensor
-
-
-def _write(target: Tensor, values: Tensor) -> None:
-    """Copy values into a tensor of any strides.
-
-    Raises:
-        ValueError: The tensor is expanded, and the values differ along the expanded dimension.
-    """
-    memory, once = target, values
-    for dim, stride in enumerate(target.stride()):
-        if stride == 0:  # expanded
-            memory, once = memory.narrow(dim, 0, 1), once.narrow(dim, 0, 1)
-    memory.copy_(once)
-    if memory is not target and not torch.equal(as_bytes(dense(target)), as_bytes(values)):
-        raise ValueError(
-            f"broadcast got an expanded tensor, of shape {list(target.shape)} and strides "
-            f"{list(target.stride())}, whose elements share memory and cannot take different "
-            "values. Pass its clone()."
-        )
 
 
 def pad_across_processes(
@@ -274,12 +248,10 @@ def pad_across_processes(
         The same containers. A tensor that needs no padding is returned itself, not a copy.
 
     Raises:
-        TypeError: A leaf is not a tensor, also with one process, or `dim` is not an int.
+        TypeError: A leaf is not a tensor, also with one process.
         ValueError: A tensor is on a device that the process group cannot send from.
         DistributedOperationException: The processes' calls do not match.
     """
-    _expect(Integral, "an int", dim=dim)
-    check_bools(pad_first=pad_first)
     _agree(f"pad_across_processes along dimension {dim}", tensor, sized=False, nested=True)
 
     def size_of(leaf: Tensor) -> int | None:
@@ -386,26 +358,13 @@ def _problem(
 
 
 def check_rank(rank: int) -> None:
-    """Check that a rank exists.
-
-    Raises:
-        TypeError: `rank` is not an int.
-        ValueError: There is no process of this rank.
-    """
-    _expect(Integral, "a rank, an int", from_process=rank)
+    """Raise a ValueError if there is no process of this rank."""
     world_size = PartialState().num_processes
     if not 0 <= rank < world_size:
         raise ValueError(
             f"from_process is {rank}; it must be a rank from 0 to {world_size - 1}, one of the "
             f"{world_size} process(es)."
         )
-
-
-def _expect(kind: type, wanted: str, **given: object) -> None:
-    for name, value in given.items():
-        scalar = isinstance(value, Tensor) and kind is Number and not value.ndim
-        if isinstance(value, bool) or not (scalar or isinstance(value, kind)):
-            raise TypeError(f"{name} is {value!r}; it must be {wanted}.")
 
 
 class Trigger:

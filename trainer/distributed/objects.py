@@ -79,13 +79,8 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         from_process: The rank that sends; default 0.
 
     Raises:
-        TypeError: `object_list` is not a list.
         ValueError: There is no such rank.
     """
-    if not isinstance(object_list, list):
-        raise TypeError(
-            f"broadcast_object_list changes a list in place; it got {type(object_list).__name__}."
-        )
     values = broadcast_object(object_list, from_process)
     if values is not object_list:
         object_list[:] = values

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections import UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar, cast
@@ -157,12 +156,7 @@ def run_where(due: Callable[[], bool], function: Callable[P, R]) -> Callable[P, 
     Args:
         due: The condition; it is evaluated at each call, not when the function is wrapped.
         function: The function to wrap; the wrapper keeps its name, docstring and signature.
-
-    Raises:
-        TypeError: `function` is not callable.
     """
-    if not callable(function):
-        raise TypeError(f"Only a function can be decorated; {function!r} is not callable.")
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -182,8 +176,8 @@ def split(
     """Return one rank's part of the inputs: ``len // world_size`` items, one more on low ranks.
 
     Args:
-        inputs: An object with a length and an index: a list, tuple, range, deque, tensor or array
-            (split along the first dimension), data frame or map-style dataset. Or a nested mapping
+        inputs: An object with a length and an index: a list, tuple, range, tensor or array (split
+            along the first dimension), data frame or map-style dataset. Or a nested mapping
             of these, whose other values (strings, numbers, objects) go to every process. It is not
             changed.
         rank: The rank of this process.
@@ -245,8 +239,7 @@ def _lengths(value: Any, name: str) -> Iterator[tuple[str, int]]:
     elif getattr(value, "shape", None) == ():
         kind = "a tensor" if isinstance(value, Tensor) else "an array"
         raise ValueError(
-            f"{name} is {kind} without dimensions, which cannot be split between processes; pass "
-            "its .item() to give it to all of them."
+            f"{name} is {kind} without dimensions; pass its .item() to give it to all processes."
         )
     elif _has_items(value):
         yield name, len(value)
@@ -257,9 +250,7 @@ def _lengths(value: Any, name: str) -> Iterator[tuple[str, int]]:
 def _refusal(value: Any, name: str) -> TypeError:
     return TypeError(
         f"{name} is a {type(value).__name__}, which cannot be split between processes: it has no "
-        "length and index for each item, as a list, an array or a map-style dataset has. Pass a "
-        "list of its items; a value for all processes needs no splitting. Loaders and streams are "
-        "divided by prepare()."
+        "length and index. Pass a list of its items; loaders and streams are sharded by prepare()."
     )
 
 
@@ -269,22 +260,18 @@ def _take(value: Any, items: range, repeats: int, device: torch.device | None) -
         return rebuild(value, [_take(each, items, repeats, device) for each in value.values()])
     if not _has_items(value):
         return value
-    own = slice(items.start, items.stop)
     indices: Sequence[int] = [*items, *[len(value) - 1] * repeats] if repeats else items
-    if isinstance(value, (list, tuple, UserList)):
-        parts: Any = value[own], value[-1:]  # of the same type
-        return parts[0] + parts[1] * repeats
+    own = slice(items.start, items.stop)
+    if isinstance(value, (list, tuple)):
+        rest: Any = value[-1:] * repeats
+        return value[own] + rest
     if isinstance(value, Tensor):
-        part = value[own]
-        if repeats:
-            part = torch.cat([part, value[-1:].expand(repeats, *value.shape[1:])])
+        part = value[indices] if repeats else value[own]
         return part if device is None else part.to(device)
-    if isinstance(value, numpy.ndarray):
-        return value[indices] if repeats else value[own]
     if isinstance(value, range):
         return [value[index] for index in indices] if repeats else value[own]
-    if isinstance(value, deque):
-        return deque((value[index] for index in indices), value.maxlen)
+    if isinstance(value, numpy.ndarray):
+        return value[indices] if repeats else value[own]
     if hasattr(value, "iloc"):  # a data frame; its `select` would take columns
         return value.iloc[indices]
     if hasattr(value, "select"):  # a dataset of the library `datasets`

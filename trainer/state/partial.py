@@ -212,7 +212,6 @@ class PartialState(Shared):
 
         Raises:
             ValueError: There is no such rank, or the state was reset.
-            TypeError: `process_index` is not an int, or `function` is not callable.
         """
         self._require("on_process")
         _check_index("process_index", process_index, self.num_processes, self.use_distributed)
@@ -344,19 +343,16 @@ def _make_current(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index or 0)
 
 
-def _check_index(name: str, index: object, count: int, distributed: bool) -> None:
+def _check_index(name: str, index: int | None, count: int, distributed: bool) -> None:
     """Check that a rank exists; on a missing rank, the function would silently never run.
 
     With one process any rank is accepted, so that a script can be tried without a launcher.
 
     Raises:
         ValueError: The rank is None or out of range.
-        TypeError: The rank is not an int.
     """
     if index is None:
         raise ValueError(f"{name} is missing; pass the rank that runs the function.")
-    if isinstance(index, bool) or not isinstance(index, int):
-        raise TypeError(f"{name} is {index!r}; it must be an int.")
     if index < 0 or (distributed and index >= count):
         raise ValueError(f"{name} is {index}; it must be at least 0 and below {count}.")
 

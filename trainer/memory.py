@@ -6,14 +6,12 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any
 
 import torch
 
 from trainer.errors import module_logger
 
-P = ParamSpec("P")
-R = TypeVar("R")
 logger = module_logger(__name__)
 
 # Messages of out-of-memory errors that are not a torch.OutOfMemoryError.
@@ -24,22 +22,6 @@ _SIGNS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-
-
-@overload
-def find_executable_batch_size(
-    function: Callable[Concatenate[int, P], R],
-    starting_batch_size: int = 128,
-    reduce_batch_size_fn: Callable[[], int] | None = None,
-) -> Callable[P, R]: ...
-
-
-@overload
-def find_executable_batch_size(
-    function: None = None,
-    starting_batch_size: int = 128,
-    reduce_batch_size_fn: Callable[[], int] | None = None,
-) -> Callable[[Callable[Concatenate[int, P], R]], Callable[P, R]]: ...
 
 
 def find_executable_batch_size(
@@ -67,15 +49,10 @@ def find_executable_batch_size(
             next size, 0 if there is none. By default, half of the last one.
 
     Raises:
-        TypeError: The size is not an integer; or, when called, the arguments do not fit `function`,
-            for example because the batch size was passed too.
-        ValueError: The size is negative.
+        TypeError: When called: the arguments do not fit `function`, for example because the batch
+            size was passed too.
         RuntimeError: When called: no batch size above zero fits.
     """
-    if not isinstance(starting_batch_size, int):
-        raise TypeError(f"starting_batch_size is {starting_batch_size!r}; it must be an integer.")
-    if starting_batch_size < 0:
-        raise ValueError(f"starting_batch_size is {starting_batch_size}; it must be positive.")
     if function is None:
         return functools.partial(
             find_executable_batch_size,

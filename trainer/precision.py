@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 from weakref import WeakSet
@@ -309,9 +308,6 @@ class Precision:
             return map_tree(_to_float32, outputs)
 
         functools.update_wrapper(forward, function)
-        if function is original:
-            with suppress(ValueError):  # a builtin has no signature
-                _add_first_parameter(forward)
         vars(forward)["replaces"] = "forward" in vars(model)
         vars(model).update(_original_forward=original, forward=MethodType(forward, model))
 
@@ -335,14 +331,6 @@ def unwrap_forward(model: nn.Module) -> None:
     wrapper = vars(model).pop("forward")
     if getattr(wrapper, "replaces", False):  # the original was an instance attribute too
         vars(model)["forward"] = original
-
-
-def _add_first_parameter(function: Callable[..., Any]) -> None:
-    """Add a first parameter to a wrapper's signature, because binding to a model removes one."""
-    signature = inspect.signature(function)
-    first = inspect.Parameter("model", inspect.Parameter.POSITIONAL_ONLY)
-    parameters = [first, *signature.parameters.values()]
-    vars(function)["__signature__"] = signature.replace(parameters=parameters)
 
 
 _REFUSALS = ("unscale FP16", "not implemented")

@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from numbers import Integral
 from typing import Any, TypeVar
 
 import numpy
@@ -54,10 +53,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Raises:
         ValueError: The seed is outside the range.
-        TypeError: The seed is not an integer.
     """
-    if not isinstance(seed, Integral):
-        raise TypeError(f"seed is {seed!r}; it must be an integer between 0 and 2**32 - 1.")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed is {seed}; it must lie between 0 and 2**32 - 1.")
     seed = int(seed)  # Python's generator does not take numpy integers
@@ -161,19 +157,8 @@ def _load_device_state(device: Any, saved: Any) -> None:
 
 
 def as_types(rng_types: Iterable[str | RNGType] | str) -> list[str | RNGType]:
-    """Return one generator type, or several, as a list.
-
-    Raises:
-        TypeError: `rng_types` is neither a string nor an iterable.
-    """
-    if isinstance(rng_types, str):
-        return [rng_types]
-    if not isinstance(rng_types, Iterable):
-        raise TypeError(
-            f"rng_types is {rng_types!r}; it must be 'torch', 'cuda', 'xpu', 'mps' or 'generator', "
-            "or a list of them."
-        )
-    return list(rng_types)
+    """Return one generator type, or several, as a list."""
+    return [rng_types] if isinstance(rng_types, str) else list(rng_types)
 
 
 def synchronize_rng_states(
@@ -190,7 +175,6 @@ def synchronize_rng_states(
     Raises:
         ValueError: A type is unknown, belongs to a device that this process does not use, or is
             ``"generator"`` while `generator` is None.
-        TypeError: `rng_types` is neither a type nor a list of them.
     """
     kinds = [_parse_rng_type(kind, generator) for kind in as_types(rng_types)]
     for kind in kinds:  # all validated above, so that no process waits alone in a broadcast

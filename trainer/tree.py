@@ -205,6 +205,16 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is plain dense host memory and does not require gradients."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        and not (tensor.requires_grad or tensor.is_nested or tensor.is_quantized)
+    )
+
+
 def dense(tensor: Tensor) -> Tensor:
     """Return a detached, contiguous tensor with the same values, sharing memory if possible.
 
@@ -279,10 +289,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
     Raises:
         TypeError: A leaf is not a tensor.
-        ValueError: `data` is empty, or the trees differ in structure.
+        ValueError: The trees differ in structure.
     """
-    if not data:
-        raise ValueError("concatenate was given nothing to join.")
     if all(isinstance(tree, Tensor) for tree in data):
         return torch.cat(list(data), dim=dim)
     parts = [children(tree) for tree in data]

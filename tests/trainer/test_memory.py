@@ -134,12 +134,6 @@ def test_passing_the_size_too_is_an_error_with_the_fix():
         find_executable_batch_size(lambda: None)()
 
 
-@pytest.mark.parametrize(("start", "error"), [(-1, ValueError), (1.5, TypeError), ("8", TypeError)])
-def test_a_wrong_start_is_refused_when_decorating(start, error):
-    with pytest.raises(error, match="starting_batch_size is"):
-        find_executable_batch_size(starting_batch_size=start)
-
-
 def test_the_failed_try_holds_nothing_when_the_next_begins():
     alive = []
 

@@ -468,7 +468,6 @@ def test_concatenate_pairs_by_key():
 @pytest.mark.parametrize(
     ("data", "error", "text"),
     [
-        ([], ValueError, "nothing to join"),
         ([[torch.ones(1), 3]] * 2, TypeError, "it found int"),
         ([torch.ones(1), [torch.ones(1)]], TypeError, "it found Tensor, list"),
         ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], ValueError, r"\['a'\] and \['b'\]"),

@@ -107,21 +107,6 @@ def absent_batches(
         yield GlobalBatch(False, None, 0, *known, ended=ended)
 
 
-def own_global_batch(batch: Any, share: RankShard, fetched: Any) -> GlobalBatch:
-    """Return the `GlobalBatch` of a global batch in which this process has a batch.
-
-    Args:
-        batch: The batch on the device.
-        share: The sizes that the sampler knows for this global batch.
-        fetched: The batch as the loader yielded it.
-    """
-    samples = share.samples
-    if samples is None:
-        samples = _samples_in(fetched, share.indices)
-    known = share.global_samples, share.real_samples, share.batches
-    return GlobalBatch(True, batch, samples, *known, real_batches=share.real_batches)
-
-
 def _samples_in(batch: Any, indices: int) -> int:
     """Count the samples in a batch from a user's ``collate_fn``.
 
@@ -448,9 +433,8 @@ class EpochIterator:
         plain = batches is None or type(batches) is BatchSampler
         logger.warning(
             "The order of epoch %d differs from before the resume: some samples will be read twice "
-            "in it, and others not at all. If the loader is unchanged, its %s keeps state between "
-            "epochs, such as a list that it shuffles again: let each epoch's order depend on the "
-            "global generators, or on set_epoch.",
+            "in it, and others not at all. Let the order of its %s depend on the global generators "
+            "or on set_epoch, not on state that it keeps between epochs.",
             self.epoch,
             type(self._source.sampler if plain else batches).__name__,
         )
@@ -527,8 +511,12 @@ class EpochIterator:
                     self._warn_of_changed_order()
                 share = shares.popleft()
                 self.batches_read = share.batches
+                samples = share.samples
+                if samples is None:
+                    samples = _samples_in(batch, share.indices)
+                known = share.global_samples, share.real_samples, share.batches
                 moved = batch if transfer is None else transfer(batch)
-                yield own_global_batch(moved, share, batch)
+                yield GlobalBatch(True, moved, samples, *known, real_batches=share.real_batches)
         except (Exception, KeyboardInterrupt):
             self._end_workers_of(batches)
             raise
@@ -538,12 +526,12 @@ class EpochIterator:
             yield from absent_batches(shares, self._remaining_batches(total, read))
         elif shares:
             logger.warning(
-                "The dataset (%s) ended epoch %d by StopIteration after %d of %s batches. If that "
-                "is not intended, make its __len__ return the number of samples.",
+                "The dataset (%s) ended epoch %d by StopIteration after %d of %s batches: should "
+                "its __len__ be smaller?",
                 type(self._source.dataset).__name__,
                 self.epoch,
                 read,
-                "an unknown number of" if total is None else total,
+                total,
             )
 
     def _remaining_batches(self, total: int | None, read: int) -> int | None:

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_storage, reduce_tensor
 from torch.utils.data import get_worker_info
 
+from trainer.tree import is_plain
+
 LIMIT = 1 << 18
 """Size in bytes of the largest storage sent by value; above about 2 MB shared memory is faster."""
 
@@ -59,12 +61,7 @@ class _Pickler(ForkingPickler):
 
 def _reduce_tensor(tensor: Tensor) -> Any:
     """Reduce a small strided CPU tensor to its storage; leave any other tensor to torch."""
-    if (
-        not tensor.is_cpu
-        or tensor.layout is not torch.strided
-        or (tensor.requires_grad or tensor.is_nested or tensor.is_quantized)
-        or any(getattr(tensor, "names", ()))  # until torch 2.12
-    ):
+    if not is_plain(tensor):
         return reduce_tensor(tensor)
     tensor = tensor.resolve_conj().resolve_neg()  # pickling loses these lazy flags
     storage = tensor.untyped_storage()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from trainer.tree import children, leaves
+from trainer.tree import children, is_plain, leaves
 
 _WITH_STREAMS = ("cuda", "xpu")  # device types whose allocators support record_stream
 _LEAD = 4  # batches by which the host may run ahead of the device
@@ -162,24 +162,14 @@ def _fits_side_stream(tree: Any) -> bool:
     with a ``record_stream`` method handles its own.
     """
     if isinstance(tree, Tensor):
-        return _is_plain(tree)
+        return is_plain(tree)
     if isinstance(tree, PackedSequence):
-        return _is_plain(tree.data)
+        return is_plain(tree.data)
     parts = children(tree) or []
     moves_itself = not isinstance(tree, type) and callable(getattr(tree, "to", None))
     if moves_itself and not (isinstance(tree, UserDict) or _has_record_stream(tree)):
         return False
     return all(_fits_side_stream(value) for _, value in parts)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is plain dense host memory and does not require gradients."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-        and not (tensor.requires_grad or tensor.is_nested or tensor.is_quantized)
-    )
 
 
 def _has_record_stream(thing: Any) -> bool:

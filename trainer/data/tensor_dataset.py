@@ -17,6 +17,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from trainer.data.inline_pickling import sent
 from trainer.data.sampler import BatchIndices
 from trainer.data.seeding import SeededDataset
+from trainer.tree import is_plain
 
 
 def wrapped(loader: Any) -> SeededDataset:
@@ -44,7 +45,7 @@ class TensorRows(SeededDataset):
             rows, data = [places[row] for row in rows], data.dataset
         try:
             taken = torch.frombuffer(array("q", rows), dtype=torch.int64)
-            batch = [tensor.index_select(0, taken) for tensor in data.tensors if _is_plain(tensor)]
+            batch = [tensor.index_select(0, taken) for tensor in data.tensors if _is_rows(tensor)]
         except (IndexError, OverflowError, RuntimeError, TypeError):
             batch = []  # torch's own error names the index; some dtypes have no index_select
         if batch and len(batch) == len(data.tensors):
@@ -52,13 +53,7 @@ class TensorRows(SeededDataset):
         return sent(default_collate(self._fetch(list(indices))))
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_rows(tensor: Tensor) -> bool:
     """Return whether ``index_select`` gives what indexing row by row and stacking give."""
-    return (
-        type(tensor) is Tensor
-        and tensor.is_cpu  # no device has to wait
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and 0 < tensor.ndim < 5  # torch.stack keeps other memory formats of more
-        and not (tensor.requires_grad or tensor.is_nested or tensor.is_quantized)
-    )
+    plain = type(tensor) is Tensor and is_plain(tensor) and tensor.is_contiguous()
+    return plain and 0 < tensor.ndim < 5  # torch.stack keeps other memory formats of more

@@ -439,7 +439,7 @@ def tick(run: FitRun, interval: str, number: int, *, by_metric: bool | None = No
                 if known is None and entry.monitor in latest:
                     continue  # validation logs this name too, but none has run yet
                 latest = latest if known is None else latest | {entry.monitor: known[0]}
-            entry.tick(latest, barebones=run.metrics.quiet_training, tell=run.warns)
+            entry.tick(latest, warns=run.warns)
 
 
 def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:

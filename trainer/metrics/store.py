@@ -165,8 +165,6 @@ class MetricStore:
             )
         if reduce not in KINDS:
             raise ValueError(choice_error(f"reduce of the metric {name!r}", reduce, KINDS))
-        if not isinstance(name, str):
-            raise TypeError(f"A metric's name is {name!r}; it must be a string.")
         is_number = isinstance(value, (Tensor, float, int))
         is_object = not is_number and hasattr(value, "compute") and hasattr(value, "reset")
         if not is_object:

@@ -43,8 +43,8 @@ class OptimizerEntry:
             limit.
 
     Raises:
-        TypeError: `optimizer` is not an optimizer, or a name or limit has the wrong type.
-        ValueError: The name is empty, or a limit is not positive.
+        TypeError: `optimizer` is not an optimizer, or a limit is not a number.
+        ValueError: A limit is not positive.
     """
 
     optimizer: Optimizer
@@ -56,10 +56,6 @@ class OptimizerEntry:
         """Check types and ranges."""
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(_unreadable(self.optimizer))
-        if not isinstance(self.name, (str, type(None))):
-            raise TypeError(f"An optimizer's name is {self.name!r}; it must be a string.")
-        if self.name == "":
-            raise ValueError("An optimizer's name is ''; leave it out, or give it a name.")
         validate_limits(self.max_grad_norm, self.max_grad_value)
 
 
@@ -105,7 +101,7 @@ class SchedulerEntry:
     Raises:
         ValueError: A unit is unknown, a number is not positive, or ``ReduceLROnPlateau`` has no
             metric.
-        TypeError: The scheduler has no ``step``, or `frequency` is not an int.
+        TypeError: The scheduler has no ``step``.
     """
 
     scheduler: Any
@@ -125,32 +121,29 @@ class SchedulerEntry:
             raise ValueError(
                 choice_error("A scheduler's interval", self.interval, ("step", "epoch"))
             )
-        if isinstance(self.frequency, bool) or not isinstance(self.frequency, int):
-            raise TypeError(f"A scheduler's frequency is {self.frequency!r}; it must be an int.")
-        if self.frequency < 1:
-            raise ValueError(f"A scheduler's frequency is {self.frequency}; it must be 1 or more.")
+        if not isinstance(self.frequency, int) or self.frequency < 1:
+            raise ValueError(
+                f"A scheduler's frequency is {self.frequency!r}; it must be an int, 1 or more."
+            )
         if isinstance(self.scheduler, ReduceLROnPlateau) and self.monitor is None:
             raise ValueError(
                 "ReduceLROnPlateau needs a metric to monitor: return {'optimizer': …, "
                 "'scheduler': …, 'monitor': 'val/loss'}."
             )
 
-    def tick(
-        self, metrics: Mapping[str, float], *, barebones: bool = False, tell: bool = True
-    ) -> None:
+    def tick(self, metrics: Mapping[str, float], *, warns: bool = True) -> None:
         """Advance the scheduler by one step; a ``OneCycleLR`` at its end keeps its learning rate.
 
         Args:
             metrics: The latest value of every metric.
-            barebones: Whether metrics logged in training are dropped, for the error.
-            tell: Whether to warn if the run is longer than the schedule.
+            warns: Whether to warn if the run is longer than the schedule.
 
         Raises:
             ValueError: The monitored metric has not been logged; the message lists the metrics that
                 have.
         """
         if isinstance(self.scheduler, OneCycleLR) and is_at_end(self.scheduler):
-            self._stay_at_end(self.scheduler, tell=tell)
+            self._stay_at_end(self.scheduler, warns=warns)
         elif self.monitor is None or not self.takes_metric:
             if getattr(self.scheduler, "_step_count", 0) > 1:
                 self.scheduler.step()
@@ -165,37 +158,27 @@ class SchedulerEntry:
                 self.scheduler.step()
         elif self.monitor in metrics:
             self.scheduler.step(metrics[self.monitor])
-        elif barebones:
-            validated = ", ".join(map(repr, sorted(metrics))) or "nothing so far"
-            raise ValueError(
-                f"A scheduler's monitor is {self.monitor!r}, which is not available: "
-                "barebones=True drops what training logs, and validations have logged "
-                f"{validated}. Monitor a metric that validation_step logs before the scheduler "
-                "ticks, or leave barebones=True out."
-            )
         elif metrics:
             raise ValueError(choice_error("A scheduler's monitor", self.monitor, metrics))
         else:
             raise ValueError(
-                f"A scheduler's monitor is {self.monitor!r}, but nothing was recorded yet; log it "
-                f"with self.log({self.monitor!r}, value, on_epoch=True) before the scheduler "
-                "ticks. With interval='step' it ticks after the log and the validation that are "
-                "due at its update: make its frequency a multiple of log_every or val_every."
+                f"A scheduler's monitor is {self.monitor!r}, but nothing was recorded yet: log it "
+                "before the scheduler ticks (barebones=True records only validations). With "
+                "interval='step', make its frequency a multiple of log_every or val_every."
             )
 
-    def _stay_at_end(self, schedule: OneCycleLR, *, tell: bool) -> None:
+    def _stay_at_end(self, schedule: OneCycleLR, *, warns: bool) -> None:
         """Keep the last learning rate, and warn at the step at which torch would raise.
 
         The step is counted as torch counts it. Checkpoints hold the count, so a run warns once.
         """
         schedule._step_count += 1
-        if tell and schedule._step_count == schedule.total_steps + 2:
+        if warns and schedule._step_count == schedule.total_steps + 2:
             logger.warning(
                 "The schedule %s was made for total_steps=%d, but the run goes on: its learning "
-                "rate stays where it ended. After a resume on fewer processes an epoch has more "
-                "updates; to keep their number, resume with gradient_accumulation_steps times the "
-                "earlier number of processes divided by the present one. Otherwise make the "
-                "schedule for as many updates as there are: trainer.estimated_stepping_batches.",
+                "rate stays where it ended. Make it for trainer.estimated_stepping_batches; after "
+                "a resume on fewer processes, raise gradient_accumulation_steps to keep the number "
+                "of updates.",
                 self.name or type(schedule).__name__,
                 schedule.total_steps,
             )

@@ -7,7 +7,6 @@ and "AdaLomo: Low-memory Optimization with Adaptive Learning Rate", 2023; their 
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +38,6 @@ def lomo_backward(loss: Tensor, learning_rate: float, optimizers: Sequence[Optim
         optimizers: All prepared optimizers, among them exactly one LOMO optimizer.
 
     Raises:
-        ImportError: The package ``lomo-optim`` is not installed.
         ValueError: `learning_rate` is None, there is not exactly one LOMO optimizer, or a setting
             would make its updates wrong (accumulation, fp16).
     """
@@ -48,7 +46,6 @@ def lomo_backward(loss: Tensor, learning_rate: float, optimizers: Sequence[Optim
             "Pass a learning rate to backward with a LOMO optimizer, which updates during "
             "backward: accelerator.backward(loss, learning_rate=1e-3)."
         )
-    _require_package()
     chosen = [optimizer for optimizer in optimizers if is_lomo(optimizer)]
     if len(chosen) != 1:
         raise ValueError(
@@ -89,13 +86,3 @@ def _backward_all(lomo: Any, loss: Tensor, learning_rate: float) -> None:
     finally:
         lomo.model = model
     lomo.fused_backward(torch.zeros((), requires_grad=True), learning_rate)
-
-
-def _require_package() -> None:
-    try:
-        importlib.import_module("lomo_optim")
-    except ImportError as error:
-        raise ImportError(
-            "LOMO optimizers need the package lomo-optim, which could not be imported: "
-            f"{error}. Install it with pip install 'cadence-trainer[lomo]'."
-        ) from error

@@ -6,7 +6,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -151,15 +150,7 @@ class AcceleratedOptimizer(Optimizer):
         Args:
             set_to_none: Whether gradients become None instead of zeros. None means True, if the
                 wrapped optimizer takes the argument.
-
-        Raises:
-            ValueError: `set_to_none` is given, but the wrapped optimizer does not take it.
         """
-        if not self._takes_set_to_none and set_to_none is not None:
-            raise ValueError(
-                f"zero_grad was called with set_to_none={set_to_none}, which "
-                f"{type(self.optimizer).__name__}.zero_grad does not take; leave it out."
-            )
         if not self._gradient_state.sync_gradients:
             return
         self._reduced = False
@@ -169,7 +160,7 @@ class AcceleratedOptimizer(Optimizer):
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-        elif self._takes_set_to_none:
+        elif self._takes_set_to_none or set_to_none is not None:
             self.optimizer.zero_grad(set_to_none=set_to_none is not False)
         else:
             self.optimizer.zero_grad()
@@ -204,10 +195,9 @@ class AcceleratedOptimizer(Optimizer):
         if not self._gradient_state.sync_gradients:
             if closure is not None:
                 raise ValueError(
-                    "step was called with a closure in the middle of a window of micro-batches, "
-                    "where it would never be called. Use gradient_accumulation_steps=1 and a "
-                    "closure over the whole batch, or call backward and then step() without a "
-                    "closure."
+                    "step was called with a closure inside a gradient accumulation window, where "
+                    "it would never be called. Use gradient_accumulation_steps=1, or call backward "
+                    "and then step() without a closure."
                 )
             self._note_call()
             return None
@@ -239,25 +229,14 @@ class AcceleratedOptimizer(Optimizer):
 
         The loss must be equal on all ranks, since the optimizer may decide by it how often to call
         the closure.
-
-        Raises:
-            TypeError: The closure returned neither a loss nor None.
         """
         self._reduced = False
         loss = closure()
-        number = isinstance(loss, Real)
-        one = isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1
-        if not (loss is None or number or one):
-            raise TypeError(
-                f"The closure that was given to step of {type(self.optimizer).__name__} returned "
-                f"{loss!r} of type {type(loss).__name__}; several processes average the loss, so "
-                "it must return a number, a floating-point tensor of one element, or None."
-            )
         self.synchronize()
         if loss is None:
             return None
-        # A Python number keeps its precision.
-        dtype = torch.float64 if number else None
+        number = not isinstance(loss, Tensor)
+        dtype = torch.float64 if number else None  # a Python number keeps its precision
         own = torch.as_tensor(loss, dtype=dtype, device=PartialState().device).detach()
         mean = reduce_(torch.zeros_like(own) if self.is_dummy else own, "mean")
         return mean.item() if number else mean

@@ -158,9 +158,8 @@ def test_a_scheduler_given_twice_is_refused(sgd, steps):
     ("options", "error", "message"),
     [
         ({"interval": "steps"}, ValueError, r"interval is 'steps'; .*Did you mean 'step'\?"),
-        ({"frequency": 0}, ValueError, "frequency is 0; it must be 1 or more"),
-        ({"frequency": 1.5}, TypeError, "frequency is 1.5; it must be an int"),
-        ({"frequency": True}, TypeError, "frequency is True; it must be an int"),
+        ({"frequency": 0}, ValueError, "frequency is 0; it must be an int, 1 or more"),
+        ({"frequency": 1.5}, ValueError, "frequency is 1.5; it must be an int"),
         ({"scheduler": "cosine"}, TypeError, "scheduler 'cosine' of type str"),
     ],
 )
@@ -211,8 +210,6 @@ def test_what_is_an_optimizers_own(sgd, steps):
         ({"max_grad_nrom": 1.0}, ValueError, r"'max_grad_nrom'; .*Did you mean 'max_grad_norm'\?"),
         ({"max_grad_norm": 0}, ValueError, "max_grad_norm is 0; it must be above 0"),
         ({"max_grad_value": "1"}, TypeError, "max_grad_value is '1'; it must be a number"),
-        ({"name": 3}, TypeError, "name is 3; it must be a string"),
-        ({"name": ""}, ValueError, "name is ''"),
     ],
 )
 def test_an_optimizers_own_is_checked(sgd, own, error, message):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from typing import Any
 
 import pytest
@@ -75,13 +74,6 @@ def train(model: nn.Module, optimizer: AcceleratedOptimizer, rank: int = 0) -> N
 def test_a_learning_rate_is_asked_for_first():
     with pytest.raises(ValueError, match=r"Pass a learning rate .*learning_rate=1e-3"):
         lomo_backward(torch.ones(()), None, [])
-
-
-def test_a_package_that_is_absent_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lomo_optim", None)  # as Python marks what is not there
-    assert not is_lomo(plain())
-    with pytest.raises(ImportError, match=r"lomo-optim.*pip install 'cadence-trainer\[lomo\]'"):
-        lomo_backward(torch.ones(()), 0.1, [plain()])
 
 
 @needs_lomo

@@ -383,7 +383,7 @@ RETURNED = [
     ),
     (
         lambda o, s: {"optimizer": o, "scheduler": s, "frequency": "1"},
-        TypeError,
+        ValueError,
         ["frequency is '1'", "int"],
     ),
     (lambda o, s: {"optimizer": o, "interval": "step"}, ValueError, ["'interval'", "'scheduler'"]),
@@ -456,7 +456,7 @@ def test_the_metric_of_a_plateau_scheduler_must_be_logged():
         return self.layer(batch[0]).mean()
 
     silent = net(configure_optimizers=configure_optimizers, training_step=training_step)
-    fit_fails(silent, ValueError, "'val/los'", "nothing was recorded", "self.log('val/los'")
+    fit_fails(silent, ValueError, "'val/los'", "nothing was recorded", "log it before")
 
 
 def test_a_monitor_beside_a_scheduler_that_takes_no_metric_is_no_error():
@@ -648,7 +648,6 @@ LOGGED = [
     (("x", "high"), {}, TypeError, ["'x'", "'high'", "str", "log_dict"]),
     (("x", {"a": 1}), {}, TypeError, ["'x'", "dict", "log_dict"]),
     (("x", None), {}, TypeError, ["'x'", "None", "number"]),
-    ((3, 1.0), {}, TypeError, ["3", "string"]),
     (("x", 1.0), {"reduce": "avg"}, ValueError, ["'x'", "'avg'", "'max', 'mean', 'min', 'sum'"]),
     (("x", 1.0), {"reduce": "maxx"}, ValueError, ["Did you mean 'max'"]),
     (("step", 1.0), {}, ValueError, ["'step'", "field with that name"]),

@@ -59,7 +59,7 @@ def trained(**kwargs):
     return trainer, module
 
 
-def test_the_weights_are_those_of_the_run_with_everything(tmp_path):
+def test_barebones_weights_equal_those_of_the_full_run(tmp_path):
     """Clipping, accumulation, dropout, the schedule and the validations that it reads stay."""
     full, expected = trained(project_dir=tmp_path / "run")
     bare, module = trained(barebones=True)
@@ -71,7 +71,7 @@ def test_the_weights_are_those_of_the_run_with_everything(tmp_path):
     assert module.validated == expected.validated - 2  # the check before the training
 
 
-def test_nothing_is_written_shown_or_watched(tmp_path, monkeypatch, capsys):
+def test_barebones_writes_and_shows_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     trainer, _ = trained(barebones=True, project_dir="run")
     assert trainer.callbacks == []
@@ -104,13 +104,13 @@ def reading(monitor, interval="epoch"):
         ("epoch", loader, "it must be one of 'val'"),
     ],
 )
-def test_a_schedule_that_reads_what_the_training_logs_says_what_is_left_out(interval, val, logged):
+def test_schedule_monitoring_a_training_metric_names_barebones(interval, val, logged):
     trainer = Trainer(cpu=True, max_epochs=1, barebones=True)
     with pytest.raises(ValueError, match=f"A scheduler's monitor is 'loss_epoch'[;,] {logged}"):
         trainer.fit(reading("loss_epoch", interval), loader(), val and val())
 
 
-def test_without_barebones_it_hears_what_it_heard_before():
+def test_missing_monitor_error_without_barebones_does_not_mention_it():
     trainer = Trainer(cpu=True, max_epochs=1, checkpointing=False, progress_bar=False)
     with pytest.raises(ValueError, match="'los'; it must be one of 'loss_epoch'") as messages:
         trainer.fit(reading("los"), loader())
@@ -143,7 +143,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_what_asks_for_a_part_that_is_left_out_is_refused_by_name(name):
+def test_arguments_of_disabled_parts_raise(name):
     refused, passed = ANSWERS[name]
     part = LEFT_OUT[name][0]
     for value in refused:
@@ -155,7 +155,7 @@ def test_what_asks_for_a_part_that_is_left_out_is_refused_by_name(name):
         Trainer(cpu=True, barebones=True, **{name: value})
 
 
-def test_every_argument_of_the_trainer_is_one_or_the_other():
+def test_every_trainer_argument_is_classified_for_barebones():
     """A new one must be thought of here."""
     kept = {
         *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "val_every"),
@@ -172,7 +172,7 @@ def test_every_argument_of_the_trainer_is_one_or_the_other():
     assert ANSWERS.keys() == LEFT_OUT.keys()
 
 
-def test_the_documentation_has_the_same_arguments():
+def test_documentation_lists_the_arguments_that_barebones_refuses():
     said = inspect.getdoc(Trainer)
     messages = re.search("    barebones: .*?\n    slurm_requeue:", said, re.DOTALL)[0]
     guide = (Path(__file__).parents[2] / "docs/guides/speed.md").read_text(encoding="utf-8")
@@ -182,7 +182,7 @@ def test_the_documentation_has_the_same_arguments():
         assert f"`{name}" in told_there, name
 
 
-def test_a_word_that_is_no_bool_is_refused():
+def test_barebones_must_be_a_bool():
     with pytest.raises(TypeError, match="barebones is 'yes'"):
         Trainer(cpu=True, barebones="yes")
 

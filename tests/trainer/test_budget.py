@@ -59,7 +59,7 @@ def fit(passed, folder="run", val=None, seconds=10.0, callbacks=(), **arguments)
     return trainer, module
 
 
-def test_each_start_has_so_much_time_and_the_run_ends_as_one_that_had_enough(passed, capsys):
+def test_time_budget_of_each_start_does_not_change_the_result(passed, capsys):
     _, whole = fit(passed, "whole")
     starts = []
     for _ in range(9):
@@ -76,7 +76,7 @@ def test_each_start_has_so_much_time_and_the_run_ends_as_one_that_had_enough(pas
     assert os.listdir("run/checkpoints") == ["step-00000012"]
 
 
-def test_the_time_of_a_start_holds_its_set_up(passed):
+def test_time_budget_includes_set_up(passed):
     class Prepares(Callback):
         def setup(self, trainer, module, stage):
             passed[0] += 20.0
@@ -86,7 +86,7 @@ def test_the_time_of_a_start_holds_its_set_up(passed):
     assert os.listdir("run/checkpoints") == ["step-00000002"]
 
 
-def test_a_validation_is_abandoned_when_the_time_is_over(passed):
+def test_validation_is_abandoned_at_the_end_of_the_budget(passed):
     with pytest.raises(Preempted) as ended:
         fit(passed, val=loader(3), max_time="75 seconds")  # six updates and two batches
     assert ended.value.code == 124
@@ -101,7 +101,7 @@ def test_in_the_sanity_check_nothing_is_there_to_be_saved(passed):
     assert not Path("run/checkpoints").exists()
 
 
-def test_alone_it_is_the_length_of_the_run(passed):
+def test_max_time_alone_is_the_length_of_the_run(passed):
     trainer, _ = fit(passed, max_epochs=None, max_time="35 seconds")
     assert trainer.global_step == 4
     passed[0] = 0.0  # another process, whose clock begins anew
@@ -156,7 +156,7 @@ def scontrol(monkeypatch, tmp_path):
     return install, asked
 
 
-def test_a_job_whose_time_is_over_goes_back_to_the_queue(passed, monkeypatch, scontrol):
+def test_slurm_job_out_of_time_is_requeued(passed, monkeypatch, scontrol):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     with pytest.raises(Preempted):
         fit(passed, max_time="35 seconds", slurm_requeue=True)
@@ -175,9 +175,7 @@ def test_a_job_whose_time_is_over_goes_back_to_the_queue(passed, monkeypatch, sc
         (128 + signal.SIGINT, False),
     ],
 )
-def test_it_goes_back_if_the_time_is_over_not_if_somebody_ended_it(
-    monkeypatch, scontrol, code, goes_back
-):
+def test_slurm_job_is_requeued_only_at_its_time_limit(monkeypatch, scontrol, code, goes_back):
     requeue(code)
     assert scontrol[1]() == []  # no job
     monkeypatch.setenv("SLURM_JOB_ID", "78")
@@ -187,7 +185,7 @@ def test_it_goes_back_if_the_time_is_over_not_if_somebody_ended_it(
     assert scontrol[1]() == (["requeue 70_3"] if goes_back else [])
 
 
-def test_a_queue_that_refuses_is_told_in_the_log(monkeypatch, scontrol, caplog):
+def test_failed_requeue_is_logged(monkeypatch, scontrol, caplog):
     monkeypatch.setenv("SLURM_JOB_ID", "79")
     scontrol[0](code=1)
     requeue(124)

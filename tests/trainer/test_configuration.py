@@ -56,7 +56,7 @@ CONFIGURATIONS = [
 ]
 
 
-def test_choices_compare_and_print_as_their_values():
+def test_choice_members_compare_and_print_as_their_values():
     assert PrecisionType.BF16 == "bf16"
     assert f"{PrecisionType.BF16}" == str(PrecisionType.BF16) == "bf16"
     assert DistributedType.MULTI_CPU == "MULTI_CPU"
@@ -71,12 +71,12 @@ def test_choices_are_parsed_from_values_and_members():
 
 
 @pytest.mark.parametrize("value", ["updates", None, 1])
-def test_a_value_outside_its_choices_gives_them(value):
+def test_invalid_choice_error_lists_the_choices(value):
     with pytest.raises(ValueError, match=rf"tick is {value!r}; .* 'process', 'update'"):
         SchedulerTick.parse(value, "tick")
 
 
-def test_a_near_miss_is_named_and_a_far_one_is_not():
+def test_choice_error_suggests_only_close_names():
     assert choice_error("x", "stpe", ["step", "epoch"]).endswith("Did you mean 'step'?")
     assert (
         choice_error("x", "zzz", ["step", "epoch"])
@@ -90,7 +90,7 @@ def test_configurations_take_keywords_only(kind):
     assert kinds == {inspect.Parameter.KEYWORD_ONLY}
 
 
-def test_loaders_are_shared_out_evenly_by_default():
+def test_data_loader_configuration_defaults():
     assert vars(DataLoaderConfiguration()) == {
         "split_batches": False,
         "dispatch_batches": None,
@@ -105,23 +105,23 @@ def test_loaders_are_shared_out_evenly_by_default():
 
 
 @pytest.mark.parametrize("steps", [0, -3])
-def test_a_window_without_a_batch_is_refused(steps):
+def test_accumulation_steps_below_one_raise(steps):
     with pytest.raises(ValueError, match=f"num_steps is {steps}; it must be at least 1"):
         GradientAccumulationPlugin(num_steps=steps)
 
 
 @pytest.mark.parametrize("steps", [2.0, "2", True])
-def test_a_window_that_is_no_number_is_refused(steps):
+def test_accumulation_steps_must_be_an_int(steps):
     with pytest.raises(TypeError, match=r"num_steps is .*; it must be an int"):
         GradientAccumulationPlugin(num_steps=steps)
 
 
 @pytest.mark.parametrize("kind", HANDLERS)
-def test_handlers_pass_nothing_on_by_default(kind):
+def test_default_handlers_pass_no_arguments(kind):
     assert kind().to_kwargs() == {}
 
 
-def test_handlers_pass_on_what_differs_from_the_defaults():
+def test_handlers_pass_non_default_arguments():
     assert AutocastKwargs(enabled=False).to_kwargs() == {"enabled": False}
     assert GradScalerKwargs(init_scale=8.0, growth_factor=2.0).to_kwargs() == {"init_scale": 8.0}
     limit = timedelta(seconds=5)
@@ -135,7 +135,7 @@ def test_handlers_pass_on_what_differs_from_the_defaults():
         (GradScalerKwargs, torch.amp.GradScaler),
     ],
 )
-def test_defaults_left_out_are_those_of_torch(kind, target):
+def test_handler_defaults_equal_those_of_torch(kind, target):
     # What equals its default is not passed on, so the two defaults must agree.
     theirs = inspect.signature(target.__init__).parameters
     for name, parameter in inspect.signature(kind).parameters.items():
@@ -150,7 +150,7 @@ def repr_of(member):
 
 
 @pytest.mark.parametrize("kind", CHOICES)
-def test_a_value_or_a_member_can_be_looked_for(kind):
+def test_values_and_members_are_in_a_choice(kind):
     for member in kind:
         assert member in kind
         assert member.value in kind
@@ -161,7 +161,7 @@ def test_a_value_or_a_member_can_be_looked_for(kind):
         assert other not in kind
 
 
-def test_the_documented_members_are_there():
+def test_choices_have_the_documented_members():
     assert DistributedType.list() == [
         *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_XPU"),
         *("DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"),
@@ -194,7 +194,7 @@ def switches() -> list[tuple[type, str]]:
         (AutocastKwargs, "cache_enabled"),
     ],
 )
-def test_a_switch_is_on_or_off(kind, name):
+def test_bool_fields_accept_only_bools(kind, name):
     for value in (True, False):
         assert getattr(kind(**{name: value}), name) is value
     for value in ("yes", 1):
@@ -267,7 +267,7 @@ def test_a_switch_is_on_or_off(kind, name):
         (FP8RecipeKwargs, {"amax_compute_algo": "min"}, ValueError, "amax_compute_algo is 'min'"),
     ],
 )
-def test_values_that_cannot_be_are_refused(kind, arguments, error, message):
+def test_invalid_configuration_values_raise(kind, arguments, error, message):
     with pytest.raises(error, match=message):
         kind(**arguments)
 
@@ -275,7 +275,7 @@ def test_values_that_cannot_be_are_refused(kind, arguments, error, message):
 # -- one by one ----------------------------------------------------------------------------------
 
 
-def test_a_project_logs_where_it_lives_unless_told_otherwise(tmp_path):
+def test_logging_dir_defaults_to_project_dir(tmp_path):
     assert (ProjectConfiguration().project_dir, ProjectConfiguration().logging_dir) == (None, None)
     assert ProjectConfiguration(project_dir="run").logging_dir == "run"
     apart = ProjectConfiguration(project_dir=tmp_path, logging_dir="logs")
@@ -290,7 +290,7 @@ def test_a_project_logs_where_it_lives_unless_told_otherwise(tmp_path):
     assert (defaults.total_limit, defaults.iteration) == (None, 0)
 
 
-def test_a_window_is_found_in_the_environment_where_nobody_gave_one(monkeypatch):
+def test_accumulation_steps_default_to_the_environment(monkeypatch):
     assert vars(GradientAccumulationPlugin()) == {
         "num_steps": 1,
         "adjust_scheduler": True,
@@ -306,13 +306,13 @@ def test_a_window_is_found_in_the_environment_where_nobody_gave_one(monkeypatch)
             GradientAccumulationPlugin()
 
 
-def test_a_plugin_passes_on_what_differs_from_its_defaults():
+def test_accumulation_plugin_passes_non_default_arguments():
     plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=True, sync_each_batch=True)
     assert plugin.to_kwargs() == {"num_steps": 2, "sync_each_batch": True}
     assert isinstance(plugin, KwargsHandler)
 
 
-def test_handlers_give_copies_of_all_that_they_hold():
+def test_handler_to_dict_returns_a_deep_copy():
     handler = AutocastKwargs(enabled=False)
     assert handler.to_dict() == {"enabled": False, "cache_enabled": None}
     recipe = FP8RecipeKwargs()
@@ -321,7 +321,7 @@ def test_handlers_give_copies_of_all_that_they_hold():
     assert recipe.override_linear_precision == [True, False, False]
 
 
-def test_buckets_are_those_of_torch():
+def test_ddp_defaults_equal_those_of_torch():
     # What equals its default is not passed on, so the two defaults must agree; None means 25.
     theirs = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
     ours = inspect.signature(DistributedDataParallelKwargs).parameters
@@ -332,7 +332,7 @@ def test_buckets_are_those_of_torch():
         assert default in (None, parameter.default), name
 
 
-def test_eight_bits_are_known_and_refused():
+def test_fp8_recipe_is_parsed_and_refused():
     assert FP8RecipeKwargs(backend="te", fp8_format="hybrid").to_kwargs() == {
         "backend": "TE",
         "fp8_format": "HYBRID",

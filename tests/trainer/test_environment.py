@@ -94,7 +94,7 @@ def test_a_world_size_without_a_rank_is_not_torchrun(variables):
     assert detect_launch().launcher == "none"
 
 
-def test_names_of_torchrun_win_over_those_of_other_launchers(variables):
+def test_torchrun_variables_take_precedence(variables):
     variables(**SRUN, **OPENMPI, RANK=0, WORLD_SIZE=2)
     launch = detect_launch()
     assert (launch.launcher, launch.rank, launch.world_size) == ("torchrun", 0, 2)
@@ -151,7 +151,7 @@ def test_an_interactive_shell_of_one_task_is_one_process(variables):
     ("port", "terminal", "world_size"),
     [("4000", True, 1), ("4000", False, 8), (None, True, 8)],
 )
-def test_what_is_typed_into_the_shell_of_a_task_runs_alone(variables, port, terminal, world_size):
+def test_command_typed_into_an_srun_shell_runs_alone(variables, port, terminal, world_size):
     variables(**SRUN)
     if port is not None:
         variables(SLURM_PTY_PORT=port)
@@ -256,7 +256,7 @@ def test_a_variable_that_is_no_number_is_named(variables):
         detect_launch()
 
 
-def test_an_empty_number_is_as_good_as_none(variables):
+def test_empty_integer_variable_counts_as_unset(variables):
     variables(RANK="", WORLD_SIZE=2)
     assert detect_launch().launcher == "none"
 
@@ -284,7 +284,7 @@ def test_a_flag_that_means_neither_is_named(variables):
         environment.read_flag("SOME_FLAG")
 
 
-def test_variables_are_set_for_a_while(variables):
+def test_patch_environment_sets_and_restores(variables):
     variables(OLD_ONE="kept")
     before = dict(os.environ)
     with patch_environment(old_one=1, new_one=True):
@@ -292,7 +292,7 @@ def test_variables_are_set_for_a_while(variables):
     assert dict(os.environ) == before
 
 
-def test_variables_are_put_back_after_an_error(variables):
+def test_patch_environment_restores_after_an_error(variables):
     variables(OLD_ONE="kept")
     before = dict(os.environ)
 
@@ -305,7 +305,7 @@ def test_variables_are_put_back_after_an_error(variables):
     assert dict(os.environ) == before
 
 
-def test_the_environment_is_empty_for_a_while():
+def test_clear_environment_restores_after_an_error():
     before = dict(os.environ)
     found = []
 

@@ -29,7 +29,7 @@ def deaf():
 
 
 @pytest.mark.parametrize("first", WATCHED)
-def test_a_second_interrupt_that_no_handler_hears_ends_it(monkeypatch, first):
+def test_second_interrupt_ends_a_blocked_process(monkeypatch, first):
     monkeypatch.setattr(preemption, "_PATIENCE", 0.01)
     ended = threading.Event()
     with hard_interrupt(WATCHED, threading.Event(), ended.set):
@@ -45,7 +45,7 @@ class Never(threading.Event):
         pass
 
 
-def test_one_that_is_heard_or_the_first_does_not(monkeypatch):
+def test_handled_or_first_interrupt_does_not_end_the_process(monkeypatch):
     monkeypatch.setattr(preemption, "_PATIENCE", 0.0)
     ended, heard = threading.Event(), threading.Event()
     reader, writer = socket.socketpair()
@@ -71,7 +71,7 @@ def test_one_that_is_heard_or_the_first_does_not(monkeypatch):
     writer.close()
 
 
-def test_another_loop_goes_on_hearing_and_has_its_place_back():
+def test_previous_wakeup_descriptor_is_served_and_restored():
     reader, writer = socket.socketpair()
     with reader, writer:
         writer.setblocking(False)
@@ -93,7 +93,7 @@ def place_of_wakeup() -> int:
     return here
 
 
-def test_a_forked_process_is_not_heard():
+def test_forked_process_does_not_reach_the_watching_thread():
     with watch_signals():
         assert place_of_wakeup() != -1
         child = os.fork()
@@ -104,7 +104,7 @@ def test_a_forked_process_is_not_heard():
     assert place_of_wakeup() == -1
 
 
-def test_a_session_is_never_ended(monkeypatch):
+def test_interactive_session_is_never_ended(monkeypatch):
     monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
     with watch_signals() as watch:
         assert place_of_wakeup() == -1
@@ -116,7 +116,7 @@ def test_a_session_is_never_ended(monkeypatch):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_third_interrupt_is_not_left_to_python():
+def test_third_interrupt_uses_the_default_handler():
     with watch_signals() as watch:
         watch.answered = True
         signal.raise_signal(signal.SIGTERM)
@@ -127,7 +127,7 @@ def test_a_third_interrupt_is_not_left_to_python():
     assert signal.getsignal(signal.SIGINT) not in (signal.SIG_DFL, None)
 
 
-def test_the_thread_is_gone_also_after_an_error(monkeypatch):
+def test_watching_thread_ends_after_an_error(monkeypatch):
     def fail() -> Any:
         with watch_signals():
             assert "cadence-signals" in {thread.name for thread in threading.enumerate()}

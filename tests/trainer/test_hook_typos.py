@@ -67,7 +67,7 @@ class OddData(DataModule):
         (OddData, DataModule, [("val_dataloadr", "val_dataloader")]),
     ],
 )
-def test_a_name_that_is_almost_a_hook_is_told(owner, base, expected, caplog):
+def test_method_named_almost_like_a_hook_warns(owner, base, expected, caplog):
     check_hook_typos(owner(), base)
     assert [record.getMessage() for record in caplog.records] == [
         f"{owner.__name__} defines {name}, which is not a hook, so the Trainer never calls it; "
@@ -76,20 +76,20 @@ def test_a_name_that_is_almost_a_hook_is_told(owner, base, expected, caplog):
     ]
 
 
-def test_so_is_one_that_is_set_on_the_instance(caplog):
+def test_instance_attribute_named_almost_like_a_hook_warns(caplog):
     callback = Callback()
     callback.on_boundry = callback.on_train_end = lambda trainer, module: None
     check_hook_typos(callback, Callback)
     assert [record.args for record in caplog.records] == [("Callback", "on_boundry", "on_boundary")]
 
 
-def test_our_own_callbacks_are_not_told(caplog):
+def test_own_callbacks_have_no_hook_typos(caplog):
     for callback in (EarlyStopping("loss"), ModelCheckpoint()):
         check_hook_typos(callback, Callback)
     assert caplog.records == []
 
 
-def test_a_run_tells_of_all_that_it_is_given(caplog):
+def test_fit_checks_module_callbacks_and_datamodule_for_hook_typos(caplog):
     class Data(OddData):
         def test_dataloader(self):
             return [[1]]

@@ -22,7 +22,7 @@ from trainer.plugins import (
 )
 
 
-def test_without_a_word_nothing_is_compiled():
+def test_default_plugin_compiles_nothing():
     plugin = TorchDynamoPlugin()
     assert plugin.backend == DynamoBackend.NO
     assert (plugin.mode, plugin.fullgraph, plugin.dynamic) == ("default", False, None)
@@ -30,14 +30,14 @@ def test_without_a_word_nothing_is_compiled():
 
 
 @pytest.mark.parametrize("backend", ["inductor", "INDUCTOR", "Inductor", DynamoBackend.INDUCTOR])
-def test_a_backend_is_named_in_either_case(backend):
+def test_backend_name_ignores_case(backend):
     plugin = TorchDynamoPlugin(backend=backend)
     assert plugin.backend is DynamoBackend.INDUCTOR
     assert plugin.to_kwargs() == {"backend": "inductor"}
     assert plugin.to_dict()["backend"] == "inductor"
 
 
-def test_arguments_reach_torch_where_they_are_not_its_defaults():
+def test_only_non_default_arguments_reach_torch_compile():
     plugin = TorchDynamoPlugin(
         backend="aot_eager", mode="reduce-overhead", fullgraph=True, dynamic=False, disable=True
     )
@@ -61,7 +61,7 @@ def test_regional_compilation_is_refused(monkeypatch):
         monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
 
 
-def test_the_environment_says_what_the_arguments_do_not(monkeypatch):
+def test_missing_arguments_come_from_the_environment(monkeypatch):
     for name, value in (
         ("BACKEND", "aot_eager"),
         ("MODE", "max-autotune"),
@@ -77,7 +77,7 @@ def test_the_environment_says_what_the_arguments_do_not(monkeypatch):
     assert (given.mode, given.fullgraph, given.dynamic) == ("default", False, True)
 
 
-def test_a_backend_that_the_environment_misspells_is_traced_to_it(monkeypatch):
+def test_error_of_a_backend_from_the_environment_names_the_variable(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductr")
     with pytest.raises(ValueError, match=r"ACCELERATE_DYNAMO_BACKEND is 'inductr'.*'inductor'\?"):
         TorchDynamoPlugin()
@@ -94,12 +94,12 @@ def test_a_backend_that_the_environment_misspells_is_traced_to_it(monkeypatch):
         ({"mode": "max-autotune", "options": {}}, ValueError, "mode='max-autotune' and options={}"),
     ],
 )
-def test_wrong_arguments_of_torch_compile_are_told(arguments, error, text):
+def test_invalid_torch_compile_arguments_raise(arguments, error, text):
     with pytest.raises(error, match=text):
         TorchDynamoPlugin(**arguments)
 
 
-def test_an_fsdp_plugin_keeps_names():
+def test_fsdp_plugin_normalises_names():
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.sharding_strategy == "FULL_SHARD"
     assert plugin.state_dict_type == "FULL_STATE_DICT"
@@ -143,7 +143,7 @@ def test_an_fsdp_plugin_reads_the_environment(monkeypatch):
         ({"auto_wrap_policy": "size"}, ValueError, "auto_wrap_policy is 'size'; .*'no_wrap'"),
     ],
 )
-def test_wrong_arguments_of_fsdp_are_told(arguments, error, text):
+def test_invalid_fsdp_arguments_raise(arguments, error, text):
     with pytest.raises(error, match=text):
         FullyShardedDataParallelPlugin(**arguments)
 
@@ -166,7 +166,7 @@ def test_a_deepspeed_plugin_has_its_defaults_and_reads_the_environment(monkeypat
     assert DeepSpeedPlugin(zero_stage=0).zero_stage == 0
 
 
-def test_a_deepspeed_configuration_names_its_stage(tmp_path):
+def test_deepspeed_configuration_needs_a_zero_stage(tmp_path):
     sound = {"zero_optimization": {"stage": 3}}
     assert DeepSpeedPlugin(hf_ds_config=sound).hf_ds_config is sound
     path = tmp_path / "ds.json"
@@ -188,7 +188,7 @@ def test_a_deepspeed_configuration_names_its_stage(tmp_path):
         ({"zero3_init_flag": "no"}, TypeError, "zero3_init_flag is 'no'"),
     ],
 )
-def test_wrong_arguments_of_deepspeed_are_told(arguments, error, text):
+def test_invalid_deepspeed_arguments_raise(arguments, error, text):
     with pytest.raises(error, match=text):
         DeepSpeedPlugin(**arguments)
 
@@ -216,7 +216,7 @@ def test_a_megatron_plugin_has_its_defaults_and_reads_the_environment(monkeypatc
         ({"return_logits": "no"}, TypeError, "return_logits is 'no'"),
     ],
 )
-def test_wrong_arguments_of_megatron_are_told(arguments, error, text):
+def test_invalid_megatron_arguments_raise(arguments, error, text):
     with pytest.raises(error, match=text):
         MegatronLMPlugin(**arguments)
 
@@ -229,7 +229,9 @@ ENGINES = [
 
 
 @pytest.mark.parametrize(("argument", "kind", "variable", "engine"), ENGINES)
-def test_an_engine_is_refused_with_what_there_is(argument, kind, variable, engine, monkeypatch):
+def test_unsupported_engine_error_names_the_alternatives(
+    argument, kind, variable, engine, monkeypatch
+):
     check_engine()
     text = f"{argument} asks for {engine}, which is not supported yet.*DDP.*leave {argument} out"
     with pytest.raises(NotImplementedError, match=text):

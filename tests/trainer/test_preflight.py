@@ -82,7 +82,7 @@ DUE = [
 
 
 @pytest.mark.parametrize("options", NEVER)
-def test_a_run_that_never_comes_to_a_validation_says_so(caplog, options):
+def test_run_shorter_than_val_every_warns(caplog, options):
     if "max_time" in options:
         options = {**options, "callbacks": Ended()}
     trainer = quiet_trainer(**options)
@@ -101,14 +101,14 @@ class Ended(EarlyStopping):
 
 
 @pytest.mark.parametrize("options", DUE)
-def test_one_that_just_comes_to_it_says_nothing(caplog, options):
+def test_run_as_long_as_val_every_does_not_warn(caplog, options):
     trainer = quiet_trainer(**options)
     trainer.fit(Net(), loader(), loader(1))
     assert trainer.validations >= 1
     assert messages(caplog) == []
 
 
-def test_windows_that_change_are_counted(caplog):
+def test_scheduled_accumulation_counts_towards_val_every(caplog):
     grows = GradientAccumulationScheduler({0: 1, 1: 5})
     trainer = quiet_trainer(max_epochs=3, val_every="15 steps", callbacks=grows)
     trainer.fit(Net(), loader(), loader(1))
@@ -124,7 +124,7 @@ WATCHERS = {
 
 
 @pytest.mark.parametrize("who", WATCHERS)
-def test_who_waits_for_a_validation_that_never_comes_is_refused_before_training(who):
+def test_monitor_of_an_unreachable_validation_raises_before_training(who):
     module, callback = WATCHERS[who]()
     trainer = quiet_trainer(
         max_steps=5, val_every="6 steps", callbacks=callback, num_sanity_val_steps=1
@@ -134,7 +134,7 @@ def test_who_waits_for_a_validation_that_never_comes_is_refused_before_training(
     assert trainer.global_step == 0
 
 
-def test_a_metric_of_the_training_may_be_watched_without_a_validation():
+def test_training_metric_can_be_monitored_without_validation():
     trainer = quiet_trainer(
         max_steps=10,
         val_every="11 steps",
@@ -154,7 +154,7 @@ def test_a_metric_of_the_training_may_be_watched_without_a_validation():
         ({"limit_val_batches": 0}, loader(1)),
     ],
 )
-def test_without_any_validation_the_end_of_an_epoch_tells(who, options, val):
+def test_missing_monitor_without_validation_raises_at_epoch_end(who, options, val):
     module, callback = WATCHERS[who]()
     trainer = quiet_trainer(max_epochs=5, callbacks=callback, **options)
     with pytest.raises(ValueError, match=r"'val' was never logged.*No validation runs in this fit"):
@@ -162,7 +162,7 @@ def test_without_any_validation_the_end_of_an_epoch_tells(who, options, val):
     assert trainer.global_step == 10
 
 
-def test_a_watcher_waits_for_a_validation_that_is_to_come():
+def test_monitor_waits_for_the_first_validation():
     """Though a sanity check has logged the name, and an epoch has ended before the validation."""
     stopping = EarlyStopping("val", patience=1)
     trainer = quiet_trainer(
@@ -173,7 +173,7 @@ def test_a_watcher_waits_for_a_validation_that_is_to_come():
     assert stopping.best_score is not None
 
 
-def test_what_the_sanity_check_alone_has_logged_was_never_logged():
+def test_metric_logged_only_in_the_sanity_check_counts_as_not_logged():
     class Once(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             if self.trainer.sanity_checking:
@@ -223,13 +223,13 @@ def test_a_validation_that_lacks_data_or_step_is_warned_of(caplog, module, data,
 
 
 @pytest.mark.parametrize("val_every", ["1 hour", "1e6 items"])
-def test_what_only_the_end_shows_is_told_there(caplog, val_every):
+def test_validation_that_never_became_due_warns_at_the_end(caplog, val_every):
     quiet_trainer(max_epochs=1, val_every=val_every).fit(Net(), loader(2), loader(1))
     (text,) = messages(caplog)
     assert "The run is over, and no validation was due in it" in text
 
 
-def test_a_checkpoint_that_is_never_ranked_is_told(caplog):
+def test_checkpoint_that_is_never_ranked_warns(caplog):
     saves = ModelCheckpoint(monitor="val", every="3 steps")
     quiet_trainer(max_steps=4, val_every="2 steps", callbacks=saves, limit_train_batches=5).fit(
         Net(), loader(), loader(1)
@@ -243,7 +243,7 @@ def test_a_checkpoint_that_is_never_ranked_is_told(caplog):
     assert "every 3 steps" in caplog.text
 
 
-def test_an_early_stopping_that_judged_nothing_is_told(caplog):
+def test_early_stopping_that_never_decided_warns(caplog):
     stopping = EarlyStopping("val")
     quiet_trainer(max_steps=3, val_every="1 hour", callbacks=stopping).fit(
         Net(), loader(), loader(1)
@@ -282,7 +282,7 @@ class Stream(IterableDataset[Any]):
         yield from torch.zeros(5, 1)
 
 
-def test_the_length_that_a_stream_claims_decides_nothing(caplog):
+def test_claimed_length_of_a_stream_is_not_trusted(caplog):
     """It has five batches: the run comes to its epoch, and to the validation."""
     trainer = quiet_trainer(max_steps=6)
     trainer.fit(Net(), DataLoader(Stream(), batch_size=1), loader(1))
@@ -290,7 +290,7 @@ def test_the_length_that_a_stream_claims_decides_nothing(caplog):
     assert messages(caplog) == []
 
 
-def test_what_is_not_known_may_be():
+def test_interval_with_unknown_length_can_be_due():
     unknown = {"updates": None, "epoch_iterator": None, "accumulation": lambda epoch: 1}
     steps, epochs, items = map(Interval.parse, (9, "2 epochs", "9 items"))
     assert can_be_due(steps, Length(max_epochs=1), **unknown)
@@ -368,9 +368,7 @@ def test_a_metric_of_a_validation_that_did_not_run_is_not_called_misspelt(caplog
         lambda batches: iter(DataLoader(batches, batch_size=None)),
     ],
 )
-def test_an_iterator_that_would_be_read_twice_is_refused_before_the_first_step(
-    which, options, messages, of
-):
+def test_one_pass_loader_read_twice_raises_before_the_first_step(which, options, messages, of):
     batches = [torch.zeros(1, 1)] * 6
     sources = {"train": batches, "val": batches} | {which: of(batches)}
     module = Net()

@@ -110,7 +110,9 @@ def after(whole: Path, folder: Path, step: int) -> str:
 
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_run_resumed_anywhere_is_one_that_was_not(ranks, tmp_path, world, seed):
+def test_resumed_run_with_reloaded_loaders_equals_the_uninterrupted_one(
+    ranks, tmp_path, world, seed
+):
     """Before, at, and after the end of an epoch that brings other loaders."""
     whole = on_processes(ranks, world, reload_fit, str(tmp_path / "whole"), 1, seed)
     for step in range(2 if seed else 1, whole[0]["step"], 4 if world == 1 else 6):
@@ -127,7 +129,7 @@ def test_a_run_resumed_anywhere_is_one_that_was_not(ranks, tmp_path, world, seed
             assert other["records"] == one["records"]
 
 
-def test_the_loader_in_force_is_made_as_it_was(tmp_path):
+def test_resume_recreates_the_current_loader(tmp_path):
     """Neither with the epoch at hand nor with that of another n."""
     reload_fit("whole")
     inside = after(Path("whole"), Path("inside"), 9)  # in epoch 2: its loader is from update 6
@@ -139,7 +141,7 @@ def test_the_loader_in_force_is_made_as_it_was(tmp_path):
     assert module.calls == [(2, 6), (5, 18)]
 
 
-def test_without_the_argument_they_are_called_once():
+def test_loader_hooks_are_called_once_by_default():
     module = Net()
     quiet_trainer(max_epochs=3).fit(module)
     assert module.calls == [(0, 0)]
@@ -180,7 +182,7 @@ def test_a_datamodule_is_asked_with_its_trainer_and_the_limits_hold():
 
 
 @pytest.mark.parametrize("argument", ["train_dataloaders", "val_dataloaders"])
-def test_a_loader_that_was_given_cannot_be_made_anew(argument):
+def test_passed_loaders_cannot_be_reloaded(argument):
     hook = argument[:-1]
     fix = rf"n_epochs is 2, but fit was given {argument}.*Define {hook} .* at 0"
     with pytest.raises(ValueError, match=fix):
@@ -192,7 +194,7 @@ def test_a_loader_that_was_given_cannot_be_made_anew(argument):
 @pytest.mark.parametrize(
     ("value", "error"), [(-1, ValueError), (True, TypeError), (1.5, TypeError)]
 )
-def test_a_number_that_cannot_be_meant(value, error):
+def test_invalid_reload_interval_raises(value, error):
     with pytest.raises(error, match=rf"reload_dataloaders_every_n_epochs is {value}; "):
         quiet_trainer(reload_dataloaders_every_n_epochs=value)
 
@@ -266,7 +268,7 @@ class NoDisk(Net):
 
 
 @pytest.mark.parametrize("entry", ["fit", "test"])
-def test_a_first_loader_that_one_rank_cannot_make_keeps_no_other_waiting(ranks2, entry):
+def test_loader_hook_failing_on_one_rank_fails_on_all(ranks2, entry):
     def failing() -> str:
         try:
             getattr(quiet_trainer(max_epochs=1), entry)(NoDisk())

@@ -26,7 +26,7 @@ def heard():
 
 
 @pytest.mark.parametrize("number", WATCHED)
-def test_a_signal_is_noted_and_the_other_handler_called(heard, number, capfd):
+def test_signal_is_recorded_and_previous_handler_called(heard, number, capfd):
     with watch_signals() as watch:
         assert watch.received is None
         signal.raise_signal(number)
@@ -37,7 +37,7 @@ def test_a_signal_is_noted_and_the_other_handler_called(heard, number, capfd):
     assert exit_code(number) == 128 + number
 
 
-def test_nobody_who_reads_what_is_said_costs_the_save(heard):
+def test_broken_stderr_does_not_prevent_the_save(heard):
     reader, writer = os.pipe()
     os.close(reader)  # as `tee` ends by the same Ctrl-C
     kept = os.dup(2)
@@ -53,7 +53,7 @@ def test_nobody_who_reads_what_is_said_costs_the_save(heard):
     assert watch.received == signal.SIGINT
 
 
-def test_the_handlers_are_put_back_also_after_an_error(heard):
+def test_handlers_are_restored_after_an_error(heard):
     before = [signal.getsignal(number) for number in WATCHED]
 
     def fail() -> None:
@@ -66,7 +66,7 @@ def test_the_handlers_are_put_back_also_after_an_error(heard):
     assert [signal.getsignal(number) for number in WATCHED] == before
 
 
-def test_the_first_signal_is_the_one_that_counts_and_is_told(heard, capfd):
+def test_first_signal_is_recorded_and_announced(heard, capfd):
     with watch_signals() as watch:
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGTERM)
@@ -78,7 +78,7 @@ def test_the_first_signal_is_the_one_that_counts_and_is_told(heard, capfd):
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_after_another_signal_ends_at_once(heard, first):
+def test_interrupt_after_another_signal_raises_at_once(heard, first):
     with watch_signals() as watch:
         watch.answered = True
         signal.raise_signal(first)
@@ -87,14 +87,14 @@ def test_an_interrupt_after_another_signal_ends_at_once(heard, first):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_what_the_run_did_not_act_upon_comes_again(heard):
+def test_unhandled_signal_is_raised_again_on_exit(heard):
     with watch_signals():
         signal.raise_signal(signal.SIGTERM)
         assert heard == [signal.SIGTERM]
     assert heard == [signal.SIGTERM] * 2
 
 
-def test_the_default_interrupt_is_no_handler_to_be_called():
+def test_default_interrupt_handler_is_not_called():
     with watch_signals() as watch:
         watch.answered = True
         signal.raise_signal(signal.SIGINT)
@@ -108,7 +108,7 @@ def test_an_ignored_signal_stays_ignored(heard):
         assert watch.received is None
 
 
-def test_another_thread_watches_nothing(heard):
+def test_other_threads_install_no_handlers(heard):
     found = []
 
     def run() -> None:
@@ -123,7 +123,7 @@ def test_another_thread_watches_nothing(heard):
     assert heard == [signal.SIGUSR1]
 
 
-def test_a_forked_process_has_the_handlers_of_before(heard):
+def test_forked_process_has_the_previous_handlers(heard):
     with watch_signals() as watch:
         child = os.fork()
         if child == 0:  # no assertion leaves this block: there would be two test runs

@@ -66,7 +66,7 @@ def fit(messages, ckpt_path=(None, None)):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_arguments_that_differ_are_named_on_all(ranks2, messages, name, values):
+def test_differing_fit_arguments_raise_on_all_ranks(ranks2, messages, name, values):
     with pytest.raises(RankError) as error:
         ranks2(fit, messages)
     assert sorted(error.value.failures) == [0, 1]
@@ -125,7 +125,7 @@ def test_arguments_that_differ_are_named_on_all(ranks2, messages, name, values):
         "time",
     ],
 )
-def test_callbacks_that_decide_otherwise_are_named_on_all(ranks2, own, others, shown):
+def test_differing_deciding_callbacks_raise_on_all_ranks(ranks2, own, others, shown):
     def run():
         rank = PartialState(cpu=True).process_index
         callbacks = {"callbacks": [(own, others)[rank]()]}
@@ -173,7 +173,7 @@ def of_sgd(**changed):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_optimizers_that_differ_are_named_on_all(ranks2, changed, named, automatic):
+def test_differing_optimizers_raise_on_all_ranks(ranks2, changed, named, automatic):
     def run():
         module = of_sgd(**({}, changed)[PartialState(cpu=True).process_index])
         module.automatic_optimization = automatic
@@ -188,7 +188,7 @@ def test_optimizers_that_differ_are_named_on_all(ranks2, changed, named, automat
         assert "broadcast_object_list([value])[0] is rank 0's" in text
 
 
-def test_what_no_update_depends_on_may_differ(ranks2):
+def test_optimizer_options_without_effect_may_differ(ranks2):
     def run():
         module = Line()
         rank = PartialState(cpu=True).process_index
@@ -386,7 +386,7 @@ class Look(Callback):
         self.every = every
 
 
-def test_what_each_process_may_have_for_itself_passes(ranks2):
+def test_arguments_of_a_single_process_may_differ(ranks2):
     """Its folder, its generators, how loud it is, when its time is over, callbacks that look on."""
 
     def run():
@@ -424,7 +424,7 @@ class Ranked(EarlyStopping):
         """Its metric never comes."""
 
 
-def test_what_neither_saves_nor_stops_may_be_on_one_process_alone(ranks2):
+def test_other_callbacks_may_differ_between_ranks(ranks2):
     """Nor is it looked at what subclasses keep for themselves."""
 
     def start(max_epochs, ckpt_path):
@@ -461,7 +461,7 @@ def test_a_save_that_one_process_alone_makes_at_the_end_is_told_on_all(ranks2):
         assert "rank 0: save_checkpoint" in text
 
 
-def test_a_save_under_a_name_of_each_process_is_refused(ranks2, tmp_path):
+def test_checkpoint_names_that_differ_between_ranks_raise(ranks2, tmp_path):
     def run():
         in_folders_of_their_own(tmp_path)
         trainer = Trainer(max_epochs=1, checkpointing=False, progress_bar=False, cpu=True)

@@ -99,7 +99,7 @@ def train(ends, module=Line, workers=0, **kwargs):
         ({"module": ByHand}, 0),  # rank 0 makes no update where rank 1 ends
     ],
 )
-def test_a_training_on_data_that_end_apart_is_refused_on_all(ranks2, kwargs, epoch):
+def test_training_data_ending_early_on_one_rank_raises_on_all(ranks2, kwargs, epoch):
     messages = failed(ranks2, lambda: train({7}, **kwargs))  # the fourth batch of rank 1
     assert sorted(messages) == [0, 1]
     for text in messages.values():
@@ -195,7 +195,7 @@ def test_on_one_process_it_is_the_end_of_the_epoch():
     assert train({6}) == (12, 12)
 
 
-def test_lengths_that_differ_are_refused_before_the_first_batch(ranks2):
+def test_loader_lengths_that_differ_between_ranks_raise(ranks2):
     def fit():
         samples = 80 if PartialState(cpu=True).is_main_process else 40
         trainer_for().fit(Line(), DataLoader(Short(set(), samples), batch_size=4))
@@ -217,7 +217,7 @@ def evaluated(name, ends, samples, *, in_fit=False):
 
 @pytest.mark.parametrize("name", ["validate", "test", "predict"])
 @pytest.mark.parametrize("ends", [{7}, {1}, {11}])
-def test_an_evaluation_of_data_that_end_apart_is_refused_on_all(ranks2, name, ends):
+def test_evaluation_data_ending_early_on_one_rank_raises_on_all(ranks2, name, ends):
     messages = failed(ranks2, evaluated, name, ends, 12)
     assert sorted(messages) == [0, 1]
     kind = "validation" if name == "validate" else name

@@ -309,10 +309,9 @@ class BackboneFinetuning(BaseFinetuning):
                 ids = {id(p) for p in group["params"]}
                 if ids & waiting and ids - own:
                     raise ValueError(
-                        f"configure_optimizers gave {type(optimizer.optimizer).__name__} parameters"
-                        f" of {self.backbone} and others in one group, where they cannot have a "
-                        "learning rate of their own. Pass only those that are trained at first, "
-                        "[p for p in self.parameters() if p.requires_grad], or two groups."
+                        f"configure_optimizers put parameters of {self.backbone} and others into "
+                        "one group. Pass [p for p in self.parameters() if p.requires_grad], or two "
+                        "groups."
                     )
 
     def finetune_function(self, module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
@@ -369,8 +368,7 @@ def _ratio(lr: float, optimizer: Optimizer) -> float:
     first = float(optimizer.param_groups[0]["lr"])
     if first == 0:
         raise ValueError(
-            f"A learning rate of {lr} was requested, but that of the first parameter group is 0 at "
-            "the moment, so its schedule cannot be followed. Unfreeze after the warm-up, or give a "
-            "ratio (backbone_initial_ratio_lr)."
+            "The first parameter group's learning rate is 0, so its schedule cannot be scaled to "
+            f"{lr}. Unfreeze after the warm-up, or give a ratio (backbone_initial_ratio_lr)."
         )
     return lr / first

@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
 
 
+def refuse_manual_optimization(callback: Callback, module: TrainModule) -> None:
+    """Raise if a callback cannot work because the module uses manual optimisation."""
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{type(callback).__name__} does not support manual optimisation, where training_step "
+            "decides when to step."
+        )
+
+
 class Callback:
     """The base class of all callbacks; override the hooks that you need.
 

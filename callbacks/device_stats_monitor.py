@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,34 +18,21 @@ _GIB = 2.0**30
 _STATM = Path("/proc/self/statm")
 
 
-def _memory_reader() -> Callable[[], float]:
-    """Return a function that reads the resident memory of this process, in bytes.
+def _resident_memory() -> float:
+    """Return the resident memory of this process, in bytes.
 
     Raises:
         ImportError: Only psutil can read it on this system, and it is not installed.
     """
-    if find_spec("psutil") is not None:
-        import psutil
-
-        process = psutil.Process()
-        return lambda: float(process.memory_info().rss)
     if _STATM.is_file():
-        page = os.sysconf("SC_PAGE_SIZE")
-        return lambda: float(_STATM.read_text().split()[1]) * page
-    if find_spec("resource") is not None:
-        return _peak_memory
-    raise ImportError(
-        "DeviceStatsMonitor needs the package psutil to read the memory of a process on this "
-        "system. Install it with pip install 'cadence-trainer[psutil]'."
-    )
-
-
-def _peak_memory() -> float:
-    """Return the peak resident memory in bytes, where the current value is not available."""
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
+        return float(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    try:
+        import psutil
+    except ImportError as error:
+        raise ImportError(
+            "DeviceStatsMonitor needs psutil on this system: pip install 'cadence-trainer[psutil]'."
+        ) from error
+    return float(psutil.Process().memory_info().rss)
 
 
 def device_memory(device: torch.device) -> dict[str, float]:
@@ -94,8 +78,7 @@ class DeviceStatsMonitor(Callback):
     With several processes, the mean of ``cpu_percent``, the minimum of ``free_gib`` and the maximum
     of all other values are logged. Nothing waits for the device.
 
-    The process's memory is read with psutil if it is installed, else from ``/proc``. If neither
-    exists, the peak so far is logged.
+    The process's memory is read from ``/proc``, or with psutil on systems without it.
 
     Args:
         cpu_stats: Log the first two values. None is the same as True, on every device.
@@ -106,20 +89,19 @@ class DeviceStatsMonitor(Callback):
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats is not False
-        self._read_memory: Callable[[], float] | None = None
         self._since = (0.0, 0.0)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Choose how to read the memory, and start measuring."""
+        """Start measuring."""
         if self.cpu_stats:
-            self._read_memory = _memory_reader()
+            _resident_memory()  # raises here if it cannot be read
         self._since = time.monotonic(), time.process_time()
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Log if this update's values will be recorded."""
         if not trainer.log_due:
             return
-        if self._read_memory is not None:
+        if self.cpu_stats:
             wall, processor = self._since
             self._since = now, used = time.monotonic(), time.process_time()
             percent = 100.0 * (used - processor) / max(now - wall, 1e-9)
@@ -127,7 +109,7 @@ class DeviceStatsMonitor(Callback):
             module.log("device/cpu_percent", percent, on_step=True, on_epoch=False, batch_size=1)
             module.log(
                 "device/process_memory_gib",
-                self._read_memory() / _GIB,
+                _resident_memory() / _GIB,
                 on_step=True,
                 on_epoch=False,
                 reduce="max",

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from callbacks.base import Callback
-from callbacks.monitor import Mode, Monitor
+from callbacks.monitor import Mode, Monitor, MonitorCallback
 from trainer.checks import check_counts, check_numbers, explained, given
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
 
-_STATE = ("best_score", "wait_count", "stopped_step", "stopped_epoch", "reason")
 
-
-class EarlyStopping(Callback):
+class EarlyStopping(MonitorCallback):
     """Stop the run when ``monitor`` has not improved for ``patience`` values.
 
     It is checked in ``on_boundary``, once for each newly reduced value of the metric. So
@@ -46,13 +43,10 @@ class EarlyStopping(Callback):
         TypeError: If ``patience`` is not a number.
     """
 
+    _STATE = ("best_score", "wait_count", "stopped_step", "stopped_epoch", "reason")
     decides_by: ClassVar[tuple[str, ...]] = (  # must be the same on all processes
-        "monitor",
-        "min_delta",
-        "patience",
-        "check_finite",
-        "stopping_threshold",
-        "divergence_threshold",
+        *("monitor", "min_delta", "patience", "check_finite"),
+        *("stopping_threshold", "divergence_threshold"),
     )
 
     @explained(
@@ -95,25 +89,6 @@ class EarlyStopping(Callback):
         self.stopped_step: int | None = None
         self.stopped_epoch: int | None = None
         self.reason: str | None = None
-
-    @property
-    def state_key(self) -> str:
-        """The name of the class with the monitored metric."""
-        return f"{super().state_key}({self.monitor.name}, {self.monitor.mode})"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the decisions so far."""
-        return {name: getattr(self, name) for name in _STATE}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the decisions in ``state``."""
-        for name in _STATE:
-            setattr(self, name, state[name])
-
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Reset the state of an earlier run, unless this run resumes."""
-        if trainer.batches_seen == 0:
-            self._begin()
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
         """Check the metric if it was just reduced."""

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from callbacks.base import Callback
+from callbacks.base import Callback, refuse_manual_optimization
 from trainer.checks import check_counts
 
 if TYPE_CHECKING:
@@ -47,11 +47,8 @@ class GradientAccumulationScheduler(Callback):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """Raise for manual optimisation, in which the module decides when to step."""
-        if stage == "fit" and not module.automatic_optimization:
-            raise ValueError(
-                "GradientAccumulationScheduler has no effect in manual optimisation, where "
-                "training_step decides when to step; leave it out."
-            )
+        if stage == "fit":
+            refuse_manual_optimization(self, module)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Set the number for this epoch; it depends on the epoch alone, so nothing is saved."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from callbacks.base import Callback
+from callbacks.base import Callback, refuse_manual_optimization
 from trainer.checks import check_counts, check_positive, choice_error
 from trainer.names import bare_names
 
@@ -56,11 +56,7 @@ class GradientNormMonitor(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Raise for manual optimisation, in which no hook sees all gradients of an update."""
-        if not module.automatic_optimization:
-            raise ValueError(
-                "GradientNormMonitor does not support manual optimisation, where training_step "
-                "decides what to do with each gradient. Log what self.clip_gradients(...) returns."
-            )
+        refuse_manual_optimization(self, module)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, module: TrainModule, optimizer: Optimizer

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from callbacks.base import Callback
+from trainer.checks import choice_error
 
 # The hooks, which the loop calls with the trainer; the other methods handle checkpoint state.
 HOOKS = tuple(
@@ -36,12 +36,7 @@ class LambdaCallback(Callback):
             raise ValueError("LambdaCallback was given no hook, for example on_train_end=function.")
         for name, function in hooks.items():
             if name not in HOOKS:
-                near = difflib.get_close_matches(name, HOOKS, n=1)
-                hint = f"Did you mean {near[0]!r}? " if near else ""
-                raise ValueError(f"There is no hook {name!r}. {hint}Hooks: {', '.join(HOOKS)}.")
+                raise ValueError(choice_error("The hook", name, HOOKS))
             if not callable(function):
-                raise TypeError(
-                    f"{name} is {function!r} of type {type(function).__name__}; give a function of "
-                    f"{', '.join(inspect.signature(getattr(Callback, name)).parameters)[6:]}."
-                )
+                raise TypeError(f"{name} is {function!r}; it must be a function.")
             setattr(self, name, function)

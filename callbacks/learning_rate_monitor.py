@@ -22,8 +22,7 @@ def _group_names(optimizer_name: str, groups: list[dict[str, Any]]) -> list[str]
     twice = [name for name, count in Counter(own).items() if count > 1]
     if twice:
         raise ValueError(
-            f"Two parameter groups of {optimizer_name} are called {twice[0]!r}; their learning "
-            "rates cannot be told apart. Give every group its own 'name'."
+            f"Two parameter groups of {optimizer_name} have the 'name' {twice[0]!r}. Rename one."
         )
     return [f"{optimizer_name}/{name}" for name in own]
 

@@ -74,11 +74,7 @@ class MemorySnapshot(Callback):
         if accelerator.device.type != "cuda":
             self._active = False
             if accelerator.is_main_process:
-                logger.warning(
-                    "MemorySnapshot records the memory of CUDA devices only; this run is on %s, so "
-                    "nothing is recorded.",
-                    accelerator.device,
-                )
+                logger.warning("MemorySnapshot records nothing: it needs a CUDA device.")
         self._record_if_due()
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
+from callbacks.base import Callback
 from trainer.checks import choice_error
 from trainer.errors import module_logger
 
 if TYPE_CHECKING:
-    from trainer import Trainer
+    from trainer import Trainer, TrainModule
 
 logger = module_logger(__name__)
 
@@ -71,22 +72,13 @@ class Monitor:
         if self.name in names:
             return ""
         of_epoch = f"{self.name}_epoch"  # the name if the step value is also logged
-        near = [of_epoch] if of_epoch in names else []
-        near = near or difflib.get_close_matches(self.name, names, n=1)
+        near = [of_epoch] if of_epoch in names else get_close_matches(self.name, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        if not trainer.has_validation:
-            hint += " No validation runs in this fit."
-        elif trainer.validations == 0:
-            hint += " No validation has run yet."
-        if trainer.current_epoch == 0 and not trainer.epoch_complete:
-            hint += " No epoch has ended yet."
-        if of_epoch in names:
-            fix = f"With on_step and on_epoch it is {self.name}_step and {of_epoch}: name one."
-        else:
-            fix = f"Log it with self.log({self.name!r}, value)."
+        if trainer.validations == 0:
+            hint += " No validation has run."
         return (
-            f"The monitored metric {self.name!r} was never logged. "
-            f"Logged so far: {', '.join(sorted(names)) or 'nothing'}.{hint} {fix}"
+            f"The monitored metric {self.name!r} was never logged. Logged so far: "
+            f"{', '.join(sorted(names)) or 'nothing'}.{hint}"
         )
 
     def warn_of_no_value(self, trainer: Trainer, callback: str) -> None:
@@ -100,11 +92,37 @@ class Monitor:
         """Return an error message if it was logged but never reduced; else an empty string."""
         if self.name not in trainer.logged_names or self.name in trainer.metric_updates:
             return ""
-        when = (
-            "It was logged but never reduced: step values are reduced every log_every and at the "
-            "end of an epoch, validation values every val_every, those of an epoch (on_epoch=True) "
-            "at its end"
+        return (
+            "It was logged but never reduced: use a shorter log_every or val_every, a longer run, "
+            "or on_epoch=True."
         )
-        if trainer.current_epoch == 0 and not trainer.epoch_complete:
-            return f"{when}, and no epoch has ended. Use shorter intervals, or longer training."
-        return f"{when}. Use a shorter interval, or log it with on_epoch=True."
+
+
+class MonitorCallback(Callback):
+    """A callback that judges each new value of a metric; its findings are its state."""
+
+    monitor: Monitor
+    _STATE: ClassVar[tuple[str, ...]]  # attributes that a checkpoint stores
+
+    def _begin(self) -> None:
+        """Set the state to that before the first value."""
+        raise NotImplementedError
+
+    @property
+    def state_key(self) -> str:
+        """The name of the class with the monitored metric."""
+        return f"{super().state_key}({self.monitor.name}, {self.monitor.mode})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the findings so far."""
+        return {name: getattr(self, name) for name in self._STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the findings in ``state``."""
+        for name in self._STATE:
+            setattr(self, name, state[name])
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Reset the findings of an earlier run, unless this run resumes."""
+        if trainer.batches_seen == 0:
+            self._begin()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from callbacks.base import Callback
-from callbacks.monitor import Mode, Monitor
+from callbacks.monitor import Mode, Monitor, MonitorCallback
 from trainer.checks import check_counts, check_numbers, choice_error
 from trainer.errors import module_logger
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 logger = module_logger(__name__)
 
 Action = Literal["log", "stop"]
-_STATE = ("window_values", "num_spikes", "spikes_in_a_row", "last_spike_step", "reason")
 _STOPS_BY = (
     *("monitor", "window", "warmup", "deviations"),
     *("rtol", "atol", "check_finite", "patience"),
@@ -24,7 +22,7 @@ _STOPS_BY = (
 _SIGMA = 1.4826  # standard deviation ÷ MAD of a normal distribution
 
 
-class SpikeDetection(Callback):
+class SpikeDetection(MonitorCallback):
     """Compare each logged value of a metric with the median of the values before it.
 
     A value is a spike if it is worse than the median by more than all of: ``deviations`` standard
@@ -60,6 +58,8 @@ class SpikeDetection(Callback):
         ValueError: If an argument is invalid; during ``fit``, if an epoch has ended and the metric
             was never logged. (A run that ends inside its first epoch logs a warning instead.)
     """
+
+    _STATE = ("window_values", "num_spikes", "spikes_in_a_row", "last_spike_step", "reason")
 
     def __init__(
         self,
@@ -108,25 +108,10 @@ class SpikeDetection(Callback):
         """What must be the same on all processes; nothing if the callback only logs."""
         return _STOPS_BY if self.action == "stop" else ()
 
-    @property
-    def state_key(self) -> str:
-        """The name of the class with the monitored metric."""
-        return f"{super().state_key}({self.monitor.name}, {self.monitor.mode})"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the window and the findings so far."""
-        return {name: getattr(self, name) for name in _STATE}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the window and the findings in ``state``."""
-        for name in _STATE:
-            setattr(self, name, state[name])
+        super().load_state_dict(state)
         self.window_values = self.window_values[-self.window :]
-
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Reset the values of an earlier run, unless this run resumes."""
-        if trainer.batches_seen == 0:
-            self._begin()
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
         """Check the metric if it was just reduced."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import Tensor
 
 from callbacks.averages import Averages
-from callbacks.base import Callback
+from callbacks.base import Callback, refuse_manual_optimization
 from callbacks.weight_averaging import WeightAveraging
 from trainer.checks import check_counts, check_numbers, check_positive, choice_error
 from trainer.errors import module_logger
@@ -123,22 +123,19 @@ class StochasticWeightAveraging(Callback):
         if stage != "fit":
             return
         if any(isinstance(other, WeightAveraging) for other in trainer.callbacks):
-            raise ValueError(
-                "StochasticWeightAveraging and WeightAveraging would both replace the weights; use "
-                "one of them."
-            )
+            raise ValueError("Use StochasticWeightAveraging or WeightAveraging, not both.")
         self._module = module
         self._begin()
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Check the settings before the first update."""
-        if not module.automatic_optimization:
-            raise ValueError(
-                "StochasticWeightAveraging sets learning rates and runs training_step for its "
-                "statistics, which manual optimisation does not allow. Use WeightAveraging."
-            )
+        refuse_manual_optimization(self, module)
         self._check_number(trainer)
-        self._warn_if_never(trainer)
+        first = self._first_epoch(trainer)
+        if self._started is None and first >= (trainer.max_epochs or math.inf):
+            logger.warning(
+                "StochasticWeightAveraging begins in epoch %d, after the end of the run.", first + 1
+            )
         if self.update_batch_norm:
             trainer.check_batch_norm()
         if self._started is not None:
@@ -194,24 +191,7 @@ class StochasticWeightAveraging(Callback):
         groups = len(_groups(trainer))
         if isinstance(self.swa_lrs, Sequence) and len(self.swa_lrs) != groups:
             raise ValueError(
-                f"swa_lrs has {len(self.swa_lrs)} rates for {groups} parameter groups; give one "
-                "for each, or a single number."
-            )
-
-    def _warn_if_never(self, trainer: Trainer) -> None:
-        first = self._first_epoch(trainer)
-        never = (
-            not trainer.fast_dev_run
-            and self._started is None
-            and first >= (trainer.max_epochs or math.inf)
-        )
-        if never and trainer.accelerator.is_main_process:
-            logger.warning(
-                "StochasticWeightAveraging begins in epoch %d of %d, so it will not average any "
-                "weights: lower swa_epoch_start=%r, or raise max_epochs.",
-                first + 1,
-                trainer.max_epochs,
-                self.swa_epoch_start,
+                f"swa_lrs has {len(self.swa_lrs)} rates for {groups} parameter groups."
             )
 
     def _first_epoch(self, trainer: Trainer) -> int:
@@ -220,8 +200,7 @@ class StochasticWeightAveraging(Callback):
         if isinstance(start, float):
             if trainer.max_epochs is None:
                 raise ValueError(
-                    f"swa_epoch_start is {start}, a fraction of max_epochs, but the Trainer has no "
-                    "max_epochs; give the number of an epoch."
+                    f"swa_epoch_start is {start}, a fraction, but the Trainer has no max_epochs."
                 )
             start = int(trainer.max_epochs * start)
         return max(int(start) - 1, 0)

@@ -127,9 +127,8 @@ class ThroughputMonitor(Callback):
             self._peak = peak
         elif device.type == "cuda" and trainer.accelerator.is_main_process:
             logger.warning(
-                "ThroughputMonitor does not know the peak of every device (this one: %s), so no "
-                "MFU is logged. Pass peak_flops=, in FLOP/s, from its data sheet.",
-                torch.cuda.get_device_name(device),
+                "No MFU is logged: the peak of the device is unknown. Pass its data sheet's FLOP/s "
+                "as peak_flops."
             )
 
     def on_train_batch_start(

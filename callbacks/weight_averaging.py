@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.averages import Averages
@@ -135,22 +134,8 @@ class WeightAveraging(Callback):
             self._begin()
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Record the current step, and warn if the run ends before averaging begins."""
+        """Record the current step."""
         self._seen_step = trainer.global_step
-        every, epoch = self.update_every_n_steps, self.update_starting_at_epoch or 0
-        step = -(-(self.update_starting_at_step or 1) // every) * every
-        never = step > (trainer.max_steps or math.inf) or epoch >= (trainer.max_epochs or math.inf)
-        never = never and not (self.num_updates or trainer.fast_dev_run)
-        if never and trainer.accelerator.is_main_process:
-            logger.warning(
-                "WeightAveraging will not average any weights: it begins with step %d of %s, in "
-                "epoch %d of %s. Lower update_starting_at_step, update_starting_at_epoch or "
-                "update_every_n_steps.",
-                step,
-                trainer.max_steps or "any number",
-                epoch + 1,
-                trainer.max_epochs or "any number",
-            )
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Update the average if due."""

@@ -123,8 +123,7 @@ class CSVTracker(GeneralTracker):
             self._add(row, self._file)
         if named != step:
             raise ValueError(
-                f"The value 'step' is {named!r}, but the column of this name holds the step, "
-                f"{step}. Log it under another name."
+                f"The value 'step' is {named!r}, but the step is {step}. Log it under another name."
             )
 
     def finish(self) -> None:
@@ -151,8 +150,8 @@ class CSVTracker(GeneralTracker):
         aside = self.path.rename(unused_name(self.path))
         if not self._anew:
             _logger.warning(
-                "The existing table %s was renamed to %s: this run begins another one. To continue "
-                "a table, pass `purge_step`, the first step that is logged again.",
+                "%s was renamed to %s. To continue a table, pass the first step that is logged "
+                "again as `purge_step`.",
                 self.path,
                 aside.name,
             )
@@ -203,9 +202,7 @@ class CSVTracker(GeneralTracker):
         if not self.path.exists():
             self._write_anew([], self._columns)
             _logger.warning(
-                "The table %s was deleted or moved while it was open. A new one has the rows from "
-                "here on.",
-                self.path,
+                "The table %s was deleted or moved. A new one has the rows from here on.", self.path
             )
             return
         other = io.FileIO(self.path, "r+", opener=regular)
@@ -251,10 +248,7 @@ def _locked(table: Path) -> Iterator[None]:
 @functools.cache
 def _warn_without_lock(table: Path, why: str) -> None:
     _logger.warning(
-        "The table %s cannot be locked (%s): if another process writes to it at the same time, as "
-        "an evaluation during a fit does, rows may be lost.",
-        table,
-        why,
+        "%s cannot be locked (%s): rows may be lost if another process writes to it.", table, why
     )
 
 

@@ -147,8 +147,7 @@ class JsonlTracker(GeneralTracker):
         fields = {"step": step, "epoch": None, "time": time(), **kwargs}
         if clash := values.keys() & fields.keys():
             raise ValueError(
-                f"The metrics {sorted(clash)} have the names of record fields "
-                f"({sorted(FIELDS | fields.keys())}). Log them under other names."
+                f"The metrics {sorted(clash)} have the names of record fields. Rename them."
             )
         line = dumps({**fields, **values}, default=str).encode() + b"\n"
         file = self._opened()
@@ -199,8 +198,8 @@ class JsonlTracker(GeneralTracker):
             return
         if not self.ends_record(offset):
             raise ValueError(
-                f"{self.path} of {size} bytes has no record that ends at byte {offset}. It is not "
-                f"the file that the offset refers to: put that one back or move this one away."
+                f"{self.path} of {size} bytes has no record that ends at byte {offset}: it is not "
+                "the file of the checkpoint. Put that one back, or move this one away."
             )
         with open(self.path, "r+b", opener=regular) as file:
             file.truncate(offset)
@@ -237,8 +236,6 @@ class JsonlTracker(GeneralTracker):
             self.start()
             left.close()
             _logger.warning(
-                "%s was deleted, moved or replaced while it was open. The records continue in the "
-                "file that is there now; the earlier ones are in the old file.",
-                self.path,
+                "%s was deleted, moved or replaced. The records continue in a new file.", self.path
             )
         return self._file

@@ -174,9 +174,8 @@ def image_layout(name: str, images: Any) -> str:
     first, last = (len(shape) in (3, 4) and shape[at] in _CHANNELS for at in (-3, -1))
     if not (first or last):
         raise ValueError(
-            f"The images {name!r} have the shape {shape}; give (height, width), (channels, height, "
-            "width) or (batch, channels, height, width), or the same with the channels last, with "
-            "1, 3 or 4 channels. For a batch without channels, give images[:, None]."
+            f"The images {name!r} have the shape {shape}; give (H, W), or (C, H, W), (B, C, H, W) "
+            "or (…, H, W, C) with 1, 3 or 4 channels; a batch without channels as images[:, None]."
         )
     return ("N" if len(shape) == 4 else "") + ("CHW" if first else "HWC")
 
@@ -231,8 +230,8 @@ def rendered(figure: Any) -> Any:
         return figure
     if not hasattr(figure, "set_canvas"):
         raise TypeError(
-            f"log_figure takes matplotlib figures, got {type(figure).__name__}. For other "
-            "libraries, pass an image to log_images, or use the service's own object."
+            f"log_figure takes matplotlib figures, got {type(figure).__name__}. Pass other images "
+            "to log_images."
         )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 

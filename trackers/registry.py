@@ -46,8 +46,7 @@ def register_tracker(cls: _Class) -> _Class:
     other = _REGISTRY.get(cls.name, cls)
     if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ValueError(
-            f"The tracker name {cls.name!r} of {cls.__module__}.{cls.__qualname__} is taken by "
-            f"{other.__module__}.{other.__qualname__}. Give the class another `name`."
+            f"The tracker name {cls.name!r} is taken by {other.__module__}.{other.__qualname__}."
         )
     _REGISTRY[cls.name] = cls
     return cls
@@ -166,8 +165,8 @@ def _lookup(entry: Any) -> Sequence[GeneralTracker | type[GeneralTracker]]:
         return [entry]
     if not isinstance(entry, str):
         raise TypeError(
-            f"log_with takes the name of a tracker, a subclass or an instance of GeneralTracker, "
-            f"or a list of these; got {entry!r}."
+            f"log_with takes trackers: names, subclasses or instances of GeneralTracker, not "
+            f"{entry!r}."
         )
     if entry == _ALL:
         return [_REGISTRY[name] for name in available_trackers()]

@@ -106,33 +106,20 @@ def with_home(name: str, path: str | os.PathLike[str]) -> str:
         path: Its value.
 
     Raises:
-        TypeError: The value is not a path.
         ValueError: The home directory is not known.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"{name} is {path!r}; it must be a path.")
     known = os.path.expanduser(path)  # Path.expanduser would also expand ./~
     if known.startswith("~"):
         raise ValueError(
-            f"{name} is {known!r}, but the home that it begins with is not known here. Give the "
-            "whole path, or ./~… for a folder of that name."
+            f"{name} is {known!r}, but this home is not known. Give the whole path, or ./~… for a "
+            "folder of that name."
         )
     return known
 
 
 def absolute_path(name: str, path: str | os.PathLike[str]) -> Path:
-    """Return `with_home` as an absolute path, because hooks may change the working directory.
-
-    Raises:
-        ValueError: The home directory is not known, or the working directory was deleted.
-    """
-    try:
-        return Path(with_home(name, path)).absolute()
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{name} is {os.fspath(path)!r}, relative to the working directory, which no longer "
-            "exists. Give an absolute path, or start again in a folder that exists."
-        ) from error
+    """Return `with_home` as an absolute path, because hooks may change the working directory."""
+    return Path(with_home(name, path)).absolute()
 
 
 def absolute_folder(dirpath: str | os.PathLike[str] | None) -> Path | None:

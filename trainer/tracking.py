@@ -196,10 +196,7 @@ class RunTrackers:
             TypeError: An argument has the wrong type.
         """
         if not isinstance(values, Mapping):
-            raise TypeError(
-                f"{method} takes a dict of names and values, such as {{'train/loss': loss}}, not "
-                f"{values!r}."
-            )
+            raise TypeError(f"{method} takes a dict of names and values, not {values!r}.")
         self.record(method, dict(values), step=step, log_kwargs=log_kwargs)
 
     def record(
@@ -310,8 +307,7 @@ def check_name(
     named = [tracker for tracker in trackers if isinstance(tracker, type)]
     if leads_out and any(tracker.requires_logging_directory for tracker in named):
         raise ValueError(
-            f"{what} is {name!r}; trackers that write files take it as a folder in theirs, so it "
-            "must not be absolute or contain '..'."
+            f"{what} is {name!r}; as the name of a folder it must not be absolute or contain '..'."
         )
 
 

@@ -111,7 +111,6 @@ NAN = float("nan")
     [
         (EarlyStopping, {"monitor": "x", "stopping_threshold": NAN}, ValueError, "is nan; it must"),
         (ModelCheckpoint, {"every": "five"}, ValueError, "every: An interval is a number and"),
-        (ModelCheckpoint, {"dirpath": 0}, TypeError, "dirpath is 0; it must be a path."),
         (ModelCheckpoint, {"save_top_k": "2"}, TypeError, "must be -1 (all), 0 or a count"),
         (callbacks.GarbageCollection, {"every": "five"}, ValueError, "every: An interval is"),
         (callbacks.ModelSummary, {"max_depth": -2}, ValueError, "max_depth is -2; it must be a"),

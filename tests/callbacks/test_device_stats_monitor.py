@@ -1,4 +1,3 @@
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,37 +76,9 @@ def test_the_percentage_is_processor_time_by_time_since_the_last_record(monkeypa
     assert [value for name, value in logged if "percent" in name] == [25.0, 200.0]
 
 
-READERS = """
-import sys
-from pathlib import Path
-for name in {hidden!r}:
-    sys.modules[name] = None
-import callbacks.device_stats_monitor as m
-find = m.find_spec
-m.find_spec = lambda name: None if name in {hidden!r} else find(name)
-if "proc" in {hidden!r}:
-    m._STATM = Path("/nowhere")
-try:
-    print(m._memory_reader()())
-except ImportError as error:
-    print(error)
-"""
-
-
-@pytest.mark.parametrize("hidden", [[], ["psutil"], ["psutil", "proc"]])
-def test_memory_is_read_with_psutil_from_proc_or_as_a_peak(hidden):
-    run = subprocess.run(
-        [sys.executable, "-c", READERS.format(hidden=hidden)],
-        cwd=Path(device_stats_monitor.__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
-    assert 50e6 < float(run.stdout) < 5e9, run.stderr
-
-
 def test_where_nothing_can_be_read_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setattr(device_stats_monitor, "find_spec", lambda name: None)
     monkeypatch.setattr(device_stats_monitor, "_STATM", Path("/nowhere"))
+    monkeypatch.setitem(sys.modules, "psutil", None)
     with pytest.raises(ImportError, match=r"cadence-trainer\[psutil\]"):
         fit(DeviceStatsMonitor())
     assert fit(DeviceStatsMonitor(cpu_stats=False), project_dir="other") == {}
@@ -128,7 +99,7 @@ def uneven():
     if trainer.accelerator.process_index == 1:
         ballast = torch.ones(100_000_000)
     trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(3, 1)), batch_size=1))
-    own = monitor._read_memory() / GIB
+    own = device_stats_monitor._resident_memory() / GIB
     del ballast
     return own, trainer.callback_metrics["device/process_memory_gib"]
 

@@ -216,7 +216,7 @@ def test_manual_optimisation_is_refused():
     class Manual(Net):
         automatic_optimization = False
 
-    with pytest.raises(ValueError, match=r"manual optimisation.*clip_gradients"):
+    with pytest.raises(ValueError, match="manual optimisation"):
         quiet_trainer(max_epochs=1, callbacks=GradientNormMonitor()).fit(Manual(), loader())
 
 

@@ -36,7 +36,7 @@ def test_without_cuda_the_log_says_that_nothing_is_recorded(caplog):
     snapshot = MemorySnapshot()
     with caplog.at_level(logging.WARNING):
         fit(snapshot)
-    assert "this run is on cpu" in caplog.text
+    assert "it needs a CUDA device" in caplog.text
     assert snapshot.snapshots == []
     assert not os.path.exists("run/memory")
 

@@ -72,5 +72,5 @@ def test_a_metric_may_wait_for_the_first_validation():
 def test_a_name_that_has_a_step_beside_its_epoch_is_told_the_epochs():
     trainer, monitor = TrainerStandIn(steps_per_epoch=1), Monitor("loss", "min")
     trainer.update(loss_step=1.0, loss_epoch=2.0)
-    with pytest.raises(ValueError, match=r"Did you mean 'loss_epoch'.* loss_step and loss_epoch: "):
+    with pytest.raises(ValueError, match=r"Did you mean 'loss_epoch'"):
         monitor.read(trainer)

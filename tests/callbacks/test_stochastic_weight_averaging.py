@@ -308,7 +308,7 @@ def test_a_run_that_ends_before_the_start_is_let_alone_and_told(caplog):
     module = train(StochasticWeightAveraging(0.05, 3), max_epochs=2)
     assert_same(copy_of(module), copy_of(plain))
     (message,) = [each for each in caplog.messages if "StochasticWeightAveraging" in each]
-    assert "begins in epoch 3 of 2, so it will not average any weights" in message
+    assert "begins in epoch 3, after the end of the run" in message
 
 
 def test_a_run_that_reaches_the_start_is_told_nothing(caplog):

@@ -366,27 +366,6 @@ def test_what_is_not_averaged_yet_is_saved_as_ever():
     assert [path.parent.name for path in saved] == ["step-00000021"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "text"),
-    [
-        ({"update_starting_at_epoch": 2}, {}, "step 1 of any number, in epoch 3 of 2"),
-        ({"update_starting_at_step": 7}, {"max_steps": 6}, "step 7 of 6, in epoch 1 of 2"),
-        ({"update_every_n_steps": 4}, {"max_steps": 3}, "step 4 of 3, in epoch 1 of 2"),
-        ({"update_starting_at_epoch": 1}, {}, None),
-        ({"update_starting_at_step": 6}, {"max_steps": 6}, None),
-        ({"update_every_n_steps": 3}, {"max_steps": 3}, None),
-    ],
-)
-def test_an_average_that_would_never_begin_is_told_of(caplog, arguments, options, text):
-    average = EMA(**arguments)
-    train(average, **({"max_epochs": 2} | options))
-    logged = [each for each in caplog.messages if "will not average any weights" in each]
-    assert len(logged) == (text is not None)
-    assert bool(average.num_updates) == (text is None)
-    if text:
-        assert f"it begins with {text}." in logged[0]
-
-
 def test_weights_alone_are_the_averages():
     watch = Watch()
     train(EMA(0.9), watch, ModelCheckpoint(save_weights_only=True, save_last=1))

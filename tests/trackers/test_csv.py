@@ -78,12 +78,10 @@ def test_a_value_step_is_the_step_or_no_value(started):
     tracker = started()
     tracker.log({"step": 3, "loss": 1.0}, 3)
     tracker.log({"step": 4, "loss": 2.0})
-    with pytest.raises(
-        ValueError, match=r"'step' is 0\.5, but the column .* step, 5\. Log it under"
-    ):
+    with pytest.raises(ValueError, match=r"'step' is 0\.5, but the step is 5\. Log it under"):
         tracker.log({"step": 0.5, "loss": 3.0}, 5)
     for value in (0.5, "next", True):
-        with pytest.raises(ValueError, match=f"'step' is {value!r}, but the column .* step, None"):
+        with pytest.raises(ValueError, match=f"'step' is {value!r}, but the step is None"):
             tracker.log({"step": value, "loss": 4.0})
     tracker.log({"val": 4.0}, 5)
     tracker.finish()

@@ -181,7 +181,7 @@ def test_a_file_that_hangs_is_waited_for_once_and_told(tmp_path, recorder, monke
     first = kept.sync()
     kept.trackers[1].submit(lambda tracker: None).result(FOR_EVER)  # that one has come so far
     assert first() > 0
-    assert "stopped waiting after 0.01 seconds for csv to write" in caplog.text
+    assert "A save waited 0.01 seconds for csv to write" in caplog.text
     assert len(caplog.records) == 1
     monkeypatch.setattr(record, "_PATIENCE_FOR_CURVES", FOR_EVER)
     log(kept, 2)
@@ -207,7 +207,7 @@ def test_a_save_that_never_came_to_wait_says_nothing_of_a_tracker(
     log(kept, 2)
     assert kept.sync()() > 0
     (messages,) = caplog.records  # it did wait
-    assert "stopped waiting after 0.01 seconds for csv to write" in messages.getMessage()
+    assert "A save waited 0.01 seconds for csv to write" in messages.getMessage()
 
 
 def test_a_service_is_not_waited_for(tmp_path, recorder, monkeypatch, caplog):
@@ -274,7 +274,7 @@ def test_of_two_saves_close_behind_each_other_one_waits(
     values = TensorDataset(torch.ones(40, 3))
     trainer.fit(Line(), DataLoader(values, batch_size=4))
     (messages,) = caplog.records
-    assert "stopped waiting after 0.01 seconds for csv to write" in messages.getMessage()
+    assert "A save waited 0.01 seconds for csv to write" in messages.getMessage()
     for callback in (first, second):
         assert sorted(path.name for path in callback.best_k_models) == [
             "step-00000002",

@@ -157,7 +157,7 @@ def test_training_metric_can_be_monitored_without_validation():
 def test_missing_monitor_without_validation_raises_at_epoch_end(who, options, val):
     module, callback = WATCHERS[who]()
     trainer = quiet_trainer(max_epochs=5, callbacks=callback, **options)
-    with pytest.raises(ValueError, match=r"'val' was never logged.*No validation runs in this fit"):
+    with pytest.raises(ValueError, match=r"'val' was never logged.*No validation has run"):
         trainer.fit(module, loader(), val)
     assert trainer.global_step == 10
 
@@ -339,14 +339,14 @@ def test_a_misspelt_monitor_is_told_at_the_end_where_no_epoch_ends(caplog):
         "SpikeDetection saw no value of 'vall' in this run. ",
         "No checkpoint was ranked by 'vall'. ",
     ]
-    assert all("Did you mean 'val'? No epoch has ended yet. Log it" in text for text in messages)
+    assert all("Did you mean 'val'?" in text for text in messages)
 
 
 def test_a_metric_of_a_validation_that_did_not_run_is_not_called_misspelt(caplog):
     saver = ModelCheckpoint(monitor="val", every=2)
     quiet_trainer(max_steps=2, val_every=3, callbacks=[saver]).fit(Net(), loader(), loader(1))
     (messages,) = [each.getMessage() for each in caplog.records if "ranked" in each.getMessage()]
-    assert "No validation runs in this fit. No epoch has ended yet." in messages
+    assert "No validation has run." in messages
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Wrong input fails where it enters, with the value, the choices and the fix in the text."""
 
-import os
 from collections import UserDict
 from pathlib import Path
 
@@ -754,7 +753,6 @@ def test_a_monitored_metric_that_was_never_logged(watcher):
         "'val/accuracy' was never logged",
         "train/loss_epoch, ",
         "val/loss",
-        "self.log('val/accuracy', value)",
         val=loader(),
         callbacks=watcher(monitor="val/accuracy"),
     )
@@ -979,7 +977,7 @@ PATHS = {
 @pytest.mark.parametrize("name", PATHS)
 def test_a_path_in_an_unknown_home_is_refused(name):
     given = "~nobody-of-this-name/runs"
-    text = f"{name} is {given!r}, but the home that it begins with is not known here"
+    text = f"{name} is {given!r}, but this home is not known"
     fails(lambda: PATHS[name](given), ValueError, text)
 
 
@@ -990,19 +988,6 @@ def test_a_folder_may_have_a_name_like_a_home(tmp_path):
     assert (tmp_path / "~nobody-of-this-name" / "a").is_dir()
     callback = ModelCheckpoint(dirpath="./~")
     assert callback.dirpath == tmp_path / "~"
-
-
-def test_a_relative_path_where_the_working_directory_was_deleted_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where it goes back to
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    os.chdir(gone)
-    gone.rmdir()
-    text = "relative to the working directory, which no longer exists. Give an absolute path"
-    fails(lambda: ModelCheckpoint(dirpath="best"), ValueError, "dirpath is 'best'", text)
-    fails(lambda: make(project_dir="run"), ValueError, "project_dir is 'run'", text)
-    fails(lambda: make(project_dir=None), ValueError, "project_dir is 'runs/run-", text)
-    make(project_dir=tmp_path / "run").fit(net(), loader())
 
 
 @pytest.mark.parametrize("owner", ["module", "datamodule"])

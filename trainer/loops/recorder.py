@@ -312,9 +312,8 @@ def _wait_for(
     late = {tracker: future for tracker, future in curves.items() if future not in done}
     if late:
         logger.warning(
-            "A save stopped waiting after %g seconds for %s to write earlier values, and later "
-            "saves do not wait at all until those are written. A run that is killed and resumes "
-            "from one of these saves may have gaps in those curves, but none in metrics.jsonl.",
+            "A save waited %g seconds for %s to write earlier values; later saves do not wait "
+            "until it has. If the run is killed, that curve may have a gap, but not metrics.jsonl.",
             _PATIENCE_FOR_CURVES,
             " and ".join(tracker.name for tracker in late),
         )

@@ -474,7 +474,7 @@ def test_what_does_not_go_together_is_refused_before_the_first_update():
     before = copy_of(module)
     with pytest.raises(ValueError, match="swa_lrs has 3 rates for 2 parameter groups"):
         train(StochasticWeightAveraging([0.1, 0.1, 0.1]), module=module, folder="a")
-    with pytest.raises(ValueError, match="fraction of max_epochs"):
+    with pytest.raises(ValueError, match="a fraction, but the Trainer has no max_epochs"):
         train(
             StochasticWeightAveraging(0.1), module=module, folder="b", max_epochs=None, max_steps=3
         )

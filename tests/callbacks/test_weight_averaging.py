@@ -482,7 +482,7 @@ def test_all_processes_evaluate_and_end_with_the_same(ranks, tmp_path, world):
 
 
 def test_two_that_want_the_weights_place_are_refused():
-    with pytest.raises(ValueError, match="use one of them"):
+    with pytest.raises(ValueError, match="not both"):
         train(EMA(), StochasticWeightAveraging(0.1))
 
     class Greedy(Callback):

@@ -179,29 +179,21 @@ def seconds_of(name: str, time: str | timedelta | Mapping[str, float]) -> float:
         ValueError: ``time`` is not a duration above zero.
         TypeError: ``time`` is none of these types.
     """
-    seconds = _seconds(name, time)
-    if not seconds > 0:
-        raise ValueError(f"{name} is {time!r}; it must be above zero.")
-    return seconds
-
-
-def _seconds(name: str, time: str | timedelta | Mapping[str, float]) -> float:
-    if isinstance(time, timedelta):
-        return time.total_seconds()
-    if not isinstance(time, (str, Mapping)):
+    if not isinstance(time, (str, timedelta, Mapping)):
         raise TypeError(f"{name} is {time!r} of type {type(time).__name__}; give {_TIMES}.")
     try:
-        if isinstance(time, Mapping):
-            return timedelta(**time).total_seconds()
-        if time.count(":") == 3:
-            days, hours, minutes, seconds = map(int, time.split(":"))
-            return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
-        interval = Interval.parse(time)
+        if isinstance(time, timedelta):
+            seconds = time.total_seconds()
+        elif isinstance(time, Mapping):
+            seconds = timedelta(**time).total_seconds()
+        elif time.count(":") == 3:
+            days, hours, minutes, whole = map(int, time.split(":"))
+            seconds = ((days * 24 + hours) * 60 + minutes) * 60.0 + whole
+        else:
+            interval = Interval.parse(time)
+            seconds = interval.every if interval.unit == "seconds" else math.nan
     except (OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{name} is {time!r}; give {_TIMES}.") from error
-    if interval.unit != "seconds":
-        raise ValueError(
-            f"{name} is {time!r}; give {_TIMES}. To limit epochs or steps, use max_epochs or "
-            "max_steps."
-        )
-    return float(interval.every)
+    if not seconds > 0:
+        raise ValueError(f"{name} is {time!r}; it must be a time above zero: {_TIMES}.")
+    return float(seconds)

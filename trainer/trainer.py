@@ -272,6 +272,7 @@ class Trainer:
             project_config = (
                 ProjectConfiguration() if accelerator is None else accelerator.project_configuration
             )
+        project_dir = project_dir_of(project_config, project_dir)
         settings = Settings.from_arguments(arguments)
         if barebones:
             check_barebones(arguments, Trainer.__init__.__kwdefaults__ or {})
@@ -291,7 +292,7 @@ class Trainer:
             settings=settings,
             accelerator=self.accelerator,
             project=Project(
-                project_dir_of(project_config, project_dir),
+                project_dir,
                 name=project_name,
                 run_name=run_name,
                 log_with=log_with,

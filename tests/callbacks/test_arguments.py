@@ -98,7 +98,7 @@ def arguments_of_type(*types):
 @pytest.mark.parametrize(
     ("kind", "name", "needed"), [*arguments_of_type("int", "float", "int | float")]
 )
-def test_numbers_are_numbers(kind, name, needed):
+def test_number_arguments_refuse_strings(kind, name, needed):
     with pytest.raises((TypeError, ValueError), match=f"{name}.*'3'.*must be|{name} must be.*'3'"):
         kind(**needed, **{name: "3"})
 
@@ -123,7 +123,7 @@ NAN = float("nan")
         ),
     ],
 )
-def test_a_value_is_refused_where_it_is_given(kind, given, error, message):
+def test_invalid_values_are_refused_by_the_constructor(kind, given, error, message):
     with pytest.raises(error, match=re.escape(message)):
         kind(**given)
 
@@ -172,7 +172,7 @@ def test_micro_batches_are_refused_under_the_name_that_was_written(steps):
         lambda: Accelerator(cpu=True, kwargs_handlers="five"),
     ],
 )
-def test_a_text_is_not_taken_apart(call):
+def test_a_string_is_not_taken_for_a_list(call):
     with pytest.raises(TypeError, match=r"(callbacks|kwargs_handlers) is '\w+'; it must be a"):
         call()
 

@@ -79,7 +79,7 @@ COUNT = {"backbone.1.num_batches_tracked"}
 BODY = {"backbone.0.weight", "backbone.0.bias", "backbone.4.weight"}
 
 
-def test_the_backbone_stands_still_and_then_learns():
+def test_the_backbone_is_frozen_until_its_epoch():
     looking = fit(BackboneFinetuning(2))
     assert looking.moved[: 2 * EPOCH_UPDATES] == [HEAD] * 2 * EPOCH_UPDATES
     everything = HEAD | NORM | STATISTICS | COUNT | BODY
@@ -441,7 +441,7 @@ def test_the_part_has_another_name_and_rates_are_told(capsys):
         fit(BackboneFinetuning(1), Nested)
 
 
-def test_a_rate_cannot_be_a_part_of_nothing():
+def test_a_learning_rate_of_zero_cannot_be_scaled():
     class Still(Net):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.head.parameters(), lr=0.0)
@@ -494,7 +494,7 @@ def test_own_policies_go_on_exactly(stop):
         ({"backbone_initial_lr": float("nan")}, "backbone_initial_lr is nan"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments, text):
+def test_invalid_arguments_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
         BackboneFinetuning(**arguments)
 

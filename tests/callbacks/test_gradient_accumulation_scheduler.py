@@ -174,6 +174,6 @@ def test_it_is_set_only_where_it_has_an_effect():
         ([4], ValueError, r"\[4\]; it must be a dict"),
     ],
 )
-def test_what_makes_no_sense_is_refused(scheduling, error, text):
+def test_invalid_arguments_are_refused(scheduling, error, text):
     with pytest.raises(error, match=text):
         GradientAccumulationScheduler(scheduling)

@@ -228,7 +228,7 @@ def test_manual_optimisation_is_refused():
         ({"norm_type": 0}, "norm_type is 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments, text):
+def test_invalid_arguments_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
         GradientNormMonitor(**arguments)
 

@@ -98,6 +98,6 @@ def test_several_may_be_given_and_a_run_with_them_goes_on():
         ({"on_train_end": 3}, TypeError, "on_train_end is 3; it must be a function"),
     ],
 )
-def test_what_makes_no_sense_is_refused(hooks, error, text):
+def test_invalid_arguments_are_refused(hooks, error, text):
     with pytest.raises(error, match=text):
         LambdaCallback(**hooks)

@@ -189,7 +189,7 @@ def test_unequal_numbers_of_batches_hang_nobody(ranks2):
     assert results[0][0] == results[1][0]
 
 
-def test_alone_there_is_nothing_to_compare():
+def test_one_process_compares_nothing():
     detector = SlowRankDetector()
     trainer = Trainer(
         cpu=True,

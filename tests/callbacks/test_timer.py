@@ -186,7 +186,7 @@ def test_the_clock_of_rank_0_decides_for_all(ranks2):
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments, error, text):
+def test_invalid_arguments_are_refused(arguments, error, text):
     with pytest.raises(error, match=text):
         Timer(*arguments)
 

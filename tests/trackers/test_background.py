@@ -236,7 +236,7 @@ def test_finish_leaves_a_tracker_that_hangs_behind(caplog):
     assert blocking.calls[-1] == ("finish",)
 
 
-def test_a_long_end_is_told_while_it_is_waited_for(monkeypatch, caplog):
+def test_a_long_finish_is_reported_while_waiting(monkeypatch, caplog):
     monkeypatch.setattr(worker, "_SILENT", 0.01)
     blocking = Blocking()
     background = BackgroundTracker(blocking, finish_timeout=60.0)
@@ -257,7 +257,7 @@ def test_a_long_end_is_told_while_it_is_waited_for(monkeypatch, caplog):
     assert blocking.calls[-1] == ("finish",)
 
 
-def test_the_object_of_a_start_that_hangs_is_a_timeout():
+def test_tracker_times_out_if_start_hangs():
     class Hanging(Recorder):
         release = threading.Event()
 
@@ -273,7 +273,7 @@ def test_the_object_of_a_start_that_hangs_is_a_timeout():
     background._worker.thread.join()
 
 
-def test_calls_behind_finish_are_counted_and_raise_nothing():
+def test_calls_after_finish_are_counted_as_dropped():
     background = BackgroundTracker(Recorder())
     background.start()
     background.finish()
@@ -381,7 +381,7 @@ def test_the_status_reaches_the_tracker_before_it_finishes(said, seen):
     assert tracker.calls == [("start", "running"), ("finish", seen)] * 2
 
 
-def test_all_are_finished_alike_and_those_that_were_before_are_left_alone():
+def test_finish_all_skips_finished_trackers():
     first, second, null = BackgroundTracker(Outcome()), BackgroundTracker(Outcome()), NullTracker()
     for background in (first, second):
         background.start()
@@ -446,7 +446,7 @@ class Plain(GeneralTracker):
         return len(self.seen)
 
 
-def test_what_a_tracker_cannot_take_is_said_once_and_hides_no_failure(caplog):
+def test_unsupported_methods_are_reported_once(caplog):
     background = BackgroundTracker(Plain())
     background.start()
     for _ in range(2):
@@ -700,7 +700,7 @@ def test_the_end_interrupts_a_pause_and_pauses_grow_anew():
     assert background.dropped == 0
 
 
-def test_a_service_that_stays_away_costs_what_waits_and_is_closed(caplog):
+def test_a_service_that_stays_down_loses_the_queue_and_is_closed(caplog):
     tracker = Away()
     background = BackgroundTracker(tracker, finish_timeout=0.2, **QUICK)
     background.start()
@@ -714,7 +714,7 @@ def test_a_service_that_stays_away_costs_what_waits_and_is_closed(caplog):
     assert "lost 6 records and failed in" in caplog.messages[-1]
 
 
-def test_a_run_that_begins_anew_is_told_so_before_it_starts():
+def test_begin_anew_is_called_before_start():
     tracker = Rich()
     background = BackgroundTracker(tracker)
     background.begin_anew()
@@ -723,7 +723,7 @@ def test_a_run_that_begins_anew_is_told_so_before_it_starts():
     assert tracker.calls[:2] == [("begin_anew",), ("start",)]
 
 
-def test_a_service_that_begins_late_is_asked_to_resume_each_time():
+def test_resume_is_called_before_each_attempt_to_start():
     class Late(Away):
         def start(self):
             self._reach()
@@ -877,7 +877,7 @@ def expected(steps):
     return [(step, str({"x": math.nan if step == 4 else step / 3})) for step in steps]
 
 
-def test_what_a_full_queue_dropped_comes_from_the_local_record_in_its_place(local, caplog):
+def test_dropped_records_are_read_back_in_order(local, caplog):
     tracker = Blocking()
     background = begin(tracker, local, capacity=3)
     for steps in (range(20), range(20, 40)):
@@ -961,7 +961,7 @@ def test_records_that_the_local_one_has_not_are_counted_as_lost(local):
     assert background.dropped == 2
 
 
-def test_what_a_tracker_that_hangs_over_a_replay_misses_is_counted(local):
+def test_records_missed_by_a_hang_during_replay_are_counted(local):
     class Hanging(Blocking):
         def log(self, values, step, **kwargs):
             if step == 5:
@@ -998,7 +998,7 @@ def test_a_local_record_that_cannot_be_read_is_told_and_ends_nothing(local, capl
     assert "is not JSON" in caplog.text
 
 
-def test_trackers_that_change_what_they_are_given_change_it_for_no_other(local):
+def test_each_tracker_gets_its_own_copy_of_values(local):
     class Taking(Recorder):
         def log(self, values, step, **kwargs):
             super().log(dict(values), step, **kwargs)
@@ -1061,7 +1061,7 @@ def test_a_figure_that_cannot_be_drawn_is_left_out_and_told(caplog):
     assert "Error" in caplog.text  # with matplotlib's own
 
 
-def test_the_end_is_told_once_and_known_on_both_sides(caplog):
+def test_finish_reports_once_and_sets_the_status(caplog):
     failing = Failing(RuntimeError("broken"))
     background = BackgroundTracker(failing)
     background.start()

@@ -73,7 +73,7 @@ def test_an_experiment_that_comet_does_not_begin_is_an_outage(tmp_path, monkeypa
     assert written(tracker, tmp_path).metrics["loss"] == [(5, 0.5)]
 
 
-def test_who_disables_comet_has_no_outage(tmp_path):
+def test_disabled_comet_is_no_outage(tmp_path):
     tracker = make(tmp_path, disabled=True)
     tracker.start()
     tracker.log({"loss": 0.5}, 5)
@@ -81,7 +81,7 @@ def test_who_disables_comet_has_no_outage(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_where_nobody_says_how_it_ended_there_is_no_status(tracker, tmp_path):
+def test_without_a_status_none_is_recorded(tracker, tmp_path):
     assert "status" not in written(tracker, tmp_path, "running").others
 
 
@@ -103,7 +103,7 @@ def test_a_run_that_resumes_goes_on_in_the_same_experiment(tmp_path, monkeypatch
     assert one.metrics["loss"] + two.metrics["loss"] == [(1, 1.0), (2, 2.0)]
 
 
-def test_the_users_own_key_stands(tmp_path):
+def test_an_experiment_key_of_the_user_is_kept(tmp_path):
     key = comet_ml.generate_guid()
     tracker = make(tmp_path, experiment_key=key)
     tracker.resume("another", 1)
@@ -188,7 +188,7 @@ def test_a_checkpoint_is_a_model(tracker, tmp_path):
     assert all(run.content(one) == b"weights" for one in run.uploads)
 
 
-def test_what_is_not_there_cannot_be_uploaded(tracker):
+def test_a_missing_upload_is_an_error(tracker):
     for log in (tracker.log_model, tracker.log_artifact):
         with pytest.raises(FileNotFoundError, match="nowhere"):
             log("nowhere")
@@ -219,7 +219,7 @@ def test_offline_files_lie_in_a_folder_that_need_not_exist(tmp_path):
     assert len(comet_runs(tmp_path / "run" / "logs" / ".cometml-runs")) == 1
 
 
-def test_before_start_and_behind_finish(tmp_path):
+def test_tracker_is_an_error_before_start_and_after_finish(tmp_path):
     tracker = make(tmp_path)
     tracker.finish()
     with pytest.raises(RuntimeError, match="call `start` first"):
@@ -227,7 +227,7 @@ def test_before_start_and_behind_finish(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_training_draws_what_it_would_draw_alone(tmp_path):
+def test_the_tracker_leaves_random_generators_unchanged(tmp_path):
     tracker = make(tmp_path)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     tracker.start()

@@ -57,7 +57,7 @@ def test_changes_in_place_do_not_reach_the_copy():
     assert arrivals == []  # nothing came from a device
 
 
-def test_what_is_set_in_a_configuration_later_is_not_in_the_copy():
+def test_a_copied_configuration_does_not_change():
     @dataclass
     class Options:
         lr: float
@@ -109,7 +109,7 @@ def test_tensors_of_a_device_are_on_the_host_once_they_have_arrived():
     assert torch.equal(copy, torch.full((1_000_000,), 100.0))
 
 
-def test_of_a_figure_there_are_the_pixels_of_now():
+def test_a_figure_is_copied_as_pixels():
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2, 1), dpi=50, facecolor="red")
@@ -119,7 +119,7 @@ def test_of_a_figure_there_are_the_pixels_of_now():
     assert copies["f"][0, 0].tolist() == [255, 0, 0]
 
 
-def test_of_a_picture_there_are_the_pixels_of_now():
+def test_a_pil_image_is_copied():
     from PIL import Image
 
     picture = Image.new("RGB", (2, 1), "red")
@@ -128,7 +128,7 @@ def test_of_a_picture_there_are_the_pixels_of_now():
     assert copies["nested"][0].getpixel((0, 0)) == (255, 0, 0)
 
 
-def test_what_has_numbers_and_no_copy_is_copied_all_the_same():
+def test_arrays_without_a_copy_method_are_copied():
     class Frame:  # as polars has them
         def __init__(self, rows):
             self.rows = rows

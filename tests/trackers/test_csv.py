@@ -143,7 +143,7 @@ def test_a_new_run_keeps_the_table_of_another(started, tmp_path, caplog, says_so
     assert all("purge_step" in m and "metrics.csv" in m for m in caplog.messages)
 
 
-def test_who_gives_a_purge_step_goes_on_even_where_a_fit_begins_anew(started, tmp_path):
+def test_purge_step_continues_the_table_of_a_new_fit(started, tmp_path):
     started().log({"loss": 1.0}, 1)
     other = CSVTracker("run", tmp_path, purge_step=2)
     other.begin_anew()
@@ -283,7 +283,7 @@ def test_the_lock_is_free_behind_a_record_though_a_forked_process_has_its_file(
     assert len(forked) == 1
 
 
-def test_who_writes_waits_for_who_has_the_lock(started):
+def test_a_writer_waits_for_the_lock_of_another(started):
     tracker = started()
     with open(tracker.path.with_name(LOCK), "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -297,7 +297,7 @@ def test_who_writes_waits_for_who_has_the_lock(started):
 
 
 @pytest.mark.parametrize("how", ["refused", "missing"])
-def test_where_there_are_no_locks_the_table_is_written_without(started, monkeypatch, caplog, how):
+def test_without_file_locks_the_table_is_still_written(started, monkeypatch, caplog, how):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -416,7 +416,7 @@ def test_a_disk_without_room_for_another_column_leaves_the_table(started, monkey
     assert [row["step"] for row in table(tracker.path)] == ["1", "3"]
 
 
-def test_it_is_opened_first(tmp_path):
+def test_log_before_start_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="start"):
         CSVTracker("run", tmp_path / "logs").log({"loss": 1.0}, 1)
     assert list(tmp_path.iterdir()) == []

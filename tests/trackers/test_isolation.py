@@ -117,7 +117,7 @@ class Listed(GeneralTracker):
         self.messages.append((step, values))
 
 
-def test_one_that_raises(check, options, caplog):
+def test_training_is_unaffected_by_a_tracker_that_raises(check, options, caplog):
     class Raising(Listed):
         def log(self, values, step):
             raise RuntimeError("an error of its own")
@@ -129,7 +129,7 @@ def test_one_that_raises(check, options, caplog):
     assert f"lost 18 records, which are in {kept}, and failed in" in caplog.text
 
 
-def test_one_that_sleeps(check):
+def test_training_is_unaffected_by_a_slow_tracker(check):
     class Sleeping(Listed):
         def log(self, values, step):
             time.sleep(0.01)
@@ -138,7 +138,7 @@ def test_one_that_sleeps(check):
     assert check(fit("run", tracker := Sleeping())) == tracker.messages
 
 
-def test_one_that_sleeps_with_room_for_three(check, options):
+def test_training_is_unaffected_by_a_slow_tracker_with_a_small_queue(check, options):
     class Sleeping(Listed):
         def log(self, values, step):
             time.sleep(0.01)
@@ -149,7 +149,9 @@ def test_one_that_sleeps_with_room_for_three(check, options):
 
 
 @pytest.mark.parametrize("method", ["start", "log", "finish"])
-def test_one_that_waits_for_a_lock_of_the_main_thread(check, options, method, caplog):
+def test_a_tracker_that_waits_for_a_lock_of_the_main_thread_does_not_hang_the_run(
+    check, options, method, caplog
+):
     lock = threading.Lock()
 
     def wait(self, *_):
@@ -185,7 +187,7 @@ sys.exit({code})
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_process_ends_over_one_that_hangs_for_ever(code):
+def test_a_process_exits_although_a_tracker_hangs(code):
     root = str(Path(__file__).parents[2])
     script = SCRIPT.format(root=root, code=code)
     done = subprocess.run(
@@ -276,7 +278,9 @@ class AtEnd(Callback):
 
 @pytest.mark.parametrize("capacity", [3, 10_000])
 @pytest.mark.parametrize("when", [5, "end"])
-def test_a_server_that_refuses_and_comes_back(check, options, service, when, capacity, caplog):
+def test_records_arrive_after_a_server_was_down_at_the_start(
+    check, options, service, when, capacity, caplog
+):
     options(capacity=capacity)
     tracker = Posting(service.url)
 
@@ -291,7 +295,7 @@ def test_a_server_that_refuses_and_comes_back(check, options, service, when, cap
 
 @pytest.mark.parametrize("refused", [2, 9])
 @pytest.mark.parametrize("capacity", [3, 10_000])
-def test_a_server_with_an_outage_in_the_midst(check, options, service, capacity, refused):
+def test_records_arrive_after_an_outage_during_the_run(check, options, service, capacity, refused):
     options(capacity=capacity, first_pause=0.001, longest_pause=0.1)
     service.open()
     tracker = Posting(service.url)
@@ -331,7 +335,7 @@ class Lines(Listed):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_that_is_cleared(check, tmp_path):
+def test_records_are_written_once_a_full_disk_is_cleared(check, tmp_path):
     tracker = Lines(tmp_path / "lines")
 
     def clear(_):

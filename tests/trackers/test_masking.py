@@ -15,7 +15,7 @@ OTHERS = """
 
 
 @pytest.mark.parametrize("name", SECRETS.split())
-def test_values_of_such_names_are_masked(name):
+def test_values_with_secret_names_are_masked(name):
     assert masked({name: "hunter2"}) == {name: "***"}
     assert masked({"deep": [({name: b"x"},)]}) == {"deep": [({name: "***"},)]}
     for nothing in (None, True, ""):
@@ -23,12 +23,12 @@ def test_values_of_such_names_are_masked(name):
 
 
 @pytest.mark.parametrize("name", OTHERS.split())
-def test_values_of_other_names_are_not(name):
+def test_values_with_other_names_are_not_masked(name):
     values = {name: "<|text_0|>", "n": {name: 3}}
     assert masked(values) is values
 
 
-def test_what_looks_random_is_a_secret_of_any_key():
+def test_random_looking_keys_are_masked():
     assert masked("9f8e7d6c5b4a39281706", "vendor_key") == "***"
     assert masked("vk-Q7gT1mZr9LpX4sWd0KcB", "vendor_key") == "***"
     assert masked("<|reserved_special_token_250|>", "pad_token").startswith("<|")

@@ -23,7 +23,7 @@ def test_layouts(shape, layout):
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 1, 1, 1, 1), (8, 28, 28), (2, 5, 7), (9, 2, 5, 7)])
-def test_what_is_no_image(shape):
+def test_invalid_image_shapes_are_refused(shape):
     with pytest.raises(ValueError, match=r"'x' have the shape .*\(C, H, W\).* images\[:, None"):
         pixels("x", np.zeros(shape))
 

@@ -24,14 +24,14 @@ def taken(pending):
     return [one if isinstance(one, Gap) else one.time for one in found[:-1]]
 
 
-def test_what_is_dropped_is_one_gap_before_what_waits():
+def test_dropped_records_form_one_gap():
     pending = filled([1.0, 2.0, 3.0, 4.0, 5.0])
     assert pending.take_record() is None  # the gap comes first
     assert taken(pending) == [Gap(1.0, 3.0, 3), 4.0, 5.0]
     assert pending.lost == 0
 
 
-def test_what_cannot_be_had_again_is_lost():
+def test_dropped_records_without_a_local_copy_are_lost():
     pending = filled([1.0, 2.0])
     for time in (None, None, 3.0):
         pending.put(record(time))
@@ -39,7 +39,7 @@ def test_what_cannot_be_had_again_is_lost():
     assert pending.lost == 1
 
 
-def test_a_record_that_was_tried_before_its_turn_is_the_next_again():
+def test_a_record_that_is_put_back_comes_next():
     pending = filled([1.0, 2.0])
     first = pending.take_record()
     pending.put(record(3.0))
@@ -58,7 +58,7 @@ def test_a_record_that_was_put_back_before_a_gap_and_dropped_belongs_to_the_gap(
     assert pending.lost == 0
 
 
-def test_images_that_wait_take_so_much_memory_and_no_more():
+def test_the_memory_of_waiting_images_is_bounded():
     """The oldest go; numbers, which take none, stay, and so does an image that alone is larger."""
     pending = Pending(100, memory=10)
     pending.fills = True
@@ -75,7 +75,7 @@ def test_images_that_wait_take_so_much_memory_and_no_more():
     assert pending.lost == 4
 
 
-def test_what_is_awaited_comes_out_of_turn_and_the_rest_stays():
+def test_submitted_calls_are_taken_first():
     pending = filled([1.0], capacity=9)
     pending.put(Call("submit", print, record=False))
     pending.put(record(2.0))
@@ -83,7 +83,7 @@ def test_what_is_awaited_comes_out_of_turn_and_the_rest_stays():
     assert taken(pending) == [1.0, 2.0]
 
 
-def test_at_the_end_gap_and_records_are_lost_and_finish_stays():
+def test_clear_loses_records_and_gap_but_keeps_finish():
     pending = filled([1.0, 2.0, 3.0, 4.0])
     pending.put(Call("log_model", print, record=False))
     pending.put(Call("finish", print, record=False), last=True)
@@ -135,7 +135,7 @@ def taking(pending, number):
     return thread, found
 
 
-def test_each_batch_is_waited_for_anew():
+def test_the_queue_gathers_each_batch_of_records():
     pending, waits = gathering(7.0)
     for time in (1.0, 2.0):
         taker, _ = taking(pending, 1)
@@ -145,7 +145,7 @@ def test_each_batch_is_waited_for_anew():
     assert waits == [7.0, 7.0]
 
 
-def test_records_that_are_there_are_not_waited_for():
+def test_waiting_records_are_taken_without_gathering():
     pending, waits = gathering(7.0)
     for time in (1.0, 2.0):
         pending.put(record(time))
@@ -153,7 +153,7 @@ def test_records_that_are_there_are_not_waited_for():
     assert waits == []
 
 
-def test_what_is_no_record_ends_the_waiting():
+def test_a_call_that_is_no_record_ends_gathering():
     pending = Pending(10, gathering=3600.0)
     taker, found = taking(pending, 3)
     pending.put(record(1.0))
@@ -165,7 +165,7 @@ def test_what_is_no_record_ends_the_waiting():
     assert [call.what for call in found] == ["log", "log", "submit"]
 
 
-def test_a_queue_that_fills_is_not_left_to_overflow():
+def test_a_half_full_queue_ends_gathering():
     pending = Pending(10, gathering=3600.0)
     taker, found = taking(pending, 5)
     for time in range(4):

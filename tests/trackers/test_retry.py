@@ -17,7 +17,7 @@ from trackers.worker import may_pass, pause
         type("HTTPError", (OSError, ValueError), {})(),
     ],
 )
-def test_what_may_pass(error):
+def test_errors_that_are_retried(error):
     assert may_pass(error, "log")
 
 
@@ -31,11 +31,11 @@ def test_what_may_pass(error):
         OSError(errno.ENAMETOOLONG, "File name too long"),  # of an image, by its name
     ],
 )
-def test_what_will_not(error):
+def test_errors_that_are_not_retried(error):
     assert not may_pass(error, "log")
 
 
-def test_a_file_that_is_missing_stays_so_and_a_folder_may_come_back():
+def test_a_missing_file_to_upload_is_not_retried():
     assert not may_pass(FileNotFoundError(), "log_model")
     assert may_pass(FileNotFoundError(), "log")
 

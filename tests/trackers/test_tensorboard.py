@@ -413,7 +413,7 @@ def test_a_handler_that_logs_to_tensorboard_does_not_wait_for_itself(tracker):
 
 
 @pytest.mark.parametrize("gone", ["before", "afterwards"])
-def test_what_is_gone_with_the_working_folder_goes_on(tmp_path, monkeypatch, gone):
+def test_a_deleted_working_folder_is_recreated(tmp_path, monkeypatch, gone):
     folder = tmp_path / "experiment"
     folder.mkdir()
     monkeypatch.chdir(folder)

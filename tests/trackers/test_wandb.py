@@ -67,7 +67,7 @@ def test_a_run_that_did_not_finish_is_no_success(tracker, tmp_path, status, pree
     assert run.summary["status"] == status
 
 
-def test_where_nobody_says_how_it_ended_it_is_a_success(tracker, tmp_path):
+def test_without_a_status_the_run_is_a_success(tracker, tmp_path):
     run = written(tracker, tmp_path, "running")
     assert run.exit_code == 0
     assert "status" not in run.summary
@@ -184,7 +184,7 @@ def test_another_attempt_leaves_the_users_own_run_alone(tmp_path, monkeypatch, r
     assert runs[tracker.run_id].series("loss") == [(2, 1.0)]
 
 
-def test_the_users_own_id_stands(tmp_path):
+def test_a_run_id_of_the_user_is_kept(tmp_path):
     tracker = WandBTracker("project", dir=str(tmp_path), id="mine", **QUIET)
     tracker.resume("another", 1)
     tracker.start()
@@ -277,7 +277,7 @@ def test_a_checkpoint_is_a_model_with_its_step(tracker, tmp_path):
     assert (data.type, data.name, list(data.aliases)) == ("dataset", "data", ["latest"])
 
 
-def test_what_is_not_there_cannot_be_an_artifact(tracker):
+def test_a_missing_artifact_is_an_error(tracker):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         tracker.log_model("nowhere")
 
@@ -315,7 +315,7 @@ def test_by_name_with_a_project_and_a_name_of_the_run(tmp_path):
     assert (background.failures, background.dropped) == (0, 0)
 
 
-def test_before_start_and_behind_finish(tmp_path):
+def test_tracker_is_an_error_before_start_and_after_finish(tmp_path):
     tracker = WandBTracker("project", **QUIET)
     tracker.finish()
     with pytest.raises(RuntimeError, match="call `start` first"):
@@ -323,7 +323,7 @@ def test_before_start_and_behind_finish(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_training_draws_what_it_would_draw_alone(tmp_path):
+def test_the_tracker_leaves_random_generators_unchanged(tmp_path):
     tracker = WandBTracker("p", dir=str(tmp_path), **QUIET)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     tracker.start()

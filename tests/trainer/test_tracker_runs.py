@@ -120,7 +120,7 @@ def test_files_of_services_lie_in_the_folder_of_the_run(tmp_path):
     assert len(comet_runs(Path("run/logs/.cometml-runs"))) == 1
 
 
-def test_two_halves_are_the_whole_at_each_service(tmp_path):
+def test_a_resumed_run_continues_in_each_service(tmp_path):
     parts, whole = tmp_path / "parts", tmp_path / "whole"
     for folder in (parts, whole):
         folder.mkdir()

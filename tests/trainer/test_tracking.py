@@ -398,7 +398,7 @@ def test_recording_before_the_beginning_is_an_error():
     tracking.end_training()  # as in the script whose tracking is off
 
 
-def test_recording_behind_the_end_is_said_once_and_raises_nothing(caplog):
+def test_log_after_end_training_warns_once(caplog):
     tracking = RunTrackers([Images], None)
     tracking.init_trackers("project")
     tracking.end_training()
@@ -476,7 +476,7 @@ def test_the_unwrapped_object_has_what_was_recorded_before():
     tracking.end_training()
 
 
-def test_the_list_is_the_callers():
+def test_trackers_returns_a_copy_of_the_list():
     tracking = RunTrackers([Listed], None)
     assert tracking.trackers == []
     tracking.init_trackers("project")
@@ -718,7 +718,7 @@ def test_a_record_that_cannot_be_begun_ends_the_trackers_as_failed(tmp_path):
     assert tracker.seen == ["begun", ("config", {"lr": 1}), "failed"]
 
 
-def test_tensorboard_is_told_too():
+def test_tensorboard_records_a_failed_status():
     trainer = Trainer(max_epochs=1, progress_bar=False, log_with="tensorboard", project_dir="run")
     with pytest.raises(ValueError, match="bad"):
         trainer.fit(Net(ValueError("bad")), [torch.ones(2, 1)])

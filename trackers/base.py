@@ -250,6 +250,23 @@ class GeneralTracker:
         """Write pending records and close the run. Called once, last; see `status`."""
 
 
+class ServiceTracker(GeneralTracker):
+    """A tracker of one SDK object, `_opened`, from `start` to `finish`."""
+
+    _opened: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The underlying SDK object.
+
+        Raises:
+            RuntimeError: the tracker is not started, or is finished.
+        """
+        if self._opened is None:
+            raise RuntimeError(f"The run of {self.name!r} is not open: call `start` first.")
+        return self._opened
+
+
 def is_installed(cls: type[GeneralTracker]) -> bool:
     """Return whether the package that a tracker needs is installed, without importing it."""
     if cls.requires_package is None:

@@ -10,7 +10,7 @@ import random
 import sys
 from typing import Any
 
-from trackers.base import GeneralTracker
+from trackers.base import ServiceTracker
 from trackers.media import (
     existing,
     finite,
@@ -47,7 +47,7 @@ def _picture(image: Any) -> Any:
 
 
 @register_tracker
-class CometMLTracker(GeneralTracker):
+class CometMLTracker(ServiceTracker):
     """An experiment at Comet, or in an archive on disk with ``online=False``.
 
     A run that resumes continues the same experiment. Comet itself records the version of the code,
@@ -71,21 +71,7 @@ class CometMLTracker(GeneralTracker):
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         self.run_name = run_name
         self.init_kwargs = kwargs
-        self._experiment: Any = None
         self._previous: str | None = None
-
-    @property
-    def tracker(self) -> Any:
-        """The experiment of comet_ml.
-
-        Raises:
-            RuntimeError: the tracker is not started, or is finished.
-        """
-        if self._experiment is None:
-            raise RuntimeError(
-                f"The Comet experiment of {self.run_name!r} is not open: call `start` first."
-            )
-        return self._experiment
 
     @property
     def writer(self) -> Any:
@@ -124,7 +110,7 @@ class CometMLTracker(GeneralTracker):
         if not (experiment.alive or experiment.disabled):
             experiment.end()
             raise ConnectionError("Comet did not begin the experiment; its own log says why.")
-        self._experiment = experiment
+        self._opened = experiment
         self.run_id = experiment.get_key()
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -260,7 +246,7 @@ class CometMLTracker(GeneralTracker):
 
     def finish(self) -> None:
         """Record how the run ended as the experiment's "status", and close it."""
-        experiment, self._experiment = self._experiment, None
+        experiment, self._opened = self._opened, None
         if experiment is None:
             return
         if self.status != "running":  # "running": it is unknown how the run ended

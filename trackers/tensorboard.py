@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from trackers.base import GeneralTracker
+from trackers.base import ServiceTracker
 from trackers.code import git_commit
 from trackers.jsonl import unused_name
 from trackers.media import (
@@ -52,7 +52,7 @@ def _quarantine(folder: Path) -> None:
 
 
 @register_tracker
-class TensorBoardTracker(GeneralTracker):
+class TensorBoardTracker(ServiceTracker):
     """Writes event files for TensorBoard to `logging_dir/run_name`.
 
     A fit of the `Trainer` that does not resume renames existing event files
@@ -87,22 +87,8 @@ class TensorBoardTracker(GeneralTracker):
         self.writer_options = {"purge_step": purge_step, **writer_options}
         self._purge_step: int | None = None
         self._anew = False
-        self._writer: Any = None
         self._file: Any = None  # set with the writer
         self._success: Any = None
-
-    @property
-    def tracker(self) -> Any:
-        """The `SummaryWriter`.
-
-        Raises:
-            RuntimeError: the tracker is not started, or is finished.
-        """
-        if self._writer is None:
-            raise RuntimeError(
-                f"The TensorBoard run {self.log_dir} is not open: call `start` first."
-            )
-        return self._writer
 
     @property
     def writer(self) -> Any:
@@ -132,7 +118,7 @@ class TensorBoardTracker(GeneralTracker):
         file = EventFile(self.log_dir, suffix=suffix, purge_step=options["purge_step"])
         writer = Writer(file, **options)
         file.begin()
-        self._writer, self._file = writer, file
+        self._opened, self._file = writer, file
         self._success = self._purge_step = None
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -257,14 +243,14 @@ class TensorBoardTracker(GeneralTracker):
 
     def finish(self) -> None:
         """Write pending events and `status` as a text, and close the files."""
-        if self._writer is None:
+        if self._opened is None:
             return
         try:
             with contextlib.closing(self._file) as file, contextlib.closing(self.tracker):
                 if file.is_there:  # do not create a new file now
                     self._write_end(self.tracker)
         finally:  # also if the disk fails
-            self._writer = self._file = None
+            self._opened = self._file = None
 
     def _write_end(self, writer: Any) -> None:
         if self.status != "running":  # "running": it is unknown how the run ended

@@ -9,7 +9,7 @@ import secrets
 from datetime import date
 from typing import Any
 
-from trackers.base import GeneralTracker
+from trackers.base import ServiceTracker
 from trackers.media import existing, finite, pixels, plain, rendered, table_of
 from trackers.registry import register_tracker
 from trainer.strict_json import python_number
@@ -71,7 +71,7 @@ def _forget_what_failed() -> bool:
 
 
 @register_tracker
-class WandBTracker(GeneralTracker):
+class WandBTracker(ServiceTracker):
     """A run at Weights & Biases, or on disk with ``mode="offline"``.
 
     Every value is recorded with its ``global_step``, which is the horizontal axis of the charts. A
@@ -98,22 +98,10 @@ class WandBTracker(GeneralTracker):
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         self.run_name = run_name
         self.init_kwargs = kwargs
-        self._run: Any = None
         self._previous: tuple[str | None, int | None] = (None, None)
         self._new_id: str | None = None  # the id of a run that has not begun yet
         self._tried = False  # whether `start` failed before
         self._rows = Rows()
-
-    @property
-    def tracker(self) -> Any:
-        """The `wandb.Run`.
-
-        Raises:
-            RuntimeError: the tracker is not started, or is finished.
-        """
-        if self._run is None:
-            raise RuntimeError(f"The W&B run of {self.run_name!r} is not open: call `start` first.")
-        return self._run
 
     @property
     def run(self) -> Any:
@@ -147,9 +135,9 @@ class WandBTracker(GeneralTracker):
             options.setdefault("id", self._new_id)
         self.run_id = options.get("id")
         self._tried = True
-        self._run = run = wandb.init(**options)
+        self._opened = run = wandb.init(**options)
         self.run_id, self._new_id, self._tried = run.id, None, False
-        reported = self._run.summary.get("global_step")
+        reported = self._opened.summary.get("global_step")
         self._rows = Rows(run.starting_step, step, reported if isinstance(reported, int) else None)
         run.define_metric("global_step", hidden=True)
         run.define_metric("*", step_metric="global_step", step_sync=True)
@@ -293,7 +281,7 @@ class WandBTracker(GeneralTracker):
 
     def finish(self) -> None:
         """Close the run as finished, failed or preempted."""
-        run, self._run = self._run, None
+        run, self._opened = self._opened, None
         self._new_id = None
         if run is None:
             return

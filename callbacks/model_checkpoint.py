@@ -122,13 +122,9 @@ class ModelCheckpoint(Callback):
             save_weights_only=save_weights_only,
             background=background,
         )
-        if isinstance(save_top_k, bool) or not isinstance(save_top_k, (int, float)):
-            raise TypeError(f"save_top_k is {save_top_k!r}; it must be -1 (all), 0 or a count.")
-        if not isinstance(save_last, (int, float)):
-            raise TypeError(f"save_last is {save_last!r}; it must be True, False or a count.")
-        if save_top_k < -1 or save_top_k % 1:
+        if not (save_top_k >= -1 and save_top_k % 1 == 0) or isinstance(save_top_k, bool):
             raise ValueError(f"save_top_k must be -1 (all), 0 or a count, got {save_top_k!r}.")
-        if save_last < 0 or save_last % 1:
+        if not (save_last >= 0 and save_last % 1 == 0):
             raise ValueError(f"save_last must be True, False or a count, got {save_last!r}.")
         if save_top_k == 0 and not save_last:
             raise ValueError(

@@ -13,7 +13,7 @@ check_siblings()
 
 if TYPE_CHECKING:
     from trainer.accelerator import Accelerator
-    from trainer.checkpoint import load_checkpoint_in_model
+    from trainer.checkpoint.loading import load_checkpoint_in_model
     from trainer.configuration import (
         AutocastKwargs,
         DataLoaderConfiguration,

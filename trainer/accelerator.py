@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from trackers import GeneralTracker
-from trainer.checkpoint import project as states
+from trainer.checkpoint import accelerator_state as states
+from trainer.checkpoint.accelerator_state import Prepared
 from trainer.checkpoint.objects import save
-from trainer.checkpoint.restore import Prepared
 from trainer.checkpoint.weights import parse_size, save_model
 from trainer.checks import check_bools, check_numbers, check_type, explained, given
 from trainer.configuration import (

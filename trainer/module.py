@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer import checkpoint as disk
-from trainer.checkpoint.storage import MANIFEST, check_form
+from trainer.checkpoint.loading import load_into
+from trainer.checkpoint.serialization import load_tree
+from trainer.checkpoint.storage import committed, locate, verify
+from trainer.checkpoint.weights import WEIGHTS_NAME, load_weights
 from trainer.checks import choice_error
 from trainer.distributed.collectives import gather
 from trainer.errors import CheckpointError
@@ -163,17 +165,16 @@ class TrainModule(nn.Module):
         """
         device = None if map_location is None else torch.device(map_location)
         folder = _checkpoint_at(path)
-        manifest = disk.verify(folder)
-        check_form(manifest, {"files": {disk.WEIGHTS_NAME: dict}}, folder / MANIFEST)
+        manifest = verify(folder)
         strict = cls.strict_loading if strict is None else strict
         module = make(cls, manifest.get("hyper_parameters", {}), kwargs, folder, strict=strict)
         module.configure_model()
         if f"{_TRAINER}.json" in manifest["files"]:  # before the weights: it may replace submodules
-            saved = disk.load_tree(folder, _TRAINER, manifest["files"], {"extra": dict})
+            saved = load_tree(folder, _TRAINER, manifest["files"])
             module.on_load_checkpoint(saved["extra"])
         module.to(device)
-        weights = disk.load_weights(folder)
-        disk.load_into(module, weights, where=folder / disk.WEIGHTS_NAME, strict=strict)
+        weights = load_weights(folder)
+        load_into(module, weights, where=folder / WEIGHTS_NAME, strict=strict)
         return module
 
     # -- state of the run ----------------------------------------------------------------------
@@ -710,12 +711,12 @@ def _checkpoint_at(path: str | os.PathLike[str]) -> Path:
             )
         raise CheckpointError(f"{folder} is a file; {hint}")
     for root in (folder, folder / "checkpoints"):
-        if found := disk.committed(root):
+        if found := committed(root):
             raise CheckpointError(
                 f"{folder} is a folder of checkpoints; give one of them, such as the newest, "
                 f"{found[-1]}."
             )
-    folder = disk.locate(folder)
+    folder = locate(folder)
     if not folder.is_dir():
         raise CheckpointError(f"There is no checkpoint at {folder}: no such folder.")
     return folder

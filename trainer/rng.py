@@ -133,19 +133,6 @@ def load_rng_state(state: dict[str, Any]) -> None:
         torch.mps.set_rng_state(state["mps"])
 
 
-def is_rng_state(state: Any) -> bool:
-    """Return whether `load_rng_state` would accept a state's CPU part; nothing is changed."""
-    try:
-        version, internal, gauss = state["python"]
-        random.Random().setstate((version, tuple(internal), gauss))
-        torch.Generator().set_state(state["torch"])
-        if "numpy" in state:
-            numpy.random.RandomState().set_state(tuple(state["numpy"]))
-    except Exception:  # noqa: BLE001 - any type is possible, because the state may be anything
-        return False
-    return True
-
-
 def _load_device_state(device: Any, saved: Any) -> None:
     if isinstance(saved, torch.Tensor):  # the state of the current device only
         device.set_rng_state(saved)

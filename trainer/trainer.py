@@ -26,8 +26,9 @@ from callbacks import (
 from trackers import GeneralTracker
 from trackers.base import Status
 from trackers.registry import TrackerChoice
-from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
+from trainer.checkpoint.resolve import WORDS
+from trainer.checkpoint.save import is_writer_rank, remove_or_warn
 from trainer.checks import check_bools, explained
 from trainer.configuration import DataLoaderConfiguration, KwargsHandler, ProjectConfiguration
 from trainer.data.epoch_iterator import EpochIterator
@@ -60,7 +61,7 @@ from trainer.loops.preemption import requeue, watch_signals
 from trainer.loops.preflight import check_checkpoint_names
 from trainer.loops.profiler import SAVING, Begin, profiling
 from trainer.loops.recorder import Recorder
-from trainer.loops.run_directory import WORDS, Project
+from trainer.loops.run_directory import Project
 from trainer.loops.setup import (
     RunContext,
     deterministic,
@@ -689,7 +690,7 @@ class Trainer:
     @property
     def keeps_checkpoints(self) -> bool:
         """Whether this is a writer rank: one process per disk finds and removes checkpoints."""
-        return disk.is_writer_rank(self.accelerator.state, self._context.project.on_each_node)
+        return is_writer_rank(self.accelerator.state, self._context.project.on_each_node)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint. Every process may call it; only the writer rank removes it.
@@ -698,7 +699,7 @@ class Trainer:
         not reach the other processes.
         """
         if self.keeps_checkpoints:
-            disk.remove_or_warn(Path(path))
+            remove_or_warn(Path(path))
 
     # -- state of the run ----------------------------------------------------------------------
 

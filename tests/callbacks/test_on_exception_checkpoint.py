@@ -7,7 +7,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from trainer import Trainer, TrainModule
-from trainer import checkpoint as disk
+from trainer.checkpoint.storage import verify
+from trainer.checkpoint.weights import load_weights
 
 
 class Net(TrainModule):
@@ -52,8 +53,8 @@ def test_the_weights_of_that_moment_are_kept_and_a_run_goes_on_from_the_checkpoi
         make(*keep).fit(module, loader())
     path = Path(folder or "run/checkpoints", "exception-00000003-rank-00000")
     assert str(path) in caplog.text
-    assert disk.verify(path)["step"] == 3
-    saved = disk.load_weights(path)
+    assert verify(path)["step"] == 3
+    saved = load_weights(path)
     assert all(torch.equal(saved[name], value) for name, value in module.state_dict().items())
     trainer = make(*keep)
     trainer.fit(Net(), loader(), ckpt_path="auto")

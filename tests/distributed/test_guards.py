@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from trainer import Accelerator
-from trainer.checkpoint.accelerator_state import load_state, save_state
-from trainer.checkpoint.project import load_state as load_project
-from trainer.checkpoint.project import save_state as save_project
-from trainer.checkpoint.restore import Prepared
+from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
+from trainer.checkpoint.accelerator_state import load_state as load_project
+from trainer.checkpoint.accelerator_state import save_state as save_project
 from trainer.checkpoint.save import raise_on_all_ranks, run_on_all_ranks, writer_rank_of
 from trainer.configuration import ProjectConfiguration
 from trainer.distributed import guards

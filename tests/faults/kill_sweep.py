@@ -24,7 +24,9 @@ from torch.utils.data import DataLoader, Dataset
 from callbacks import Callback, EarlyStopping, ModelCheckpoint
 from trackers import read_metrics
 from trainer import Trainer, TrainModule
-from trainer.checkpoint import committed, load_tree, load_weights, verify
+from trainer.checkpoint.serialization import load_tree
+from trainer.checkpoint.storage import committed, verify
+from trainer.checkpoint.weights import load_weights
 
 KILLED = -signal.SIGKILL
 TIMED = -signal.SIGALRM  # whose default is to end the process, wherever it is

@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 from callbacks import Callback, ModelCheckpoint
 from trackers import read_metrics
 from trainer import Trainer, TrainModule
-from trainer.checkpoint import committed, load_tree, load_weights
+from trainer.checkpoint.serialization import load_tree
+from trainer.checkpoint.storage import committed
+from trainer.checkpoint.weights import load_weights
 from trainer.environment import Launch
 from trainer.state.group import _meeting_place
 

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import Callback, EarlyStopping, ModelCheckpoint
 from tests.numerics.running import assert_same, copy_of, on_processes, quiet_trainer
 from trainer import GradScalerKwargs, TrainModule
-from trainer.checkpoint import load_tree, rank_stem
+from trainer.checkpoint.serialization import load_tree
+from trainer.checkpoint.storage import rank_stem
 
 BATCHES = 8  # of each process, in an epoch
 

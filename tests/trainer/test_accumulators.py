@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric, SumMetric
 
-from trainer.checkpoint import load_tree, save_tree
+from trainer.checkpoint.serialization import load_tree, save_tree
 from trainer.loops.module_state import (
     accumulators_of,
     metric_states,

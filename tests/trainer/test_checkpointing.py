@@ -24,7 +24,8 @@ from callbacks import (
 )
 from trackers import read_metrics
 from trainer import Trainer, TrainModule
-from trainer import checkpoint as disk
+from trainer.checkpoint.serialization import load_tree
+from trainer.checkpoint.storage import step_of, verify
 from trainer.errors import CheckpointError, Preempted
 
 
@@ -75,7 +76,7 @@ def fit(module, *callbacks, ckpt_path=None, val=True, **arguments):
 
 
 def on_disk(folder="run/checkpoints"):
-    return [disk.step_of(path) for path in sorted(Path(folder).iterdir())]
+    return [step_of(path) for path in sorted(Path(folder).iterdir())]
 
 
 def manifest(step):
@@ -440,7 +441,7 @@ def test_early_stopping_ends_the_run_and_the_checkpoint_knows():
     assert trainer.global_step == 8
     assert (stopping.stopped_step, stopping.best_score) == (8, 2.0)
     assert on_disk() == [8]
-    state = disk.load_tree(Path("run/checkpoints/step-00000008"), "trainer")
+    state = load_tree(Path("run/checkpoints/step-00000008"), "trainer")
     assert state["callbacks"][stopping.state_key]["wait_count"] == 2
     assert state["should_stop"] is True
 
@@ -663,7 +664,7 @@ def test_a_path_is_that_of_the_call_wherever_hooks_go(
     given = "~/mine" if home else "mine"
     resumed = fit(Leaving([0.0] * 2), max_epochs=2, ckpt_path=given, project_dir="other")
     assert resumed.global_step == 4
-    assert disk.verify(tmp_path / "asked")["step"] == 3
+    assert verify(tmp_path / "asked")["step"] == 3
     os.chdir(tmp_path)
     setattr(Leaving, hook, lambda self, *stage: os.chdir(elsewhere))
     assert make().validate(Leaving([2.0]), loader(1), ckpt_path=given)

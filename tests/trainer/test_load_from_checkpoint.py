@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import Trainer, TrainModule
-from trainer import checkpoint as disk
 from trainer.checkpoint.loading import load_into
+from trainer.checkpoint.storage import checkpoint_name, commit, open_staging
 from trainer.checkpoint.weights import load_weights, save_weights
 from trainer.errors import CheckpointError
 from trainer.hparams import to_manifest
@@ -95,9 +95,9 @@ def assert_equal(one, other):
 
 def weights_only(module, folder="alone"):
     """A folder that holds a module's weights and nothing that a run needs."""
-    staging = disk.open_staging(Path(folder))
+    staging = open_staging(Path(folder))
     save_weights(module.state_dict(), staging)
-    return disk.commit(staging, Path(folder), {"hyper_parameters": to_manifest(module)})
+    return commit(staging, Path(folder), {"hyper_parameters": to_manifest(module)})
 
 
 # -- a module as it was saved ----------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_two_processes_save_what_one_loads_and_the_other_way_round(ranks2):
 def test_a_folder_of_checkpoints_names_the_newest():
     newest = Path("run/checkpoints/step-00000200")
     for step in (10, 200, 30):
-        weights_only(Net(encoder(), 4), newest.with_name(disk.checkpoint_name(step)))
+        weights_only(Net(encoder(), 4), newest.with_name(checkpoint_name(step)))
     for folder in ("run", newest.parent):
         with pytest.raises(CheckpointError, match=f"folder of checkpoints.*the newest, {newest}"):
             Net.load_from_checkpoint(folder, encoder=encoder())

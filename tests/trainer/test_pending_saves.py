@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
 from trainer import Trainer, TrainModule
-from trainer import checkpoint as disk
+from trainer.checkpoint.storage import verify
 from trainer.errors import CheckpointError, Preempted
 
 
@@ -135,7 +135,7 @@ def test_it_is_made_at_the_boundary_and_equals_a_save_there(hook):
     fit(ask, SaveAt(boundary), project_dir="run")
     assert ask.answers == [Path("asked").absolute()]
     assert ask.made == [boundary] * 2
-    assert disk.verify(Path("asked"))["step"] == boundary
+    assert verify(Path("asked"))["step"] == boundary
     assert content_of("asked") == content_of("expected")
 
 
@@ -153,8 +153,8 @@ def test_two_calls_for_one_path_are_one_save_as_the_later_asked():
     ask = Ask("on_train_start", -1)
     fit(Twice(), ask)
     assert ask.made == [2]  # of the other; weights alone ask nobody
-    assert disk.verify(Path("asked"))["weights_only"]
-    assert disk.verify(Path("other"))["step"] == 2
+    assert verify(Path("asked"))["weights_only"]
+    assert verify(Path("other"))["step"] == 2
 
 
 def test_what_a_fit_that_failed_could_not_make_is_told(caplog):
@@ -194,7 +194,7 @@ def test_a_signal_in_the_same_window_does_not_lose_it():
     seen: list[bool] = []
     with pytest.raises(Preempted):
         fit(Ask("on_before_backward", 1), Told(), ModelCheckpoint(), project_dir="run")
-    assert disk.verify(Path("asked"))["step"] == 2
+    assert verify(Path("asked"))["step"] == 2
     state, other = content_of("asked"), content_of("run/checkpoints/step-00000002")
     assert state["trainer.json"]["unfinished"]
     assert state == other
@@ -259,6 +259,6 @@ def test_processes_that_ask_for_different_checkpoints_make_them_all(ranks2):
         return asks[0].made
 
     assert ranks2(body) == [[1, 2]] * 2
-    assert [disk.verify(Path(name))["step"] for name in ("both", "of-0", "of-1")] == [1, 2, 2]
-    assert disk.verify(Path("of-1"))["weights_only"]
-    assert not disk.verify(Path("of-0"))["weights_only"]
+    assert [verify(Path(name))["step"] for name in ("both", "of-0", "of-1")] == [1, 2, 2]
+    assert verify(Path("of-1"))["weights_only"]
+    assert not verify(Path("of-0"))["weights_only"]

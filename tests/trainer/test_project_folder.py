@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import Callback, ModelCheckpoint
 from trackers import JsonlTracker, read_metrics
 from trainer import Trainer, TrainModule
-from trainer import checkpoint as disk
 from trainer.checkpoint import storage
 from trainer.checkpoint.lock import LOCK, alone_in, holder_of
+from trainer.checkpoint.storage import checkpoint_name, open_staging, verify
+from trainer.checkpoint.weights import load_weights
 from trainer.errors import CheckpointError, LaterReleaseError
 from trainer.rng import isolated_rng
 from trainer.state import PartialState
@@ -90,7 +91,7 @@ def names(folder=CHECKPOINTS):
 
 
 def step(number, root=CHECKPOINTS):
-    return root.absolute() / disk.checkpoint_name(number)
+    return root.absolute() / checkpoint_name(number)
 
 
 def contents(folder):
@@ -104,7 +105,7 @@ def records(file="run/metrics.jsonl"):
 
 
 def same_weights(one, other):
-    one, other = disk.load_weights(one), disk.load_weights(other)
+    one, other = load_weights(one), load_weights(other)
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -165,7 +166,7 @@ def test_a_folder_of_the_user_with_the_name_of_a_step_loses_nothing():
     fit("run")
     aside = CHECKPOINTS / "damaged-step-00000004"
     assert contents(aside) == {"model.safetensors": b"mine"}
-    disk.verify(step(4))
+    verify(step(4))
 
 
 def test_a_later_release_is_neither_damaged_nor_gone_back_behind(run):
@@ -177,7 +178,7 @@ def test_a_later_release_is_neither_damaged_nor_gone_back_behind(run):
     assert contents(CHECKPOINTS) == before
     fit("run", ckpt_path=step(8))
     assert (CHECKPOINTS / "abandoned-step-00000012" / MANIFEST).is_file()
-    disk.verify(step(12))
+    verify(step(12))
 
 
 # -- two at once -----------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ def test_a_new_run_clears_what_a_run_without_checkpoints_has_left():
 
 def test_trials_that_write_nothing_need_no_lock_and_clear_nothing():
     def beside():
-        staging = disk.open_staging(step(16))  # as the save that is about to begin
+        staging = open_staging(step(16))  # as the save that is about to begin
         assert fit("run", fast_dev_run=True, ckpt_path="auto").global_step == 12
         assert staging.is_dir()
 
@@ -530,7 +531,7 @@ def test_neither_a_fit_that_fails_to_load_nor_a_save_after_one_leaves_a_process_
         return failed, len(groups) - before
 
     assert ranks2(more_groups) == [(0, 0)] * 2
-    assert disk.verify(Path("after"))["step"] == 6
+    assert verify(Path("after"))["step"] == 6
 
 
 @pytest.mark.parametrize("entry", ["fit", "test"])
@@ -540,7 +541,7 @@ def test_a_checkpoint_that_one_rank_does_not_see_is_refused_on_all(ranks2, entry
     def body():
         with pytest.MonkeyPatch.context() as patch:
             if not PartialState().is_main_process:  # whose disk is another one
-                patch.setattr(disk, "locate", lambda path: Path("nothing"))
+                patch.setattr("trainer.checkpoint.resolve.locate", lambda path: Path("nothing"))
             try:
                 if entry == "fit":
                     fit("other", ckpt_path=step(4))

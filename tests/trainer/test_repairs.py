@@ -160,7 +160,7 @@ def test_best_is_chosen_by_values_of_the_very_weights():
     checkpoint = ModelCheckpoint(every=3, save_top_k=-1, monitor="val/score", mode="max")
     trainer = make(max_steps=9, max_epochs=None, val_every=2, callbacks=checkpoint)
     trainer.fit(Line(), DataLoader(data(), batch_size=2), DataLoader(data(2)))
-    from trainer.checkpoint import committed, read_manifest
+    from trainer.checkpoint.storage import committed, read_manifest
 
     values = {
         path.name: read_manifest(path)["metrics"].get("val/score")

@@ -17,8 +17,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
 from trainer import ProjectConfiguration, Trainer, TrainModule
-from trainer import checkpoint as disk
-from trainer.checkpoint.async_writer import HostCopies, Writer, tree_part, weights_part
+from trainer.checkpoint.async_writer import HostCopies, Writer
+from trainer.checkpoint.parts import tree_part, weights_part
+from trainer.checkpoint.serialization import load_tree
+from trainer.checkpoint.storage import checkpoint_name, committed, open_staging, step_of, verify
+from trainer.checkpoint.weights import load_weights
 from trainer.errors import CheckpointError, Preempted
 from trainer.state import PartialState
 
@@ -63,7 +66,7 @@ def fit(folder, *callbacks, module=None, ckpt_path=None, **arguments):
 
 
 def steps_in(folder):
-    return [disk.step_of(path) for path in disk.committed(Path(folder) / "checkpoints")]
+    return [step_of(path) for path in committed(Path(folder) / "checkpoints")]
 
 
 class At(Callback):
@@ -81,9 +84,9 @@ def gate(monkeypatch):
     """Saves begin only when it is open."""
     opened, real = threading.Event(), save_module.open_staging
 
-    def wait(target):
+    def wait(target, **options):
         assert opened.wait(LIMIT)
-        return real(target)
+        return real(target, **options)
 
     monkeypatch.setattr(save_module, "open_staging", wait)
     yield opened
@@ -105,9 +108,9 @@ def files_of(checkpoint):
 def test_what_is_saved_is_what_the_update_left_though_training_went_on(monkeypatch):
     begins, real = threading.Semaphore(0), save_module.open_staging
 
-    def wait(target):
+    def wait(target, **options):
         assert begins.acquire(timeout=LIMIT)
-        return real(target)
+        return real(target, **options)
 
     # Each save begins two updates after the one that it holds, the last one at once.
     at = At({6: begins.release, 10: begins.release, 12: begins.release})
@@ -117,8 +120,8 @@ def test_what_is_saved_is_what_the_update_left_though_training_went_on(monkeypat
     fit("blocking", At({}), ModelCheckpoint(every=4, save_top_k=-1, background=False))
     assert steps_in("background") == steps_in("blocking") == [4, 8, 12]
     for step in (4, 8, 12):
-        name = disk.checkpoint_name(step)
-        disk.verify(Path("background/checkpoints") / name)
+        name = checkpoint_name(step)
+        verify(Path("background/checkpoints") / name)
         saved, expected = (
             files_of(Path(f, "checkpoints", name)) for f in ("background", "blocking")
         )
@@ -144,9 +147,9 @@ def test_one_save_is_in_flight_and_removals_come_after_the_commit(monkeypatch):
     def traced(name):
         real = getattr(save_module, name)
 
-        def call(*arguments):
+        def call(*arguments, **options):
             events.append((name, threading.current_thread().name))
-            return real(*arguments)
+            return real(*arguments, **options)
 
         return call
 
@@ -196,7 +199,7 @@ def test_an_interrupt_does_not_wait_for_the_save_in_flight(gate, caplog):
 def test_a_save_after_the_fit_is_there_when_the_call_returns():
     trainer = fit("run")
     path = trainer.save_checkpoint("elsewhere/step-00000012", background=True)
-    assert disk.verify(path)["step"] == 12
+    assert verify(path)["step"] == 12
 
 
 def test_host_copies_stay_and_their_memory_is_used_again(tmp_path):
@@ -207,9 +210,9 @@ def test_host_copies_stay_and_their_memory_is_used_again(tmp_path):
     expected = weight.clone()
     weight.zero_()
     write(tmp_path)
-    assert torch.equal(disk.load_weights(tmp_path)["tied"], expected)
-    assert torch.equal(disk.load_tree(tmp_path, "tree")["w"], expected.T)
-    assert disk.load_tree(tmp_path, "tree")["w"].stride() == expected.T.stride()
+    assert torch.equal(load_weights(tmp_path)["tied"], expected)
+    assert torch.equal(load_tree(tmp_path, "tree")["w"], expected.T)
+    assert load_tree(tmp_path, "tree")["w"].stride() == expected.T.stride()
 
     copies.hold([weights_part(state), tree_part({"w": weight.T}, "tree")])
     assert {key: tensor.data_ptr() for key, tensor in copies._kept.items()} == memory
@@ -217,7 +220,7 @@ def test_host_copies_stay_and_their_memory_is_used_again(tmp_path):
     write = copies.hold([weights_part(other)])
     (tmp_path / "second").mkdir()
     write(tmp_path / "second")
-    found = disk.load_weights(tmp_path / "second")
+    found = load_weights(tmp_path / "second")
     assert all(torch.equal(found[name], other[name]) for name in other)
     assert found["half"].dtype == torch.float32
 
@@ -286,7 +289,7 @@ def full_at(monkeypatch, *steps):
     real = save_module.commit
 
     def refuse(staging, target, manifest):
-        if disk.step_of(target) in steps:
+        if step_of(target) in steps:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(staging, target, manifest)
 
@@ -380,7 +383,7 @@ def test_weights_alone_are_for_evaluation_not_to_go_on_from():
     trainer = fit("run", saver)
     path = saver.best_model_path
     assert sorted(os.listdir(path)) == ["manifest.json", "model.safetensors"]
-    assert disk.verify(path)["weights_only"] is True
+    assert verify(path)["weights_only"] is True
     (seen,) = trainer.validate(Net(), loader(1), ckpt_path=path)
     assert seen["seen"] == pytest.approx(trainer.module.head.weight.sum().item())
     with pytest.raises(CheckpointError, match="only weights"):
@@ -393,8 +396,8 @@ def test_weights_are_saved_at_an_exception_and_no_run_goes_on_from_them(caplog):
         fit("run", ModelCheckpoint(every=4, on_exception=True), module=module)
     path = Path("run/checkpoints/exception-00000006-rank-00000")
     assert str(path) in caplog.text
-    assert disk.verify(path)["step"] == 6
-    saved = disk.load_weights(path)
+    assert verify(path)["step"] == 6
+    saved = load_weights(path)
     assert all(torch.equal(saved[name], value) for name, value in module.state_dict().items())
     trainer = fit("run", ModelCheckpoint(every=4), ckpt_path="auto")
     assert trainer.global_step == 12
@@ -463,7 +466,7 @@ def test_damage_is_detected_and_auto_takes_the_newest_sound_one(sound, caplog, d
 
 def test_an_evaluation_beside_the_training_leaves_its_save_alone():
     fit("run", ModelCheckpoint(every=4))
-    staging = disk.open_staging(Path("run/checkpoints/step-00000016"))  # of a save in flight
+    staging = open_staging(Path("run/checkpoints/step-00000016"))  # of a save in flight
     trainer = Trainer(project_dir="run", progress_bar=False, cpu=True)
     trainer.validate(Net(), loader(1), ckpt_path="last")
     assert staging.is_dir()
@@ -701,7 +704,7 @@ def test_saves_of_two_ranks_in_the_background_equal_blocking_ones(ranks2):
     assert ranks2(body) == [[2, 4, 6]] * 2
     for step in (2, 4, 6):
         one, other = (
-            files_of(Path(folder, "checkpoints", disk.checkpoint_name(step)))
+            files_of(Path(folder, "checkpoints", checkpoint_name(step)))
             for folder in ("background", "blocking")
         )
         assert one.keys() == other.keys()

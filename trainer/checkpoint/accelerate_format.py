@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.loading import read_torch_file
-from trainer.checkpoint.restore import Stored
 from trainer.checkpoint.weights import load_weights
 from trainer.errors import CheckpointError
 
@@ -34,8 +33,8 @@ def recognised(path: Path) -> bool:
     return path.is_dir() and any(_STATE.fullmatch(file.name) for file in path.iterdir())
 
 
-def read(path: Path, rank: int, local_rank: int) -> Stored:
-    """Read a folder into memory.
+def read(path: Path, rank: int, local_rank: int) -> dict[str, Any]:
+    """Read a folder into memory; return the fields of `accelerator_state.Stored`.
 
     Args:
         path: The folder.
@@ -53,26 +52,34 @@ def read(path: Path, rank: int, local_rank: int) -> Stored:
         raise CheckpointError(f"{_random_states_file(path, rank)} is missing.")
     own = _random_states(path, rank) if rank in ranks else None
     first = _random_states(path, ranks[0]) if ranks and own is None else own
-    scaler = path / "scaler.pt"
-    return Stored(
-        path=path,
-        weights=[_read_model(path, number) for number in range(_count_models(path))],
-        optimizers=[read_torch_file(file) for file in _numbered(path, "optimizer")],
-        schedulers=[read_torch_file(file) for file in _numbered(path, "scheduler")],
-        loaders=None,
-        custom_objects=[read_torch_file(file) for file in _custom(path)],
-        scaler=read_torch_file(scaler) if scaler.exists() else None,
-        rng=_generators(own, local_rank),
-        first_rng=_generators(first, local_rank),
-        step=(first or {}).get("step", 0),
-        lost=[
+    files = {
+        "optimizers": _numbered(path, "optimizer"),
+        "schedulers": _numbered(path, "scheduler"),
+        "custom_objects": [
+            path / f"custom_checkpoint_{number}.pkl"
+            for number in range(len(list(path.glob("custom_checkpoint_*.pkl"))))
+        ],
+    }
+    scaler = [each for each in (path / "scaler.pt",) if each.exists()]
+    return {
+        "weights": [_read_model(path, number) for number in range(_count_models(path))],
+        "trees": {
+            file.stem: read_torch_file(file)
+            for file in (*(each for kind in files.values() for each in kind), *scaler)
+        },
+        "counts": {kind: len(each) for kind, each in files.items()},
+        "loaders": None,
+        "rng": _generators(own, local_rank),
+        "first_rng": _generators(first, local_rank),
+        "step": (first or {}).get("step", 0),
+        "lost": [
             f"{file.name} holds the state of a sampler or loader, which cannot be loaded: the "
             "loader prepared here starts from the beginning. Use skip_first_batches to resume "
             "inside a pass."
             for file in sorted(path.iterdir())
             if _LOST.fullmatch(file.name)
         ],
-    )
+    }
 
 
 def _read_model(path: Path, number: int) -> dict[str, torch.Tensor]:
@@ -100,11 +107,6 @@ def _numbered(path: Path, name: str) -> list[Path]:
     while files[-1].exists():
         files.append(path / f"{name}_{len(files)}.bin")
     return files[:-1]
-
-
-def _custom(path: Path) -> list[Path]:
-    count = len(list(path.glob("custom_checkpoint_*.pkl")))
-    return [path / f"custom_checkpoint_{number}.pkl" for number in range(count)]
 
 
 def _random_states_file(path: Path, rank: int) -> Path:

@@ -12,257 +12,368 @@ The file names are those of accelerate, with safetensors and JSON instead of pic
     random_states_0.json              one per rank: RNG states, gradients of an incomplete
                                       accumulation window, states of DDP communication hooks
 
-The folder may hold other files; see :mod:`trainer.checkpoint.storage`.
+The folder may hold other files; see :mod:`trainer.checkpoint.storage`. With automatic naming it is
+``<project_dir>/checkpoints/checkpoint_<number>``. Everything is read and checked before any object
+is changed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 import platform
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint import accelerate_format, gradients
-from trainer.checkpoint.loading import read_shapes, read_torch_file
-from trainer.checkpoint.restore import OPTIMIZER_FORM, Prepared, Stored, apply, check, logger
+from trainer.checkpoint.loading import compare, renames
+from trainer.checkpoint.parts import Reader, StatePart, tree_part, weights_part, write_parts
+from trainer.checkpoint.resolve import newest_sound
 from trainer.checkpoint.save import (
     Ranks,
     is_writer_rank,
     raise_on_all_ranks,
     run_on_all_ranks,
+    save_checkpoint,
     writer_rank_of,
 )
-from trainer.checkpoint.serialization import load_tree, save_tree
 from trainer.checkpoint.storage import (
     MANIFEST,
+    NUMBERED,
     STAGING,
-    abandon,
-    check_form,
-    commit_folder,
-    count,
-    examine,
+    is_ours,
     locate,
-    open_folder,
+    sweep,
 )
-from trainer.checkpoint.weights import (
-    BIN_NAME,
-    INDEX_SUFFIX,
-    WEIGHTS_NAME,
-    load_weights,
-    separate_tied,
-    write_weights_file,
-)
+from trainer.checkpoint.weights import BIN_NAME, INDEX_SUFFIX, WEIGHTS_NAME, own_names
+from trainer.configuration import ProjectConfiguration
 from trainer.engines.comm_hooks import for_processes
-from trainer.errors import CheckpointError, DistributedOperationException
+from trainer.errors import CheckpointError, module_logger
+from trainer.files import with_home
 from trainer.names import bare_state_dict
 from trainer.optim.optimizer import parameters_of
+from trainer.optim.state import load_state as load_optimizer
 from trainer.optim.state import state_of
-from trainer.rng import is_rng_state, rng_state
+from trainer.rng import load_rng_state, mix, rng_state, seed_generators
 
-FILE = re.compile(r"random_states_\d+\.json")
+logger = module_logger(__name__)
 
-
-def name_of(rank: int) -> str:
-    """Return the stem of a rank's own file."""
-    return f"random_states_{rank}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loading:
-    """A rank that loads a state, and the per-rank state that it has read.
-
-    Attributes:
-        path: The checkpoint.
-        files: The names of its files.
-        own: The state saved by the same rank or, if fewer ranks saved, by another rank. Earlier
-            releases saved neither gradients nor states of communication hooks.
-        rank: The rank.
-        saved_by: The number of processes that saved.
-        here: The number of processes that load.
-    """
-
-    path: Path
-    files: Container[str]
-    own: dict[str, Any]
-    rank: int
-    saved_by: int
-    here: int
-
-
-def gradients_of(it: Loading) -> dict[str, torch.Tensor] | None:
-    """Return this rank's gradients; with a changed number of processes, the mean of all ranks'."""
-    if it.own.get("gradients") is None:
-        return None
-    if it.saved_by == it.here:
-        return gradients.given([it.own["gradients"]], 0, 1)
-    ranks = _every_rank(it, "before an update", "their gradients")
-    return gradients.given([each["gradients"] or {} for each in ranks], it.rank, it.here)
-
-
-def communication_of(it: Loading) -> list[dict[str, Any]]:
-    """Return this rank's communication hook states, converted for the number of processes."""
-    own: list[dict[str, Any]] = it.own.get("communication", [])
-    if it.saved_by == it.here or not own:
-        return own
-    ranks = _every_rank(it, "with a communication hook", "its state on each")
-    by_hook = zip(*(each["communication"] for each in ranks), strict=True)
-    return [for_processes(states, it.rank, it.here) for states in by_hook]
-
-
-def _every_rank(it: Loading, how: str, what: str) -> list[dict[str, Any]]:
-    """Return the per-rank state of every rank that saved."""
-    path, saved_by = it.path, it.saved_by
-    stems = [name_of(rank) for rank in range(saved_by)]
-    missing = [f"{stem}.json" for stem in stems if f"{stem}.json" not in it.files]
-    if missing:  # they are on another machine's disk
-        raise CheckpointError(
-            f"{path} was saved {how} by {saved_by} processes, and {', '.join(missing)} with {what} "
-            f"are missing here. Load it with {saved_by} processes."
-        )
-    return [load_tree(path, stem, it.files) for stem in stems]
-
-
-SaveHook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], object]
-LoadHook = Callable[[list[torch.nn.Module], str], object]
+SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], object]
+LoadHook = Callable[[list[nn.Module], str], object]
 T = TypeVar("T")
 
 _WEIGHTS = (WEIGHTS_NAME, f"{WEIGHTS_NAME}{INDEX_SUFFIX}", BIN_NAME)
 _KIND = "accelerator"
-_FORM = {
-    **dict.fromkeys(("world_size", "models", "optimizers", "schedulers", "custom_objects"), count),
-    "scaler": bool,
-}
-_RANK_FORM = {
-    "rng": is_rng_state,
-    "step": count,
-    "gradients?": (dict, NoneType),
-    "window_open?": bool,
-    "communication?": list,
-}
+_RANK_FILE = re.compile(r"random_states_(\d+)\.json")
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
+class Stateful(Protocol):
+    """Any object whose state can be saved and restored."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Restore a state."""
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """The objects that an `Accelerator` saves and loads.
+
+    Attributes:
+        models: The bare modules.
+        optimizers: The optimizers.
+        schedulers: The schedulers.
+        dataloaders: The prepared loaders.
+        custom_objects: The objects that the user registered.
+        scaler: The gradient scaler, if there is one.
+        step: The `Accelerator`'s count of micro-batches.
+        window_open: Whether a gradient accumulation window is incomplete: gradients have been
+            accumulated, and the optimizer step has not been made.
+        waiting: The optimizers that have not stepped since the last backward pass.
+        communication: DDP communication hooks with state on this process, such as PowerSGD's error
+            feedback.
+    """
+
+    models: Sequence[nn.Module] = ()
+    optimizers: Sequence[Any] = ()
+    schedulers: Sequence[Stateful] = ()
+    dataloaders: Sequence[Stateful] = ()
+    custom_objects: Sequence[Stateful] = ()
+    scaler: Stateful | None = None
+    step: int = 0
+    window_open: bool = False
+    waiting: Sequence[Any] = ()
+    communication: Sequence[Stateful] = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of objects of each kind whose states have numbered files."""
+        kinds = self.optimizers, self.schedulers, self.custom_objects
+        return dict(zip(_STEMS, map(len, kinds), strict=True))
+
+    def owners(self) -> dict[str, Stateful]:
+        """Return the objects with a file of their own, by its stem, in the order of loading."""
+        owners: dict[str, Stateful] = {
+            _STEMS["optimizers"](n): each for n, each in enumerate(self.optimizers)
+        }
+        owners |= {_STEMS["schedulers"](n): each for n, each in enumerate(self.schedulers)}
+        if self.scaler is not None:
+            owners["scaler"] = self.scaler
+        return owners | {
+            _STEMS["custom_objects"](n): each for n, each in enumerate(self.custom_objects)
+        }
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return all parameters; see `gradients.named_parameters`."""
+        return gradients.named_parameters(self.models, self.optimizers)
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 0 else f"{name}_{number}"
+
+
+_STEMS: dict[str, Callable[[int], str]] = {
+    "optimizers": partial(_numbered, "optimizer"),
+    "schedulers": partial(_numbered, "scheduler"),
+    "custom_objects": "custom_checkpoint_{}".format,
+}
+
+
+def _weights_names(number: int) -> tuple[str, str]:
+    return f"{_numbered('model', number)}.safetensors", f"{_numbered('pytorch_model', number)}.bin"
+
+
+def _rank_stem(rank: int) -> str:
+    return f"random_states_{rank}"
+
+
 def save_state(
-    folder: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str] | None,
     prepared: Prepared,
     processes: Ranks,
+    project: ProjectConfiguration | None = None,
     *,
     safe_serialization: bool = True,
     hooks: Iterable[SaveHook] = (),
-    save_on_each_node: bool = False,
 ) -> Path:
-    """Save all prepared objects to a folder; collective.
+    """Save all prepared objects to ``output_dir``, or to the next numbered checkpoint; collective.
 
-    An earlier checkpoint of this format in ``folder`` is replaced; other files there stay.
+    An earlier checkpoint in the folder is replaced; other files there stay. The save increments
+    ``project.iteration``. With automatic naming and a ``total_limit``, the checkpoints with the
+    lowest numbers are then deleted, except those that also hold other files.
 
     Args:
-        folder: The folder to save to. Rank 0's is used by all ranks.
+        output_dir: The folder, rank 0's on all ranks; ``~`` is the home directory. Ignored with
+            automatic naming.
         prepared: The objects to save.
         processes: The ranks.
+        project: Naming, limit and iteration; None for the defaults.
         safe_serialization: Save weights as safetensors; otherwise with ``torch.save``.
         hooks: Called on every rank with the models, their state dicts and the staging folder,
             before anything is written. State dicts that a hook removes from its list (on the
             process that writes) are not saved. Files written to the staging folder become part of
             the checkpoint.
-        save_on_each_node: The machines share no disk, so local rank 0 of each writes.
 
     Returns:
         The folder, once everything is on disk.
 
     Raises:
+        ValueError: If there is no ``output_dir`` and no automatic naming, if the home directory for
+            ``~`` is not known, or if the next checkpoint or one with a higher number exists
+            already. Nothing is changed then.
         CheckpointError: If any rank failed or an object's state cannot be saved; raised on every
-            rank, and the message names it. The previous contents of ``folder`` are then unchanged.
+            rank, and the message names it. The previous contents of the folder are then unchanged.
     """
-    target = Path(folder)
-    what = f"Saving {target}"
-    writes = is_writer_rank(processes, save_on_each_node)
-    hooks, models = list(hooks), list(prepared.models)
-    weights: list[dict[str, Any]] = []
+    project = project or ProjectConfiguration()
+    writes = is_writer_rank(processes, project.save_on_each_node)
+    displaces: list[Path] = []
+    if project.automatic_checkpoint_naming:
+        target = _root(project) / f"checkpoint_{project.iteration}"
 
-    def step(name: str, work: Callable[[], T]) -> list[T]:
-        return run_on_all_ranks(what, work, processes, operation=f"save_state ({name})")
+        def check() -> None:
+            sweep(target.parent)  # an earlier deletion may have been killed
+            displaces.extend(_displaced_by(target, project.total_limit))
 
-    def begin() -> int:
-        weights.extend(map(bare_state_dict, models))
-        return len(hooks)
+        raise_on_all_ranks(check, processes, here=writes, operation="save_state (arguments)")
+    elif output_dir is None:
+        raise ValueError(
+            "output_dir is None and automatic checkpoint naming is off. Pass a folder, or "
+            "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
+        )
+    else:
+        target = Path(with_home("output_dir", output_dir))
+    models, weights = list(prepared.models), list[dict[str, Any]]()
 
-    def open_() -> tuple[Path, Path, Path] | None:
-        place = Path(os.path.abspath(target))
-        return (open_folder(place), place, target) if writes else None
+    def write(staging: Path) -> None:
+        write_parts(_parts(prepared, weights, processes, writes, safe_serialization))(staging)
 
-    most_hooks = max(step("begin", begin))
-    writer_rank = writer_rank_of(processes, save_on_each_node, operation="save_state (machines)")
-    opened = step("folder", open_)[writer_rank]
-    assert opened is not None  # it is the writer rank's
-    staging, place, target = opened
-
-    def write() -> int:
-        trees = _trees(prepared)
-        if writes:
-            _write_all(weights, trees, staging, safe=safe_serialization)
-        # After reading the scaler's state, which may rescale the gradients.
-        save_tree(_own_state(prepared), staging, name_of(processes.process_index))
-        return len(weights)
-
-    def commit() -> None:
-        if writes:
-            commit_folder(staging, place, manifest)
-
-    try:
-        for number in range(most_hooks):  # one step each, since a hook may call collectives
-            step(
-                f"hook {number + 1}",
-                partial(_call_hook, hooks, number, models, weights, str(staging)),
-            )
-        count = step("write", write)[writer_rank]
-        manifest = _manifest_of(prepared) | {"world_size": processes.num_processes, "models": count}
-        step("commit", commit)
-    except (CheckpointError, DistributedOperationException):
-        if writes:
-            abandon(staging)
-        raise
+    saved = save_checkpoint(
+        target,
+        write,
+        manifest=lambda: {
+            "kind": _KIND,
+            "world_size": processes.num_processes,
+            "models": len(weights),
+            **prepared.counts,
+            "scaler": prepared.scaler is not None,
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        },
+        state=processes,
+        before=[
+            lambda _: weights.extend(map(bare_state_dict, models)),
+            *(partial(_call_hook, hook, models, weights) for hook in hooks),
+        ],
+        shared=True,
+        on_each_node=project.save_on_each_node,
+        displaces=displaces,
+        operation="save_state",
+    )
+    project.iteration += 1
     if writes:
-        logger.info("The state was saved to %s.", target)
-    return target
+        logger.info("The state was saved to %s.", saved)
+    return saved
+
+
+def _call_hook(
+    hook: Callable[..., object], models: list[nn.Module], weights: Any, folder: Path
+) -> None:
+    hook(models, weights, str(folder))
+
+
+def _parts(
+    prepared: Prepared, weights: list[dict[str, Any]], processes: Ranks, writes: bool, safe: bool
+) -> list[StatePart]:
+    """Return this process's parts of the checkpoint."""
+    parts = []
+    states = {  # on all processes: reading the scaler's state may rescale the gradients
+        stem: state_of(owner, prepared.models) for stem, owner in prepared.owners().items()
+    }
+    loaders = [{"state": loader.state_dict()} for loader in prepared.dataloaders]
+    if writes:
+        for number, state in enumerate(weights):
+            with _naming(f"Model {number}"):
+                parts.append(weights_part(state, _weights_names(number)[0 if safe else 1]))
+        for stem, owner in prepared.owners().items():
+            with _naming(f"The state of {stem} ({type(owner).__name__})"):
+                parts.append(tree_part(states[stem], stem))
+        with _naming("The state of the prepared loaders"):
+            parts.append(tree_part(loaders, "sampler"))
+    return [*parts, tree_part(_own_state(prepared), _rank_stem(processes.process_index))]
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Turn a TypeError into a CheckpointError that names the object which cannot be saved."""
+    try:
+        yield
+    except TypeError as error:
+        raise CheckpointError(f"{what} cannot be saved. {error}") from error
+
+
+def _own_state(prepared: Prepared) -> dict[str, Any]:
+    """Return the per-rank state of this process."""
+    return {
+        "step": prepared.step,
+        "rng": rng_state(),
+        "gradients": _gradients_of(prepared),
+        "window_open": prepared.window_open,
+        "communication": [hook.state_dict() for hook in prepared.communication],
+    }
+
+
+def _gradients_of(prepared: Prepared) -> dict[str, Any] | None:
+    """Return gradients of an open window (even if there are none) or of optimizers yet to step."""
+    named = prepared.named_parameters()
+    if prepared.window_open:
+        return gradients.take(named)
+    ours = set(map(id, parameters_of(prepared.waiting)))
+    return gradients.take({name: p for name, p in named.items() if id(p) in ours}) or None
+
+
+@dataclass(kw_only=True)
+class Stored:
+    """The contents of a folder, read into memory.
+
+    Attributes:
+        path: The folder.
+        weights: The models' state dicts.
+        trees: The states of optimizers, schedulers, custom objects and the scaler by file stem.
+        counts: The number of saved optimizers, schedulers and custom objects.
+        loaders: The loaders' state dicts, each under ``"state"``; None if the folder's format does
+            not have them.
+        rng: This rank's RNG states as `trainer.rng.rng_state` returns them; None if this rank saved
+            none.
+        first_rng: The first rank's RNG states.
+        step: See `Prepared`.
+        gradients: Gradients of an incomplete accumulation window or of optimizers that had not
+            stepped, see `trainer.checkpoint.gradients`. None if there were none, or if the folder's
+            format does not have them.
+        window_open: Whether these gradients belong to an incomplete accumulation window.
+        communication: This rank's states of the communication hooks.
+        lost: Warnings about contents of the folder that cannot be restored.
+    """
+
+    path: Path
+    weights: list[dict[str, torch.Tensor]]
+    trees: dict[str, Any]
+    counts: Mapping[str, int]
+    loaders: list[Any] | None
+    rng: dict[str, Any] | None
+    first_rng: dict[str, Any] | None
+    step: int
+    gradients: dict[str, torch.Tensor] | None = None
+    window_open: bool = True
+    communication: list[Any] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
 
 def load_state(
-    folder: str | os.PathLike[str],
+    input_dir: str | os.PathLike[str] | None,
     prepared: Prepared,
     processes: Ranks,
+    project: ProjectConfiguration | None = None,
     *,
     map_location: str | None = None,
     strict: bool = True,
     hooks: Iterable[LoadHook] = (),
-    save_on_each_node: bool = False,
     **load_model_func_kwargs: Any,
 ) -> int:
-    """Restore all prepared objects from a folder; collective.
+    """Restore all prepared objects from ``input_dir``, or the newest intact checkpoint; collective.
 
     Loads folders of :func:`save_state` and of accelerate's ``save_state`` (0.31 to 1.x). The order
     is: check the hashes (a folder of accelerate has none), run the hooks, read everything and check
     on every rank that it matches, and then change the objects. The state of objects that are not
     prepared is skipped with a warning; registered objects must be the same.
 
+    After loading one of the project's own checkpoints, ``project.iteration`` is the number of the
+    next save. If newer checkpoints were skipped as damaged, it is above their numbers too.
+
     Args:
-        folder: The folder. Rank 0's is used by all ranks.
+        input_dir: The folder, rank 0's on all ranks; ``~`` is the home directory. None takes the
+            intact checkpoint of the project with the highest number. If each machine saves its own,
+            it must be intact on all machines.
         prepared: The objects to load into.
         processes: The ranks.
+        project: The project whose checkpoints these are; None for the defaults.
         map_location: None, ``"cpu"`` or ``"on_device"``. All have the same effect: state is moved
             to the device of its parameters.
         strict: False allows names of weights to differ, and the scaler's and RNG states to be
             missing.
         hooks: Called on every rank with the models and the folder. Models that a hook removes from
             its list are not loaded.
-        save_on_each_node: The machines share no disk.
         **load_model_func_kwargs: Arguments of the models' ``load_state_dict``.
 
     Returns:
@@ -270,17 +381,19 @@ def load_state(
 
     Raises:
         TypeError: If ``map_location`` has another value.
-        ValueError: If the folder does not exist.
+        ValueError: If there is no ``input_dir`` and no automatic naming, or no such folder.
         CheckpointError: If anything is damaged, missing or does not match; raised on every rank.
     """
+    project = project or ProjectConfiguration()
+    target, following = _source(input_dir, project, processes)
     if map_location not in _MAP_LOCATIONS:
         raise TypeError(
             f"map_location is {map_location!r}; it must be one of None, 'cpu' and 'on_device'."
         )
-    target = Path(folder)
-    main = is_writer_rank(processes, save_on_each_node)
+    on_each_node = project.save_on_each_node
+    main = is_writer_rank(processes, on_each_node)
     what = f"Loading {target}"
-    hooks, models = list(hooks), list(prepared.models)
+    called, models = list(hooks), list(prepared.models)
 
     def step(name: str, work: Callable[[], T], what: str = what) -> list[T]:
         return run_on_all_ranks(what, work, processes, operation=f"load_state ({name})")
@@ -288,47 +401,75 @@ def load_state(
     raise_on_all_ranks(
         lambda: _check_folder(target), processes, here=main, operation="load_state (arguments)"
     )
-    writer_rank = writer_rank_of(processes, save_on_each_node, operation="load_state (machines)")
+    writer_rank = writer_rank_of(processes, on_each_node, operation="load_state (machines)")
     examined = step("folder", lambda: find_state(target) if main else None)[writer_rank]
     assert examined is not None  # it is the writer rank's
     path, manifest = examined
-    for number in range(max(step("hooks", lambda: len(hooks)))):
-        step(f"hook {number + 1}", partial(_call_hook, hooks, number, models, str(path)))
-    stored = None
+    for number in range(max(step("hooks", lambda: len(called)))):
+        step(
+            f"hook {number + 1}",  # hooks may be registered on some processes only
+            lambda: _call_load_hook(called[number : number + 1], models, path),  # noqa: B023
+        )
+    read: list[Stored] = []
 
-    def read() -> None:
-        nonlocal stored
+    def read_and_check() -> None:
         rank = processes.process_index
         if manifest is None:
-            stored = accelerate_format.read(path, rank, processes.local_process_index)
+            fields = accelerate_format.read(path, rank, processes.local_process_index)
+            stored = Stored(path=path, **fields)
         else:
+            reader = Reader(path, manifest)
             hooked = bool(prepared.communication)
-            stored = _read(path, manifest, rank, processes.num_processes, hooked=hooked)
-        notes = check(stored, models, prepared, strict=strict, model_kwargs=load_model_func_kwargs)
-        if stored.gradients is not None:
-            notes += _check_gradients(stored, prepared)
+            stored = _read(reader, rank, processes.num_processes, hooked=hooked)
+        notes = _check(stored, models, prepared, strict=strict, model_kwargs=load_model_func_kwargs)
         for note in notes if main else ():
             logger.warning("Loading %s: %s", path, note)
+        read.append(stored)
 
-    def load() -> None:
-        assert stored is not None  # read() succeeded
-        apply(
+    step("read", read_and_check)
+    (stored,) = read
+    step(
+        "load",
+        lambda: _apply(
             stored,
             models,
             prepared,
             rank=processes.process_index,
             strict=strict,
             model_kwargs=load_model_func_kwargs,
-        )
-        if stored.gradients is not None or prepared.window_open:
-            gradients.put(_named(prepared), stored.gradients or {})
-
-    step("read", read)
-    step("load", load, f"{what}, which is partly done,")
-    assert isinstance(stored, Stored)
+        ),
+        f"{what}, which is partly done,",
+    )
     if main:
         logger.info("The state of %s was loaded.", path)
+    if following is not None:
+        project.iteration = following
     return stored.step
+
+
+def _source(
+    input_dir: str | os.PathLike[str] | None, project: ProjectConfiguration, processes: Ranks
+) -> tuple[Path, int | None]:
+    """Return the folder to load, and the number of the next save; None if that stays as it is."""
+    naming = project.automatic_checkpoint_naming
+    if input_dir is not None:
+        target = Path(with_home("input_dir", input_dir))
+        match = NUMBERED.fullmatch(target.name)
+        if match is None or not naming or project.project_dir is None:
+            return target, None
+        ours = target.absolute().parent == _root(project).absolute()
+        return target, int(match[1]) + 1 if ours else None
+    if naming:
+        return _newest(project, processes)
+    raise ValueError(
+        "input_dir is None and automatic checkpoint naming is off. Pass the folder that save_state "
+        "returned."
+    )
+
+
+def _call_load_hook(hooks: Sequence[LoadHook], models: list[nn.Module], path: Path) -> None:
+    for hook in hooks:
+        hook(models, str(path))
 
 
 def find_state(target: Path) -> tuple[Path, dict[str, Any] | None]:
@@ -351,14 +492,13 @@ def find_state(target: Path) -> tuple[Path, dict[str, Any] | None]:
             f"{path} holds weights ({weights[0]}), but no state of save_state: there is no "
             f"{MANIFEST}. Load them with load_checkpoint_in_model(model, folder)."
         )
-    path, manifest = examine(path)
-    if manifest.get("kind") != _KIND:
+    reader = Reader.open(path)
+    if reader.manifest.get("kind") != _KIND:
         raise CheckpointError(
             f"{path} was not saved by Accelerator.save_state. A Trainer's checkpoint is resumed "
             "with Trainer.fit(…, ckpt_path=…)."
         )
-    check_form(manifest, _FORM, path / MANIFEST)
-    return path, manifest
+    return reader.path, dict(reader.manifest)
 
 
 def _check_folder(target: Path) -> None:
@@ -373,91 +513,188 @@ def _check_folder(target: Path) -> None:
         )
 
 
-def _call_hook(hooks: Sequence[Callable[..., object]], number: int, *args: Any) -> None:
-    if number < len(hooks):  # hooks may be registered on some processes only
-        hooks[number](*args)  # its result is dropped: it may not be picklable
+def _ranks_in(reader: Reader) -> list[int]:
+    ranks = sorted(int(match[1]) for name in reader.files if (match := _RANK_FILE.fullmatch(name)))
+    if not ranks:
+        raise CheckpointError("The manifest lists no state of a process.")
+    return ranks
 
 
-def _numbered(name: str, number: int) -> str:
-    return name if number == 0 else f"{name}_{number}"
-
-
-def _manifest_of(prepared: Prepared) -> dict[str, Any]:
+def _read_trees(reader: Reader) -> dict[str, Any]:
+    """Return the fields of `Stored` that are the same on all processes, except the weights."""
+    stems = [stem for kind in _STEMS for stem in map(_STEMS[kind], range(reader.manifest[kind]))]
+    if reader.manifest["scaler"]:
+        stems.append("scaler")
     return {
-        "kind": _KIND,
-        "optimizers": len(prepared.optimizers),
-        "schedulers": len(prepared.schedulers),
-        "custom_objects": len(prepared.custom_objects),
-        "scaler": prepared.scaler is not None,
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "trees": {stem: reader.tree(stem) for stem in stems},
+        "loaders": reader.tree("sampler"),
+        "counts": reader.manifest,
     }
 
 
-def _own_state(prepared: Prepared) -> dict[str, Any]:
-    """Return the per-rank state of this process."""
-    return {
-        "step": prepared.step,
-        "rng": rng_state(),
-        "gradients": _gradients_of(prepared),
-        "window_open": prepared.window_open,
-        "communication": [hook.state_dict() for hook in prepared.communication],
-    }
+def _read(reader: Reader, rank: int, processes: int, *, hooked: bool) -> Stored:
+    saved_by = reader.manifest["world_size"]
+    wanted = [rank] if rank < saved_by == processes else _ranks_in(reader)
+    ranks = {each: reader.tree(_rank_stem(each)) for each in wanted}
+    first = ranks.get(rank) or ranks[min(ranks)]
+
+    def of_all(how: str, what: str) -> list[dict[str, Any]]:
+        if len(ranks) < saved_by:  # the others are on another machine's disk
+            raise CheckpointError(
+                f"{reader.path} was saved {how} by {saved_by} processes, and {what} is here of "
+                f"{len(ranks)} alone. Load it with {saved_by} processes."
+            )
+        return list(ranks.values())
+
+    # Earlier releases saved neither gradients nor states of communication hooks.
+    own_gradients, communication = first.get("gradients"), first.get("communication", [])
+    if own_gradients is not None and saved_by == processes:
+        own_gradients = gradients.given([own_gradients], 0, 1)
+    elif own_gradients is not None:
+        every = of_all("before an update", "the gradients")
+        own_gradients = gradients.given([r["gradients"] or {} for r in every], rank, processes)
+    if hooked and communication and saved_by != processes:
+        every = of_all("with a communication hook", "its state")
+        by_hook = zip(*(each["communication"] for each in every), strict=True)
+        communication = [for_processes(states, rank, processes) for states in by_hook]
+    return Stored(
+        path=reader.path,
+        weights=[
+            reader.weights(*_weights_names(number)) for number in range(reader.manifest["models"])
+        ],
+        rng=ranks[rank]["rng"] if rank in ranks else None,
+        first_rng=first["rng"],
+        step=first["step"],
+        gradients=own_gradients,
+        window_open=first.get("window_open", True),
+        communication=communication if hooked else [],
+        **_read_trees(reader),
+    )
 
 
-def _trees(prepared: Prepared) -> dict[str, tuple[str, Any]]:
-    """Return the trees to save by file stem, each with its owner's type."""
-    owners: dict[str, Any] = {}
-    for name, objects in (("optimizer", prepared.optimizers), ("scheduler", prepared.schedulers)):
-        owners |= {_numbered(name, number): obj for number, obj in enumerate(objects)}
-    for number, obj in enumerate(prepared.custom_objects):
-        owners[f"custom_checkpoint_{number}"] = obj
-    if prepared.scaler is not None:
-        owners["scaler"] = prepared.scaler
-    trees = {
-        stem: (type(obj).__name__, state_of(obj, prepared.models)) for stem, obj in owners.items()
-    }
-    loaders = [{"state": loader.state_dict()} for loader in prepared.dataloaders]
-    return {**trees, "sampler": ("prepared loaders", loaders)}
-
-
-def _write_all(
-    weights: list[dict[str, Any]],
-    trees: dict[str, tuple[str, Any]],
-    staging: Path,
+def _check(
+    stored: Stored,
+    models: Sequence[nn.Module],
+    prepared: Prepared,
     *,
-    safe: bool,
+    strict: bool,
+    model_kwargs: Mapping[str, Any],
+) -> list[str]:
+    """Check that the stored state matches the prepared objects; add names of tied weights.
+
+    Returns:
+        Warnings about state that will not be restored.
+
+    Raises:
+        CheckpointError: If the state of a prepared object is missing, or does not match. If
+            ``strict`` is False, names of weights may differ, and the scaler and RNG states may be
+            missing.
+        TypeError: If a model's ``load_state_dict`` does not take ``model_kwargs``.
+    """
+    notes = list(stored.lost)
+    saved_counts = {"models": len(stored.weights)} | {k: stored.counts[k] for k in _STEMS}
+    for kind, here in ({"models": len(models)} | prepared.counts).items():
+        saved, registered = saved_counts[kind], kind == "custom_objects"
+        what = kind.replace("_", " ")
+        if saved < here or (registered and saved != here):
+            raise CheckpointError(
+                f"{stored.path} holds the state of {saved} {what}, but {here} are "
+                f"{'registered' if registered else 'prepared'} here. Prepare and register the same "
+                "objects, in the same order, as when it was saved."
+            )
+        if saved > here:
+            notes.append(
+                f"The last {saved - here} of {saved} {what} are not loaded: only {here} are "
+                "prepared."
+            )
+    notes += _check_rest(stored, prepared, strict=strict)
+    for number, (model, weights) in enumerate(zip(models, stored.weights, strict=False)):
+        stored.weights[number] = weights = own_names(model, weights)
+        _check_model(f"Model {number} of {stored.path}", model, weights, strict=strict)
+        inspect.signature(model.load_state_dict).bind(weights, strict=strict, **model_kwargs)
+    for number, optimizer in enumerate(prepared.optimizers):
+        state = stored.trees[_STEMS["optimizers"](number)]
+        _check_optimizer(f"Optimizer {number} of {stored.path}", optimizer, state)
+    if stored.gradients is not None:
+        notes += _check_gradients(stored, prepared)
+    return notes
+
+
+def _check_rest(stored: Stored, prepared: Prepared, *, strict: bool) -> list[str]:
+    notes = []
+    if prepared.scaler is not None and "scaler" not in stored.trees:
+        text = f"{stored.path} holds no state of a gradient scaler."
+        if strict:
+            raise CheckpointError(
+                f"{text} Load it with the precision it was saved with, or pass strict=False to "
+                "start with a new scaler."
+            )
+        notes.append(text)
+    if prepared.scaler is None and "scaler" in stored.trees:
+        notes.append("The gradient scaler's state is not loaded: this precision uses no scaler.")
+    if prepared.communication and len(stored.communication) != len(prepared.communication):
+        notes.append(
+            f"It holds the state of {len(stored.communication)} communication hooks, but "
+            f"{len(prepared.communication)} are registered: these stay as they are."
+        )
+        stored.communication.clear()
+    loaders = stored.loaders
+    if loaders is not None and len(loaders) != len(prepared.dataloaders):
+        notes.append(
+            f"It holds the epochs of {len(loaders)} loaders, but {len(prepared.dataloaders)} are "
+            "prepared; they are matched by their order."
+        )
+    if stored.first_rng is None:
+        if strict:
+            raise CheckpointError(
+                f"{stored.path} holds no random states. Pass strict=False to leave the generators "
+                "unchanged."
+            )
+        notes.append("It holds no random states: the generators are left unchanged.")
+    return notes
+
+
+def _check_model(
+    what: str, model: nn.Module, weights: dict[str, torch.Tensor], *, strict: bool
 ) -> None:
-    name, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
-    for number, state in enumerate(weights):
-        with _refused_as(f"Model {number}"):
-            tensors, tied = separate_tied(state)
-            write_weights_file(tensors, tied, staging / f"{_numbered(name, number)}.{suffix}")
-    for stem, (owner, tree) in trees.items():
-        with _refused_as(f"The state of {stem} ({owner})"):
-            save_tree(tree, staging, stem)
+    here = model.state_dict(keep_vars=True)
+    by_value = {id(here[name]): weights[name] for name in weights if name in here}
+    # A tied weight may have been saved under its other name; a lazy module had nothing to save.
+    for name, value in here.items():
+        if name not in weights and (id(value) in by_value or is_lazy(value)):
+            weights[name] = by_value.get(id(value), value)
+    if renames(model):
+        return
+    shapes = {
+        name: tuple(value.shape) for name, value in weights.items() if hasattr(value, "shape")
+    }
+    mismatch = compare(model, shapes)
+    if not strict:
+        mismatch.missing, mismatch.unexpected = [], []
+    if mismatch:
+        raise CheckpointError(
+            f"{what} does not fit the one prepared:\n{mismatch.bare(model)}\nRecreate it as it was "
+            "when saved."
+        )
 
 
-@contextmanager
-def _refused_as(what: str) -> Iterator[None]:
-    """Turn a TypeError into a CheckpointError that names the object which cannot be saved."""
-    try:
-        yield
-    except TypeError as error:
-        raise CheckpointError(f"{what} cannot be saved. {error}") from error
-
-
-def _gradients_of(prepared: Prepared) -> dict[str, Any] | None:
-    """Return gradients of an open window (even if there are none) or of optimizers yet to step."""
-    named = _named(prepared)
-    if prepared.window_open:
-        return gradients.take(named)
-    ours = set(map(id, parameters_of(prepared.waiting)))
-    return gradients.take({name: p for name, p in named.items() if id(p) in ours}) or None
+def _check_optimizer(what: str, optimizer: Any, state: Any) -> None:
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None or not isinstance(state, dict) or "param_groups" not in state:
+        return
+    here = [len(group["params"]) for group in groups]
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    if here != saved:
+        raise CheckpointError(
+            f"{what} has groups of {saved} parameters, but the one prepared has {here}. Recreate "
+            "it as it was when saved."
+        )
 
 
 def _check_gradients(stored: Stored, prepared: Prepared) -> list[str]:
-    if (stored.scaler is None) != (prepared.scaler is None):
-        how = f"{'not ' if stored.scaler is None else ''}scaled as in fp16"
+    scaled = "scaler" in stored.trees
+    if scaled != (prepared.scaler is not None):
+        how = f"{'' if scaled else 'not '}scaled as in fp16"
         if not stored.window_open:  # they may not be needed: the next call may be zero_grad
             stored.gradients = None
             return [f"the gradients that an optimizer has not used yet are {how}, and are left out"]
@@ -465,85 +702,114 @@ def _check_gradients(stored: Stored, prepared: Prepared) -> list[str]:
             f"{stored.path} was saved inside a window of micro-batches, whose gradients are {how}. "
             "Load it with the precision it was saved with."
         )
-    return gradients.check(_named(prepared), stored.gradients or {})
+    return gradients.check(prepared.named_parameters(), stored.gradients or {})
 
 
-def _named(prepared: Prepared) -> dict[str, torch.nn.Parameter]:
-    return gradients.named_parameters(prepared.models, prepared.optimizers)
+def dtypes_of(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[int, torch.dtype]:
+    """Return the dtypes of saved weights by the ``id`` of the parameters that they load into."""
+    named = model.named_parameters()
+    return {id(each): weights[name].dtype for name, each in named if name in weights}
 
 
-def check_readable(path: Path, manifest: dict[str, Any]) -> None:
-    """Check the form of everything in a folder; of weight files, only the headers are read.
+def _apply(
+    stored: Stored,
+    models: Sequence[nn.Module],
+    prepared: Prepared,
+    *,
+    rank: int,
+    strict: bool,
+    model_kwargs: Mapping[str, Any],
+) -> None:
+    """Restore everything, the RNG states last."""
+    dtypes: dict[int, torch.dtype] = {}
+    for model, weights in zip(models, stored.weights, strict=False):
+        dtypes |= dtypes_of(model, weights)
+    for model, weights in zip(models, stored.weights, strict=False):
+        model.load_state_dict(weights, strict=strict, **model_kwargs)
+    for stem, owner in prepared.owners().items():
+        if stem in stored.trees:  # the scaler's may be missing
+            load_optimizer(owner, stored.trees[stem], dtypes)
+    for loader, state in zip(prepared.dataloaders, stored.loaders or [], strict=False):
+        loader.load_state_dict(state["state"])
+    # Either list may be empty, see `_check_rest`; otherwise their lengths are equal.
+    for hook, state in zip(prepared.communication, stored.communication, strict=False):
+        hook.load_state_dict(state)
+    if stored.gradients is not None or prepared.window_open:
+        gradients.put(prepared.named_parameters(), stored.gradients or {})
+    if stored.rng is not None:
+        load_rng_state(stored.rng)
+    elif stored.first_rng is not None:
+        logger.warning(
+            "%s was saved by fewer processes: rank %d starts with random states derived from rank "
+            "0's.",
+            stored.path,
+            rank,
+        )
+        digest = hashlib.sha256(stored.first_rng["torch"].numpy().tobytes()).digest()
+        seed_generators(mix(int.from_bytes(digest[:7], "big"), rank))
+
+
+def _root(project: ProjectConfiguration) -> Path:
+    if project.project_dir is None:
+        raise ValueError(
+            "Automatic checkpoint naming needs a project_dir; pass one to the Accelerator or to "
+            "ProjectConfiguration."
+        )
+    return Path(with_home("project_dir", project.project_dir)) / "checkpoints"
+
+
+def _in_project(root: Path) -> dict[int, Path]:
+    """Return the project's numbered folders."""
+    folders = root.iterdir() if root.is_dir() else ()
+    return {int(match[1]): path for path in folders if (match := NUMBERED.fullmatch(path.name))}
+
+
+def _displaced_by(target: Path, limit: int | None) -> list[Path]:
+    """Return the checkpoints that a save to ``target`` displaces, the lowest numbers.
 
     Raises:
-        CheckpointError: A file is malformed.
+        ValueError: This number or a higher one exists: such checkpoints are another run's.
     """
-    for number in range(manifest["models"]):
-        file = path / _weights_file(manifest["files"], number)
-        if file.suffix == ".safetensors":
-            read_shapes(file)
-    _read_shared(path, manifest, copy=False)
-    for stem in _rank_stems(manifest["files"]):
-        load_tree(path, stem, manifest["files"], _RANK_FORM, copy=False)
+    existing = _in_project(target.parent)
+    match = NUMBERED.fullmatch(target.name)
+    assert match is not None  # `save_state` has named it
+    later = [path.name for number, path in sorted(existing.items()) if number >= int(match[1])]
+    if later:
+        raise ValueError(
+            f"{target} is the next checkpoint, but {', '.join(later)} of another run exist "
+            "already; nothing was saved or deleted. Call load_state() first to resume from them, "
+            f"set accelerator.project_configuration.iteration to {max(existing) + 1} to continue "
+            "their numbering, or choose another project_dir."
+        )
+    ours = [path for _, path in sorted(existing.items()) if is_ours(path)]
+    return [] if limit is None else ours[: max(len(ours) + 1 - limit, 0)]
 
 
-def _rank_stems(listed: Iterable[str]) -> list[str]:
-    stems = sorted(name[: -len(".json")] for name in listed if FILE.fullmatch(name))
-    if not stems:
-        raise CheckpointError("The manifest lists no state of a process.")
-    return stems
+def _newest(project: ProjectConfiguration, processes: Ranks) -> tuple[Path, int]:
+    """Return the checkpoint with the highest number that is intact on all machines.
 
-
-def _weights_file(listed: Container[str], number: int) -> str:
-    """Return the name of the weights file of model `number`, as the manifest lists it."""
-    names = f"{_numbered('model', number)}.safetensors", f"{_numbered('pytorch_model', number)}.bin"
-    for name in names:
-        if name in listed:
-            return name
-    raise CheckpointError(f"The manifest lists neither {names[0]} nor {names[1]}.")
-
-
-def _read_shared(path: Path, manifest: dict[str, Any], *, copy: bool = True) -> dict[str, Any]:
-    """Return the fields of `Stored` that are the same on all processes, except the weights."""
-
-    def tree(stem: str, form: Any = object) -> Any:
-        return load_tree(path, stem, manifest["files"], form, copy=copy)
-
-    def trees(name: str, key: str, form: Any) -> list[Any]:
-        return [tree(_numbered(name, number), form) for number in range(manifest[key])]
-
-    numbers = range(manifest["custom_objects"])
-    return {
-        "optimizers": trees("optimizer", "optimizers", OPTIMIZER_FORM),
-        "schedulers": trees("scheduler", "schedulers", dict),
-        "loaders": tree("sampler", [{"state": object}]),
-        "custom_objects": [tree(f"custom_checkpoint_{number}") for number in numbers],
-        "scaler": tree("scaler", dict) if manifest["scaler"] else None,
-    }
-
-
-def _read(
-    path: Path, manifest: dict[str, Any], rank: int, processes: int, *, hooked: bool
-) -> Stored:
-    saved_by, files = manifest["world_size"], manifest["files"]
-    stem = name_of(rank)
-    own = load_tree(path, stem, files, _RANK_FORM) if rank < saved_by else None
-    first = own or load_tree(path, _rank_stems(files)[0], files, _RANK_FORM)
-    loading = Loading(
-        path=path, files=files, own=first, rank=rank, saved_by=saved_by, here=processes
+    Returns:
+        The checkpoint, and the highest existing number plus 1.
+    """
+    root = _root(project)
+    writes = is_writer_rank(processes, project.save_on_each_node)
+    found = newest_sound(
+        root,
+        processes,
+        list_=lambda: {number: (path, None) for number, path in _in_project(root).items()},
+        check=find_state,
+        on_each_node=project.save_on_each_node,
+        operation="load_state (choose)",
     )
-    weights = [path / _weights_file(files, number) for number in range(manifest["models"])]
-    return Stored(
-        path=path,
-        weights=[
-            load_weights(file) if file.suffix == ".safetensors" else read_torch_file(file)
-            for file in weights
-        ],
-        rng=None if own is None else own["rng"],
-        first_rng=first["rng"],
-        step=first["step"],
-        gradients=gradients_of(loading),
-        window_open=first.get("window_open", True),
-        communication=communication_of(loading) if hooked else [],
-        **_read_shared(path, manifest),
+    if found is None:
+        raise CheckpointError(
+            f"{root} holds no checkpoint_<number>. Start without load_state(), or pass the folder "
+            "to load."
+        )
+    numbers = run_on_all_ranks(
+        "Numbering the checkpoints",
+        lambda: max(_in_project(root)) if writes else 0,
+        processes,
+        operation="load_state (number)",
     )
+    return found, max(numbers) + 1

@@ -1,17 +1,13 @@
 """Run one checkpoint save at a time, in the foreground or on a background thread.
 
-State parts: what one process contributes to a checkpoint, validated and encoded.
-
-A part is written at once or, in a background save, later. State dicts refer to tensors that
-training continues to change, so a background save first copies their values to host memory. That
-memory is reused by every save.
+State dicts refer to tensors that training continues to change, so a background save first copies
+their values to host memory.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,76 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.checkpoint.parts import StatePart, Write
 from trainer.checkpoint.save import Ranks
-from trainer.checkpoint.serialization import encode_tree, portable, write_tree
-from trainer.checkpoint.weights import WEIGHTS_NAME, separate_tied, write_weights
 from trainer.errors import CheckpointError, module_logger
 
-Write = Callable[[Path], None]
-Encoded = tuple[
-    str, dict[str, Tensor]
-]  # the result of `trainer.checkpoint.serialization.encode_tree`
-
-
-@dataclass(frozen=True, slots=True)
-class StatePart:
-    """A state part: tensors and text of one process for a checkpoint.
-
-    Attributes:
-        tensors: Plain, contiguous tensors. Training may still change them in place.
-        write: Writes given tensors (these or copies of them) and the part's text into a folder.
-        text_size: The size of the text in bytes.
-    """
-
-    tensors: Mapping[str, Tensor]
-    write: Callable[[Mapping[str, Tensor], Path], None]
-    text_size: int = 0
-
-    @property
-    def size(self) -> int:
-        """The size on disk in bytes, without file headers."""
-        return self.text_size + sum(tensor.nbytes for tensor in self.tensors.values())
-
-
-def weights_part(state_dict: Mapping[str, object], name: str = WEIGHTS_NAME) -> StatePart:
-    """Return a module's weights as a state part; see `trainer.checkpoint.weights`.
-
-    Raises:
-        TypeError: A value cannot be saved.
-    """
-    tensors, tied = separate_tied(state_dict)
-    return StatePart(
-        {name: portable(tensor, f"The weight {name!r}") for name, tensor in tensors.items()},
-        lambda values, folder: write_weights(values, tied, folder / name),
-    )
-
-
-def tree_part(tree: object, stem: str) -> StatePart:
-    """Return nested state as a state part; see `trainer.checkpoint.serialization`.
-
-    Raises:
-        TypeError: The tree holds a value that cannot be saved; the message says where.
-    """
-    return encoded_part(*encode_tree(tree, stem), stem)
-
-
-def encoded_part(document: str, tensors: Mapping[str, Tensor], stem: str) -> StatePart:
-    """Return an already encoded tree as a state part, for example one from another process."""
-    return StatePart(
-        tensors,
-        lambda values, folder: write_tree(document, values, folder, stem),
-        len(document),
-    )
-
-
-def write_parts(parts: Sequence[StatePart]) -> Write:
-    """Return a function that writes the values that the tensors have when it is called."""
-
-    def write(folder: Path) -> None:
-        for part in parts:
-            part.write(part.tensors, folder)
-
-    return write
+logger = module_logger(__name__)
 
 
 class HostCopies:
@@ -143,9 +74,6 @@ def _events_of(tensors: Sequence[Tensor]) -> list[Any]:
         event.record()
         events.append(event)
     return events
-
-
-logger = module_logger(__name__)
 
 
 class Writer:

@@ -222,13 +222,16 @@ class KeyMismatch:
         return bool(self.missing or self.unexpected or self.misshaped)
 
     def __str__(self) -> str:
-        parts = [f"missing: {', '.join(self.missing)}"] if self.missing else []
-        parts += [f"unexpected: {', '.join(self.unexpected)}"] if self.unexpected else []
-        parts += [
-            f"{name} is {saved} in the file and {here} in the model"
+        shapes = [
+            f"{name} ({list(saved)} in the file, {list(here)} in the model)"
             for name, (saved, here) in self.misshaped.items()
         ]
-        return "; ".join(parts)
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": shapes}
+        return "\n".join(
+            f"  {kind} ({len(names)}): {', '.join(names[:_SHOWN])}{', …' * (len(names) > _SHOWN)}"
+            for kind, names in kinds.items()
+            if names
+        )
 
     def bare(self, model: torch.nn.Module) -> KeyMismatch:
         """Return the mismatch with wrapper prefixes removed from all names, for messages."""
@@ -295,7 +298,7 @@ def load_into(
     mismatch = compare(module, {name: tuple(tensor.shape) for name, tensor in weights.items()})
     if translates := _translates(module):
         mismatch = _load_translated(module, weights, mismatch, where)
-    named = printable(_grouped(mismatch.bare(module)))
+    named = printable(str(mismatch.bare(module)))
     if mismatch and strict:
         raise CheckpointError(
             f"{os.fspath(where)} does not fit the module, a {type(module).__name__}:\n"
@@ -350,24 +353,6 @@ def _load_translated(
 
 def _without(weights: Mapping[str, torch.Tensor], names: Container[str]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in weights.items() if name not in names}
-
-
-def _grouped(mismatch: KeyMismatch) -> str:
-    """Return the key mismatch as text, with one line for each kind."""
-    shapes = [
-        f"{name} ({list(saved)} in the file, {list(here)} in the module)"
-        for name, (saved, here) in mismatch.misshaped.items()
-    ]
-    kinds = {
-        "missing from the file": mismatch.missing,
-        "unexpected in the file": mismatch.unexpected,
-        "of another shape": shapes,
-    }
-    return "\n".join(
-        f"  {kind} ({len(names)}): {', '.join(names[:_SHOWN])}{', …' * (len(names) > _SHOWN)}"
-        for kind, names in kinds.items()
-        if names
-    )
 
 
 _DISK = "disk"
@@ -554,7 +539,7 @@ def _tell(mismatch: KeyMismatch, checkpoint: object, *, strict: bool) -> None:
 
 def _strictly(checkpoint: object, mismatch: KeyMismatch) -> str:
     return (
-        f"{checkpoint} does not fit the model: {mismatch}. Create the model as it was when it was "
+        f"{checkpoint} does not fit the model:\n{mismatch}\nCreate the model as it was when it was "
         "saved, or load what fits with strict=False."
     )
 

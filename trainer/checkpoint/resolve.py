@@ -1,55 +1,115 @@
-"""Choose the checkpoint to resume from, the same on all ranks."""
+"""Choose which checkpoint is meant, the same on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch.distributed as dist
-
-from trainer.checkpoint.save import Ranks, is_writer_rank, run_on_all_ranks, writer_rank_of
+from trainer.checkpoint.save import (
+    CHECKPOINT,
+    Ranks,
+    is_writer_rank,
+    run_on_all_ranks,
+    writer_rank_of,
+)
 from trainer.checkpoint.storage import (
+    MANIFEST,
     committed,
     is_newer,
+    locate,
+    metrics_of,
     read_manifest,
     run_id_of,
     step_of,
     verify,
     without_manifest,
 )
+from trainer.checks import choice_error
 from trainer.errors import CheckpointError, LaterReleaseError, module_logger
 
 logger = module_logger(__name__)
+
+WORDS = ("auto", "best", "last")
+
+Check = Callable[[Path], object]
+Listed = Mapping[int, tuple[Path, str | None]]  # paths and run ids by step or number
+
+
+def choose_checkpoint(
+    ckpt_path: str | os.PathLike[str] | None,
+    roots: Sequence[Path],
+    monitors: Sequence[tuple[str, str]],
+    state: Ranks,
+    *,
+    check: Check = verify,
+    on_each_node: bool,
+    instead: str,
+) -> Path | None:
+    """Resolve the ``ckpt_path`` of a Trainer to a checkpoint, the same on all ranks; collective.
+
+    Args:
+        ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
+        roots: The folders to search; the same on all ranks unless `on_each_node`.
+        monitors: Metric and mode of each callback that ranks checkpoints.
+        state: The ranks.
+        check: See :func:`newest_sound`.
+        on_each_node: Whether each machine has its own checkpoints, since they share no disk.
+        instead: The advice of the error if there are only weights-only checkpoints.
+
+    Returns:
+        The checkpoint's folder; None if `ckpt_path` is None, or "auto" finds none.
+
+    Raises:
+        CheckpointError: The path is no checkpoint, ``"last"`` or ``"best"`` finds none, a word
+            finds only weights-only checkpoints, or the machines' checkpoints at the path are from
+            different runs.
+        ValueError: ``"best"`` without a metric to rank by.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path not in WORDS:
+        return _of_one_run(lambda: _existing(ckpt_path), state, on_each_node)
+    if ckpt_path == "best":
+        best = _best(roots, monitors, state, on_each_node)
+        return _of_one_run(lambda: best, state, on_each_node)
+    newest = _newest_in_any(roots, state, check, on_each_node)
+    if newest is None:
+        _check_not_weights_only(roots, state, instead=instead, on_each_node=on_each_node)
+        if ckpt_path == "last":
+            raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {_all(roots)}.")
+    return newest
 
 
 def newest_sound(
     root: Path,
     state: Ranks,
     *,
-    group: dist.ProcessGroup | None = None,
+    list_: Callable[[], Listed] | None = None,
+    check: Check = verify,
     on_each_node: bool = False,
-    check: Callable[[Path, dict[str, Any]], object] = lambda _, manifest: manifest,
+    operation: str = CHECKPOINT,
 ) -> Path | None:
-    """Return the newest intact checkpoint of a run, the same on all ranks; collective.
+    """Return the newest intact checkpoint in a folder, the same on all ranks; collective.
 
     The checkpoints are read in full and verified, newest first, until one is intact. If each
     machine has its own disk, it must be intact on all of them. A damaged one is skipped with a
     warning. A checkpoint of a later release is an error and is not skipped, because resuming from
-    an older one would discard training. Checkpoints of weights only are left out. Call
-    :func:`trainer.checkpoint.sweep` first.
+    an older one would discard training. Call :func:`trainer.checkpoint.storage.sweep` first.
 
     Args:
         root: The folder of checkpoints.
         state: The ranks.
-        group: The process group of the collectives.
+        list_: Returns the checkpoints on this rank's disk by number; by default those with step
+            names, without those of weights only.
+        check: Called with a checkpoint; raises a CheckpointError if it is damaged or malformed.
         on_each_node: The machines share no disk.
-        check: Called with a checkpoint whose hashes are correct, and its manifest. It raises a
-            CheckpointError if the contents are malformed.
+        operation: See :func:`trainer.checkpoint.save.run_on_all_ranks`.
 
     Returns:
-        The checkpoint's path, below the `root` of the writer rank of this rank's disk; None if
-        there are no checkpoints.
+        The checkpoint's path on the disk of this rank's writer rank; None if there are none.
 
     Raises:
         CheckpointError: If there are checkpoints but none is intact, since starting from scratch
@@ -57,28 +117,25 @@ def newest_sound(
         LaterReleaseError: If a later release wrote a newer checkpoint; raised on every rank.
     """
     is_writer, what = is_writer_rank(state, on_each_node), f"Choosing a checkpoint in {root}"
-
-    def list_() -> dict[int, tuple[Path, Any]]:
-        for path in without_manifest(root) if is_writer else ():
-            logger.warning("%s is not used: it has no manifest.json, so it is damaged.", path)
-        here = [path for path in committed(root) if not holds_weights_only(path)]
-        return {step_of(path) or 0: (path, run_id_of(path)) for path in here}
-
-    first = writer_rank_of(state, on_each_node, group)
-    found = run_on_all_ranks(what, lambda: list_() if is_writer else None, state, group)
+    list_here = list_ or (lambda: _by_step(root))
+    first = writer_rank_of(state, on_each_node, operation=operation)
+    found = run_on_all_ranks(
+        what, lambda: list_here() if is_writer else None, state, operation=operation
+    )
     listed = {rank: each for rank, each in enumerate(found) if each is not None}
     some = set[int]().union(*listed.values())
-    for step in sorted(some, reverse=True):
-        if problem := _differs(step, listed):
+    for number in sorted(some, reverse=True):
+        if problem := _difference(number, listed):
             if state.is_main_process:
-                logger.warning("Step %d of %s is not used: %s.", step, root, problem)
+                path, _ = next(each[number] for each in listed.values() if number in each)
+                logger.warning("%s is not used: %s.", path, problem)
             continue
-        path, _ = listed[first][step]  # the writer rank's path: working directories may differ
+        path, _ = listed[first][number]  # the writer rank's path: working directories may differ
         verdicts = run_on_all_ranks(
             what,
             lambda: _verdict(path, check) if is_writer else None,  # noqa: B023 - called at once
             state,
-            group,
+            operation=operation,
         )
         if later := [verdict for verdict in verdicts if verdict and not verdict.damaged]:
             raise LaterReleaseError(
@@ -98,6 +155,13 @@ def newest_sound(
     return None
 
 
+def _by_step(root: Path) -> Listed:
+    for path in without_manifest(root):
+        logger.warning("%s is not used: it has no manifest.json, so it is damaged.", path)
+    here = [path for path in committed(root) if not holds_weights_only(path)]
+    return {step_of(path) or 0: (path, run_id_of(path)) for path in here}
+
+
 def holds_weights_only(path: Path) -> bool:
     """Return whether a checkpoint holds only weights, so that no run can resume from it."""
     try:
@@ -106,28 +170,15 @@ def holds_weights_only(path: Path) -> bool:
         return False  # damaged, which is reported when it is used
 
 
-def check_not_weights_only(
-    roots: Iterable[Path], state: Ranks, *, instead: str, on_each_node: bool = False
+def _check_not_weights_only(
+    roots: Iterable[Path], state: Ranks, *, instead: str, on_each_node: bool
 ) -> None:
-    """Raise if the only checkpoints hold weights alone; call it if no full one exists; collective.
-
-    Args:
-        roots: The folders of checkpoints.
-        state: The ranks.
-        instead: The advice at the end of the message.
-        on_each_node: The machines share no disk.
-
-    Raises:
-        CheckpointError: If there is such a checkpoint; raised on every rank.
-    """
+    """Raise if the only checkpoints hold weights alone; call it if no full one exists."""
 
     def find() -> list[Path]:
-        here = (path for root in roots for path in committed(root))
-        return [
-            path
-            for path in here
-            if is_writer_rank(state, on_each_node) and holds_weights_only(path)
-        ]
+        if not is_writer_rank(state, on_each_node):
+            return []
+        return [path for root in roots for path in committed(root) if holds_weights_only(path)]
 
     lists = run_on_all_ranks("Looking for checkpoints", find, state)
     if found := [path for paths in lists for path in paths]:
@@ -137,20 +188,23 @@ def check_not_weights_only(
         )
 
 
-def _differs(step: int, listed: Mapping[int, Mapping[int, tuple[Path, Any]]]) -> str | None:
+def _difference(number: int, listed: Mapping[int, Listed]) -> str | None:
     """Return how a checkpoint differs between the disks; None if it is the same on all.
 
     Args:
-        step: The checkpoint's step.
-        listed: For each rank that writes checkpoints, the path and run id by step.
+        number: The checkpoint's step or number.
+        listed: The checkpoints on the disk of each writer rank.
     """
-    if lacking := [str(rank) for rank, here in listed.items() if step not in here]:
+    if lacking := [str(rank) for rank, here in listed.items() if number not in here]:
         return f"the machine of rank {', '.join(lacking)} does not have it"
-    runs = {rank: here[step][1] for rank, here in listed.items()}
+    runs = {rank: here[number][1] for rank, here in listed.items()}
     if len(set(runs.values()) - {None}) > 1:  # None: a damaged one, whose run is unknown
-        listing = ", ".join(f"that of rank {rank} from {run_id}" for rank, run_id in runs.items())
-        return f"the machines have it from different runs ({listing})"
+        return f"the machines have it from different runs ({_listing(runs)})"
     return None
+
+
+def _listing(runs: Mapping[int, str | None]) -> str:
+    return ", ".join(f"that of rank {rank} from {run_id}" for rank, run_id in runs.items())
 
 
 class _Verdict(NamedTuple):
@@ -160,13 +214,125 @@ class _Verdict(NamedTuple):
     damaged: bool  # False: a later release wrote it
 
 
-def _verdict(path: Path, check: Callable[[Path, dict[str, Any]], object]) -> _Verdict | None:
+def _verdict(path: Path, check: Check) -> _Verdict | None:
     """Return why a checkpoint cannot be used, and log damage; None if it is intact."""
     try:
-        check(path, verify(path))
+        check(path)
     except CheckpointError as error:
         damaged = not is_newer(path)
         if damaged:
             logger.warning("%s is not used: %s", path, error)
         return _Verdict(str(error), damaged)
     return None
+
+
+def _of_one_run(choose_here: Callable[[], Path], state: Ranks, on_each_node: bool) -> Path:
+    """Return this rank's choice, checked to be of the same run on all machines."""
+    if state.num_processes == 1:
+        return choose_here()
+
+    def look() -> tuple[Path, str | None]:
+        path = choose_here()
+        return path, run_id_of(path) if is_writer_rank(state, on_each_node) else None
+
+    found = run_on_all_ranks("Choosing a checkpoint", look, state)
+    runs = {rank: run_id for rank, (_, run_id) in enumerate(found) if run_id is not None}
+    path = found[state.process_index][0]
+    if len(set(runs.values())) > 1:
+        raise CheckpointError(
+            f"The machines have {path} from different runs ({_listing(runs)}). Copy one of them to "
+            "all."
+        )
+    return path
+
+
+def _newest_in_any(
+    roots: Sequence[Path], state: Ranks, check: Check, on_each_node: bool
+) -> Path | None:
+    newest, refused = [], []
+    for root in roots:
+        try:
+            newest.append(newest_sound(root, state, check=check, on_each_node=on_each_node))
+        except LaterReleaseError:  # do not fall back to a checkpoint that may be older
+            raise
+        except CheckpointError as error:  # raised on all ranks
+            refused.append(error)
+    found = [path for path in newest if path is not None]
+    if not found and refused:
+        raise refused[0]
+    for each in refused:
+        logger.warning("%s A checkpoint of another folder is used.", each)
+    return max(found, key=lambda path: step_of(path) or 0, default=None)
+
+
+def _best(
+    roots: Sequence[Path], monitors: Sequence[tuple[str, str]], state: Ranks, on_each_node: bool
+) -> Path:
+    if not monitors:
+        raise ValueError(
+            "ckpt_path='best', but no ModelCheckpoint says what is best: give it a monitor."
+        )
+    monitor, mode = monitors[0]
+    is_writer = is_writer_rank(state, on_each_node)
+    found = run_on_all_ranks(
+        "Choosing the best checkpoint",
+        lambda: [_scores_in(root, monitor) for root in roots] if is_writer else None,
+        state,
+    )
+    machines = [each for each in found if each is not None]
+    scores: dict[Path, float] = {
+        root / name: value
+        for root, first, *others in zip(roots, *machines, strict=True)
+        for name, value in first.items()
+        if all(name in each for each in others)
+    }
+    if not scores:
+        raise CheckpointError(
+            f"ckpt_path='best', but no checkpoint in {_all(roots)} has a value of {monitor!r}."
+        )
+    by_age = sorted(scores, key=lambda path: step_of(path) or 0)  # of equal ones, the oldest
+    sign = 1 if mode == "min" else -1
+    return min(by_age, key=lambda path: sign * scores[path])
+
+
+def _scores_in(root: Path, monitor: str) -> dict[str, float]:
+    """Return the finite values of a metric in the manifests of a folder, by checkpoint name."""
+    scores = {}
+    for path in committed(root):
+        try:
+            value = metrics_of(read_manifest(path)).get(monitor)
+        except CheckpointError as error:
+            logger.warning("%s is not used: %s", path, error)
+            continue
+        if value is not None and math.isfinite(value):
+            scores[path.name] = value
+    return scores
+
+
+def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
+    path = Path(ckpt_path)
+    if path.is_file() and not (path.parent / MANIFEST).exists():
+        raise CheckpointError(
+            f"ckpt_path is the file {path}; a checkpoint is a folder. Files such as .ckpt and .pt "
+            "are pickles, which are never loaded: read their weights with the library that wrote "
+            "them, and load them with module.load_state_dict."
+        )
+    if path.is_file():
+        raise CheckpointError(f"ckpt_path is the file {path}; give its folder, {path.parent}.")
+    if newest := committed(path) or committed(path / "checkpoints"):
+        what = "a folder of checkpoints" if newest[-1].parent == path else "the folder of a run"
+        raise CheckpointError(
+            f"ckpt_path is {path}, {what}; give one of its checkpoints, such as {newest[-1]}, or "
+            "ckpt_path='auto' with its project_dir."
+        )
+    if not locate(path).exists():
+        hint = choice_error("As a word it", path.name, WORDS) if path.parent == Path.cwd() else ""
+        raise CheckpointError(
+            f"There is no checkpoint at {path}. ckpt_path is None, the folder of a checkpoint, or "
+            f"a word ({', '.join(WORDS)}). {hint}".rstrip()
+        )
+    return locate(path)
+
+
+def _all(roots: Sequence[Path]) -> str:
+    return ", ".join(map(str, roots))

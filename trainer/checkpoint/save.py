@@ -13,7 +13,7 @@ import os
 import pickle
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -202,33 +202,38 @@ logger = module_logger(__name__)
 
 def save_checkpoint(
     target: Path,
+    write: Callable[[Path], object],
     *,
-    write_shared: Callable[[Path], object],
-    write_rank: Callable[[Path], object],
-    manifest: Mapping[str, Any],
+    manifest: Callable[[], Mapping[str, Any]],
     state: Ranks,
     group: dist.ProcessGroup | None = None,
+    before: Sequence[Callable[[Path], object]] = (),
+    shared: bool = False,
     on_each_node: bool = False,
     needs: int = 0,
     displaces: Iterable[Path] = (),
+    operation: str = CHECKPOINT,
 ) -> Path:
     """Save a checkpoint on all ranks and commit it once every rank has written its part.
 
     Args:
-        target: The checkpoint's path; a checkpoint there is replaced.
-        write_shared: Called with the staging folder on the writer ranks.
-        write_rank: Called with the staging folder on every rank, after ``write_shared``. The names
-            of its files must contain the rank (:func:`trainer.checkpoint.rank_stem`).
-        manifest: Fields for the manifest, taken from the writer rank.
+        target: The checkpoint's path; a checkpoint there is replaced. The writer rank's counts.
+        write: Writes this rank's part into the staging folder. Names of files that several ranks
+            write must contain the rank.
+        manifest: Called on the writer ranks at the commit; returns fields for the manifest.
         state: The ranks.
         group: The process group of the collectives. A background save needs its own group, since
             its collectives would mix with those of training.
+        before: Called with the staging folder before ``write``, each once the one before has ended
+            on all ranks, so they may call collectives. Ranks may have different numbers of them.
+        shared: ``target`` may hold the user's files, which stay.
         on_each_node: The machines share no disk, so each keeps a complete checkpoint.
         needs: The number of bytes that will be written to a disk; they must be free.
         displaces: Checkpoints to remove after the commit. A failure to remove one is logged.
+        operation: The public function that the user called, for :func:`run_on_all_ranks`.
 
     Returns:
-        The checkpoint; every rank returns only after it is committed.
+        The writer rank's ``target``; every rank returns only after it is committed.
 
     Raises:
         CheckpointError: If any rank failed; raised on every rank, and the message names the ranks.
@@ -236,37 +241,42 @@ def save_checkpoint(
             has its own disk and only the commit on one of them failed, the other machines have
             committed.
     """
+    what, place = f"Saving {target}", Path(os.path.abspath(target))  # hooks may change the folder
     is_writer = is_writer_rank(state, on_each_node)
 
-    def open_() -> Path:
-        if not is_writer:
-            return target
-        require_space(target.parent, needs)
-        return open_staging(target)
+    def step(name: str, work: Callable[[], T]) -> list[T]:
+        return run_on_all_ranks(what, work, state, group, operation=f"{operation} ({name})")
 
-    def write() -> None:
+    def open_() -> tuple[Path, Path]:
         if is_writer:
-            write_shared(staging)
+            check_space(place.parent, needs)
+            return open_staging(place, shared=shared), target
+        return place, target
+
+    def fill(work: Callable[[Path], object]) -> None:
         try:
-            write_rank(staging)
+            work(staging)
         except FileNotFoundError as error:
             if staging.exists():
                 raise
             raise CheckpointError(
-                f"{staging.absolute()}, which rank {first} has created, does not exist on "
+                f"{staging}, which rank {first} has created, does not exist on "
                 f"{socket.gethostname()}. If machines share no disk, let each keep checkpoints: "
                 "project_config=ProjectConfiguration(save_on_each_node=True). If they do, give a "
                 "folder on it, by a path that is the same on all machines"
             ) from error
 
-    what = f"Saving {target}"
-    first = writer_rank_of(state, on_each_node, group)
-    staging = run_on_all_ranks(what, open_, state, group)[first]
+    hooks = max(step("begin", lambda: len(before)))  # and nothing is written if a rank is elsewhere
+    first = writer_rank_of(state, on_each_node, group, operation=f"{operation} (machines)")
+    staging, target = step("folder", open_)[first]
     try:
-        run_on_all_ranks(what, write, state, group)
-        run_on_all_ranks(
-            what, lambda: commit(staging, target, manifest) if is_writer else None, state, group
-        )
+        for number in range(hooks):
+            step(
+                f"hook {number}",
+                lambda: fill(before[number]) if number < len(before) else None,  # noqa: B023
+            )
+        step("write", lambda: fill(write))
+        step("commit", lambda: commit(staging, place, manifest()) if is_writer else None)
     except (CheckpointError, DistributedOperationException):
         if is_writer:
             discard(staging)
@@ -285,7 +295,7 @@ def remove_or_warn(path: Path) -> None:
         logger.warning("An old checkpoint was not removed.", exc_info=True)
 
 
-def require_space(folder: Path, needs: int) -> None:
+def check_space(folder: Path, needs: int) -> None:
     """Check that ``needs`` bytes can be written to a folder, which may not exist yet.
 
     Raises:

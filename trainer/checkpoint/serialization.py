@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.storage import check_file, check_form, reading
+from trainer.checkpoint.storage import check_file, reading
 from trainer.errors import CheckpointError
 from trainer.files import read_json
 from trainer.strict_json import fits_64_bits, is_unicode
@@ -46,6 +46,8 @@ DTYPES = frozenset(
         *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
     }
 )
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # types that hold the values that they show
 
 _LARGEST = 1 << 30  # bytes; the limit for a tree's JSON
 _NUMPY_KINDS = "biufcmMSU"  # numbers, dates, fixed-length text
@@ -102,26 +104,16 @@ def write_tree(
         write_tensors(tensors, directory / f"{stem}.safetensors")
 
 
-def load_tree(
-    directory: Path,
-    stem: str,
-    files: Container[str] | None = None,
-    form: Any = object,
-    *,
-    copy: bool = True,
-) -> Any:
+def load_tree(directory: Path, stem: str, files: Container[str] | None = None) -> Any:
     """Load a tree that :func:`save_tree` wrote, with its tensors on the CPU.
 
     Args:
         directory: The folder.
         stem: The files' name before the dot.
         files: The names of the files that may be read; None if all may.
-        form: See :func:`trainer.checkpoint.storage.check_form`.
-        copy: See :func:`read_tensors`.
 
     Raises:
-        CheckpointError: If a file is missing, cannot be read, or has another form; the message
-            names it.
+        CheckpointError: If a file is missing or cannot be read; the message names it.
     """
     file = directory / f"{stem}.json"
     with reading(file):
@@ -132,10 +124,8 @@ def load_tree(
         name = f"{stem}.safetensors"
         if named not in (None, name) or (named and files is not None and name not in files):
             raise CheckpointError(f"{file} points to tensors in {named!r}, not in {name!r}.")
-        tensors = read_tensors(directory / name, copy=copy)[0] if named else {}
-        loaded = decode_tree(tree, tensors)
-        check_form(loaded, form, file)
-        return loaded
+        tensors = read_tensors(directory / name)[0] if named else {}
+        return decode_tree(tree, tensors)
 
 
 def portable(tensor: torch.Tensor, where: object) -> torch.Tensor:
@@ -148,8 +138,8 @@ def portable(tensor: torch.Tensor, where: object) -> torch.Tensor:
     Raises:
         TypeError: If it is of a subclass, has no data, is sparse, or has an unsupported dtype.
     """
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        fix = "save the result of its full_tensor() or dequantize()"
+    if type(tensor) not in PLAIN:  # all tensors pass here on their way to a file
+        fix = "save the result of its full_tensor() (if it is sharded) or dequantize()"
     elif tensor.layout != torch.strided:
         fix = "save its to_dense()"
     elif tensor.device.type == "meta":
@@ -194,15 +184,8 @@ def write_tensors(
     file.chmod(mode)
 
 
-def read_tensors(
-    file: Path, *, copy: bool = True
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Read the tensors of a safetensors file to the CPU, and its metadata.
-
-    Args:
-        file: The file.
-        copy: Copy the tensors to memory. False returns memory-mapped tensors, which must not be
-            used after the file is deleted.
 
     Raises:
         CheckpointError: If the file is missing or damaged; the message names it.
@@ -213,9 +196,8 @@ def read_tensors(
     with reading(file), safe_open(file, framework="pt") as opened:
         # safe_open's tensors are memory-mapped. If the checkpoint is removed meanwhile, they keep
         # its space in use on a local disk, and kill the process (SIGBUS) on a network disk.
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        metadata = dict(opened.metadata() or {})
-        return {name: t.clone() if copy else t for name, t in tensors.items()}, metadata
+        tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+        return tensors, dict(opened.metadata() or {})
 
 
 class _Place:

@@ -1,11 +1,8 @@
 """Storage of checkpoints: names, manifest, commit, retention and quarantine.
 
-The manifest lists a checkpoint's files with their sizes and hashes, and makes it one.
-
-Folder names on disk and atomic commit: one rename makes a complete checkpoint visible.
-
 A save writes to a staging folder beside its target. :func:`commit` syncs every file, writes the
-manifest last and renames the folder to the target's name. So no reader sees a partial checkpoint::
+manifest (sizes and hashes of all files) last and renames the folder to the target's name. So no
+reader sees a partial checkpoint::
 
     root/step-00000100/                     a committed checkpoint: it has a manifest
     root/.cadence-staging-step-00000200/    a save in progress, or one that was killed
@@ -13,33 +10,19 @@ manifest last and renames the folder to the target's name. So no reader sees a p
     root/.cadence-trash-step-00000050/      a removal in progress, or one that was killed
 
 Folders with the last three prefixes belong to the library; :func:`sweep` deletes or restores them.
-Any other folder that is in the way may hold the user's data. It is quarantined, that is renamed and
-never deleted (:func:`quarantine`)::
+Any other folder that is in the way may hold the user's data. It is quarantined: renamed, never
+deleted::
 
     root/damaged-step-00000100/             it had no readable manifest
     root/replaced-step-00000100/            an old checkpoint whose folder also held other files
     root/abandoned-step-00000100/           a later checkpoint than the one a run resumed from
 
-Commit a checkpoint into a folder that also holds the user's files, which are preserved.
-
-A new folder, or one that holds only a checkpoint, is committed by one rename
-(:mod:`trainer.checkpoint.storage`). A folder with other files cannot be replaced, so the files of
-the checkpoint are moved into it one by one::
-
-    folder/notes.txt                    the user's file: left alone
-    folder/.cadence-staging/            a save in progress, or one that was killed
-    folder/.cadence-staging/manifest.json      present once the save is committed
-
-The save is committed when the manifest in the staging folder is written. From then on readers use
-the staging folder. It stays complete until every file is also linked into the target folder. If the
-process is killed before that, the next save finishes the move. The target's old manifest is removed
-before the first file moves and its new manifest is written last, so that no reader can take a
-mixture of old and new files for a checkpoint. Reading changes nothing on the disk.
-
-Quarantine the later checkpoints when a run resumes from an earlier one.
-
-They are renamed to ``abandoned-…`` and never deleted. Under their old names, the next start would
-choose one of them as the newest checkpoint.
+An `Accelerator` also saves into a folder that holds the user's files. It cannot be replaced by a
+rename, so the files are moved into it from ``folder/.cadence-staging/``. That save is committed
+when the manifest there is written: from then on readers use the staging folder, until every file
+is linked into the target. If the process is killed in between, the next save finishes the move.
+The target's old manifest goes before the first file moves and its new one comes last, so that no
+reader takes a mixture for a checkpoint. Reading changes nothing on the disk.
 """
 
 from __future__ import annotations
@@ -52,7 +35,6 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from types import NoneType
 from typing import Any, BinaryIO, Literal
 
 from trainer.errors import CheckpointError, module_logger
@@ -109,55 +91,6 @@ MANIFEST = "manifest.json"
 _OWN_FIELDS = ("format_version", "files", "sha256")
 
 
-def count(value: Any) -> bool:
-    """Return whether a value is an integer from 0 to 2**64 - 1; for :func:`check_form`."""
-    return type(value) is int and 0 <= value < 2**64
-
-
-_FILE = {"size": count, "sha256": str}
-_FIELDS = {  # of all kinds of checkpoints; code that needs a field checks that it exists
-    **dict.fromkeys(("step?", "epoch?", "world_size?"), count),
-    **dict.fromkeys(("models?", "optimizers?", "schedulers?", "custom_objects?"), count),
-    **dict.fromkeys(("weights_only?", "scaler?"), bool),
-    **dict.fromkeys(("metrics?", "hyper_parameters?"), dict),
-    "run_id?": (str, NoneType),
-    "kind?": str,
-    "loaders?": {"epoch": count, "step": count, "seed": count},
-}
-
-
-def check_form(value: Any, form: Any, where: object) -> None:
-    """Check that parsed data has the expected types and keys.
-
-    Args:
-        value: The data.
-        form: A type or a tuple of types, a function that returns whether a value is valid,
-            ``[form]`` for a list of such values, or a dict of the forms of some keys. A key that
-            ends in ``?`` may be missing.
-        where: The place of the data, for the error message.
-
-    Raises:
-        CheckpointError: The data has another form; the message names the place.
-    """
-    if isinstance(form, dict) and isinstance(value, dict):
-        for key, each in form.items():
-            name = key.removesuffix("?")
-            if name in value:
-                check_form(value[name], each, f"{where}[{name!r}]")
-            elif name == key:
-                raise CheckpointError(f"{where} lacks {name!r}: it is damaged or not ours.")
-    elif isinstance(form, list) and isinstance(value, list):
-        for index, item in enumerate(value):
-            check_form(item, form[0], f"{where}[{index}]")
-    else:
-        fits = isinstance(form, (type, tuple)) and isinstance(value, form)
-        if not (fits or (callable(form) and not isinstance(form, type) and form(value))):
-            raise CheckpointError(
-                f"{where} is a {type(value).__name__} that does not belong there: it is damaged or "
-                "not ours."
-            )
-
-
 @contextmanager
 def reading(what: object, problem: str = "cannot be read") -> Iterator[None]:
     """Turn any exception in the block, such as from malformed data, into a CheckpointError."""
@@ -180,7 +113,7 @@ def write_manifest(staging: Path, fields: Mapping[str, Any]) -> None:
     taken = [field for field in _OWN_FIELDS if field in fields]
     if taken:
         raise ValueError(f"The manifest's fields {taken} are reserved; use other names.")
-    own = {"format_version": FORMAT_VERSION, **fields, "files": describe_files(staging)}
+    own = {"format_version": FORMAT_VERSION, **fields, "files": _describe_files(staging)}
     manifest = to_json(own)  # the same values that a reader will parse
     text = dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
     if len(text) >= LARGEST:
@@ -194,12 +127,8 @@ def write_manifest(staging: Path, fields: Mapping[str, Any]) -> None:
         os.fsync(stream.fileno())
 
 
-def describe_files(staging: Path) -> dict[str, dict[str, Any]]:
-    """Return the size in bytes and SHA-256 of every file in a folder, by relative name.
-
-    Raises:
-        CheckpointError: If an entry is not a regular file, or its name is not portable.
-    """
+def _describe_files(staging: Path) -> dict[str, dict[str, Any]]:
+    """Return the size in bytes and SHA-256 of every file in a folder, by relative name."""
     described = {}
     names = (file.relative_to(staging).as_posix() for file in files_in(staging))
     for name in sorted(set(names) - {MANIFEST}):
@@ -250,11 +179,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         digest = manifest.pop("sha256")
         if digest != _manifest_digest(manifest):
             raise CheckpointError(f"{file} is damaged: its hash differs. Use another checkpoint.")
-        check_form(manifest, {"files": dict, **_FIELDS}, file)
-        for name, described in manifest["files"].items():
+        for name in manifest["files"]:
             if not is_portable(name):
                 raise CheckpointError(f"{file} lists {name!r}, which is no name of its own files.")
-            check_form(described, _FILE, f"{file}[{name!r}]")
     return manifest
 
 
@@ -426,6 +353,7 @@ def _digest(stream: BinaryIO) -> str:
     return digest.hexdigest()
 
 
+STAGING = ".cadence-staging"  # in a folder that is shared with the user's files
 _STAGING = ".cadence-staging-"
 _REPLACED = ".cadence-replaced-"
 _TRASH = ".cadence-trash-"
@@ -464,22 +392,36 @@ def staging_path(target: Path) -> Path:
     return target.with_name(_STAGING + target.name)
 
 
-def open_staging(target: Path) -> Path:
+def open_staging(target: Path, *, shared: bool = False) -> Path:
     """Create an empty staging folder for ``target``, deleting one that a killed save left.
 
     If ``target`` has a step name but is not an intact checkpoint, it is renamed to ``damaged-…``,
     so that the run can save that step.
 
+    Args:
+        target: The checkpoint's final path.
+        shared: ``target`` may hold the user's files, which stay.
+
     Raises:
-        CheckpointError: If ``target`` has another name and is not a checkpoint, or is a checkpoint
-            of a later release; raised before anything is written.
+        CheckpointError: If ``target`` exists and is neither `shared` nor a checkpoint, or is a
+            checkpoint of a later release; raised before anything is written.
         OSError: If the folder cannot be created.
     """
-    there = step_of(target) is not None and os.path.lexists(target)
-    if there and not is_ours(target) and not is_newer(target):
-        logger.warning("%s is not an intact checkpoint. It is now %s.", target, quarantine(target))
-    _check_ours(target)
     staging = staging_path(target)
+    if shared:
+        if target.exists() and not target.is_dir():
+            raise NotADirectoryError(f"{target} is a file; a checkpoint needs a folder.")
+        recover(target)
+        if is_shared(target):
+            staging = target / STAGING
+    elif (
+        step_of(target) is not None
+        and os.path.lexists(target)
+        and not (is_ours(target) or is_newer(target))
+    ):
+        logger.warning("%s is not an intact checkpoint. It is now %s.", target, quarantine(target))
+    if staging.parent != target:
+        _check_ours(target)
     clear(staging)
     staging.mkdir(parents=True)
     return staging
@@ -489,7 +431,9 @@ def commit(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
     """Make a staged checkpoint visible under its name, durably and atomically.
 
     A crash at any time leaves either the new checkpoint or the old one. The old one may then have a
-    temporary name, which :func:`locate` and :func:`committed` recognise.
+    temporary name, which :func:`locate` and :func:`committed` recognise. In a shared folder, files
+    of an earlier checkpoint are removed, and the user's files stay unless the checkpoint has a file
+    of that name.
 
     Args:
         staging: The folder from :func:`open_staging`, complete except for its manifest.
@@ -505,9 +449,17 @@ def commit(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
         ValueError: If the name of a field is reserved by the format.
         OSError: If the disk fails; ``target`` is then unchanged.
     """
-    _check_ours(target)
-    seal(staging, manifest)
-    aside = _quarantine_name(target)
+    in_place = staging.parent == target
+    if not in_place:
+        _check_ours(target)
+    for file in files_in(staging):
+        sync(file)
+    write_manifest(staging, manifest)
+    sync_folders(staging)
+    if in_place:
+        _put_in_place(staging, target, read_manifest(staging)["files"])
+        return target
+    aside = _replaced_path(target)
     if target.exists():
         _replace(staging, target, aside)
     else:
@@ -518,23 +470,9 @@ def commit(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
     return target
 
 
-def seal(staging: Path, manifest: Mapping[str, Any]) -> None:
-    """Sync every file in a staging folder to disk, then write its manifest.
-
-    Raises:
-        TypeError: If a field of ``manifest`` cannot be written as JSON.
-        ValueError: If the name of a field is reserved by the format.
-        OSError: If the disk fails.
-    """
-    for file in files_in(staging):
-        sync(file)
-    write_manifest(staging, manifest)
-    sync_folders(staging)
-
-
 def locate(path: Path) -> Path:
     """Return ``path``, or its temporary name if a save was killed while replacing it."""
-    aside = _quarantine_name(path)
+    aside = _replaced_path(path)
     return aside if aside.is_dir() and not path.exists() else path
 
 
@@ -646,7 +584,12 @@ def sweep(root: Path) -> list[Path]:
 
 
 def discard(path: Path) -> None:
-    """Delete a staging or trash folder; a failure is logged as a warning."""
+    """Delete a staging or trash folder; a failure is logged as a warning.
+
+    A staging folder inside its target stays if its save was already committed.
+    """
+    if path.name == STAGING and is_ours(path):
+        return
     try:
         shutil.rmtree(path)
     except OSError as error:
@@ -708,47 +651,9 @@ def _replace(staging: Path, target: Path, aside: Path) -> None:
         raise
 
 
-def _quarantine_name(path: Path) -> Path:
+def _replaced_path(path: Path) -> Path:
     named = path if path.name else Path(os.path.abspath(path))  # Path(".") has no name
     return named.with_name(_REPLACED + named.name)
-
-
-STAGING = ".cadence-staging"
-
-
-def open_folder(target: Path) -> Path:
-    """Create an empty staging folder for a save to ``target``, whatever that folder holds.
-
-    Raises:
-        NotADirectoryError: If ``target`` is a file.
-        OSError: If the staging folder cannot be created.
-    """
-    if target.exists() and not target.is_dir():
-        raise NotADirectoryError(f"{target} is a file; a checkpoint needs a folder.")
-    recover(target)
-    if not is_shared(target):
-        return open_staging(target)
-    staging = target / STAGING
-    clear(staging)
-    staging.mkdir()
-    return staging
-
-
-def commit_folder(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
-    """Commit a staging folder from :func:`open_folder` to ``target``, synced to disk.
-
-    Files of an earlier checkpoint in ``target`` are removed. The user's files stay, except that a
-    file with the same name as one of the checkpoint's is replaced.
-
-    Raises:
-        TypeError: If a field of ``manifest`` is not valid JSON.
-        OSError: If writing fails.
-    """
-    if staging.parent != target:
-        return commit(staging, target, manifest)
-    seal(staging, manifest)
-    _put_in_place(staging, target, read_manifest(staging)["files"])
-    return target
 
 
 def recover(target: Path) -> Path:
@@ -783,12 +688,6 @@ def examine(target: Path, *, hashes: bool = True) -> tuple[Path, dict[str, Any]]
     if (manifest := _committed(path / STAGING, hashes=hashes)) is not None:
         return path / STAGING, manifest
     return path, verify(path, hashes=hashes)
-
-
-def abandon(staging: Path) -> None:
-    """Delete the staging folder of a failed save, unless the save was already committed."""
-    if staging.name != STAGING or not is_ours(staging):
-        discard(staging)
 
 
 def is_shared(target: Path) -> bool:
@@ -850,16 +749,7 @@ def _delete_regular(target: Path, name: str) -> None:
 
 
 def check_same_run(chosen: Path, roots: Iterable[Path]) -> None:
-    """Check that the folders which a run will save to hold no checkpoints of another run.
-
-    Args:
-        chosen: The checkpoint that the run resumes from, in any folder.
-        roots: The folders that the run will save to.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be read.
-        ValueError: A folder holds a checkpoint of another run.
-    """
+    """Raise a ValueError if a folder holds a checkpoint of another run than the chosen one."""
     run_id = run_id_of(chosen)
     for path in (path for root in roots for path in committed(root)):
         other = run_id_of(path)
@@ -871,15 +761,7 @@ def check_same_run(chosen: Path, roots: Iterable[Path]) -> None:
 
 
 def later_than(chosen: Path, roots: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints later than the one that a run resumes from, newest first.
-
-    Args:
-        chosen: The checkpoint that the run resumes from, in any folder.
-        roots: The folders that the run saves to.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be read.
-    """
+    """Return the checkpoints in the folders that are later than the chosen one, newest first."""
     step = read_manifest(chosen)["step"]
     later = [path for root in roots for path in committed(root) if (step_of(path) or 0) > step]
     return sorted(later, key=lambda path: step_of(path) or 0, reverse=True)
@@ -888,9 +770,8 @@ def later_than(chosen: Path, roots: Iterable[Path]) -> list[Path]:
 def leave_branch(chosen: Path, later: Iterable[Path]) -> None:
     """Rename the checkpoints from :func:`later_than` to ``abandoned-…``, with a warning each.
 
-    Raises:
-        OSError: A rename failed. `later` is newest first, so the older checkpoints still have their
-            names and the next start finds them.
+    Under their old names, the next start would choose one of them. If a rename fails, the older
+    ones still have their names (`later` is newest first), and the next start finds them.
     """
     step = read_manifest(chosen)["step"]
     for path in later:

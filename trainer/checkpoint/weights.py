@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.parameter import is_lazy
 
-from trainer.checkpoint.serialization import portable, read_tensors, write_tensors
+from trainer.checkpoint.serialization import PLAIN, portable, read_tensors, write_tensors
 from trainer.checkpoint.storage import sync, write_temporary, write_whole
 from trainer.errors import CheckpointError
 from trainer.files import with_home
@@ -155,8 +155,8 @@ def _bare(name: str) -> str:
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that is equal for two tensors if they are the same view of the same memory."""
-    if tensor.layout != torch.strided:
-        return (id(tensor),)  # it has no single storage
+    if tensor.layout != torch.strided or type(tensor) not in PLAIN:
+        return (id(tensor),)  # it has no storage of its own, such as a DTensor; see `portable`
     memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
     return *memory, tensor.is_conj(), tensor.is_neg()
 

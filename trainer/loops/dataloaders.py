@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from callbacks import Callback
-from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
+from trainer.checkpoint.storage import read_manifest
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.data.seeding import isolated_generators
 from trainer.datamodule import DataModule
@@ -383,7 +383,7 @@ class Sources:
         seed = self.settings.seed
         if seed is not None:
             set_seed(seed)
-        if chosen is not None and (saved := disk.read_manifest(chosen).get("loaders")):
+        if chosen is not None and (saved := read_manifest(chosen).get("loaders")):
             return Origin(**saved)
         return Origin(seed=broadcast_object(torch.initial_seed()) if seed is None else seed)
 

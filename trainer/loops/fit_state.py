@@ -7,11 +7,10 @@ of a run can compare.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import torch
@@ -20,21 +19,33 @@ from torch.nn.parameter import is_lazy
 
 from callbacks import Callback, Interval, Progress
 from trackers.masking import masked
-from trainer import checkpoint as disk
 from trainer.checkpoint import gradients
-from trainer.checkpoint.async_writer import (
+from trainer.checkpoint.accelerator_state import dtypes_of
+from trainer.checkpoint.loading import load_into
+from trainer.checkpoint.parts import (
     Encoded,
+    Reader,
     StatePart,
     encoded_part,
     tree_part,
     weights_part,
     write_parts,
 )
-from trainer.checkpoint.loading import read_shapes
-from trainer.checkpoint.restore import OPTIMIZER_FORM, dtypes_of
-from trainer.checkpoint.serialization import encode_tree
-from trainer.checkpoint.storage import MANIFEST, check_form, count, reading
-from trainer.checkpoint.weights import own_names
+from trainer.checkpoint.save import (
+    check_space,
+    is_writer_rank,
+    run_on_all_ranks,
+    save_checkpoint,
+)
+from trainer.checkpoint.serialization import encode_tree, save_tree
+from trainer.checkpoint.storage import (
+    commit,
+    open_staging,
+    rank_stem,
+    read_manifest,
+    reading,
+)
+from trainer.checkpoint.weights import WEIGHTS_NAME, own_names, save_weights
 from trainer.data.sampler import EpochLength
 from trainer.errors import CheckpointError, module_logger
 from trainer.hparams import to_manifest
@@ -55,7 +66,7 @@ from trainer.optim.configure import SchedulerEntry
 from trainer.optim.groups import names_of_groups, restore_groups
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.optim.state import load_state, state_of
-from trainer.rng import is_rng_state, isolated_rng, mix, rng_state
+from trainer.rng import isolated_rng, mix, rng_state
 from trainer.state import PartialState
 
 logger = module_logger(__name__)
@@ -64,7 +75,6 @@ _OF_SPEED = ("foreach", "fused", "capturable", "differentiable")  # do not chang
 _NOT_CHOSEN = ("params", "initial_lr")  # keys of a parameter group that are not options
 _OF_SCHEDULES = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")  # keys of a group
 _NOT_OF_A_SCHEDULE = ("last_epoch", "verbose", "base_lrs", "optimizer", "lr_lambdas")
-_PRIVATE = ("_milestones", "_anneal_func_type", "_anneal_strategy")  # private, but user options
 
 
 def options_of(
@@ -124,10 +134,8 @@ def _numbers(schedule: Any, place: str) -> Iterator[tuple[str, str]]:
         if key == "_schedulers":
             for number, inner in enumerate(value):
                 yield from _numbers(inner, f"{place}, part {number}")
-        elif key == "_schedule_phases":  # of OneCycleLR: a list of phases, each with its last step
-            yield f"phases of {place}", _plain([phase["end_step"] for phase in value])
-        elif key in _PRIVATE or not key.startswith("_"):
-            yield f"{key.lstrip('_')} of {place}", _plain(value)
+        elif not key.startswith("_"):
+            yield f"{key} of {place}", _plain(value)
 
 
 def _plain(value: Any) -> str:
@@ -207,55 +215,6 @@ OPTIMIZER, TRAINER, RECORD, DATA = "optimizer", "trainer", "record", "datamodule
 # The trained weights, if model.safetensors holds other ones, such as averaged weights.
 TRAINED_NAME = "trained.safetensors"
 
-# The schemas of the saved files, see `trainer.checkpoint.storage.check_form`. State dicts of other
-# objects are opaque here: only their type, dict, is checked.
-_NUMBER = (int, float)
-_SWITCHES = {"frozen": [str], "evaluating": [str]}
-MANIFEST_FORM = {
-    **dict.fromkeys(("step", "epoch"), count),
-    "world_size": lambda n: count(n) and n > 0,
-    "files": {disk.WEIGHTS_NAME: dict},
-}
-RECORD_FORM = {"offset": (int, NoneType), "trackers?": dict}
-
-
-def _are_sizes(values: Any, *numbers: int) -> bool:
-    fits = isinstance(values, list) and len(values) in numbers
-    return fits and all(value is None or count(value) for value in values)
-
-
-STATE_FORM = {
-    "run_id": str,
-    "counters": {
-        **dict.fromkeys(("global_step", "epoch", "epoch_batches", "validations"), count),
-        **dict.fromkeys(("batches_seen", "samples_seen"), count),
-        "epoch_complete": bool,
-        "seconds": _NUMBER,
-    },
-    "items_seen": _NUMBER,
-    "last_logged": count,
-    "data": lambda sizes: _are_sizes(sizes, 2, 3),
-    "length?": lambda sizes: _are_sizes(sizes, 2),
-    "validated?": dict,
-    "order?": (int, NoneType),
-    "options?": dict,
-    "switches?": {"begun": _SWITCHES, "now": _SWITCHES},
-    **dict.fromkeys(("should_stop", "unfinished"), bool),
-    "boundary?": list,
-    **dict.fromkeys(("latest", "updates", "callbacks", "extra"), dict),
-    "schedules": {"val": list, "log": list},
-    "optimizers": [str],
-    "groups": [list],
-    "schedulers": [dict],
-    **dict.fromkeys(("scaler", "guard"), (dict, NoneType)),
-}
-RANK_FORM = {
-    "rng": lambda state: is_rng_state(state) and isinstance(state.get("own", {}), dict),
-    "metrics": {"epochs": dict, "states": dict, "names": [str], "stepwise?": dict},
-    "stream": (dict, NoneType),
-    **dict.fromkeys(("communication?", "gradients?"), dict),
-}
-
 
 def save_run(
     run: FitRun,
@@ -298,7 +257,7 @@ def save_run(
     extra = {} if weights_only else _state_from_hooks(run, trainer, callbacks, target)
     shared: list[StatePart] = []
     own: list[Encoded] = []
-    is_writer = disk.is_writer_rank(state, on_each_node)
+    is_writer = is_writer_rank(state, on_each_node)
 
     def capture() -> Encoded | None:
         others, trained = _weights_of(run, trainer, callbacks)
@@ -308,27 +267,34 @@ def save_run(
             return None
         if is_writer:
             shared.extend(_shared_parts(run, callbacks, trained, extra))
-        own.append(encode_tree(_state_of_rank(run), disk.rank_stem(run.rank)))
+        own.append(encode_tree(_state_of_rank(run), rank_stem(run.rank)))
         return own[0] if on_each_node else None
 
-    of_all = disk.run_on_all_ranks(f"Saving {target}", capture, state, run.writer.group)
+    of_all = run_on_all_ranks(f"Saving {target}", capture, state, run.writer.group)
     if on_each_node:
         ranks = [(rank, each) for rank, each in enumerate(of_all) if each is not None and is_writer]
     else:
         ranks = [(run.rank, each) for each in own]
-    of_ranks = [encoded_part(*each, disk.rank_stem(rank)) for rank, each in ranks]
+    of_ranks = [encoded_part(*each, rank_stem(rank)) for rank, each in ranks]
     parts = [*shared, *of_ranks]
     needs = sum(part.size for part in parts)
     if not on_each_node:  # each other rank writes about as many bytes to the same disk
         needs += (run.world_size - 1) * sum(part.size for part in of_ranks)
     write = run.writer.copies.hold(parts) if background else write_parts(parts)
+    write_record = None if weights_only else _writer_of_record(run)
+
+    def write_own(folder: Path) -> None:
+        write(folder)
+        if is_writer and write_record is not None:
+            write_record(folder)
+
+    manifest = _manifest_of(run, configuration) | {"weights_only": weights_only}
     run.writer.start(
         partial(
-            disk.save_checkpoint,
+            save_checkpoint,
             target.absolute(),  # hooks may change the working directory while it is written
-            write_shared=_nothing if weights_only else _writer_of_record(run),
-            write_rank=write,
-            manifest=_manifest_of(run, configuration) | {"weights_only": weights_only},
+            write_own,
+            manifest=lambda: manifest,
             state=state,
             on_each_node=on_each_node,
             needs=needs,
@@ -370,7 +336,7 @@ def _state_from_hooks(
     if run.world_size == 1:
         ask()
     else:
-        disk.run_on_all_ranks(f"Saving {target}", ask, PartialState(), run.writer.group)
+        run_on_all_ranks(f"Saving {target}", ask, PartialState(), run.writer.group)
     return extra
 
 
@@ -427,13 +393,9 @@ def _writer_of_record(run: FitRun) -> Callable[[Path], None]:
 
     def write(folder: Path) -> None:
         record = {"offset": offset(), "trackers": run.recorder.run_ids}
-        disk.save_tree(record, folder, RECORD)
+        save_tree(record, folder, RECORD)
 
     return write
-
-
-def _nothing(_: Path) -> None:
-    """Write no record file: no run resumes from a weights-only checkpoint."""
 
 
 def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
@@ -454,20 +416,20 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
     state = PartialState()
 
     def check() -> None:
-        if not disk.is_writer_rank(state, on_each_node):
+        if not is_writer_rank(state, on_each_node):
             return
         kept = [optimizer.state_dict() for optimizer in run.optimizers]
         now = weights_part(bare_state_dict(run.module)).size + tree_part(kept, OPTIMIZER).size
         later = now + 2 * sum(
             p.nbytes for p in run.parameters if p.requires_grad and not is_lazy(p)
         )
-        disk.require_space(folder, now)
+        check_space(folder, now)
         try:
-            disk.require_space(folder, later)
+            check_space(folder, later)
         except CheckpointError as error:
             logger.warning("There may not be enough space for checkpoints: %s.", error)
 
-    disk.run_on_all_ranks(f"Checking the free space in {folder}", check, state)
+    run_on_all_ranks(f"Checking the free space in {folder}", check, state)
 
 
 def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, Any]) -> Path:
@@ -485,9 +447,9 @@ def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, An
         CheckpointError: The target exists and is not a checkpoint.
         OSError: The weights cannot be written.
     """
-    staging = disk.open_staging(target)
-    disk.save_weights(bare_state_dict(run.module), staging)
-    return disk.commit(staging, target, _manifest_of(run, configuration) | {"weights_only": True})
+    staging = open_staging(target)
+    save_weights(bare_state_dict(run.module), staging)
+    return commit(staging, target, _manifest_of(run, configuration) | {"weights_only": True})
 
 
 def _weights_of(
@@ -612,10 +574,10 @@ def load_datamodule(datamodule: Any, path: Path) -> None:
     """
 
     def load() -> None:
-        files = disk.read_manifest(path)["files"]
-        if f"{DATA}.json" not in files:
+        reader = Reader(path, read_manifest(path))
+        if f"{DATA}.json" not in reader.files:
             return
-        state = disk.load_tree(path, DATA, files, dict)
+        state = reader.tree(DATA)
         if type(datamodule).__qualname__ in state:
             datamodule.load_state_dict(state[type(datamodule).__qualname__])
         else:
@@ -624,7 +586,7 @@ def load_datamodule(datamodule: Any, path: Path) -> None:
             )
 
     if has_state(datamodule):
-        disk.run_on_all_ranks(f"Restoring the datamodule from {path}", load, PartialState())
+        run_on_all_ranks(f"Restoring the datamodule from {path}", load, PartialState())
 
 
 def load_run(
@@ -647,14 +609,16 @@ def load_run(
         CheckpointError: The checkpoint is damaged, or does not match the module, the optimizers,
             the data or the number of processes.
     """
-    manifest = disk.verify(path)
-    if manifest.get("weights_only"):
+    reader = _open(path)
+    path = reader.path
+    if reader.manifest.get("weights_only"):
         raise CheckpointError(
             f"{path} holds only weights, from which no run can resume. Start a new run with them: "
             "pass its path as ckpt_path, in another project_dir."
         )
-    saved = read_saved(path, manifest)
-    state = saved.state
+    state, record = reader.tree(TRAINER), reader.tree(RECORD)
+    optimizers = reader.tree(OPTIMIZER)
+    ranks = [reader.tree(rank_stem(rank)) for rank in range(reader.manifest["world_size"])]
     trained = set(map(id, parameters_of(run.optimizers)))
     trained &= set(map(id, run.module.parameters()))
     run.module.on_load_checkpoint(state["extra"])  # before the weights: it may resize buffers
@@ -664,16 +628,15 @@ def load_run(
             "trained, but the optimizers have the old ones: create them in __init__ or "
             "configure_model. Buffers and frozen parameters may be replaced."
         )
-    file = path / disk.WEIGHTS_NAME
-    weights = disk.load_weights(file)
-    disk.load_into(run.module, weights, where=file)
+    file = path / WEIGHTS_NAME
+    weights = reader.weights(WEIGHTS_NAME)
+    load_into(run.module, weights, where=file)
     if "switches" in state:  # checkpoints of earlier releases do not have it
         load_switches(run.module, run.begun, state["switches"], tell=run.rank == 0)
-    apart = path / TRAINED_NAME
-    if differs := TRAINED_NAME in manifest["files"]:
-        weights = disk.load_weights(apart)
+    if differs := TRAINED_NAME in reader.files:
+        weights = reader.weights(TRAINED_NAME)
     with reading(path / f"{OPTIMIZER}.json", _UNFIT):
-        _restore_optimizers(run, path, saved, weights)
+        _restore_optimizers(run, path, state, optimizers, weights)
     restored = options_of(run.optimizer_names, run.optimizers, run.schedulers)
     keep_options(run.options, state.get("options", {}), restored, tell=run.rank == 0)
     with reading(path / f"{TRAINER}.json", _UNFIT):
@@ -684,11 +647,11 @@ def load_run(
             with reading(f"The state of {callback.state_key} in {path}", _UNFIT):
                 callback.load_state_dict(state["callbacks"][callback.state_key])
     if differs:
-        disk.load_into(run.module, weights, where=apart)
+        load_into(run.module, weights, where=path / TRAINED_NAME)
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, run.module, state["extra"])
     with reading(f"The states of the processes in {path}", _UNFIT):
-        _restore_ranks(run, path, saved.ranks)
+        _restore_ranks(run, path, ranks)
     run.stop_now = stays_stopped and state["should_stop"]
     run.unfinished = state["unfinished"]
     run.hooks.boundary.left = state.get("boundary", [])
@@ -699,69 +662,42 @@ def load_run(
         for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule)):
             interval, before = state["schedules"][name]
             _restore_schedule(schedule, Interval.parse(interval), Progress(**before), run)
-    run.recorder.resume(saved.record.get("trackers", {}), run.counters.global_step)
-    offset: int | None = saved.record["offset"]
+    run.recorder.resume(record.get("trackers", {}), run.counters.global_step)
+    offset: int | None = record["offset"]
     return offset
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """The contents of a checkpoint except the weights, read and checked against the schemas.
-
-    Attributes:
-        state: The state that is equal on all ranks.
-        optimizers: The optimizers' state dicts.
-        ranks: The state of each rank, in the order of ranks.
-        record: The length of the local record in bytes, and the run ids of the trackers.
-    """
-
-    state: dict[str, Any]
-    optimizers: list[dict[str, Any]]
-    ranks: list[dict[str, Any]]
-    record: dict[str, Any]
-
-
-def read_saved(path: Path, manifest: Mapping[str, Any], *, copy: bool = True) -> Saved:
-    """Read a checkpoint except its weights, of which only the headers are read and checked.
-
-    Args:
-        path: The checkpoint, whose hashes are already verified.
-        manifest: Its manifest.
-        copy: See `trainer.checkpoint.serialization.read_tensors`.
+def _open(path: Path) -> Reader:
+    """Verify a checkpoint, and return its reader.
 
     Raises:
-        CheckpointError: A file is malformed, or the checkpoint is not one of a fit.
+        CheckpointError: It is damaged, or not one of a fit.
     """
-    check_form(manifest, MANIFEST_FORM, path / MANIFEST)
-    files = manifest["files"]
-
-    def tree(stem: str, form: Any) -> Any:
-        return disk.load_tree(path, stem, files, form, copy=copy)
-
-    for name in {disk.WEIGHTS_NAME, TRAINED_NAME} & files.keys():
-        read_shapes(path / name)
-    if f"{DATA}.json" in files:
-        tree(DATA, dict)
-    return Saved(
-        state=tree(TRAINER, STATE_FORM),
-        optimizers=tree(OPTIMIZER, [OPTIMIZER_FORM]),
-        ranks=[tree(disk.rank_stem(rank), RANK_FORM) for rank in range(manifest["world_size"])],
-        record=tree(RECORD, RECORD_FORM),
-    )
+    reader = Reader.open(path)
+    if "step" not in reader.manifest:
+        raise CheckpointError(
+            f"{path} was not saved by a Trainer. A state of Accelerator.save_state is loaded with "
+            "Accelerator.load_state."
+        )
+    return reader
 
 
 def _restore_optimizers(
-    run: FitRun, path: Path, read: Saved, weights: Mapping[str, torch.Tensor]
+    run: FitRun,
+    path: Path,
+    state: Mapping[str, Any],
+    optimizers: Sequence[Mapping[str, Any]],
+    weights: Mapping[str, torch.Tensor],
 ) -> None:
     """Restore the optimizers and the schedulers.
 
     Args:
         run: The fit.
         path: The checkpoint, for errors.
-        read: Its contents.
+        state: The state that is equal on all ranks.
+        optimizers: The optimizers' state dicts.
         weights: The saved trained weights by name, whose dtypes the optimizer states refer to.
     """
-    state, optimizers = read.state, read.optimizers
     _same_number(path, "optimizers", run.optimizers, optimizers)
     _same_names(path, run.optimizer_names, state["optimizers"])
     schedulers = [entry.scheduler for entry in run.schedulers]
@@ -908,11 +844,9 @@ def load_weights(module: TrainModule, path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: The checkpoint is damaged or does not match the module.
     """
-    manifest = disk.verify(path)
-    files = manifest["files"]
-    check_form(manifest, MANIFEST_FORM, path / MANIFEST)
-    if f"{TRAINER}.json" in files:  # missing in a weights-only checkpoint
-        module.on_load_checkpoint(disk.load_tree(path, TRAINER, files, {"extra": dict})["extra"])
-    weights, file = disk.load_weights(path), path / disk.WEIGHTS_NAME
-    disk.load_into(module, weights, where=file, strict=module.strict_loading)
-    return manifest
+    reader = _open(path)
+    if f"{TRAINER}.json" in reader.files:  # missing in a weights-only checkpoint
+        module.on_load_checkpoint(reader.tree(TRAINER)["extra"])
+    weights, file = reader.weights(WEIGHTS_NAME), reader.path / WEIGHTS_NAME
+    load_into(module, weights, where=file, strict=module.strict_loading)
+    return dict(reader.manifest)

@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import copy
-import math
 import multiprocessing
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,207 +24,32 @@ from trackers import (
     select_trackers,
 )
 from trackers.jsonl import unused_name
-from trainer import checkpoint as disk
-from trainer.checkpoint.storage import MANIFEST, metrics_of, run_id_of
-from trainer.checks import choice_error
+from trainer.checkpoint.lock import alone_in, holder_of
+from trainer.checkpoint.resolve import WORDS, choose_checkpoint
+from trainer.checkpoint.save import (
+    is_writer_rank,
+    raise_on_all_ranks,
+    run_on_all_ranks,
+    writer_rank_of,
+)
+from trainer.checkpoint.storage import (
+    check_same_run,
+    committed,
+    later_than,
+    leave_branch,
+    locate,
+    sweep,
+)
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.process_control import on_main
-from trainer.errors import CheckpointError, LaterReleaseError, module_logger
+from trainer.errors import module_logger
 from trainer.files import absolute_path
-from trainer.loops.fit_state import read_saved
 from trainer.loops.recorder import Recorder
 from trainer.loops.run_metadata import RunMetadata
 from trainer.state import PartialState
 from trainer.tracking import check_name
 
 logger = module_logger(__name__)
-
-WORDS = ("auto", "best", "last")
-
-
-def choose_checkpoint(
-    ckpt_path: str | os.PathLike[str] | None,
-    roots: Sequence[Path],
-    monitors: Sequence[tuple[str, str]],
-    *,
-    on_each_node: bool,
-    instead: str,
-) -> Path | None:
-    """Resolve ``ckpt_path`` to a checkpoint, the same on all ranks; collective.
-
-    Args:
-        ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
-        roots: The folders to search; the same on all ranks unless `on_each_node`.
-        monitors: Metric and mode of each callback that ranks checkpoints.
-        on_each_node: Whether each machine has its own checkpoints, since they share no disk.
-        instead: The advice of the error if there are only weights-only checkpoints.
-
-    Returns:
-        The checkpoint's folder; None if `ckpt_path` is None, or "auto" finds none.
-
-    Raises:
-        CheckpointError: The path is no checkpoint, ``"last"`` or ``"best"`` finds none, a word
-            finds only weights-only checkpoints, or the machines' checkpoints at the path are from
-            different runs.
-        ValueError: ``"best"`` without a metric to rank by.
-    """
-    if ckpt_path is None:
-        return None
-    if ckpt_path not in WORDS:
-        return _of_one_run(lambda: _existing(ckpt_path), on_each_node)
-    if ckpt_path == "best":
-        best = _best(roots, monitors, on_each_node)
-        return _of_one_run(lambda: best, on_each_node)
-    newest = _newest(roots, on_each_node)
-    if newest is None:
-        disk.check_not_weights_only(
-            roots, PartialState(), instead=instead, on_each_node=on_each_node
-        )
-    if newest is None and ckpt_path == "last":
-        raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {_all(roots)}.")
-    return newest
-
-
-def _of_one_run(choose_here: Callable[[], Path], on_each_node: bool) -> Path:
-    """Return the chosen checkpoint, checked to be of the same run on all machines.
-
-    Args:
-        choose_here: Returns this rank's choice.
-        on_each_node: Whether each machine has its own checkpoints.
-
-    Raises:
-        CheckpointError: The machines have it from different runs, or a rank does not find it;
-            raised on all ranks.
-    """
-    state = PartialState()
-    if state.num_processes == 1:
-        return choose_here()
-
-    def look() -> tuple[Path, str | None]:
-        path = choose_here()
-        return path, run_id_of(path) if disk.is_writer_rank(state, on_each_node) else None
-
-    found = disk.run_on_all_ranks("Choosing a checkpoint", look, state)
-    runs = {rank: run_id for rank, (_, run_id) in enumerate(found) if run_id is not None}
-    path = found[state.process_index][0]
-    if len(set(runs.values())) > 1:
-        listing = ", ".join(f"that of rank {rank} from {run_id}" for rank, run_id in runs.items())
-        raise CheckpointError(
-            f"The machines have {path} from different runs ({listing}). Copy one of them to all."
-        )
-    return path
-
-
-def _newest(roots: Sequence[Path], on_each_node: bool) -> Path | None:
-    newest, refused = [], []
-    for root in roots:
-        try:
-            found = disk.newest_sound(
-                root,
-                PartialState(),
-                on_each_node=on_each_node,
-                check=partial(read_saved, copy=False),
-            )
-        except LaterReleaseError:  # do not fall back to a checkpoint that may be older
-            raise
-        except CheckpointError as error:  # raised on all ranks
-            refused.append(error)
-        else:
-            newest += [] if found is None else [found]
-    if not newest and refused:
-        raise refused[0]
-    for each in refused:
-        logger.warning("%s A checkpoint of another folder is used.", each)
-    return max(newest, key=lambda path: disk.step_of(path) or 0, default=None)
-
-
-def _best(roots: Sequence[Path], monitors: Sequence[tuple[str, str]], on_each_node: bool) -> Path:
-    if not monitors:
-        raise ValueError(
-            "ckpt_path='best', but no ModelCheckpoint says what is best: give it a monitor."
-        )
-    monitor, mode = monitors[0]
-    state = PartialState()
-    is_writer = disk.is_writer_rank(state, on_each_node)
-    found = disk.run_on_all_ranks(
-        "Choosing the best checkpoint",
-        lambda: [scores_of(root, monitor) for root in roots] if is_writer else None,
-        state,
-    )
-    machines = [each for each in found if each is not None]
-    scores = {
-        root / name: value
-        for root, first, *others in zip(roots, *machines, strict=True)
-        for name, value in first.items()
-        if all(name in each for each in others)
-    }
-    best = best_of(scores, mode)
-    if best is None:
-        raise CheckpointError(
-            f"ckpt_path='best', but no checkpoint in {_all(roots)} has a value of {monitor!r}."
-        )
-    return best
-
-
-def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
-    path = Path(ckpt_path)
-    if path.is_file() and not (path.parent / MANIFEST).exists():
-        raise CheckpointError(
-            f"ckpt_path is the file {path}; a checkpoint is a folder. Files such as .ckpt and .pt "
-            "are pickles, which are never loaded: read their weights with the library that wrote "
-            "them, and load them with module.load_state_dict."
-        )
-    if path.is_file():
-        raise CheckpointError(f"ckpt_path is the file {path}; give its folder, {path.parent}.")
-    if newest := disk.committed(path) or disk.committed(path / "checkpoints"):
-        what = "a folder of checkpoints" if newest[-1].parent == path else "the folder of a run"
-        raise CheckpointError(
-            f"ckpt_path is {path}, {what}; give one of its checkpoints, such as {newest[-1]}, or "
-            "ckpt_path='auto' with its project_dir."
-        )
-    if not disk.locate(path).exists():
-        hint = choice_error("As a word it", path.name, WORDS) if path.parent == Path.cwd() else ""
-        raise CheckpointError(
-            f"There is no checkpoint at {path}. ckpt_path is None, the folder of a checkpoint, or "
-            f"a word ({', '.join(WORDS)}). {hint}".rstrip()
-        )
-    return disk.locate(path)
-
-
-def _all(roots: Sequence[Path]) -> str:
-    return ", ".join(map(str, roots))
-
-
-def scores_of(root: Path, monitor: str) -> dict[str, float]:
-    """Return a metric's value for each checkpoint in a folder whose manifest has a finite one.
-
-    Checkpoints with a damaged manifest are skipped with a warning.
-
-    Args:
-        root: The folder of the checkpoints.
-        monitor: The metric.
-
-    Returns:
-        The values by the checkpoint's folder name.
-    """
-    scores = {}
-    for path in disk.committed(root):
-        try:
-            value = metrics_of(disk.read_manifest(path)).get(monitor)
-        except CheckpointError as error:
-            logger.warning("%s is not used: %s", path, error)
-            continue
-        if value is not None and math.isfinite(value):
-            scores[path.name] = value
-    return scores
-
-
-def best_of(scores: Mapping[Path, float], mode: str) -> Path | None:
-    """Return the checkpoint with the best value, of equal ones the oldest; None without any."""
-    by_age = sorted(scores, key=lambda path: disk.step_of(path) or 0)
-    sign = 1 if mode == "min" else -1
-    return min(by_age, key=lambda path: sign * scores[path], default=None)
-
 
 _CAPACITY = 1_000_000  # records in the queue; large, so that the local record drops none
 _TO_EVALUATE = "To evaluate them, pass the path of one."
@@ -364,11 +187,11 @@ class Project:
         own = None
         if ckpt_path is not None and ckpt_path not in WORDS:
             own = absolute_path("ckpt_path", ckpt_path)
-        writer_rank = disk.writer_rank_of(PartialState(), self.on_each_node)
+        writer_rank = writer_rank_of(PartialState(), self.on_each_node)
         kept = all_gather_object(own)[writer_rank]  # on all ranks: some may have been given a word
         if own is None:
             return ckpt_path
-        return kept if kept is not None and disk.locate(kept).exists() else own
+        return kept if kept is not None and locate(kept).exists() else own
 
     @contextmanager
     def alone(
@@ -390,7 +213,7 @@ class Project:
         """
         _check_not_importing()
         state, own = PartialState(), self.folder.resolve()
-        here = self._writes and disk.is_writer_rank(state, self.on_each_node)
+        here = self._writes and is_writer_rank(state, self.on_each_node)
         warns: dict[Path, Callable[[str], None]] = {}  # of each locked folder: publishes the run id
         with ExitStack() as held:
 
@@ -403,16 +226,16 @@ class Project:
                 # A callback's `dirpath` may lie inside the folder of another run.
                 for at, folder in new.items():
                     near = self.checkpoints if at == own else folder.parent
-                    if near.resolve() not in warns and (holder := disk.holder_of(near)):
+                    if near.resolve() not in warns and (holder := holder_of(near)):
                         raise ValueError(
                             f"{near} is in use by {holder}. Wait until it ends, or give one of the "
                             "runs another project_dir or dirpath."
                         )
                 for at, folder in new.items():
-                    warns[at] = held.enter_context(disk.alone_in(folder))
+                    warns[at] = held.enter_context(alone_in(folder))
 
             def lock() -> None:
-                disk.raise_on_all_ranks(take, state, here=here)
+                raise_on_all_ranks(take, state, here=here)
 
             def warn_all(run_id: str) -> None:
                 for tell in warns.values():
@@ -430,8 +253,8 @@ class Project:
         Raises:
             ValueError: A folder has checkpoints.
         """
-        looks = disk.is_writer_rank(PartialState(), self.on_each_node)
-        here = [root for root in self.looks_in(roots) if looks and disk.committed(root)]
+        looks = is_writer_rank(PartialState(), self.on_each_node)
+        here = [root for root in self.looks_in(roots) if looks and committed(root)]
         taken = [root for found in all_gather_object(here) for root in found]
         if taken and self._writes:
             raise ValueError(
@@ -459,7 +282,7 @@ class Project:
                 f"{', '.join(str(len(each) - 1) for each in every)}. Pass the same on all."
             )
         once = {resolved: index for index, (_, resolved) in reversed(list(enumerate(every[0])))}
-        writer_rank = disk.writer_rank_of(PartialState(), self.on_each_node)
+        writer_rank = writer_rank_of(PartialState(), self.on_each_node)
         return [every[writer_rank][index][0] for index in sorted(once.values())]
 
     def choose(
@@ -491,13 +314,14 @@ class Project:
         roots = self.looks_in(roots)
         if sweeps and self._writes:
             state = PartialState()
-            is_writer = disk.is_writer_rank(state, self.on_each_node)
+            is_writer = is_writer_rank(state, self.on_each_node)
             what = "Deleting the leftovers of killed saves"
-            disk.run_on_all_ranks(what, lambda: [disk.sweep(r) for r in roots if is_writer], state)
+            run_on_all_ranks(what, lambda: [sweep(r) for r in roots if is_writer], state)
         return choose_checkpoint(
             ckpt_path,
             roots,
             monitors,
+            PartialState(),
             on_each_node=self.on_each_node,
             instead=_TO_TRAIN if sweeps else _TO_EVALUATE,
         )
@@ -514,8 +338,8 @@ class Project:
             ValueError: There are checkpoints of another run.
         """
         state, roots = PartialState(), [self.checkpoints, *roots]
-        here = self._writes and disk.is_writer_rank(state, self.on_each_node)
-        disk.raise_on_all_ranks(lambda: disk.check_same_run(chosen, roots), state, here=here)
+        here = self._writes and is_writer_rank(state, self.on_each_node)
+        raise_on_all_ranks(lambda: check_same_run(chosen, roots), state, here=here)
 
     def leave_branch(self, chosen: Path, roots: Sequence[Path], offset: int | None) -> bool:
         """Quarantine the checkpoints later than the chosen one, and copy the record; collective.
@@ -537,19 +361,19 @@ class Project:
         state, roots = PartialState(), self.looks_in(roots)
 
         def leave() -> bool:
-            if not self._writes or not disk.is_writer_rank(state, self.on_each_node):
+            if not self._writes or not is_writer_rank(state, self.on_each_node):
                 return False
-            later = disk.later_than(chosen, roots)
+            later = later_than(chosen, roots)
             # First the record: if this is interrupted, the later checkpoints show that it is due.
             if self.record.exists():
                 if not JsonlTracker(self.record).ends_record(offset or 0):
                     self.record.rename(unused_name(self.record))  # it is not of this checkpoint
                 elif later:
                     shutil.copy2(self.record, unused_name(self.record))
-            disk.leave_branch(chosen, later)
+            leave_branch(chosen, later)
             return bool(later)
 
-        left = disk.run_on_all_ranks("Setting aside later checkpoints", leave, state)
+        left = run_on_all_ranks("Setting aside later checkpoints", leave, state)
         return left[state.process_index]
 
     def begin_record(self) -> None:

@@ -18,7 +18,7 @@ from callbacks import Callback, Interval, ModelCheckpoint
 from trackers.base import Status
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.async_writer import Writer
-from trainer.checkpoint.resolve import holds_weights_only
+from trainer.checkpoint.resolve import WORDS, holds_weights_only
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.datamodule import DataModule
 from trainer.distributed.collectives import broadcast
@@ -54,7 +54,7 @@ from trainer.loops.preflight import (
     warn_of_no_validation,
 )
 from trainer.loops.recorder import Recorder
-from trainer.loops.run_directory import WORDS, Project
+from trainer.loops.run_directory import Project
 from trainer.loops.run_metadata import name_of, versions
 from trainer.loops.state import Counters, FitRun, Run
 from trainer.metrics import MetricStore

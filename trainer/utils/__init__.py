@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Generator, nn
 
-from trainer.checkpoint import load_checkpoint_in_model
+from trainer.checkpoint.loading import load_checkpoint_in_model
 from trainer.checkpoint.objects import load, save
 from trainer.checkpoint.weights import BIN_NAME as WEIGHTS_NAME
 from trainer.checkpoint.weights import INDEX_SUFFIX

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.checkpoint import load_checkpoint_in_model
-from trainer.checkpoint.accelerator_state import load_state, save_state
-from trainer.checkpoint.project import load_state as load_project
-from trainer.checkpoint.restore import Prepared
+from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
+from trainer.checkpoint.accelerator_state import load_state as load_project
+from trainer.checkpoint.loading import load_checkpoint_in_model
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
 

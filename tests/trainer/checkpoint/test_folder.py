@@ -7,25 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint import read_manifest, verify
 from trainer.checkpoint import storage as folder_module
 from trainer.checkpoint.storage import (
-    abandon,
-    commit_folder,
-    open_folder,
+    commit,
+    discard,
+    open_staging,
+    read_manifest,
     recover,
     staging_path,
+    verify,
     write_manifest,
 )
 from trainer.errors import CheckpointError
 
 
 def save(target: Path, files: dict[str, str], **fields) -> Path:
-    staging = open_folder(target)
+    staging = open_staging(target, shared=True)
     for name, text in files.items():
         (staging / name).parent.mkdir(parents=True, exist_ok=True)
         (staging / name).write_text(text)
-    return commit_folder(staging, target, fields)
+    return commit(staging, target, fields)
 
 
 def contents(target: Path) -> dict[str, str]:
@@ -50,10 +51,10 @@ def test_a_new_folder_is_committed_by_one_rename(target):
 
 def test_a_checkpoint_alone_is_replaced_by_one_rename(target, monkeypatch):
     save(target, {"a": "1", "sub/b": "2"})
-    staging = open_folder(target)
+    staging = open_staging(target, shared=True)
     assert staging == staging_path(target)  # beside it
     (staging / "c").write_text("3")
-    commit_folder(staging, target, {})
+    commit(staging, target, {})
     assert contents(target) == {"c": "3"}
 
 
@@ -112,12 +113,12 @@ def test_a_damaged_checkpoint_is_saved_over(target):
 def test_a_file_is_no_folder(target):
     target.write_text("x")
     with pytest.raises(NotADirectoryError, match="out is a file; a checkpoint needs a folder"):
-        open_folder(target)
+        open_staging(target, shared=True)
 
 
 def test_what_a_killed_save_staged_is_cleared(target):
     target.mkdir()
-    (open_folder(target) / "torn").write_text("x")
+    (open_staging(target, shared=True) / "torn").write_text("x")
     save(target, {"a": "1"})
     assert contents(target) == {"a": "1"}
 
@@ -141,7 +142,7 @@ def test_a_save_that_is_killed_between_its_moves_is_finished(target, monkeypatch
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
         read_manifest(target)
     monkeypatch.undo()
-    abandon(target / ".cadence-staging")  # as a save that sees the error does
+    discard(target / ".cadence-staging")  # as a save that sees the error does
     assert recover(target) == target
     assert verify(target)["n"] == 2
     assert {k: v for k, v in contents(target).items() if k != "c"} == {
@@ -155,10 +156,10 @@ def test_a_save_that_is_killed_between_its_moves_is_finished(target, monkeypatch
 
 def test_a_save_that_was_committed_is_finished_before_the_next_begins(target):
     target.mkdir()
-    staging = open_folder(target)
+    staging = open_staging(target, shared=True)
     (staging / "a").write_text("1")
     write_manifest(staging, {"n": 1})  # and killed here
-    (open_folder(target) / "a").write_text("2")  # which fails, say
+    (open_staging(target, shared=True) / "a").write_text("2")  # which fails, say
     assert verify(target)["n"] == 1
 
 
@@ -167,14 +168,14 @@ def test_a_save_that_is_killed_before_its_commit_leaves_the_earlier_one(target, 
     target.mkdir()
     save(target, {"a": "1"}, n=1)
     (target / "mine").write_text("m")
-    staging = open_folder(target)
+    staging = open_staging(target, shared=True)
     (staging / "a").write_text("2")
     if manifest is not None:
         (staging / "manifest.json").write_text(manifest)
     assert recover(target) == target
     assert verify(target)["n"] == 1
     assert contents(target)["a"] == "1"
-    abandon(staging)
+    discard(staging)
     assert contents(target) == {"a": "1", "mine": "m"}
 
 

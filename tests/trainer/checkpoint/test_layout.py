@@ -18,7 +18,7 @@ from trainer.checkpoint.save import remove_or_warn
 from trainer.checkpoint.storage import (
     FORMAT_VERSION,
     MANIFEST,
-    describe_files,
+    _describe_files,
     read_manifest,
     verify,
 )
@@ -67,7 +67,7 @@ def test_a_manifest_describes_every_file_and_keeps_the_callers_fields(tmp_path):
         },
     }
     assert verify(path) == manifest
-    assert describe_files(path) == manifest["files"]
+    assert _describe_files(path) == manifest["files"]
     assert names(tmp_path) == ["step-00000100"]
 
 

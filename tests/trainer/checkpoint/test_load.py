@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from trainer.checkpoint import load_checkpoint_in_model, save_model
-from trainer.checkpoint.weights import offload_weight
+from trainer.checkpoint.loading import load_checkpoint_in_model
+from trainer.checkpoint.weights import offload_weight, save_model
 from trainer.errors import CheckpointError
 
 FOLDER = Path("weights")

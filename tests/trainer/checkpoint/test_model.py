@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from trainer.checkpoint import load_checkpoint_in_model, load_weights, save_model
 from trainer.checkpoint import weights as model_module
-from trainer.checkpoint.weights import parse_size, plan_shards
+from trainer.checkpoint.loading import load_checkpoint_in_model
+from trainer.checkpoint.weights import load_weights, parse_size, plan_shards, save_model
 
 FOLDER = Path("weights")
 

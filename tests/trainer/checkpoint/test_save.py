@@ -14,19 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from trainer.checkpoint import (
-    committed,
-    newest_sound,
-    rank_stem,
-    read_manifest,
-    remove,
-    save_checkpoint,
-    verify,
-)
 from trainer.checkpoint import storage as layout_module
-from trainer.checkpoint.storage import MANIFEST
+from trainer.checkpoint.resolve import choose_checkpoint, newest_sound
+from trainer.checkpoint.save import save_checkpoint
+from trainer.checkpoint.storage import MANIFEST, committed, rank_stem, read_manifest, remove, verify
 from trainer.errors import CheckpointError
-from trainer.loops import run_directory
 from trainer.state import PartialState
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
@@ -38,16 +30,17 @@ def save_step(
     """Save checkpoint `step`; the ranks in `fail` raise while they write."""
     rank = dist.get_rank() if dist.is_initialized() else 0
 
-    def write_rank(folder):
+    def write(folder):
+        if rank == 0:
+            (folder / "model.bin").write_text(content)
         if rank in fail:
             raise OSError(f"no space for {rank}")
         (folder / f"{rank_stem(rank)}.json").write_text(content)
 
     return save_checkpoint(
         Path("checkpoints") / f"step-{step:08d}",
-        write_shared=lambda folder: (folder / "model.bin").write_text(content),
-        write_rank=write_rank,
-        manifest={"step": step, "bad": bad},
+        write,
+        manifest=lambda: {"step": step, "bad": bad},
         state=state,
     )
 
@@ -85,16 +78,14 @@ def test_an_error_without_a_text_is_an_error():
         raise CheckpointError
 
     with pytest.raises(CheckpointError, match="failed: "):
-        save_checkpoint(Path("x"), write_shared=print, write_rank=refuse, manifest={}, state=ALONE)
+        save_checkpoint(Path("x"), refuse, manifest=dict, state=ALONE)
 
 
 def test_nothing_is_written_when_the_name_is_taken_by_something_else():
     Path("mine").mkdir()
     message = r"failed: .*mine exists .* or move it away\.$"
     with pytest.raises(CheckpointError, match=message):
-        save_checkpoint(
-            Path("mine"), write_shared=print, write_rank=print, manifest={}, state=ALONE
-        )
+        save_checkpoint(Path("mine"), print, manifest=dict, state=ALONE)
     assert os.listdir() == ["mine"]
     assert os.listdir("mine") == []
 
@@ -241,16 +232,20 @@ def machine():
 
 def test_machines_that_share_no_disk_are_told_how_to_save(ranks2):
     def body():
-        with machine() as state:
-            return outcome(lambda: save_step(5, state)), entries() if state.is_main_process else []
+        state = PartialState()
 
-    seen = ranks2(body)
-    assert seen[0][0] == seen[1][0]
-    assert seen[0][1] == []
-    where = Path("disk-1/checkpoints").absolute()
-    assert f"failed on rank 1: {where}" in seen[0][0]
-    assert f"which rank 0 has created, does not exist on {socket.gethostname()}. " in seen[0][0]
-    assert "ProjectConfiguration(save_on_each_node=True)" in seen[0][0]
+        def write(folder):
+            state.wait_for_everyone()
+            if not state.is_main_process:
+                shutil.rmtree(folder)  # this machine does not have it
+                (folder / "rank-00001.json").write_text("x")
+
+        return outcome(lambda: save_checkpoint(Path("a"), write, manifest=dict, state=state))
+
+    said, other = ranks2(body)
+    assert said == other
+    assert f"which rank 0 has created, does not exist on {socket.gethostname()}. " in said
+    assert "ProjectConfiguration(save_on_each_node=True)" in said
 
 
 def newest(state, root="checkpoints"):
@@ -260,11 +255,9 @@ def newest(state, root="checkpoints"):
 def second(state, word=None, root="checkpoints"):
     """The checkpoint of step 2, asked for by its path or as the best."""
     path, monitors = Path(root, "step-00000002"), [("loss", "min")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_directory, "PartialState", lambda: state)
-        return run_directory.choose_checkpoint(
-            word or path, [path.parent], monitors, on_each_node=True, instead="Nothing."
-        )
+    return choose_checkpoint(
+        word or path, [path.parent], monitors, state, on_each_node=True, instead="Nothing."
+    )
 
 
 def chosen(lost=(), run_ids=("a", "a"), choose=newest):
@@ -282,9 +275,8 @@ def chosen(lost=(), run_ids=("a", "a"), choose=newest):
     with machine() as state:
         for step, run_id in ((1, "a"), (2, run_ids[rank])):
             manifest = {"step": step, "run_id": run_id, "metrics": {"loss": 1 / step}}
-            more = {"manifest": manifest, "state": ALONE}
             path = Path(f"checkpoints/step-{step:08d}")
-            save_checkpoint(path, write_shared=print, write_rank=print, **more)
+            save_checkpoint(path, print, manifest=manifest.copy, state=ALONE)
         for step in [step for where, step in lost if where == rank]:
             remove(Path(f"checkpoints/step-{step:08d}"))
         logging.getLogger("trainer").addHandler(handler)
@@ -297,7 +289,9 @@ def chosen(lost=(), run_ids=("a", "a"), choose=newest):
 def test_what_one_machine_lacks_is_told_and_the_newest_of_all_taken(ranks2):
     (first, lines), other = ranks2(lambda: chosen(lost=[(1, 2)]))
     assert first == str(Path("checkpoints/step-00000001"))
-    assert lines == ["Step 2 of checkpoints is not used: the machine of rank 1 does not have it."]
+    assert lines == [
+        "checkpoints/step-00000002 is not used: the machine of rank 1 does not have it."
+    ]
     assert other == (first, [])
 
 

@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import checkpoint as disk
 from trainer.checkpoint import accelerator_state as state
-from trainer.checkpoint.accelerator_state import load_state, save_state
-from trainer.checkpoint.project import load_state as load_project
-from trainer.checkpoint.project import save_state as save_project
-from trainer.checkpoint.restore import Prepared
+from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
+from trainer.checkpoint.accelerator_state import load_state as load_project
+from trainer.checkpoint.accelerator_state import save_state as save_project
+from trainer.checkpoint.save import save_checkpoint
+from trainer.checkpoint.storage import verify
+from trainer.checkpoint.weights import save_weights
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
 
@@ -172,7 +173,7 @@ def test_the_documented_names_and_nothing_pickled(safe):
             *("random_states_0.json", "random_states_0.safetensors"),
         ]
     )
-    manifest = disk.verify(OUT)
+    manifest = verify(OUT)
     assert manifest["models"] == 2
     assert manifest["world_size"] == 1
 
@@ -224,7 +225,7 @@ def test_weights_of_the_user_beside_a_state_are_not_taken_for_its_own(safe):
     if safe:
         torch.save(other, OUT / "pytorch_model.bin")
     else:
-        disk.save_weights(other, OUT / "model.safetensors")
+        save_weights(other, OUT / "model.safetensors")
     first, second = make(1), make(3)
     save_state(OUT, first, ALONE, safe_serialization=safe)
     load_state(OUT, second, ALONE)
@@ -288,7 +289,7 @@ def test_a_save_hook_writes_into_the_checkpoint_and_takes_weights_away():
     save_state(OUT, prepared, ALONE, hooks=hooks.values())
     assert len(prepared.models) == 2
     assert (OUT / "mine.txt").read_text() == "hello"
-    assert {"mine.txt", "unet/x.bin", "model.safetensors"} < disk.verify(OUT)["files"].keys()
+    assert {"mine.txt", "unet/x.bin", "model.safetensors"} < verify(OUT)["files"].keys()
     assert not (OUT / "model_1.safetensors").exists()
     with pytest.raises(CheckpointError, match=r"the state of 1 models, but 2 are prepared"):
         load_state(OUT, make(2), ALONE)
@@ -325,9 +326,7 @@ def test_a_folder_that_is_none():
     OUT.mkdir()
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
         load_state(OUT, Prepared(), ALONE)
-    disk.save_checkpoint(
-        Path("step-00000001"), write_shared=print, write_rank=print, manifest={}, state=ALONE
-    )
+    save_checkpoint(Path("step-00000001"), print, manifest=dict, state=ALONE)
     with pytest.raises(CheckpointError, match=r"Trainer's checkpoint is resumed with"):
         load_state("step-00000001", Prepared(), ALONE)
 

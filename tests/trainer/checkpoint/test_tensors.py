@@ -24,9 +24,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from tests.helpers import layouts
-from trainer.checkpoint import load_tree, load_weights, save_tree, save_weights
-from trainer.checkpoint.serialization import DTYPES
-from trainer.checkpoint.weights import offload_weight
+from trainer.checkpoint.serialization import DTYPES, load_tree, save_tree
+from trainer.checkpoint.weights import load_weights, offload_weight, save_weights
 from trainer.errors import CheckpointError
 
 

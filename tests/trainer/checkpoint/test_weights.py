@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, load_model, save_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from trainer.checkpoint import load_into, load_weights, save_weights
+from trainer.checkpoint.loading import load_into
+from trainer.checkpoint.parts import tree_part, weights_part
 from trainer.checkpoint.shards import merge_weights
+from trainer.checkpoint.weights import load_weights, save_weights
 from trainer.errors import CheckpointError
 
 
@@ -148,3 +153,21 @@ def test_a_missing_or_torn_file_is_named(size):
         file.write_bytes(data[:size])
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
         load_weights(Path.cwd())
+
+
+def test_sharded_tensors_are_refused_by_name(ranks2):
+    def body():
+        mesh = init_device_mesh("cpu", (2,))
+        weights = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).state_dict()
+        sharded = {key: distribute_tensor(w, mesh, [Shard(0)]) for key, w in weights.items()}
+        for save in (
+            weights_part,
+            partial(save_weights, path="w.safetensors"),
+            partial(tree_part, stem="optimizer"),
+        ):
+            with pytest.raises(TypeError, match=r"weight'.* is a DTensor .* its full_tensor\(\)"):
+                save(sharded)
+        whole = weights_part({key: value.full_tensor() for key, value in sharded.items()})
+        return Path("w.safetensors").exists(), len(whole.tensors)
+
+    assert ranks2(body) == [(False, 4)] * 2

@@ -22,10 +22,9 @@ import trainer
 from callbacks import EarlyStopping, ModelCheckpoint
 from trainer import Trainer, TrainModule
 from trainer.checkpoint import storage
+from trainer.checkpoint.accelerator_state import Prepared, save_state
 from trainer.checkpoint.lock import LOCK, alone_in
-from trainer.checkpoint.project import save_state
-from trainer.checkpoint.restore import Prepared
-from trainer.checkpoint.storage import MANIFEST, files_in, open_folder, write_manifest
+from trainer.checkpoint.storage import MANIFEST, files_in, open_staging, write_manifest
 from trainer.cli import main
 from trainer.configuration import ProjectConfiguration
 
@@ -71,7 +70,7 @@ def interrupt_a_shared_save(folder: Path) -> None:
     """Leave a folder as a save into it does that is killed when it is committed, but not moved."""
     folder.mkdir(parents=True)
     (folder / "notes.txt").touch()
-    staging = open_folder(folder)
+    staging = open_staging(folder, shared=True)
     (staging / "model.safetensors").touch()
     write_manifest(staging, {"kind": "accelerator", "world_size": 2})
 

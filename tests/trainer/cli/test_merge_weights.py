@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
 from trainer import Trainer, TrainModule
-from trainer.checkpoint import load_weights, save_model
+from trainer.checkpoint.weights import load_weights, save_model
 from trainer.cli import main
 
 MEGABYTE = 1 << 20

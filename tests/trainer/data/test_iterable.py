@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from trainer.checkpoint import load_tree, save_tree
+from trainer.checkpoint.serialization import load_tree, save_tree
 from trainer.data.dataloader import DataLoaderShard
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.errors import CheckpointError

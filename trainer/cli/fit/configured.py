@@ -20,8 +20,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_pa
 from callbacks import Callback, PredictionWriter
 from trackers.jsonl import unused_name
 from trackers.masking import masked
-from trainer.checkpoint import read_manifest
-from trainer.checkpoint.storage import write_whole
+from trainer.checkpoint.storage import read_manifest, write_whole
 from trainer.cli.fit import readable
 from trainer.cli.fit.loaders import Loaders  # noqa: F401 - so that its class path may be short
 from trainer.cli.parsing import CommandError

@@ -1,0 +1,139 @@
+"""The parts of a checkpoint: what one process writes, and a reader of what all have written.
+
+A fit and an `Accelerator` differ in the parts that they list; both give them to
+:func:`trainer.checkpoint.save.save_checkpoint` and read them with :class:`Reader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.loading import read_torch_file
+from trainer.checkpoint.serialization import encode_tree, load_tree, portable, write_tree
+from trainer.checkpoint.storage import examine
+from trainer.checkpoint.weights import (
+    WEIGHTS_NAME,
+    load_weights,
+    separate_tied,
+    write_weights_file,
+)
+from trainer.errors import CheckpointError
+
+Write = Callable[[Path], None]
+Encoded = tuple[str, dict[str, Tensor]]  # what `trainer.checkpoint.serialization.encode_tree` gives
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """Tensors and text of one process for a checkpoint, validated and encoded.
+
+    Attributes:
+        tensors: Plain, contiguous tensors. Training may still change them in place.
+        write: Writes given tensors (these or copies of them) and the part's text into a folder.
+        text_size: The size of the text in bytes.
+    """
+
+    tensors: Mapping[str, Tensor]
+    write: Callable[[Mapping[str, Tensor], Path], None]
+    text_size: int = 0
+
+    @property
+    def size(self) -> int:
+        """The size on disk in bytes, without file headers."""
+        return self.text_size + sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def weights_part(state_dict: Mapping[str, object], name: str = WEIGHTS_NAME) -> StatePart:
+    """Return a module's weights as a state part, in the format of the file name's suffix.
+
+    Raises:
+        TypeError: A value cannot be saved.
+    """
+    tensors, tied = separate_tied(state_dict)
+    return StatePart(
+        {name: portable(tensor, f"The weight {name!r}") for name, tensor in tensors.items()},
+        lambda values, folder: write_weights_file(values, tied, folder / name),
+    )
+
+
+def tree_part(tree: object, stem: str) -> StatePart:
+    """Return nested state as a state part; see `trainer.checkpoint.serialization`.
+
+    Raises:
+        TypeError: The tree holds a value that cannot be saved; the message says where.
+    """
+    return encoded_part(*encode_tree(tree, stem), stem)
+
+
+def encoded_part(document: str, tensors: Mapping[str, Tensor], stem: str) -> StatePart:
+    """Return an already encoded tree as a state part, for example one from another process."""
+    return StatePart(
+        tensors,
+        lambda values, folder: write_tree(document, values, folder, stem),
+        len(document),
+    )
+
+
+def write_parts(parts: Sequence[StatePart]) -> Write:
+    """Return a function that writes the values that the tensors have when it is called."""
+
+    def write(folder: Path) -> None:
+        for part in parts:
+            part.write(part.tensors, folder)
+
+    return write
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads the parts of a checkpoint whose files match its manifest.
+
+    Attributes:
+        path: The folder to read.
+        manifest: Its manifest.
+    """
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, target: Path) -> Reader:
+        """Check the hashes of a checkpoint; see `trainer.checkpoint.storage.examine`.
+
+        Raises:
+            CheckpointError: A file is missing or damaged.
+        """
+        return cls(*examine(target))
+
+    @property
+    def files(self) -> Mapping[str, Any]:
+        """The checkpoint's files by name."""
+        return self.manifest["files"]  # type: ignore[no-any-return]
+
+    def tree(self, stem: str) -> Any:
+        """Return the tree of :func:`tree_part`; see `trainer.checkpoint.serialization.load_tree`.
+
+        Raises:
+            CheckpointError: It is missing, or cannot be read.
+        """
+        return load_tree(self.path, stem, self.files)
+
+    def weights(self, *names: str) -> dict[str, torch.Tensor]:
+        """Return the weights of the first of the named files that there is.
+
+        Raises:
+            CheckpointError: There is none, or it cannot be read.
+        """
+        file = next((self.path / name for name in names if name in self.files), None)
+        if file is None:
+            raise CheckpointError(f"The manifest of {self.path} lists no {' or '.join(names)}.")
+        if file.suffix == ".safetensors":
+            return load_weights(file)
+        weights: dict[str, torch.Tensor] = read_torch_file(file)
+        return weights

@@ -14,7 +14,7 @@ import torch
 from callbacks.base import Callback
 from callbacks.monitor import Mode, Monitor
 from callbacks.on_exception_checkpoint import save_weights_at
-from trainer.checks import check_bools, explained
+from trainer.checks import check_bools, check_counts, explained
 from trainer.errors import module_logger
 from trainer.files import absolute_folder
 from trainer.interval import Interval, Progress
@@ -122,10 +122,8 @@ class ModelCheckpoint(Callback):
             save_weights_only=save_weights_only,
             background=background,
         )
-        if not (save_top_k >= -1 and save_top_k % 1 == 0) or isinstance(save_top_k, bool):
-            raise ValueError(f"save_top_k must be -1 (all), 0 or a count, got {save_top_k!r}.")
-        if not (save_last >= 0 and save_last % 1 == 0):
-            raise ValueError(f"save_last must be True, False or a count, got {save_last!r}.")
+        check_counts(-1, save_top_k=save_top_k)
+        check_counts(0, save_last=int(save_last) if isinstance(save_last, bool) else save_last)
         if save_top_k == 0 and not save_last:
             raise ValueError(
                 "save_top_k=0 with save_last=False would never save. "

@@ -355,10 +355,10 @@ def test_saves_after_the_other_callbacks():
         ({"mode": "auto"}, "'auto'"),
         ({"save_top_k": -2}, "-2"),
         ({"save_top_k": 0.5}, "0.5"),
-        ({"save_top_k": math.inf}, "save_top_k must be -1"),
-        ({"save_last": math.nan}, "a count, got nan"),
+        ({"save_top_k": math.inf}, "save_top_k is inf"),
+        ({"save_last": math.nan}, "save_last is nan"),
         ({"save_top_k": 0, "save_last": False}, "checkpointing=False"),
-        ({"save_last": -1}, "save_last must be True, False or a count, got -1"),
+        ({"save_last": -1}, "save_last is -1; it must be a whole number of at least 0"),
         ({"on_save_error": "ignore"}, "'raise' or 'warn', got 'ignore'"),
         ({"every": "5 epohcs"}, "epochs"),
     ],
@@ -369,7 +369,7 @@ def test_wrong_arguments_are_refused(arguments, message):
 
 
 def test_save_last_is_a_count_or_says_whether():
-    with pytest.raises(TypeError, match="save_last is '3'; it must be True, False or a count"):
+    with pytest.raises(TypeError, match="save_last is '3'; it must be a whole number"):
         ModelCheckpoint(save_last="3")
 
 

@@ -128,7 +128,7 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         CheckpointError: If the file cannot be read, or is not a file of weights.
     """
     if file.suffix == ".safetensors":
-        with _opened(file) as opened:
+        with open_safetensors(file) as opened:
             names = opened.keys()
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
             tied = tied_names(opened.metadata() or {}, shapes)
@@ -145,7 +145,7 @@ def read_each(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         CheckpointError: If the file cannot be read, or is not a file of weights.
     """
     if file.suffix == ".safetensors":
-        with _opened(file) as opened:
+        with open_safetensors(file) as opened:
             names = list(opened.keys())
             tied = tied_names(opened.metadata() or {}, set(names))
             for name in names:
@@ -182,7 +182,8 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def open_safetensors(file: Path) -> Iterator[Any]:
+    """Open a safetensors file, whose tensors are memory-mapped; any error is a CheckpointError."""
     from safetensors import safe_open
 
     check_file(file)
@@ -562,7 +563,10 @@ def _devices(
             f"device_map is {device_map!r}; it must be a dict from modules' names to devices, for "
             "example {'': 'cpu'}."
         )
-    places = {module: _parse_place(module, place) for module, place in device_map.items()}
+    places = {
+        module: place if place == _DISK else torch.device(place)
+        for module, place in device_map.items()
+    }
     devices: dict[str, str | torch.device] = {}
     names = model.state_dict().keys()
     for bare, name in bare_names(model, zip(names, names, strict=True)):
@@ -574,17 +578,3 @@ def _devices(
             )
         devices[name] = places[max(fitting, key=len)]
     return devices
-
-
-def _parse_place(module: str, place: int | str | torch.device) -> str | torch.device:
-    if place == _DISK:
-        return _DISK
-    try:
-        device = torch.device(place)
-        torch.empty(0, device=device)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise ValueError(
-            f"device_map puts {module!r} on {place!r}, which does not exist; it must be a device "
-            "of this machine, the index of an accelerator, 'cpu' or 'disk'."
-        ) from error
-    return device

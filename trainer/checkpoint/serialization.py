@@ -21,7 +21,6 @@ import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Container, Iterable, Mapping
-from enum import Enum
 from errno import EIO
 from math import isfinite
 from pathlib import Path
@@ -312,13 +311,10 @@ def _encode_other(value: Any, place: _Place, tensors: _Tensors) -> Any:
 
 def _refusal(value: object, place: _Place) -> str:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, Enum):
-        fix = "Save its value or its name, and look the member up on loading"
-    elif hasattr(value, "state_dict"):
+    if hasattr(value, "state_dict"):
         fix = "Save its state_dict()"
-    elif isinstance(value, (str, int, float, list, dict)):
-        base = next(t for t in (str, int, float, list, dict) if isinstance(value, t))
-        fix = f"Save {base.__name__}(…) of it"
+    elif base := [each for each in (str, int, float, list, dict) if isinstance(value, each)]:
+        fix = f"Save {base[0].__name__}(…) of it"
     else:
         fix = "Save plain values from which it can be recreated, or leave it out of the state"
     return (

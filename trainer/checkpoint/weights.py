@@ -26,7 +26,6 @@ Weights offloaded to disk: one file of raw bytes per tensor, and an index of dty
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Container, Mapping
@@ -38,9 +37,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.serialization import PLAIN, portable, read_tensors, write_tensors
-from trainer.checkpoint.storage import sync, write_temporary, write_whole
-from trainer.errors import CheckpointError
-from trainer.files import with_home
+from trainer.checkpoint.storage import reading, sync, write_temporary, write_whole
+from trainer.files import read_json, with_home
 from trainer.names import COMPILED, bare_names, bare_state_dict
 from trainer.strict_json import dumps
 from trainer.tree import as_bytes
@@ -351,15 +349,12 @@ def _files_of(folder: Path, name: str) -> list[Path]:
 
 
 def _check_not_meta(state: Mapping[str, object]) -> None:
-    empty = [
-        name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta
-    ]
-    if empty:
-        raise RuntimeError(
-            f"The model cannot be saved: {', '.join(empty[:5])}{', …' if len(empty) > 5 else ''} "
-            "have no data, being on the meta device. Load weights first, or give them data with "
-            "to_empty()."
-        )
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise RuntimeError(
+                f"The model cannot be saved: {name} has no data, being on the meta device. Load "
+                "weights first, or give it data with to_empty()."
+            )
 
 
 _INDEX = "index.json"
@@ -394,8 +389,6 @@ def _load_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(folder) / _INDEX
     if not file.exists():
         return {}
-    try:
-        index: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. Use another folder.") from error
+    with reading(file):
+        index: dict[str, Any] = read_json(file)
     return index

@@ -90,6 +90,11 @@ class Project:
     Attributes:
         folder: The absolute path, resolved in the working directory at the start. Machines may have
             different working directories.
+        checkpoints: The folder of the checkpoints.
+        record: The local record of metrics.
+        evaluations: The local record of evaluations outside a fit.
+        run_metadata: The file with the run metadata.
+        logs: The folder for trackers that write files.
 
     Raises:
         ValueError: A tracker is unknown.
@@ -115,6 +120,11 @@ class Project:
         else:
             given = Path(folder)
         self.folder: Path = absolute_path("project_dir", given)
+        self.checkpoints = self.folder / "checkpoints"
+        self.record = self.folder / "metrics.jsonl"
+        self.evaluations = self.folder / "evaluations.jsonl"
+        self.run_metadata = self.folder / "run.json"
+        self.logs = self.folder / "logs"
         self._fixed = folder is not None
         self._name, self._run_name = name, run_name
         self._log_with = select_trackers(log_with if writes else None, logging_dir=folder or "runs")
@@ -130,31 +140,6 @@ class Project:
         trial = copy.copy(self)
         trial._writes = False
         return trial
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.folder / "checkpoints"
-
-    @property
-    def record(self) -> Path:
-        """The local record of metrics: ``metrics.jsonl``."""
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """The local record of evaluations outside a fit."""
-        return self.folder / "evaluations.jsonl"
-
-    @property
-    def run_metadata(self) -> Path:
-        """The file with the run metadata: ``run.json``."""
-        return self.folder / "run.json"
-
-    @property
-    def logs(self) -> Path:
-        """The folder for trackers that write files."""
-        return self.folder / "logs"
 
     def given_checkpoint(self, ckpt_path: Any) -> Any:
         """Return the user's ``ckpt_path``, with a relative path made absolute; collective.

@@ -676,7 +676,7 @@ def test_a_save_that_fails_on_one_rank_ends_the_run_on_all_at_the_same_update(ra
 
         def start(self, work, **options):
             if rank == 1 and trainer.global_step == 4:
-                work.keywords["write_rank"] = refuse
+                work.keywords["before"] = [refuse]
             real(self, work, **options)
 
         with mock.patch.object(Writer, "start", start):

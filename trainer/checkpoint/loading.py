@@ -224,10 +224,14 @@ class KeyMismatch:
 
     def __str__(self) -> str:
         shapes = [
-            f"{name} ({list(saved)} in the file, {list(here)} in the model)"
+            f"{name} ({list(saved)} in the file, {list(here)} in the module)"
             for name, (saved, here) in self.misshaped.items()
         ]
-        kinds = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": shapes}
+        kinds = {
+            "missing from the file": self.missing,
+            "unexpected in the file": self.unexpected,
+            "of another shape": shapes,
+        }
         return "\n".join(
             f"  {kind} ({len(names)}): {', '.join(names[:_SHOWN])}{', …' * (len(names) > _SHOWN)}"
             for kind, names in kinds.items()

@@ -201,13 +201,6 @@ def test_a_weight_without_a_device_is_an_error():
         load_checkpoint_in_model(Net(), FOLDER, {"embed": "cpu", "head": "cpu"})
 
 
-@pytest.mark.parametrize("place", ["nowhere", "cuda:99", 99, None, 1.5])
-def test_a_place_that_is_not_here_is_an_error(place):
-    saved()
-    with pytest.raises(ValueError, match=r"device_map puts 'embed' on .* does not exist"):
-        load_checkpoint_in_model(Net(), FOLDER, {"embed": place, "": "cpu"})
-
-
 def test_other_arguments_are_checked():
     saved()
     with pytest.raises(TypeError, match=r"device_map is 'auto'"):
@@ -261,7 +254,9 @@ def test_other_names_are_told_or_refused(caplog):
     save_file(expected, FOLDER / "model.safetensors")
     model = Net()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match=r"missing: norm\.bias; unexpected: more\. .*strict"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)missing .*norm\.bias.*unexpected .*more\n.*strict"
+    ):
         load_checkpoint_in_model(model, FOLDER, strict=True)
     assert equal(model, before)
     load_checkpoint_in_model(model, FOLDER)
@@ -292,7 +287,9 @@ def test_names_that_a_module_translates_fit():
         model = Translated()
         load_checkpoint_in_model(model, FOLDER, strict=True, **kwargs)
         assert equal(model, source.state_dict())
-        with pytest.raises(CheckpointError, match=r"a\.safetensors does not fit .*missing: bias"):
+        with pytest.raises(
+            CheckpointError, match=r"(?s)a\.safetensors does not fit .*missing .*bias"
+        ):
             load_checkpoint_in_model(model, FOLDER / "a.safetensors", strict=True, **kwargs)
 
 

@@ -254,7 +254,7 @@ def test_a_file_in_the_place_of_the_folder_is_an_error():
 
 def test_weights_without_data_are_an_error():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    with pytest.raises(RuntimeError, match=r"1\.weight, 1\.bias have no data.*to_empty"):
+    with pytest.raises(RuntimeError, match=r"1\.weight has no data.*to_empty"):
         save_model(model, FOLDER)
     assert not FOLDER.exists()
 

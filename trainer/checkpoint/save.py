@@ -228,7 +228,7 @@ def save_checkpoint(
             on all ranks, so they may call collectives. Ranks may have different numbers of them.
         shared: ``target`` may hold the user's files, which stay.
         on_each_node: The machines share no disk, so each keeps a complete checkpoint.
-        needs: The number of bytes that will be written to a disk; they must be free.
+        needs: The number of bytes that must be free; 0 if unknown.
         displaces: Checkpoints to remove after the commit. A failure to remove one is logged.
         operation: The public function that the user called, for :func:`run_on_all_ranks`.
 
@@ -249,7 +249,8 @@ def save_checkpoint(
 
     def open_() -> tuple[Path, Path]:
         if is_writer:
-            check_space(place.parent, needs)
+            if needs:
+                check_space(place.parent, needs)
             return open_staging(place, shared=shared), target
         return place, target
 

@@ -93,7 +93,7 @@ _HOME = {
     "find_executable_batch_size": "memory",
     "gather_object": "distributed.objects",
     "get_logger": "logging",
-    "load_checkpoint_in_model": "checkpoint",
+    "load_checkpoint_in_model": "checkpoint.loading",
     "notebook_launcher": "launchers",
     "release_memory": "memory",
     "set_seed": "rng",

@@ -23,7 +23,7 @@ from trainer.checkpoint.serialization import load_tree
 from trainer.checkpoint.storage import committed
 from trainer.checkpoint.weights import load_weights
 from trainer.environment import Launch
-from trainer.state.group import _meeting_place
+from trainer.state.group import _rendezvous
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 250  # seconds for processes that import torch on a busy machine
@@ -211,11 +211,11 @@ def test_each_attempt_has_names_of_its_own_in_the_store_of_the_agent(monkeypatch
     started = Launch(
         launcher="torchrun", world_size=2, master_addr="127.0.0.1", master_port=server.port
     )
-    place = _meeting_place(started, None)
+    place = _rendezvous(started, None)
     place["store"].set("address", "here")
     assert server.get("attempt-2/address") == b"here"
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # whose agents do not count alike
-    assert _meeting_place(started, None) == {"init_method": "env://"}
+    assert _rendezvous(started, None) == {"init_method": "env://"}
 
 
 def free_port() -> int:

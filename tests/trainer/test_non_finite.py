@@ -323,7 +323,7 @@ def test_wrong_choices_are_refused():
         Trainer(max_epochs=1, non_finite="halt")
     with pytest.raises(ValueError, match="max_skipped_in_row is 0"):
         Trainer(max_epochs=1, max_skipped_in_row=0)
-    with pytest.raises(TypeError, match=r"max_skipped_in_row is 2\.5"):
+    with pytest.raises(ValueError, match=r"max_skipped_in_row is 2\.5"):
         Trainer(max_epochs=1, max_skipped_in_row=2.5)
 
 

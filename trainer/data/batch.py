@@ -62,10 +62,9 @@ def length(batch: Any) -> int:
     rows = _rows(batch)
     found = f"tensors of the lengths {sorted(rows)}" if rows else f"a {type(batch).__name__}"
     raise ValueError(
-        f"A batch cannot be cut into samples: it holds {found}. Splitting a batch, or completing "
-        "a short one, takes tensors whose first dimension counts the samples: let collate_fn "
-        "return such a batch, or make each process read its own (a map-style dataset, or "
-        "dispatch_batches=False without split_batches)."
+        f"A batch cannot be split into samples: it holds {found}. Let collate_fn return tensors "
+        "whose first dimension counts the samples, or make each process read its own batches: "
+        "dispatch_batches=False without split_batches."
     )
 
 

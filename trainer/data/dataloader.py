@@ -127,10 +127,10 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         """Yield the batches of this process."""
         self._synchronize()
-        self._tell(self.iteration + self._unfinished, unfinished=True)
-        self._read_by(self)
+        self._set_pass(self.iteration + self._unfinished, unfinished=True)
+        self._set_reader(self)
         self.epoch_iterator.set_epoch(self.iteration)
-        for loader in self._wholes():
+        for loader in self._linked():
             loader.epoch_iterator.length = self.epoch_iterator.length_now
         self.end_of_dataloader, self.remainder, self._real_batches = False, -1, None
         self._all_end = False
@@ -154,34 +154,34 @@ class PreparedLoader(DataLoader[Any]):
                     self.remainder = 0 if real == self.total_batch_size else real
                 self.__dict__["_batch"] = batch  # setting an attribute of a DataLoader is slow
                 yield batch
-            self._tell(self.iteration + 1, unfinished=False)
+            self._set_pass(self.iteration + 1, unfinished=False)
         except GeneratorExit:  # the caller left its loop with break
             state._keep_end(self)
-            for loader in self._wholes():
+            for loader in self._linked():
                 if loader._reader is self:
                     loader._ended = self.end_of_dataloader
             raise
         finally:
             self.__dict__["_batch"] = None
-            self._read_by(None)
+            self._set_reader(None)
             state._remove_dataloader(self)
 
-    def _wholes(self) -> Iterator[PreparedLoader]:
+    def _linked(self) -> Iterator[PreparedLoader]:
         """Yield this loader, then each loader whose pass it continues; see `skipping`."""
         loader: PreparedLoader | None = self
         while loader is not None:
             yield loader
             loader = loader._rest_of
 
-    def _tell(self, iteration: int, *, unfinished: bool) -> None:
-        for loader in self._wholes():
+    def _set_pass(self, iteration: int, *, unfinished: bool) -> None:
+        for loader in self._linked():
             loader.iteration, loader._unfinished, loader._loaded = iteration, unfinished, False
             loader._ended = not unfinished
             if not unfinished:
                 loader.epoch_iterator.resume_length(iteration, None)
 
-    def _read_by(self, reader: PreparedLoader | None) -> None:
-        for loader in self._wholes():
+    def _set_reader(self, reader: PreparedLoader | None) -> None:
+        for loader in self._linked():
             if reader is not None or loader._reader is self:
                 loader._reader = reader
 

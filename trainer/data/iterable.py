@@ -111,7 +111,7 @@ class StreamReader(Dataset[Reply]):
         self._ended = False
         self._equal_generators = equal(_of_collate(self))
         self._own: Found = {}
-        self._latecomers = LazyGenerators("The collate_fn")
+        self._lazy = LazyGenerators("The collate_fn")
 
     def __getitem__(self, request: Request) -> Reply:
         if request.seed is None:
@@ -150,8 +150,8 @@ class StreamReader(Dataset[Reply]):
             return Reply(None, None, True)
         with isolated_generators(self._own, mix(request.seed, 1), self._equal_generators):
             batch = self.collate_fn(items if self.batch_size is not None else items[0])
-        if self._latecomers.awaited:
-            self._own = self._latecomers.look(partial(_of_collate, self), self._own)
+        if self._lazy.awaited:
+            self._own = self._lazy.look(partial(_of_collate, self), self._own)
         return Reply(batch, pickled_state(self.dataset), self._ended)
 
 
@@ -275,7 +275,7 @@ class SourceReading:
         self.name, self.workers = type(source).__name__, getattr(source, "num_workers", 0)
         self._source = source
         self._equal_generators = equal(self._without_state())
-        self._latecomers = LazyGenerators(f"The loader ({self.name})")
+        self._lazy = LazyGenerators(f"The loader ({self.name})")
 
     def _without_state(self) -> Found:
         """Find the generators that this process draws from and that the loader's state lacks."""
@@ -309,8 +309,8 @@ class SourceReading:
                     batch = next(batches)
                 except StopIteration:
                     return
-            if self._latecomers.awaited:
-                own = self._latecomers.look(self._without_state, own)
+            if self._lazy.awaited:
+                own = self._lazy.look(self._without_state, own)
             place = Place(place.batches + 1, number + 1, (pickled_state(self._source),), (False,))
             yield batch, place
 
@@ -326,7 +326,7 @@ class PlainReading:
         data = getattr(source, "dataset", None)  # on other iterables it may be, say, a string
         stream = data if isinstance(source, DataLoader) or isinstance(data, Dataset) else source
         owner = f"The stream ({type(stream).__name__}) or its collate_fn"
-        self._latecomers = LazyGenerators(owner, "pass")
+        self._lazy = LazyGenerators(owner, "pass")
 
     def start(self, *, first: bool) -> Place:
         """See `DatasetReading`."""
@@ -337,13 +337,13 @@ class PlainReading:
         """See `DatasetReading`."""
         del place, load
         find = partial(generators_in, loader=self._source)
-        own = find() if self._latecomers.awaited and not self.workers else {}
+        own = find() if self._lazy.awaited and not self.workers else {}
         batches = seeded_iteration(self._source, seed)
         for number, batch in enumerate(batches, 1):
             # Search once per pass. A generator that the stream creates again in each pass is no
             # problem: its seed depends on the stream's own data.
-            if number == 1 and self._latecomers.awaited and not self.workers:
-                self._latecomers.look(find, own)
+            if number == 1 and self._lazy.awaited and not self.workers:
+                self._lazy.look(find, own)
             yield batch, Place(number, number)
 
 

@@ -423,9 +423,7 @@ class SeededDataset(Dataset[Any]):
         self._equal_generators = equal(self._find())
         self._looks_anew = True
         self._own: Found = {}  # generators of the dataset and the collate_fn
-        self._latecomers = LazyGenerators(
-            f"The dataset ({type(dataset).__name__}) or its collate_fn"
-        )
+        self._lazy = LazyGenerators(f"The dataset ({type(dataset).__name__}) or its collate_fn")
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":  # looked up during unpickling, before it is set
@@ -465,8 +463,8 @@ class SeededDataset(Dataset[Any]):
                     batch = fetch()
             finally:
                 put_back()
-        if self._latecomers.awaited:
-            self._own = self._latecomers.look(self._find, self._own)
+        if self._lazy.awaited:
+            self._own = self._lazy.look(self._find, self._own)
         return batch
 
     def _find(self) -> Found:

@@ -30,7 +30,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch._C import _remove_worker_pids
+from torch._C import _remove_worker_pids  # otherwise torch reports the kill below as a crash
 from torch.utils.data import DataLoader, get_worker_info
 
 from trainer.data.sampler import ShardedSampler
@@ -217,7 +217,7 @@ def end_workers(iterators: Iterable[Any]) -> None:
     for worker in [worker for batches in reading for worker in batches._workers]:
         worker.join(max(0.0, deadline - time.monotonic()))
     for batches in reading:
-        _remove_worker_pids(id(batches))  # otherwise torch reports the kill as a crash
+        _remove_worker_pids(id(batches))
         batches._worker_pids_set = False
         for worker in batches._workers:
             worker.kill()  # no effect if it has ended

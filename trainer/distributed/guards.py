@@ -56,35 +56,35 @@ def side_device(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def stack(
-    tensor: Tensor, group: dist.ProcessGroup | None = None, *, meeting: str | None = None
+    tensor: Tensor, group: dist.ProcessGroup | None = None, *, operation: str | None = None
 ) -> Tensor:
     """All-gather tensors of the same shape (…) into one tensor of shape (processes, …).
 
     Args:
         tensor: This process's tensor.
         group: The process group; None means the default group.
-        meeting: The operation, for the warning if the all-gather waits for long; None never warns.
+        operation: The operation, for the warning if this waits for long; None never warns.
     """
     own = dense(tensor)
     size = dist.get_world_size(group)
     result = own.new_empty((size, *own.shape))
     if own.numel():
         rows = list(as_bytes(result).view(size, -1))
-        if meeting is None or own.device.type != "cpu":
+        if operation is None or own.device.type != "cpu":
             dist.all_gather(rows, as_bytes(own), group=group)
         else:
             work = dist.all_gather(rows, as_bytes(own), group=group, async_op=True)
             with waiting:
-                _wait(work, meeting, group)
+                _wait(work, operation, group)
     return result
 
 
 def share_numbers(
-    own: list[int], group: dist.ProcessGroup | None = None, *, meeting: str | None = None
+    own: list[int], group: dist.ProcessGroup | None = None, *, operation: str | None = None
 ) -> list[list[int]]:
     """All-gather a list of integers, of the same length on every process; one row per rank."""
     numbers = torch.tensor(own, dtype=torch.int64, device=side_device(group))
-    rows: list[list[int]] = stack(numbers, group, meeting=meeting).tolist()
+    rows: list[list[int]] = stack(numbers, group, operation=operation).tolist()
     return rows
 
 
@@ -108,7 +108,7 @@ def share_bytes(
 # -- checking the calls --------------------------------------------------------------------------
 
 # A context variable, hence per thread: other threads may save meanwhile.
-_unaccompanied: ContextVar[str] = ContextVar("forbid_collectives", default="")
+_forbidden: ContextVar[str] = ContextVar("forbid_collectives", default="")
 
 
 @contextmanager
@@ -121,11 +121,11 @@ def forbid_collectives(why: str) -> Iterator[None]:
         why: The rest of the error message after the name of the operation: why collectives are
             forbidden here, and what to do.
     """
-    token = _unaccompanied.set(why)
+    token = _forbidden.set(why)
     try:
         yield
     finally:
-        _unaccompanied.reset(token)
+        _forbidden.reset(token)
 
 
 def check_collectives_allowed(operation: str) -> None:
@@ -137,7 +137,7 @@ def check_collectives_allowed(operation: str) -> None:
     Raises:
         DistributedOperationException: This thread is in an `forbid_collectives` block.
     """
-    if why := _unaccompanied.get():
+    if why := _forbidden.get():
         raise DistributedOperationException(f"{operation} {why}")
 
 
@@ -170,7 +170,7 @@ def check_collective(
         plan = f"{operation} fails with {type(problem).__name__}: {problem}"
     digest = hashlib.blake2b(plan.encode(), digest_size=8).digest()
     own = [int.from_bytes(digest, "little", signed=True), number]
-    rows = share_numbers(own, group, meeting=operation)
+    rows = share_numbers(own, group, operation=operation)
     if len({row[0] for row in rows}) > 1:
         payload = plan.encode()
         sizes = [size for (size,) in share_numbers([len(payload)], group)]

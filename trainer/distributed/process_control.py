@@ -141,13 +141,10 @@ def on_main(function: Callable[[], object]) -> None:
     Raises:
         RuntimeError: On the other processes, if `function` failed; it names the rank and the error.
     """
-    error: BaseException | None = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
+    main = not dist.is_initialized() or dist.get_rank() == 0
+    with going_first(main, "on_main"):
+        if main:
             function()
-        except BaseException as caught:  # noqa: BLE001 - raised below, once the others know
-            error = caught
-    exchange(error, "on_main")
 
 
 def run_where(due: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:

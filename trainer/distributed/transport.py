@@ -61,7 +61,7 @@ class HostCopy:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        pinned = tensor.device.type == "cuda"
+        pinned = tensor.device.type in ("cuda", "xpu")
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
         self._host.copy_(tensor, non_blocking=True)
         self._event = torch.Event(tensor.device)

@@ -37,7 +37,7 @@ _OF_LIMIT = 0.25
 _LOOKS = 6  # notes that a process writes during the patience
 _SILENT = 2  # number of looks without a new note after which a process counts as stopped
 _FRAMES = 15  # the number of innermost stack frames to show
-_ASKED = 100  # ranks whose notes are read at the end; reading thousands would overload the store
+_READ = 100  # ranks whose notes are read at the end; reading thousands would overload the store
 _SHOWN = 8  # ranks to name if it is unknown which one is lost
 _NO_STORE = (
     "the store of the process group does not answer: its machine, that of rank 0, is gone or "
@@ -276,7 +276,7 @@ class _Watchdog:
         elif self._replaced:
             others = [rank for rank in range(len(self._keys)) if rank != self._rank]
             self.cause = self._failure() or unexplained(
-                place, {rank: self._read_note(rank) for rank in others[:_ASKED]}, self._error
+                place, {rank: self._read_note(rank) for rank in others[:_READ]}, self._error
             )
 
     def _failure(self) -> str | None:

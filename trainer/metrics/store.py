@@ -32,7 +32,7 @@ from trainer.metrics.cells import (
 from trainer.metrics.reduction import Reduction
 
 RESERVED = frozenset({"step", "epoch", "time"})
-_UNTOLD = "\0"  # begins the hidden loader suffix of a name, with add_dataloader_idx=False
+_HIDDEN = "\0"  # begins the hidden loader suffix of a name, with add_dataloader_idx=False
 
 
 class _Place(NamedTuple):
@@ -222,7 +222,7 @@ class MetricStore:
             suffixed = "" if not add_dataloader_idx else suffix
             self.private.update(name + end + suffixed for end in ("", "_step", "_epoch"))
         if suffix and not add_dataloader_idx:
-            self.loader_suffix = _UNTOLD + suffix
+            self.loader_suffix = _HIDDEN + suffix
         try:
             yield
         finally:
@@ -329,7 +329,7 @@ class MetricStore:
                 f"Several loaders logged {twice!r} with add_dataloader_idx=False; log each under a "
                 "different name, or leave the argument out."
             )
-        parts = [key.partition(_UNTOLD) for key in values]
+        parts = [key.partition(_HIDDEN) for key in values]
         self.loader_of = {name: suffix for name, _, suffix in parts if suffix}
         return renamed
 
@@ -413,7 +413,7 @@ def _loader_of(key: str) -> str:
 
 def _public_name(key: str) -> str:
     """Return the public name of a value, without its hidden suffix."""
-    return key.partition(_UNTOLD)[0]
+    return key.partition(_HIDDEN)[0]
 
 
 def _when(

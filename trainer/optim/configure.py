@@ -257,8 +257,8 @@ def _entry(scheduler: Any) -> SchedulerEntry:
         options = dict(scheduler)
         if not options.get("strict", True):
             raise ValueError(
-                "configure_optimizers returned 'strict': False for a scheduler, which would let it "
-                "continue without its metric; leave it out, and log the metric before it ticks."
+                "configure_optimizers returned 'strict': False for a scheduler, which needs its "
+                "metric here: leave it out."
             )
         for key in _PORTED_KEYS:
             options.pop(key, None)

@@ -38,15 +38,14 @@ def check_policy(policy: str, max_skipped_in_row: int) -> None:
     """Check the arguments `non_finite` and `max_skipped_in_row`.
 
     Raises:
-        ValueError: The policy is unknown, or the limit is below 1.
-        TypeError: The limit is not an int.
+        ValueError: The policy is unknown, or the limit is not an int of at least 1.
     """
     if policy not in POLICIES:
         raise ValueError(choice_error("non_finite", policy, POLICIES))
-    if isinstance(max_skipped_in_row, bool) or not isinstance(max_skipped_in_row, int):
-        raise TypeError(f"max_skipped_in_row is {max_skipped_in_row!r}; it must be an int.")
-    if max_skipped_in_row < 1:
-        raise ValueError(f"max_skipped_in_row is {max_skipped_in_row}; it must be at least 1.")
+    if not isinstance(max_skipped_in_row, int) or max_skipped_in_row < 1:
+        raise ValueError(
+            f"max_skipped_in_row is {max_skipped_in_row!r}; it must be an int, 1 or more."
+        )
 
 
 def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
@@ -67,16 +66,16 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
         return None
     if present[0].is_cpu:
         try:
-            return bool(_look_through(present))  # on the CPU one call takes mixed dtypes
+            return bool(_any_non_finite(present))  # on the CPU one call takes mixed dtypes
         except RuntimeError:  # sparse or complex gradients, or several devices
-            return _look_through_groups(present)
-    return _look_through_groups(present)
+            return _any_non_finite_in_groups(present)
+    return _any_non_finite_in_groups(present)
 
 
-def _look_through_groups(gradients: list[Tensor]) -> bool | Tensor:
+def _any_non_finite_in_groups(gradients: list[Tensor]) -> bool | Tensor:
     found: Tensor | None = None
     for tensors in _by_device_and_dtype(gradients):
-        look = _look_through if tensors[0].dtype in _KERNEL_DTYPES else _look_at_maxima
+        look = _any_non_finite if tensors[0].dtype in _KERNEL_DTYPES else _any_non_finite_norm
         here = look(tensors)
         # The flag must be 0 or 1: fused optimizers compare it with 1 and subtract it from the step.
         found = here if found is None else torch.maximum(found, here.to(found.device))
@@ -84,7 +83,7 @@ def _look_through_groups(gradients: list[Tensor]) -> bool | Tensor:
     return bool(found) if found.is_cpu else found
 
 
-def _look_through(gradients: list[Tensor]) -> Tensor:
+def _any_non_finite(gradients: list[Tensor]) -> Tensor:
     one = _one(gradients[0].device)
     found = torch.zeros_like(one)
     # The kernel of `GradScaler` has no public name, and other functions read gradients twice.
@@ -92,8 +91,8 @@ def _look_through(gradients: list[Tensor]) -> Tensor:
     return found
 
 
-def _look_at_maxima(gradients: list[Tensor]) -> Tensor:
-    """Return the same as `_look_through`, from the maximum norms; other norms may overflow."""
+def _any_non_finite_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the same as `_any_non_finite`, from the maximum norms; other norms may overflow."""
     filled = [gradient for gradient in gradients if gradient.numel()]  # `max` needs an element
     if not filled:
         return torch.zeros_like(_one(gradients[0].device))

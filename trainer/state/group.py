@@ -136,9 +136,14 @@ def join_group(launch: environment.Launch, device: torch.device, kwargs: dict[st
         # "nccl" is the default of the documented API, so scripts pass it on any device.
         backend = _BACKENDS.get(device.type, "gloo")
     for part in str(backend).split(","):  # such as cpu:gloo,cuda:nccl
-        _check_backend(part.rpartition(":")[2], device)
+        name = part.rpartition(":")[2]
+        if not dist.is_backend_available(name):
+            raise ValueError(
+                f"The backend {name!r} is not available in this build of torch. Leave it out: it "
+                "is chosen by the device."
+            )
     if chosen.get("init_method") is None and chosen.get("store") is None:
-        chosen |= _meeting_place(launch, chosen.get("timeout"))
+        chosen |= _rendezvous(launch, chosen.get("timeout"))
     choose_interface(launch)  # with any backend, because background saves use a gloo group
     dist.init_process_group(
         backend,
@@ -149,7 +154,7 @@ def join_group(launch: environment.Launch, device: torch.device, kwargs: dict[st
     atexit.register(_let_threads_finish)
 
 
-def _meeting_place(launch: environment.Launch, timeout: timedelta | None) -> dict[str, str | Store]:
+def _rendezvous(launch: environment.Launch, timeout: timedelta | None) -> dict[str, str | Store]:
     """Return the rendezvous argument (``init_method`` or ``store``) of ``init_process_group``.
 
     When torchrun restarts the processes, they get the same store from its agent. That store still
@@ -178,16 +183,6 @@ def _meeting_place(launch: environment.Launch, timeout: timedelta | None) -> dic
     return {"store": PrefixStore(f"attempt-{attempt}", store)}
 
 
-def _check_backend(backend: str, device: torch.device) -> None:
-    if not dist.is_backend_available(backend):
-        usual = _BACKENDS.get(device.type, "gloo")
-        raise ValueError(
-            f"The backend {backend!r} is not available in this build of torch. Use "
-            f"{usual if usual != backend else 'gloo'!r}, or leave it out: it is chosen by the "
-            "device."
-        )
-
-
 def warn_of_old_kernel() -> None:
     """Warn if the Linux kernel is older than 5.5, where distributed runs may hang."""
     if platform.system() != "Linux":
@@ -201,7 +196,7 @@ def warn_of_old_kernel() -> None:
         )
 
 
-def share_out_cores(launch: environment.Launch) -> None:
+def limit_threads(launch: environment.Launch) -> None:
     """Limit the threads of each CPU process to its share of the machine's cores.
 
     Otherwise each process would start as many threads as the machine has cores. Nothing is changed

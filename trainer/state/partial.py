@@ -83,7 +83,7 @@ class PartialState(Shared):
         if launch.world_size > 1 and not dist.is_initialized():
             joining.join_group(launch, device, kwargs)
         if launch.world_size > 1 and device.type == "cpu":
-            joining.share_out_cores(launch)
+            joining.limit_threads(launch)
         self.__dict__.update(
             device=device,
             distributed_type=joining.distributed_type(device, launch.world_size),
@@ -213,15 +213,7 @@ class PartialState(Shared):
         Raises:
             ValueError: There is no such rank, or the state was reset.
         """
-        self._require("on_process")
-        _check_index("process_index", process_index, self.num_processes, self.use_distributed)
-        if function is None:
-            return partial(self.on_process, process_index=process_index)
-        return self._where(
-            lambda: not self.use_distributed or self.process_index == process_index,
-            function,
-            "on_process",
-        )
+        return self._on_rank("process_index", function, process_index)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
@@ -236,19 +228,27 @@ class PartialState(Shared):
             ValueError: This machine has no such rank, or the state was reset.
             TypeError: `local_process_index` is not an int, or `function` is not callable.
         """
-        self._require("on_local_process")
-        _check_index(
-            "local_process_index",
-            local_process_index,
-            self._local_world_size,
-            self.use_distributed,
-        )
+        return self._on_rank("local_process_index", function, local_process_index)
+
+    def _on_rank(
+        self, name: str, function: Callable[..., Any] | None, index: int | None
+    ) -> Callable[..., Any]:
+        """Decorator: the function runs only where the attribute `name` is `index`.
+
+        A rank that does not exist is refused, because the function would silently never run. With
+        one process any rank is accepted, so that a script can be tried without a launcher.
+        """
+        method = f"on_{name.removesuffix('_index')}"
+        self._require(method)
+        count = self.num_processes if name == "process_index" else self._local_world_size
+        if index is None:
+            raise ValueError(f"{name} is missing; pass the rank that runs the function.")
+        if index < 0 or (self.use_distributed and index >= count):
+            raise ValueError(f"{name} is {index}; it must be at least 0 and below {count}.")
         if function is None:
-            return partial(self.on_local_process, local_process_index=local_process_index)
+            return partial(self._on_rank, name, index=index)
         return self._where(
-            lambda: not self.use_distributed or self.local_process_index == local_process_index,
-            function,
-            "on_local_process",
+            lambda: not self.use_distributed or getattr(self, name) == index, function, method
         )
 
     def _require(self, name: str) -> None:
@@ -341,20 +341,6 @@ class PartialState(Shared):
 def _make_current(device: torch.device) -> None:
     if device.type not in ("cpu", "mps"):
         torch.accelerator.set_device_index(device.index or 0)
-
-
-def _check_index(name: str, index: int | None, count: int, distributed: bool) -> None:
-    """Check that a rank exists; on a missing rank, the function would silently never run.
-
-    With one process any rank is accepted, so that a script can be tried without a launcher.
-
-    Raises:
-        ValueError: The rank is None or out of range.
-    """
-    if index is None:
-        raise ValueError(f"{name} is missing; pass the rank that runs the function.")
-    if index < 0 or (distributed and index >= count):
-        raise ValueError(f"{name} is {index}; it must be at least 0 and below {count}.")
 
 
 def _printable(text: str, file: Any) -> str:

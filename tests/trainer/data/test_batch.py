@@ -78,7 +78,7 @@ def test_lists_of_another_length_belong_to_the_whole_batch():
 )
 def test_what_cannot_be_cut_says_so(uncuttable):
     assert samples_in(uncuttable) is None
-    with pytest.raises(ValueError, match="A batch cannot be cut into samples"):
+    with pytest.raises(ValueError, match="A batch cannot be split into samples"):
         length(uncuttable)
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainer import GradScalerKwargs, Trainer, TrainModule
 from trainer.errors import DistributedOperationException
 from trainer.loops.buffers import _digests
-from trainer.loops.device_transfer import reason
+from trainer.loops.device_transfer import missing_batch_error
 
 
 class Net(TrainModule):
@@ -226,7 +226,7 @@ def test_a_collective_that_others_do_not_come_to_is_refused_at_once(
 
 def test_all_that_lack_a_batch_are_named():
     epoch_iterator = SimpleNamespace(world_size=4, limited_by="limit_train_batches")
-    assert "rank 2, 3 has no batch" in reason(epoch_iterator, 2, "training_step")
+    assert "rank 2, 3 has no batch" in missing_batch_error(epoch_iterator, 2, "training_step")
 
 
 @pytest.mark.parametrize("where", ["on_before_backward", "on_after_backward"])

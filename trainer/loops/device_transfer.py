@@ -70,13 +70,13 @@ class DeviceTransfer:
 
         moves = own("transfer_batch_to_device")
         self._before, self._after = own("on_before_batch_transfer"), own("on_after_batch_transfer")
-        ours = moves is None and self._before is None and self._after is None
-        self._runs_users_code = self.counts_items or not ours
+        no_hooks = moves is None and self._before is None and self._after is None
+        self._runs_users_code = self.counts_items or not no_hooks
         if moves is None and device.type != "cpu":
             moves = module.transfer_batch_to_device
         self._moves = moves
         # The user's hooks must run on the default compute stream, as they expect.
-        self._streams = streams_for(device) if ours else None
+        self._streams = streams_for(device) if no_hooks else None
 
     def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device."""
@@ -95,10 +95,14 @@ class DeviceTransfer:
             counted: Whether each batch is paired with its number of items, for `items_of`.
         """
         transfer = self.transfer(epoch_iterator, dataloader_idx, counted=counted)
-        global_batches = epoch_iterator.global_batches(self._accompanied(epoch_iterator, transfer))
-        return global_batches if self._streams is None else self._handed_over(global_batches)
+        global_batches = epoch_iterator.global_batches(
+            self._without_collectives(epoch_iterator, transfer)
+        )
+        return (
+            global_batches if self._streams is None else self._with_arrived_batches(global_batches)
+        )
 
-    def _handed_over(
+    def _with_arrived_batches(
         self, global_batches: Generator[GlobalBatch, None, None]
     ) -> Generator[GlobalBatch, None, None]:
         with closing(global_batches):
@@ -107,22 +111,22 @@ class DeviceTransfer:
                     current.batch = self.hand_over(current.batch)
                 yield current
 
-    def _accompanied(
+    def _without_collectives(
         self, epoch_iterator: EpochIterator, transfer: Callable[[Any], Any]
     ) -> Callable[[Any], Any]:
         """Wrap `transfer` to forbid collectives in it when some ranks have no batch."""
         if epoch_iterator.world_size == 1 or not self._runs_users_code:
             return transfer
 
-        def accompanied(batch: Any) -> Any:
+        def guarded(batch: Any) -> Any:
             if epoch_iterator.batches_read == epoch_iterator.world_size:
                 return transfer(batch)
             with guards.forbid_collectives(
-                reason(epoch_iterator, epoch_iterator.batches_read, _HERE, _INSTEAD)
+                missing_batch_error(epoch_iterator, epoch_iterator.batches_read, _HERE, _INSTEAD)
             ):
                 return transfer(batch)
 
-        return accompanied
+        return guarded
 
     def hand_over(self, batch: InFlight) -> Any:
         """Make the compute stream wait for a copied batch; see `InFlight.arrive`."""
@@ -138,11 +142,11 @@ class DeviceTransfer:
             dataloader_idx: The index of its loader among several, passed to the hooks.
             counted: Whether the function returns (batch, items reader) or the batch alone.
         """
-        change = self._changing(epoch_iterator, dataloader_idx)
+        change = self._transform(epoch_iterator, dataloader_idx)
         if not counted:
             return self._on_side_stream(change)
         if not self.counts_items:
-            if change is _as_it_is:
+            if change is _unchanged:
                 return _uncounted
             return self._on_side_stream(lambda batch: (change(batch), None))
 
@@ -166,7 +170,9 @@ class DeviceTransfer:
             return move
         return partial(send, move=move, streams=self._streams, follow=follow)
 
-    def _changing(self, epoch_iterator: EpochIterator, dataloader_idx: int) -> Callable[[Any], Any]:
+    def _transform(
+        self, epoch_iterator: EpochIterator, dataloader_idx: int
+    ) -> Callable[[Any], Any]:
         """Return the function that applies the user's hooks and moves a batch to the device.
 
         Like the dataset's random numbers, those of the hooks are seeded from the batch's number.
@@ -175,7 +181,7 @@ class DeviceTransfer:
         """
         if self._before is None and self._after is None:
             if self._moves is None:
-                return _as_it_is
+                return _unchanged
             return lambda batch: self.move(batch, dataloader_idx)
         numbers = count(epoch_iterator.start_batch + self._rank, self._world_size)
         own = kept_by(self._module, self._datamodule)
@@ -183,8 +189,10 @@ class DeviceTransfer:
         def change(batch: Any) -> Any:
             seed = mix(epoch_iterator.seed, epoch_iterator.epoch, _DRAWS_BY_HOOKS, next(numbers))
             with isolated_rng(seed), isolated_generators(own, mix(seed, 1), self._equal_generators):
-                batch = _changed(self._before, batch, dataloader_idx)
-                return _changed(self._after, self.move(batch, dataloader_idx), dataloader_idx)
+                batch = _call_batch_hook(self._before, batch, dataloader_idx)
+                return _call_batch_hook(
+                    self._after, self.move(batch, dataloader_idx), dataloader_idx
+                )
 
         return change
 
@@ -203,7 +211,7 @@ def _batch_hook(name: str, module: TrainModule, datamodule: Any) -> Callable[...
     return getattr(owners[0], name) if owners else None
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
@@ -211,7 +219,7 @@ def _uncounted(batch: Any) -> Any:
     return batch, None
 
 
-def _changed(hook: Callable[..., Any] | None, batch: Any, dataloader_idx: int) -> Any:
+def _call_batch_hook(hook: Callable[..., Any] | None, batch: Any, dataloader_idx: int) -> Any:
     """Return the result of a batch hook; the batch itself if there is no hook."""
     if hook is None:
         return batch
@@ -243,19 +251,19 @@ def _start_reading(count: float | Tensor) -> Callable[[], float]:
         TypeError: It is not a number.
     """
     if not isinstance(count, Tensor):
-        return lambda: _checked(count)
+        return lambda: _valid_items(count)
     if count.numel() != 1:
         raise ValueError(
             f"count_items returned a tensor of shape {tuple(count.shape)}; it must be one number, "
             "for example its .sum()."
         )
     if count.device.type == "cpu":
-        return lambda: _checked(float(count))
+        return lambda: _valid_items(float(count))
     copied = HostCopy(count)
-    return lambda: _checked(float(copied.read()))
+    return lambda: _valid_items(float(copied.read()))
 
 
-def _checked(items: Any) -> float:
+def _valid_items(items: Any) -> float:
     number = float(items) if hasattr(items, "__float__") else None
     if number is not None and 0 <= number < math.inf:
         return number
@@ -275,7 +283,9 @@ WITHOUT_ITEMS = (
 )
 
 
-def reason(epoch_iterator: EpochIterator, batches: int, where: str, instead: str = ALL_COME) -> str:
+def missing_batch_error(
+    epoch_iterator: EpochIterator, batches: int, where: str, instead: str = ALL_COME
+) -> str:
     """Return the error message for collectives in a global batch that some ranks lack.
 
     Args:
@@ -301,7 +311,7 @@ class NoCollectives:
 
     Args:
         target: The object whose methods are called.
-        why: The error message; see `reason`.
+        why: The error message; see `missing_batch_error`.
     """
 
     def __init__(self, target: Any, why: str) -> None:
@@ -334,5 +344,5 @@ def without_collectives(
         return nullcontext()
     where = f"{phase}_step or a hook of a batch"
     return guards.forbid_collectives(
-        reason(epoch_iterator, current.batches, where, f"on_{phase}_epoch_end")
+        missing_batch_error(epoch_iterator, current.batches, where, f"on_{phase}_epoch_end")
     )

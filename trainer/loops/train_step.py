@@ -16,7 +16,12 @@ from trainer.distributed import guards
 from trainer.distributed.objects import broadcast_object
 from trainer.errors import module_logger
 from trainer.loops.buffers import kept_buffers, kept_metrics
-from trainer.loops.device_transfer import WITHOUT_ITEMS, NoCollectives, items_of, reason
+from trainer.loops.device_transfer import (
+    WITHOUT_ITEMS,
+    NoCollectives,
+    items_of,
+    missing_batch_error,
+)
 from trainer.loops.evaluate import ENDED_EARLY
 from trainer.loops.module_state import warn_of_dropout_off
 from trainer.loops.profiler import OPTIMIZER
@@ -107,7 +112,7 @@ def guarded(run: FitRun, micro: GlobalBatch) -> tuple[Any, Any, Callable[..., An
     """
     hooks: Any = run.hooks
     if micro.batches < run.data_size:
-        why = reason(run.epoch_iterator, micro.batches, _HERE)
+        why = missing_batch_error(run.epoch_iterator, micro.batches, _HERE)
         hooks = NoCollectives(hooks, why)
         return hooks, hooks, NoCollectives(run.engine, why).forward
     return hooks, NoCollectives(hooks, WITHOUT_ITEMS), run.engine.forward
@@ -153,7 +158,7 @@ def step_without_gradient(run: FitRun, micro: GlobalBatch, batch: Any, batch_idx
     """
     why = ""
     if micro.batches < run.data_size:
-        why = reason(run.epoch_iterator, micro.batches, _HERE)
+        why = missing_batch_error(run.epoch_iterator, micro.batches, _HERE)
     with torch.no_grad(), guards.forbid_collectives(why):
         return run.bare_step("training_step")(batch, batch_idx)
 
@@ -468,7 +473,9 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
     # `training_step` runs on all ranks (see `dummy_batch`), hooks only where there is a batch.
     own: Any = hooks
     if micro.batches < run.data_size:
-        own = NoCollectives(hooks, reason(run.epoch_iterator, micro.batches, "a hook of a batch"))
+        own = NoCollectives(
+            hooks, missing_batch_error(run.epoch_iterator, micro.batches, "a hook of a batch")
+        )
     run.own_hooks = own
     if micro.present:
         metrics.begin_batch(items)

@@ -321,7 +321,11 @@ class BackboneFinetuning(BaseFinetuning):
         if epoch < self.unfreeze_backbone_at_epoch or not first:
             return
         if not self._unfrozen:
-            self._unfreeze(module, optimizer)
+            lr, groups = self.backbone_initial_lr, len(optimizer.param_groups)
+            ratio = self.backbone_initial_ratio_lr if lr is None else _ratio(lr, optimizer)
+            self._unfreeze_and_add(self._part(module), optimizer, ratio)
+            self._group = groups if len(optimizer.param_groups) > groups else None
+            self._fraction, self._unfrozen = ratio, True
         elif self._group is not None:
             factor = self.lambda_func(epoch)
             check_positive(**{f"lambda_func({epoch})": factor})
@@ -335,13 +339,6 @@ class BackboneFinetuning(BaseFinetuning):
             self._trainer.accelerator.print(
                 f"BackboneFinetuning: epoch {epoch}, learning rates {rates}"
             )
-
-    def _unfreeze(self, module: TrainModule, optimizer: Optimizer) -> None:
-        lr, groups = self.backbone_initial_lr, len(optimizer.param_groups)
-        self._fraction = self.backbone_initial_ratio_lr if lr is None else _ratio(lr, optimizer)
-        self._unfreeze_and_add(self._part(module), optimizer, self._fraction)
-        self._group = groups if len(optimizer.param_groups) > groups else None
-        self._unfrozen = True
 
     def _part(self, module: TrainModule) -> nn.Module:
         try:

@@ -103,11 +103,6 @@ class GradientNormMonitor(Callback):
         return parts
 
 
-def _rows_of(gradient: Tensor) -> Tensor:
-    """Return a gradient, or the rows of a sparse one, whose norm is the same."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
 def _norms(parameters: Iterable[Tensor], order: float) -> dict[int, Tensor]:
     """Return the norm of each parameter's gradient, in at least float32, by the parameter's id."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -118,7 +113,9 @@ def _norms(parameters: Iterable[Tensor], order: float) -> dict[int, Tensor]:
     norms: dict[int, Tensor] = {}
     for (_, dtype), alike in by_kind.items():
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
-        gradients = [_rows_of(each.grad) for each in alike if each.grad is not None]
+        own = [each.grad for each in alike if each.grad is not None]
+        # The rows of a sparse gradient have the same norm.
+        gradients = [each.coalesce().values() if each.is_sparse else each for each in own]
         found = torch._foreach_norm(gradients, order, dtype=wide)
         norms.update((id(p), norm) for p, norm in zip(alike, found, strict=True))
     return norms

@@ -27,10 +27,6 @@ def _group_names(optimizer_name: str, groups: list[dict[str, Any]]) -> list[str]
     return [f"{optimizer_name}/{name}" for name in own]
 
 
-def _momentum(group: dict[str, Any]) -> Any:
-    return group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
-
-
 class LearningRateMonitor(Callback):
     """Log every parameter group's learning rate at updates whose values are logged (``log_every``).
 
@@ -81,7 +77,8 @@ class LearningRateMonitor(Callback):
             for key, group in zip(_group_names(name, groups), groups, strict=True):
                 values[key] = group["lr"]
                 if self.log_momentum:
-                    values[f"{key}-momentum"] = _momentum(group)
+                    momentum = group.get("momentum", 0.0)
+                    values[f"{key}-momentum"] = group["betas"][0] if "betas" in group else momentum
                 if self.log_weight_decay:
                     values[f"{key}-weight_decay"] = group.get("weight_decay", 0.0)
         return values

@@ -149,14 +149,11 @@ class WeightAveraging(Callback):
             or trainer.current_epoch < (self.update_starting_at_epoch or 0)
         ):
             return
-        self._averages.update(module, 1 - self._decay_now)
+        decay, n = self.decay, self.num_updates
+        if self.decay_warmup:
+            decay = min(decay, (1 + n) / (10 + n))
+        self._averages.update(module, 1 - decay)
         self.num_updates += 1
-
-    @property
-    def _decay_now(self) -> float:
-        if not self.decay_warmup:
-            return self.decay
-        return min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Swap the averages in."""

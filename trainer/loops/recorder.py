@@ -256,7 +256,7 @@ class Recorder:
         """
         hanging = {tracker for tracker, future in self._hanging.items() if not future.done()}
         return {
-            tracker: tracker.submit(_come_this_far)
+            tracker: tracker.submit(lambda _: None)
             for tracker in self._trackers
             if tracker.requires_logging_directory and tracker not in hanging
         }
@@ -298,10 +298,6 @@ def _begin(record: JsonlTracker, cut_at: int | None, cut_behind: int | None) -> 
     if cut_at is not None:
         record.truncate(cut_at)
     return record.offset
-
-
-def _come_this_far(tracker: GeneralTracker) -> None:
-    """Do nothing: calls run in order, so the tracker has written all earlier values by now."""
 
 
 def _wait_for(

@@ -33,6 +33,10 @@ from trainer.files import read_json
 from trainer.names import bare_names
 from trainer.tree import own_memory
 
+logger = module_logger(__name__)
+_SHOWN = 20  # names of each kind listed in an error
+_DISK = "disk"
+
 
 def read_torch_file(file: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
     """Read a file of ``torch.save`` that holds tensors, arrays, plain values and containers.
@@ -203,11 +207,6 @@ def _torch_weights(file: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-_SHOWN = 20  # names of each kind listed in an error
-
-logger = module_logger(__name__)
-
-
 @dataclass
 class KeyMismatch:
     """Key mismatch: how saved weights differ from a model.
@@ -358,9 +357,6 @@ def _load_translated(
 
 def _without(weights: Mapping[str, torch.Tensor], names: Container[str]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in weights.items() if name not in names}
-
-
-_DISK = "disk"
 
 
 def load_checkpoint_in_model(

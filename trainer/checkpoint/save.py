@@ -23,6 +23,8 @@ from trainer.checkpoint.storage import commit, discard, open_staging, remove
 from trainer.distributed.guards import collective_mismatch, share
 from trainer.errors import CheckpointError, DistributedOperationException, module_logger
 
+logger = module_logger(__name__)
+
 T = TypeVar("T")
 
 CHECKPOINT = "checkpoint"  # the operation's name in errors, if the caller gives no public name
@@ -195,9 +197,6 @@ def _describe(error: Exception) -> str:
             "unchanged. Free some space, or keep fewer: ModelCheckpoint(save_top_k=…)"
         )
     return repr(error)
-
-
-logger = module_logger(__name__)
 
 
 def save_checkpoint(

@@ -41,6 +41,22 @@ from trainer.errors import CheckpointError, module_logger
 from trainer.files import LARGEST, hidden_beside, read_json, regular
 from trainer.strict_json import dumps, fits_64_bits, from_json, is_unicode, to_json
 
+logger = module_logger(__name__)
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+_OWN_FIELDS = ("format_version", "files", "sha256")
+
+STAGING = ".cadence-staging"  # in a folder that is shared with the user's files
+_STAGING = ".cadence-staging-"
+_REPLACED = ".cadence-replaced-"
+_TRASH = ".cadence-trash-"
+LEFTOVER = re.compile(r"\.cadence-(staging|replaced|trash)-(.+)")
+ASIDE = re.compile(r"(damaged|replaced|abandoned)-(step-\d{8,})(-\d+)?")
+NUMBERED = re.compile(r"checkpoint_(\d+)")  # automatic names of the Accelerator's checkpoints
+_STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
+
 
 def write_temporary(file: Path, write: Callable[[Path], object]) -> Path:
     """Write a file under a hidden temporary name beside its final path, and fsync it.
@@ -83,12 +99,6 @@ def sync_folders(folder: Path) -> None:
     """Sync the directory entries of a folder and its subfolders to disk."""
     for each, _, _ in os.walk(folder, topdown=False):
         sync(Path(each))
-
-
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
-
-_OWN_FIELDS = ("format_version", "files", "sha256")
 
 
 @contextmanager
@@ -349,18 +359,6 @@ def _digest(stream: BinaryIO) -> str:
     while chunk := stream.read(1 << 20):
         digest.update(chunk)
     return digest.hexdigest()
-
-
-STAGING = ".cadence-staging"  # in a folder that is shared with the user's files
-_STAGING = ".cadence-staging-"
-_REPLACED = ".cadence-replaced-"
-_TRASH = ".cadence-trash-"
-LEFTOVER = re.compile(r"\.cadence-(staging|replaced|trash)-(.+)")
-ASIDE = re.compile(r"(damaged|replaced|abandoned)-(step-\d{8,})(-\d+)?")
-NUMBERED = re.compile(r"checkpoint_(\d+)")  # automatic names of the Accelerator's checkpoints
-_STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
-
-logger = module_logger(__name__)
 
 
 def checkpoint_name(step: int) -> str:

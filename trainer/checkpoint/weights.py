@@ -1,12 +1,10 @@
-"""Save weights as one safetensors file that any tool can read, including tied weights.
+"""Weights: to and from safetensors that any tool can read, in one file or in shards.
 
-The file uses the user's own names, see :mod:`trainer.names`. A tied tensor (one with several names)
+A file uses the user's own names, see :mod:`trainer.names`. A tied tensor (one with several names)
 is stored once, under its first name. Every other name is an entry ``other: first`` in the file's
 metadata, as in ``safetensors.torch.save_model``.
 
-Write a model's weights as one file, or as shards with an index, for other libraries.
-
-::
+:func:`save_model` writes what other libraries read::
 
     model.safetensors                      or, if that would be too big,
     model-00001-of-00002.safetensors
@@ -14,14 +12,11 @@ Write a model's weights as one file, or as shards with an index, for other libra
     model.safetensors.index.json           maps each name to its file
 
 With ``safe_serialization=False`` the files are ``pytorch_model.bin``, or shards named accordingly.
-A tensor with several names is stored once, see :mod:`trainer.checkpoint.weights`.
 
-Weights offloaded to disk: one file of raw bytes per tensor, and an index of dtypes and shapes.
+Weights offloaded to disk are raw bytes, in C order and the machine's byte order::
 
-::
-
-    <name>.dat      the elements in C order, in the machine's byte order
-    index.json      {name: {"dtype": "bfloat16", "shape": [2, 3]}}
+    <name>.dat
+    index.json                             {name: {"dtype": "bfloat16", "shape": [2, 3]}}
 """
 
 from __future__ import annotations
@@ -44,6 +39,11 @@ from trainer.strict_json import dumps
 from trainer.tree import as_bytes
 
 WEIGHTS_NAME = "model.safetensors"
+BIN_NAME = "pytorch_model.bin"
+INDEX_SUFFIX = ".index.json"
+
+_INDEX = "index.json"  # of weights offloaded to disk
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", re.IGNORECASE)
 
 T = TypeVar("T")
 
@@ -162,12 +162,6 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
 def _file(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     return path if path.suffix == ".safetensors" else path / WEIGHTS_NAME
-
-
-BIN_NAME = "pytorch_model.bin"
-INDEX_SUFFIX = ".index.json"
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", re.IGNORECASE)
 
 
 def save_model(
@@ -355,9 +349,6 @@ def _check_not_meta(state: Mapping[str, object]) -> None:
                 f"The model cannot be saved: {name} has no data, being on the meta device. Load "
                 "weights first, or give it data with to_empty()."
             )
-
-
-_INDEX = "index.json"
 
 
 def offload_weight(

@@ -749,8 +749,6 @@ class Accelerator:
         is the same up to rounding. A resumed run on several processes then equals an uninterrupted
         run only up to rounding.
         """
-        for model in models:
-            _check_argument("accumulate", "model", model, isinstance(model, nn.Module))
         state, given, nested = self.gradient_state, {*map(id, models)}, self._accumulating
         if state._data_end_window:
             self.step = 0
@@ -770,6 +768,7 @@ class Accelerator:
                 return
             with ExitStack() as stack:
                 for model in models:
+                    _check_argument("accumulate", "model", model, isinstance(model, nn.Module))
                     stack.enter_context(self.engine.no_sync(model))
                 yield
         finally:

@@ -26,12 +26,12 @@ class AveragesWeights(SingleDevice):
         super().__init__(options)
         self.updates = 0
 
-    def prepare_module(self, module: nn.Module, *, evaluation_mode: bool = False) -> nn.Module:
+    def prepare_module(self, module: nn.Module, **options: Any) -> nn.Module:
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.data, 0)
-        return super().prepare_module(module, evaluation_mode=evaluation_mode)
+        return super().prepare_module(module, **options)
 
-    def start(self, module: nn.Module, step_sync: StepSync) -> None:
+    def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
         super().start(self.prepare_module(module), step_sync)
 
     def prepare_optimizer(self, optimizer: Any) -> Any:

@@ -42,7 +42,9 @@ def started(
 
 def finish_window(engine: Any, loss: Tensor | None, stats: StepStats) -> float | Tensor:
     """Run the last backward of a window; without a loss, the dummy step."""
-    return engine.dummy_step(stats) if loss is None else engine.backward(loss, stats)
+    if loss is not None:
+        return engine.backward(loss, stats)
+    return engine.dummy_step(lambda: torch.zeros(()), stats)
 
 
 def prepare(

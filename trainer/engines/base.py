@@ -71,11 +71,18 @@ class Engine(Protocol):
 
     # -- the models of a loop of your own ----------------------------------------------------------
 
-    def prepare_module(self, module: nn.Module, *, evaluation_mode: bool = False) -> nn.Module:
+    def prepare_module(
+        self,
+        module: nn.Module,
+        *,
+        device: torch.device | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
         """Return the module, wrapped or sharded, to be called in its place.
 
         Args:
-            module: The module, on its device.
+            module: The module.
+            device: Where to put it; None leaves it where it is.
             evaluation_mode: Whether it is only evaluated: nothing is reduced.
         """
 
@@ -90,12 +97,13 @@ class Engine(Protocol):
 
     # -- the steps of a fit ------------------------------------------------------------------------
 
-    def start(self, module: nn.Module, step_sync: StepSync) -> None:
-        """Prepare the module of a fit, before its optimizers are made.
+    def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
+        """Prepare the module of a fit or an evaluation, before its optimizers are made.
 
         Args:
-            module: The user's module, on its device.
-            step_sync: Receives the summed step stats of each window.
+            module: The user's module, which is put on the device.
+            step_sync: Receives the summed step stats of each window; None in an evaluation, where
+                the loop calls the module's own methods.
         """
 
     def begin_epoch(self) -> None:
@@ -123,14 +131,27 @@ class Engine(Protocol):
             The number of items in the window over all processes; 0 without `stats`.
         """
 
-    def dummy_step(self, stats: StepStats | None = None) -> float | Tensor:
+    def dummy_step(
+        self, rerun: Callable[[], Tensor], stats: StepStats | None = None
+    ) -> float | Tensor:
         """Take the place of forward and backward, on a process without a batch or without items.
 
-        Its gradients are zero. See `backward` for the argument and the result.
+        Its gradients are zero.
+
+        Args:
+            rerun: Runs the forward pass of a dummy batch and returns the loss. An engine calls it
+                only where its forward is collective.
+            stats: See `backward`, also for the result.
         """
 
     def sync_stats(self, stats: StepStats) -> float | Tensor:
         """Sum the step stats alone, in manual optimisation; see `backward` for the result."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context for the batches of an evaluation."""
+
+    def evaluate_without_batch(self) -> None:
+        """Take the place of a step, on a process that has no batch where others have one."""
 
     def check_unknown_parameters(self) -> None:
         """Check that no gradients were left out of the averaging.

@@ -11,7 +11,7 @@ each optimizer all-reduces its own gradients when it steps.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -236,8 +236,15 @@ class Replicas(SingleDevice):
 
     # -- the models of a loop of your own ----------------------------------------------------------
 
-    def prepare_module(self, module: nn.Module, *, evaluation_mode: bool = False) -> nn.Module:
+    def prepare_module(
+        self,
+        module: nn.Module,
+        *,
+        device: torch.device | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
         """Wrap a module that has trained parameters in DDP, unless it is already."""
+        super().prepare_module(module, device=device)
         if evaluation_mode:
             return module
         parameters = list(module.parameters())
@@ -306,13 +313,13 @@ class Replicas(SingleDevice):
 
     # -- the steps of a fit ------------------------------------------------------------------------
 
-    def start(self, module: nn.Module, step_sync: StepSync) -> None:
+    def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
         """Broadcast rank 0's weights; optimizers average their gradients when they step.
 
         Raises:
             ValueError: A communication hook is requested, which needs DDP's own all-reduce.
         """
-        if self._kwargs is not None and self._kwargs.comm_hook != "no":
+        if step_sync is not None and self._kwargs is not None and self._kwargs.comm_hook != "no":
             raise ValueError(
                 f"DistributedDataParallelKwargs(comm_hook={self._kwargs.comm_hook.value!r}) cannot "
                 "be used in manual optimisation, where each optimizer averages its own gradients, "
@@ -395,7 +402,7 @@ class DataParallel(Replicas):
     of the reduced gradients.
     """
 
-    def start(self, module: nn.Module, step_sync: StepSync) -> None:
+    def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
         """Wrap the module.
 
         Raises:
@@ -473,7 +480,11 @@ class DataParallel(Replicas):
         torch.autograd.backward([loss, *self._rides], [None, vector, *nothing])
         return self._reduced(stats)
 
-    def dummy_step(self, stats: StepStats | None = None) -> float | Tensor:
+    def dummy_step(
+        self,
+        rerun: Callable[[], Tensor],  # noqa: ARG002 - for engines whose forward is collective
+        stats: StepStats | None = None,
+    ) -> float | Tensor:
         """Contribute zero gradients to the reduction of a window."""
         if stats is None:
             return 0.0
@@ -611,7 +622,7 @@ class StaticDataParallel(DataParallel):
             known. A resumed run takes it from the checkpoint.
     """
 
-    def start(self, module: nn.Module, step_sync: StepSync) -> None:
+    def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
         """Wrap the module, in a new run once its graph is known.
 
         Raises:
@@ -702,10 +713,12 @@ class StaticDataParallel(DataParallel):
         self._check(times)
         return items
 
-    def dummy_step(self, stats: StepStats | None = None) -> float | Tensor:
+    def dummy_step(
+        self, rerun: Callable[[], Tensor], stats: StepStats | None = None
+    ) -> float | Tensor:
         """Contribute zero gradients; see `DataParallel.dummy_step`."""
         if self._graph_known:
-            return super().dummy_step(stats)
+            return super().dummy_step(rerun, stats)
         return 0.0 if stats is None else self._learn(stats)
 
     def _learn(self, stats: StepStats) -> float | Tensor:

@@ -12,7 +12,6 @@ from trainer.names import wrapped_child
 from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision, unwrap_forward
 from trainer.state import PartialState
-from trainer.tree import own_memory
 
 
 def prepare_model(
@@ -57,10 +56,9 @@ def prepare_model(
         )
     precision.wrap_forward(uncompiled(model))
     quantised = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
-    if device is not None and not spread and not quantised:
-        model = model.to(device)
-    own_memory(model)
-    model = engine.prepare_module(model, evaluation_mode=evaluation_mode)
+    model = engine.prepare_module(
+        model, device=None if spread or quantised else device, evaluation_mode=evaluation_mode
+    )
     compile_model(model, dynamo_plugin)
     return model
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from trainer.names import bare_state_dict
 from trainer.optim.clipping import clip_
 from trainer.optim.finite import find_non_finite
 from trainer.optim.weighting import scale_
+from trainer.tree import own_memory
 
 _GRADIENT = attrgetter("grad")
 
@@ -43,8 +45,17 @@ class SingleDevice:
 
     # -- the models of a loop of your own ----------------------------------------------------------
 
-    def prepare_module(self, module: nn.Module, *, evaluation_mode: bool = False) -> nn.Module:  # noqa: ARG002 - an interface
-        """Return the module itself."""
+    def prepare_module(
+        self,
+        module: nn.Module,
+        *,
+        device: torch.device | None = None,
+        evaluation_mode: bool = False,  # noqa: ARG002 - an interface
+    ) -> nn.Module:
+        """Return the module itself, on the device."""
+        if device is not None:
+            module.to(device)
+        own_memory(module)
         return module
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -62,9 +73,12 @@ class SingleDevice:
 
     # -- the steps of a fit ------------------------------------------------------------------------
 
-    def start(self, module: nn.Module, step_sync: StepSync) -> None:
-        """Take the module as it is."""
-        self.module, self.step_sync = module, step_sync
+    def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
+        """Put the module on the device."""
+        self.module = module.to(self.options.device)
+        own_memory(module)
+        if step_sync is not None:
+            self.step_sync = step_sync
 
     def begin_epoch(self) -> None:
         """Do nothing: any parameter may be trained."""
@@ -83,7 +97,11 @@ class SingleDevice:
         loss.backward(*args, **kwargs)
         return 0.0 if stats is None else self.sync_stats(stats)
 
-    def dummy_step(self, stats: StepStats | None = None) -> float | Tensor:
+    def dummy_step(
+        self,
+        rerun: Callable[[], Tensor],  # noqa: ARG002 - for engines whose forward is collective
+        stats: StepStats | None = None,
+    ) -> float | Tensor:
         """Give zero gradients rather than none if the window has no items, as with processes."""
         if stats is None:
             return 0.0
@@ -95,6 +113,13 @@ class SingleDevice:
         """Record the step stats: there are no other processes."""
         self.step_sync.count_alone(stats)
         return stats.items
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Do nothing: a step changes nothing that the engine has to put back."""
+        return nullcontext()
+
+    def evaluate_without_batch(self) -> None:
+        """Do nothing: nobody waits for this process."""
 
     def check_unknown_parameters(self) -> None:
         """Do nothing: there are no other processes to average with."""

@@ -68,7 +68,7 @@ def buffers_kept_if_abandoned(module: nn.Module) -> Iterator[None]:
 def evaluate(run: Run, phase: str, epoch_iterators: list[EpochIterator]) -> list[dict[str, float]]:
     """Evaluate the module on each loader and record what it logged; collective.
 
-    The module is called without its engine's wrapper, so ranks may have different numbers of
+    The module is called without the wrapper of DDP, so ranks may have different numbers of
     batches. Hooks are called in the order that the docstring of `callbacks.Callback` shows.
 
     Args:
@@ -137,6 +137,7 @@ def evaluate_loader(
     suffix = f"/dataloader_idx_{index}" if several else ""
     read_here, aligned = 0, epoch_iterator.num_global_batches is not None
     with (
+        run.engine.evaluating(),
         epoch_iterator.isolated_epoch(run.counters.epoch),
         closing(run.device_transfer.global_batches(epoch_iterator, index)) as global_batches,
     ):
@@ -145,6 +146,7 @@ def evaluate_loader(
                 raise EvaluationAbandoned
             read_here += not current.ended
             if not current.present:
+                run.engine.evaluate_without_batch()
                 continue
             run.batch_idx = batch_idx
             batch, items = items_of(current)

@@ -465,12 +465,12 @@ def predict_loader(
     step = run.bare_step("predict_step")
     epoch_iterator.set_epoch(0)
     read_here = 0
-    with closing(
-        run.device_transfer.global_batches(epoch_iterator, index, counted=False)
-    ) as global_batches:
+    global_batches = run.device_transfer.global_batches(epoch_iterator, index, counted=False)
+    with run.engine.evaluating(), closing(global_batches):
         for batch_idx, current in enumerate(global_batches):
             read_here += not current.ended
             if not current.present:
+                run.engine.evaluate_without_batch()
                 continue
             run.batch_idx = batch_idx
             batch = current.batch

@@ -21,7 +21,6 @@ from trainer.checkpoint.async_writer import Writer
 from trainer.checkpoint.resolve import WORDS, holds_weights_only
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.datamodule import DataModule
-from trainer.distributed.collectives import broadcast
 from trainer.distributed.objects import broadcast_object
 from trainer.distributed.process_control import on_all, on_main
 from trainer.distributed.step_sync import StepSync
@@ -68,7 +67,6 @@ from trainer.optim.weighting import LossWeighting
 from trainer.ported.signatures import without_batch_idx
 from trainer.rng import mix, seed_generators
 from trainer.state import PartialState
-from trainer.tree import own_memory
 
 # Without it cuBLAS is not deterministic: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
 _CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -530,8 +528,6 @@ def make_fit_run(
         _check_manual(settings)
     accelerator.gradient_state.sync_gradients = True
     accelerator.precision.begin()
-    module.to(accelerator.device)
-    own_memory(module)
     if chosen is None:
         context.project.begin_record()
     recorder = context.project.make_recorder()
@@ -544,10 +540,11 @@ def make_fit_run(
     options = options_of(names, optimizers, schedulers)
     check_optimizer_fingerprints(options)
     own = [Limits(max_norm=one.max_grad_norm, max_value=one.max_grad_value) for one in entries]
-    common = _common(context, module, sources.datamodule, hooks, recorder, quiet=settings.barebones)
+    common = _common(
+        context, module, sources.datamodule, hooks, recorder, engine, quiet=settings.barebones
+    )
     return FitRun(
         **common,
-        engine=engine,
         step_sync=step_sync,
         weighting=LossWeighting(
             micro_batches=settings.gradient_accumulation_steps,
@@ -776,15 +773,13 @@ def prepare_evaluation(
         stage, loaders, context.settings, context.accelerator, seed=0
     )
     check_step(stage, module, epoch_iterators)
-    module.to(context.accelerator.device)
-    own_memory(module)
     if chosen is not None:
         manifest = on_all(partial(load_weights, module, chosen), stage)
         counters = Counters(global_step=manifest["step"], epoch=manifest["epoch"])
-    elif context.accelerator.use_distributed:  # initial weights may differ between ranks
-        broadcast([*module.parameters(), *module.buffers()])
+    engine = choose_engine(context.accelerator.engine.options)
+    engine.start(module, None)  # initial weights may differ between ranks
     recorder = context.project.make_recorder(evaluates=True)
-    run = Run(**_common(context, module, datamodule, hooks, recorder), counters=counters)
+    run = Run(**_common(context, module, datamodule, hooks, recorder, engine), counters=counters)
     with _finished_on_error(recorder):
         on_main(lambda: recorder.start(context.settings.describe()))
     return run, epoch_iterators
@@ -812,6 +807,7 @@ def _common(
     datamodule: Any,
     hooks: HookTable,
     recorder: Recorder,
+    engine: Engine,
     *,
     quiet: bool = False,
 ) -> dict[str, Any]:
@@ -831,6 +827,7 @@ def _common(
         "device": accelerator.device,
         "world_size": accelerator.num_processes,
         "rank": accelerator.process_index,
-        "data_size": accelerator.engine.data_size,
-        "data_rank": accelerator.engine.data_rank,
+        "data_size": engine.data_size,
+        "data_rank": engine.data_rank,
+        "engine": engine,
     }

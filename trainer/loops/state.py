@@ -115,6 +115,7 @@ class Run:
         rank: The rank of this process.
         data_size: How many shares of the data there are; see `trainer.engines.base.Engine`.
         data_rank: Which of them this process reads.
+        engine: Runs the module and reduces its gradients.
         counters: The progress of the fit. In an evaluation: that of the loaded checkpoint, or of
             the last fit.
         eval_lengths: For each loader of the current evaluation, how many batches this rank gets.
@@ -135,6 +136,7 @@ class Run:
     rank: Final[int]
     data_size: Final[int]
     data_rank: Final[int]
+    engine: Final[Engine]
     counters: Final[Counters] = field(default_factory=Counters)
     eval_lengths: list[int | None] = field(default_factory=list)
     batch_idx: int = 0
@@ -174,7 +176,6 @@ class FitRun(Run):
     """The state of one `Trainer.fit`; `trainer.loops.setup.make_fit_run` creates it.
 
     Attributes:
-        engine: Runs the module and reduces its gradients.
         step_sync: The step sync: sums per update what all ranks must agree on.
         weighting: Weights each micro-batch's loss by its items.
         guard: Finds non-finite gradients; None if they are ignored.
@@ -239,7 +240,6 @@ class FitRun(Run):
     """
 
     # Components, fixed until the end of the fit.
-    engine: Final[Engine]
     step_sync: Final[StepSync]
     weighting: Final[LossWeighting]
     guard: Final[FiniteGuard | None]
@@ -298,6 +298,10 @@ class FitRun(Run):
         """Start outside a batch, where all ranks call the hooks and collectives are allowed."""
         super().__post_init__()
         self.own_hooks = self.hooks
+        automatic = self.module.automatic_optimization
+        self.needs_dummy = self.data_size > 1 and (
+            self.engine.forward_is_collective or not automatic
+        )
 
     @property
     def deciding(self) -> bool:

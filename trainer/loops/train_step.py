@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from trainer.data.epoch_iterator import GlobalBatch
 from trainer.distributed import guards
 from trainer.distributed.objects import broadcast_object
+from trainer.distributed.step_sync import StepStats
 from trainer.errors import module_logger
 from trainer.loops.buffers import kept_buffers, kept_metrics
 from trainer.loops.device_transfer import (
@@ -68,13 +71,15 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         of_batch, of_backward, training_step = hooks, hooks, engine.forward
         if micro.batches < run.data_size or run.device_transfer.may_lack_items:
             of_batch, of_backward, training_step = guarded(run, micro)
+        if run.needs_dummy:
+            keep_dummy_batch(run, micro, batch)
         if micro.present:
             metrics.begin_batch(items)
             of_batch.on_train_batch_start(batch, batch_idx)
             with run.precision.autocast():
                 if items:
                     outputs = training_step("training_step", batch, batch_idx)
-                else:
+                elif not engine.forward_is_collective:
                     outputs = step_without_gradient(run, micro, batch, batch_idx)
         drop_leftover_gradients(run, number)
         if items:
@@ -86,9 +91,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         known = count_global_batch(run, micro, known)
         stats = run.own_stats(items_here, largest) if sync else None
         if loss is None:
-            if sync:
-                run.precision.scale_nothing(run.device)
-            total = engine.dummy_step(stats)
+            total = dummy_step(run, batch_idx, stats)
         else:
             total = engine.backward(run.precision.scale(run.weighting.weigh(loss, items)), stats)
             of_backward.on_after_backward()
@@ -102,6 +105,24 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     hooks.on_train_step_end()
     run.timing.call(OPTIMIZER, drop_gradients, run)
     return True
+
+
+def dummy_step(run: FitRun, batch_idx: int, stats: StepStats | None) -> float | Tensor:
+    """Run the engine's dummy step on a rank without a batch or without items.
+
+    Where the engine's forward is collective, the dummy batch is the one without items, or else
+    this rank's latest one.
+
+    Args:
+        run: The fit.
+        batch_idx: The index of the batch.
+        stats: See `Engine.backward`, also for the result.
+    """
+    if stats is not None:
+        run.precision.scale_nothing(run.device)
+    rerun = partial(run.engine.forward, "training_step", run.last_batch, batch_idx)
+    with isolated_dummy(run) if run.engine.forward_is_collective else nullcontext():
+        return run.engine.dummy_step(lambda: loss_of(rerun()), stats)
 
 
 def guarded(run: FitRun, micro: GlobalBatch) -> tuple[Any, Any, Callable[..., Any]]:
@@ -467,9 +488,8 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
     outputs: Any = None
     metrics.begin_window()
     hooks.on_train_step_start()
-    if micro.batches < run.data_size and run.last_batch is None:
-        # The epoch has fewer batches than ranks. Broadcast rank 0's, through host memory.
-        run.last_batch = run.device_transfer.move(broadcast_object(to_host(batch)))
+    if run.needs_dummy:
+        keep_dummy_batch(run, micro, batch)
     # `training_step` runs on all ranks (see `dummy_batch`), hooks only where there is a batch.
     own: Any = hooks
     if micro.batches < run.data_size:
@@ -482,7 +502,6 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
         own.on_train_batch_start(batch, batch_idx)
         with run.precision.autocast():
             outputs = engine.forward("training_step", batch, batch_idx)
-        run.last_batch = batch if run.world_size > 1 else None
     else:
         dummy_batch(run, batch_idx)
     count_global_batch(run, micro, None)
@@ -555,15 +574,33 @@ def dummy_batch(run: FitRun, batch_idx: int) -> None:
     for optimizer in run.optimizers:
         optimizer.is_dummy = True
     try:
-        with (
-            kept_buffers(run.module),
-            kept_metrics(run.module),
-            isolated_rng(),
-            run.metrics.muted(),
-            run.precision.autocast(),
-        ):
+        with isolated_dummy(run):
             run.engine.forward("training_step", run.last_batch, batch_idx)
     finally:
         run.is_dummy = False
         for optimizer in run.optimizers:
             optimizer.is_dummy = False
+
+
+def keep_dummy_batch(run: FitRun, micro: GlobalBatch, batch: Any) -> None:
+    """Keep this rank's latest batch as its dummy batch, where one may be needed.
+
+    If the run begins with fewer batches than ranks, rank 0's is broadcast, through host memory.
+    """
+    if micro.batches < run.data_size and run.last_batch is None:
+        run.last_batch = run.device_transfer.move(broadcast_object(to_host(batch)))
+    if micro.present:
+        run.last_batch = batch
+
+
+@contextmanager
+def isolated_dummy(run: FitRun) -> Iterator[None]:
+    """Put back buffers, metric objects and generators after a dummy batch, which logs nothing."""
+    with (
+        kept_buffers(run.module),
+        kept_metrics(run.module),
+        isolated_rng(),
+        run.metrics.muted(),
+        run.precision.autocast(),
+    ):
+        yield

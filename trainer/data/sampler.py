@@ -230,12 +230,8 @@ class SeededSampler(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        return chain.from_iterable(self._orders())  # avoids a Python frame per sample
-
-    def _orders(self) -> Iterator[list[int]]:
-        for order in self._drawn():
-            for part in order.split(_AT_ONCE):
-                yield part.tolist()
+        parts = (part.tolist() for order in self._drawn() for part in order.split(_AT_ONCE))
+        return chain.from_iterable(parts)  # avoids a Python frame per sample
 
     def _drawn(self) -> Iterator[torch.Tensor]:
         generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))

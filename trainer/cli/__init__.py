@@ -24,10 +24,7 @@ COMMANDS = {
     "launch": ("launch", "run a script in one or more processes, on one or more machines"),
     "test": ("test", "start processes and check that they work together"),
     "env": ("env", "show the versions, the devices, the configuration and the files in use"),
-    "checkpoints": (
-        "checkpoints",
-        "list the checkpoints in a folder, verify them or remove old ones",
-    ),
+    "checkpoints": ("checkpoints", "list a folder's checkpoints, verify them or remove old ones"),
     "report": ("report", "write an HTML page about a run, or comparing several"),
     "watch": ("watch", "plot the metrics of runs in the terminal while they are running"),
     "fit": ("fit", "train a model described by configuration files and options"),
@@ -93,7 +90,12 @@ def _run(argv: list[str]) -> int:
 
 
 def _run_command(name: str, argv: list[str]) -> int:
-    _check_folder(name)
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # importing torch would abort the process
+        raise CommandError(
+            f"trainer {name}: the current folder no longer exists; change to another one."
+        ) from None
     with ended_at_once():
         command = import_module(f"{__name__}.{COMMANDS[name][0]}")
         parser = command.parser(f"trainer {name}")
@@ -114,15 +116,6 @@ def _run_command(name: str, argv: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     return code
-
-
-def _check_folder(name: str) -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:  # importing torch would abort the process
-        raise CommandError(
-            f"trainer {name}: the current folder no longer exists; change to another one."
-        ) from None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,8 +9,6 @@ from pathlib import Path
 from trainer.cli import COMMANDS
 from trainer.cli.parsing import CommandError, command_parser
 
-SHELLS = ("bash", "zsh", "fish")
-
 
 def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of `trainer completion`."""
@@ -19,16 +17,13 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "Print the script with which a shell completes the commands of `trainer`, their options "
         "and choices, and file names.",
         examples=[
-            (
-                "bash, permanently",
-                "bash > ~/.local/share/bash-completion/completions/trainer",
-            ),
+            ("bash, permanently", "bash > ~/.local/share/bash-completion/completions/trainer"),
             ("zsh: in a folder of your $fpath, before compinit", "zsh > ~/.zfunc/_trainer"),
             ("fish", "fish > ~/.config/fish/completions/trainer.fish"),
         ],
         codes={0: "done", 1: "shtab is not installed"},
     )
-    made.add_argument("shell", choices=SHELLS)
+    made.add_argument("shell", choices=("bash", "zsh", "fish"))
     return made
 
 
@@ -42,21 +37,15 @@ def run(arguments: argparse.Namespace) -> int:
         import shtab
     except ImportError:
         raise CommandError("Completion needs shtab: pip install 'cadence-trainer[cli]'.") from None
-    whole = _whole_parser()
-    _offer_files(whole, shtab.FILE)
-    print(shtab.complete(whole, arguments.shell))  # noqa: T201 - a shell reads it
-    return 0
-
-
-def _whole_parser() -> argparse.ArgumentParser:
-    """Return one parser of all commands, which only completion needs."""
-    whole = argparse.ArgumentParser(prog="trainer")
+    whole = argparse.ArgumentParser(prog="trainer")  # of all commands
     whole.add_argument("--version", action="store_true", help="show the version")
     commands = whole.add_subparsers()
     for name, (module, what) in COMMANDS.items():
         own = import_module(f"trainer.cli.{module}").parser(f"trainer {name}")
         commands.add_parser(name, help=what, parents=[own], add_help=False)
-    return whole
+    _offer_files(whole, shtab.FILE)
+    print(shtab.complete(whole, arguments.shell))  # noqa: T201 - a shell reads it
+    return 0
 
 
 def _offer_files(parser: argparse.ArgumentParser, files: object) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import platform
 import re
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 from trainer import environment
 from trainer._siblings import DISTRIBUTION, PACKAGES, locate, shadows, version
-from trainer.cli.parsing import command_parser, echo, ended_at_once
+from trainer.cli.parsing import aligned, command_parser, echo, ended_at_once
 
 # Only the variables that Cadence reads: others may contain secrets.
 VARIABLES = (
@@ -44,13 +45,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
         ],
         codes={0: "done", 1: "a file in this folder is imported instead of our packages"},
     )
-    made.add_argument(
-        "--config_file",
-        "--config-file",
-        type=Path,
-        metavar="FILE",
-        help="the file of `trainer config`, if not the default one",
-    )
+    what = "the file of `trainer config`, if not the default one"
+    made.add_argument("--config_file", "--config-file", type=Path, metavar="FILE", help=what)
     return made
 
 
@@ -70,9 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         *((name, value) for name in VARIABLES if (value := environment.read(name)) is not None),
         *((name, str(locate(name) or "missing")) for name in PACKAGES),
     ]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        echo(f"{name:<{width}}  {value}")
+    echo(aligned(rows))
     in_the_way = shadows(Path.cwd())
     for path in in_the_way:
         echo(f"\n{path} is imported instead of Cadence's package by scripts in this folder.")
@@ -81,19 +75,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _packages() -> list[str]:
     """Return the installed packages that Cadence can use, with versions."""
-    try:
+    wanted: list[str] = []
+    with suppress(metadata.PackageNotFoundError):
         wanted = metadata.requires(DISTRIBUTION) or []
-    except metadata.PackageNotFoundError:
-        wanted = []
-    found = []
     used = [each for each in wanted if not re.search(r"extra == .(test|dev|examples)\b", each)]
-    for name in dict.fromkeys(re.split(r"[^\w.-]", each)[0] for each in used):
-        if name not in (DISTRIBUTION, "torch"):
-            try:
-                found.append(f"{name} {metadata.version(name)}")
-            except metadata.PackageNotFoundError:
-                continue
-    return found
+    names = dict.fromkeys(re.split(r"[^\w.-]", each)[0] for each in used)
+    found = []
+    for name in names.keys() - {DISTRIBUTION, "torch"}:
+        with suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    return sorted(found)
 
 
 def _launch() -> str:
@@ -128,10 +119,9 @@ def _devices() -> list[str]:
     import torch
 
     names = []
-    if torch.accelerator.is_available():
+    for index in range(torch.accelerator.device_count()):
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
-        for index in range(torch.accelerator.device_count()):
-            label = torch.cuda.get_device_name(index) if kind.type == "cuda" else kind.type
-            names.append(f"{kind.type}:{index} ({label})")
+        label = torch.cuda.get_device_name(index) if kind.type == "cuda" else kind.type
+        names.append(f"{kind.type}:{index} ({label})")
     return [*names, f"cpu ({torch.get_num_threads()} threads)"]

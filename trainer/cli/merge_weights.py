@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from trainer.checkpoint.storage import MANIFEST
 from trainer.cli.parsing import CommandError, command_parser, echo
 from trainer.errors import CheckpointError
 from trainer.strict_json import dumps
@@ -18,19 +19,12 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "A few megabytes of memory are enough for any model.",
         examples=[
             ("shards and their index, as save_model writes them", "exported merged.safetensors"),
-            (
-                "the weights of a run's checkpoint",
-                "runs/digits/checkpoints/step-00000100 digits.safetensors",
-            ),
+            ("a run's checkpoint", "runs/digits/checkpoints/step-00000100 digits.safetensors"),
         ],
         codes={0: "the file was written and verified", 1: "no sound weights, or OUTPUT exists"},
     )
-    made.add_argument(
-        "checkpoint",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="a folder with model.safetensors or with shards and their index; or the index",
-    )
+    what = "a folder with model.safetensors or with shards and their index; or the index"
+    made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=what)
     made.add_argument("output", type=Path, metavar="OUTPUT", help="the new file, NAME.safetensors")
     made.add_argument("--force", action="store_true", help="replace an existing file")
     made.add_argument("--json", action="store_true", help="print JSON")
@@ -55,16 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         merged = merge_weights(arguments.checkpoint.expanduser(), output)
     except (CheckpointError, ValueError) as error:
-        raise CommandError(f"{error}{_nearby(arguments.checkpoint.expanduser())}") from None
+        folder = arguments.checkpoint.expanduser()  # of a run, whose newest checkpoint is meant?
+        found = [file for of in ("*", "checkpoints/*") for file in folder.glob(f"{of}/{MANIFEST}")]
+        newest = max(found, key=lambda file: file.stat().st_mtime, default=None)
+        hint = f" Did you mean {newest.parent}?" if newest else ""
+        raise CommandError(f"{error}{hint}") from None
     if arguments.json:
-        report = {
-            "output": str(output),
-            "files": [str(file) for file in merged.files],
-            "tensors": merged.tensors,
-            "tied": merged.tied,
-            "size": merged.size,
-            "sha256": merged.sha256,
-        }
+        report = {"output": str(output), **vars(merged), "files": list(map(str, merged.files))}
         echo(dumps(report, indent=1))
         return 0
     tied = f" (and {merged.tied} more names for them)" if merged.tied else ""
@@ -72,10 +63,3 @@ def run(arguments: argparse.Namespace) -> int:
     echo(f"{merged.tensors} tensors{tied} from {count} file{'' if count == 1 else 's'}")
     echo(f"{output}: {merged.size} bytes, sha256 {merged.sha256}")
     return 0
-
-
-def _nearby(folder: Path) -> str:
-    """Return a hint at the newest checkpoint if the folder of a run was given."""
-    found = [file for of in ("*", "checkpoints/*") for file in folder.glob(f"{of}/manifest.json")]
-    newest = max(found, key=lambda file: file.stat().st_mtime, default=None)
-    return f" Did you mean {newest.parent}?" if newest else ""

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trackers.jsonl import FIELDS, parse_record
-from trainer.errors import CheckpointError
 from trainer.files import read_json
 
 Floats = NDArray[np.float64]
@@ -191,55 +190,25 @@ def is_date(value: Any) -> bool:
     return isinstance(value, (int, float)) and 0 <= value < _DATES_END
 
 
-_START = {"begin": is_date, "end?": lambda end: end is None or is_date(end)}
-_FORM = {"starts": [_START], "warnings?": [{"time?": is_date}]}
-
-
-def _check_form(value: Any, form: Any, where: object) -> None:
-    """Check that parsed data has the expected types and keys.
-
-    Args:
-        value: The data.
-        form: A type or a tuple of types, a function that returns whether a value is valid,
-            ``[form]`` for a list of such values, or a dict of the forms of some keys. A key that
-            ends in ``?`` may be missing.
-        where: The place of the data, for the error message.
-
-    Raises:
-        CheckpointError: The data has another form; the message names the place.
-    """
-    if isinstance(form, dict) and isinstance(value, dict):
-        for key, each in form.items():
-            name = key.removesuffix("?")
-            if name in value:
-                _check_form(value[name], each, f"{where}[{name!r}]")
-            elif name == key:
-                raise CheckpointError(f"{where} lacks {name!r}: it is damaged or not ours.")
-    elif isinstance(form, list) and isinstance(value, list):
-        for index, item in enumerate(value):
-            _check_form(item, form[0], f"{where}[{index}]")
-    else:
-        fits = isinstance(form, (type, tuple)) and isinstance(value, form)
-        if not (fits or (callable(form) and not isinstance(form, type) and form(value))):
-            raise CheckpointError(
-                f"{where} is a {type(value).__name__} that does not belong there: it is damaged or "
-                "not ours."
-            )
-
-
 def read_about(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's `run.json`; empty if there is none.
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is not JSON.
-        CheckpointError: It has another form.
+        ValueError: It is not JSON, or has another form.
     """
     try:
         about = read_json(folder / ABOUT)
     except FileNotFoundError:
         return {}
-    _check_form(about, _FORM, ABOUT)
+    try:
+        begins = [start["begin"] for start in about["starts"]]
+        others = [start.get("end") for start in about["starts"]]
+        others += [each.get("time") for each in about.get("warnings", ())]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"it is damaged, or not ours: {error!r}") from error
+    if not all(map(is_date, begins + [time for time in others if time is not None])):
+        raise ValueError("it is damaged, or not ours: a time is no number of seconds since 1970")
     return dict(about)
 
 

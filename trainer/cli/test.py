@@ -23,19 +23,11 @@ def parser(prog: str) -> argparse.ArgumentParser:
         ],
         codes={0: "all checks passed", 1: "a check or a process failed"},
     )
-    made.add_argument(
-        "--config_file", "--config-file", metavar="FILE", help="a file written by `trainer config`"
-    )
-    made.add_argument(
-        "--cpu", action="store_true", help="use the CPU even if there is an accelerator"
-    )
-    made.add_argument(
-        "--num_processes",
-        "--num-processes",
-        type=count,
-        metavar="N",
-        help="processes on all machines together",
-    )
+    add = made.add_argument
+    add("--config_file", "--config-file", metavar="FILE", help="a file of `trainer config`")
+    add("--cpu", action="store_true", help="use the CPU even if there is an accelerator")
+    what = "processes on all machines together"
+    add("--num_processes", "--num-processes", type=count, metavar="N", help=what)
     return made
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainer import environment
+from trainer.checks import check_counts
 from trainer.enums import PrecisionType
 from trainer.state import AcceleratorState, GradientState, PartialState
 from trainer.state.shared import Shared
@@ -138,17 +139,19 @@ def _check(
         )
     if isinstance(args, str) or not isinstance(args, Sequence):
         raise TypeError(f"args is {args!r}; give a tuple of arguments, for one of them (value,).")
-    if not isinstance(num_processes, int) or num_processes < 1:
-        raise ValueError(f"num_processes is {num_processes!r}; it must be 1 or more.")
+    check_counts(1, num_processes=num_processes)
     if not 0 <= node_rank < num_nodes:
         raise ValueError(
-            f"The node_rank must be less than the number of nodes: node_rank is {node_rank} and "
-            f"num_nodes {num_nodes}; machines are counted from 0."
+            f"node_rank is {node_rank} and num_nodes {num_nodes}; machines are counted from 0."
         )
 
 
 def _run_here(function: Callable[..., Any], args: Sequence[Any], precision: str) -> Any:
-    _forget_last_launch()
+    for (
+        kind
+    ) in _STATES:  # the function may create another `Accelerator` than that of the last launch
+        if _OF_LAUNCH in kind._shared_state:
+            kind._shared_state = {}
     before = AcceleratorState._leave_to_trainer(shares=False)
     made = AcceleratorState._shared_state.get("_mixed_precision", precision)
     if precision not in ("no", made):
@@ -163,13 +166,6 @@ def _run_here(function: Callable[..., Any], args: Sequence[Any], precision: str)
     finally:
         if not AcceleratorState._shared_state:
             AcceleratorState._shared_state = before
-
-
-def _forget_last_launch() -> None:
-    """Let the function create another `Accelerator` than that of the last launch."""
-    for kind in _STATES:
-        if _OF_LAUNCH in kind._shared_state:
-            kind._shared_state = {}
 
 
 @contextmanager

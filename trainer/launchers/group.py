@@ -92,7 +92,9 @@ def start(
         else:
             variables |= private_variables(name)
         with environment.patch_environment(**variables), quiet_agent():
-            _flush()
+            # What was printed before the launch precedes the processes' output.
+            sys.stdout.flush()
+            sys.stderr.flush()
             try:
                 elastic_launch(launch_config, sys.executable)(*rank.command(folder))
             except ChildFailedError as error:
@@ -102,9 +104,3 @@ def start(
             except KeyboardInterrupt:  # without torch's frames
                 raise KeyboardInterrupt("The processes have been ended.") from None
         return rank.read_value(folder)
-
-
-def _flush() -> None:
-    """Flush what was printed before the launch, so that it precedes the processes' output."""
-    sys.stdout.flush()
-    sys.stderr.flush()

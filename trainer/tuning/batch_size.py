@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from callbacks import Callback
-from trainer.checks import choice_error
+from trainer.checks import check_counts, choice_error, given
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.data.workers import reads_as_torchs, users_kwargs
 from trainer.distributed.objects import all_gather_object
@@ -31,8 +31,7 @@ from trainer.module import TrainModule
 from trainer.rng import isolated_rng
 from trainer.trainer import Trainer
 from trainer.tree import find_batch_size
-from trainer.tuning.copies import copies
-from trainer.tuning.trial import holders, isolate, make_trial, set_all
+from trainer.tuning.trial import copies, holders, isolate, make_trial, set_all
 
 logger = module_logger(__name__)
 
@@ -76,14 +75,13 @@ class Search:
         """Check every value."""
         if self.mode not in _MODES:
             raise ValueError(choice_error("mode", self.mode, _MODES))
-        for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
-            value = getattr(self, name)
-            if name == "max_val" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is {value!r}; it must be an int.")
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be 1 or more.")
+        check_counts(
+            1,
+            steps_per_trial=self.steps_per_trial,
+            init_val=self.init_val,
+            max_trials=self.max_trials,
+            **given(max_val=self.max_val),
+        )
         if not 0 <= self.margin < 1:
             raise ValueError(f"margin is {self.margin}; it must be 0 or more and below 1.")
 
@@ -162,7 +160,7 @@ class _Trial(Callback):
         """Keep parts of the module from starting collectives of their own."""
         for part in module.modules():
             if hasattr(part, "distributed_available_fn"):  # torchmetrics
-                vars(part)["distributed_available_fn"] = _nobody_is_there
+                vars(part)["distributed_available_fn"] = lambda: False
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         run = trainer._fit_run("on_fit_start")
@@ -191,14 +189,13 @@ class _Trial(Callback):
 
 def _samples_of(epoch_iterators: Sequence[EpochIterator]) -> int | None:
     """Return the number of samples in the largest of these; None if only reading can tell."""
-    # A stream's length may be any number.
-    sized = [
-        epoch_iterator.num_samples
-        for epoch_iterator in epoch_iterators
-        if not isinstance(epoch_iterator.dataset, IterableDataset)
-    ]
-    known = [number for number in sized if number is not None]
-    return max(known) if len(known) == len(epoch_iterators) else None
+    sizes = []
+    for each in epoch_iterators:
+        # A stream's length may be any number.
+        if isinstance(each.dataset, IterableDataset) or each.num_samples is None:
+            return None
+        sizes.append(each.num_samples)
+    return max(sizes, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,14 +290,9 @@ class Subject:
                     if self.method == "predict":
                         predict(run, epoch_iterators, keep=False)
                     else:
-                        evaluate(
-                            run, VALIDATION if self.method == "validate" else TEST, epoch_iterators
-                        )
+                        phase = VALIDATION if self.method == "validate" else TEST
+                        evaluate(run, phase, epoch_iterators)
         return watch.largest(size)
-
-
-def _nobody_is_there() -> bool:
-    return False
 
 
 def with_batch_size(loaders: Any, size: int) -> Any:
@@ -369,9 +361,8 @@ def check_effective(
     """
     if effective is None:
         return
-    if isinstance(effective, bool) or not isinstance(effective, int):
-        raise TypeError(f"effective_batch_size is {effective!r}; it must be an int.")
-    if effective < 1 or effective % world_size:
+    check_counts(1, effective_batch_size=effective)
+    if effective % world_size:
         raise ValueError(
             f"effective_batch_size is {effective}; it must be a positive multiple of the number of "
             f"processes, {world_size}."

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -18,13 +17,12 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from callbacks import Callback
-from trainer.checks import choice_error
+from trainer.checks import check_counts, choice_error
 from trainer.errors import module_logger
 from trainer.loops.fit_state import load_weights
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
-from trainer.tuning.copies import copies
-from trainer.tuning.trial import isolate, make_trial
+from trainer.tuning.trial import copies, isolate, make_trial
 
 logger = module_logger(__name__)
 
@@ -70,9 +68,7 @@ class LearningRateTest:
             The rate; None if fewer than three updates are left, or if the fall is less than two
             standard errors of its estimate. The log says which.
         """
-        for name, value in (("skip_begin", skip_begin), ("skip_end", skip_end)):
-            if value < 0:
-                raise ValueError(f"{name} is {value}; it must be 0 or more.")
+        check_counts(0, skip_begin=skip_begin, skip_end=skip_end)
         kept = self.raw_losses[skip_begin : max(len(self.raw_losses) - skip_end, 0)]
         if len(kept) < 3:
             logger.warning(
@@ -120,10 +116,14 @@ class LearningRateTest:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        pyplot = _pyplot() if ax is None or show else None
-        if ax is None:
-            assert pyplot is not None
-            _, ax = pyplot.subplots()
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise ImportError(
+                "A plot needs matplotlib: pip install 'cadence-trainer[plot]'. The numbers are in "
+                "lrs and losses."
+            ) from error
+        ax = pyplot.subplots()[1] if ax is None else ax
         ax.plot(self.lrs, self.losses)
         ax.set_xscale("log" if self.mode == "exponential" else "linear")
         ax.set_xlabel("learning rate")
@@ -131,19 +131,9 @@ class LearningRateTest:
         rate = self.suggestion() if suggest else None
         if rate is not None:
             ax.plot([rate], [self.losses[bisect(self.lrs, rate)]], "o", color="red")
-        if pyplot is not None and show:
+        if show:
             pyplot.show()
         return ax.figure
-
-
-def _pyplot() -> Any:
-    try:
-        return import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise ImportError(
-            "A plot needs matplotlib: pip install 'cadence-trainer[plot]'. The numbers are in lrs "
-            "and losses."
-        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +162,7 @@ class Sweep:
                 f"min_lr is {self.min_lr} and max_lr is {self.max_lr}; they must be positive, and "
                 "max_lr the larger."
             )
-        if isinstance(self.num_training, bool) or not isinstance(self.num_training, int):
-            raise TypeError(f"num_training is {self.num_training!r}; it must be an int.")
-        if self.num_training < 2:
-            raise ValueError(f"num_training is {self.num_training}; it must be 2 or more.")
+        check_counts(2, num_training=self.num_training)
         threshold = self.early_stop_threshold
         if threshold is not None and not threshold > 1:
             raise ValueError(
@@ -183,14 +170,12 @@ class Sweep:
             )
         if not 0 <= self.smoothing < 1:
             raise ValueError(f"smoothing is {self.smoothing}; it must be 0 or more and below 1.")
-        if isinstance(self.groups, bool) or not isinstance(self.groups, (str, int)):
-            raise TypeError(f"groups is {self.groups!r}; it must be 'scaled', 'same' or an int.")
-        if isinstance(self.groups, str) and self.groups not in _GROUPS:
-            raise ValueError(
-                f"{choice_error('groups', self.groups, _GROUPS)} Or pass a group's number."
-            )
-        if isinstance(self.groups, int) and self.groups < 0:
-            raise ValueError(f"groups is {self.groups}; groups are counted from 0.")
+        if self.groups not in _GROUPS:
+            if isinstance(self.groups, str):
+                raise ValueError(
+                    f"{choice_error('groups', self.groups, _GROUPS)} Or pass a group's number."
+                )
+            check_counts(0, groups=self.groups)
 
     def rate(self, step: int) -> float:
         """Return the rate of an update, counted from 0."""
@@ -218,11 +203,6 @@ class Sweep:
         rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
         largest = max(rates)
         return [rate / largest if largest > 0 else 1.0 for rate in rates]
-
-    def is_too_high(self, loss: float, lowest: float) -> bool:
-        """Return whether the smoothed loss shows that the rate is too large for training."""
-        threshold = self.early_stop_threshold
-        return threshold is not None and loss > lowest + (threshold - 1) * abs(lowest)
 
 
 @dataclass
@@ -304,7 +284,8 @@ class RangeTest(Callback):
         smoothed = self._average / (1 - past ** len(self.raw))
         lowest = min(self.smoothed[_SETTLED:], default=math.inf)
         self.smoothed.append(smoothed)
-        if self.sweep.is_too_high(smoothed, lowest):
+        threshold = self.sweep.early_stop_threshold
+        if threshold is not None and smoothed > lowest + (threshold - 1) * abs(lowest):
             self.diverged = trainer.should_stop = True
 
     def result(self) -> LearningRateTest:

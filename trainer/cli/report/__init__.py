@@ -18,25 +18,12 @@ def parser(prog: str) -> argparse.ArgumentParser:
             ("a run", "runs/digits"),
             ("three runs, compared", "runs/seed-0 runs/seed-1 runs/seed-2 --output seeds.html"),
         ],
-        codes={
-            0: "the page is written",
-            1: "a folder is not that of a run, or a package is missing",
-        },
+        codes={0: "the page is written", 1: "a folder is no run's, or a package is missing"},
     )
-    made.add_argument(
-        "folders",
-        type=Path,
-        nargs="+",
-        metavar="RUN_DIR",
-        help="the folder of a run (project_dir), or a record (.jsonl)",
-    )
-    made.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        default=Path("report.html"),
-        help="the page, replaced if it exists (default: %(default)s)",
-    )
+    what = "the folder of a run (project_dir), or a record (.jsonl)"
+    made.add_argument("folders", type=Path, nargs="+", metavar="RUN_DIR", help=what)
+    what, default = "the page, replaced if it exists (default: %(default)s)", Path("report.html")
+    made.add_argument("--output", type=Path, metavar="FILE", default=default, help=what)
     made.add_argument("--title", help="the page's title; by default the runs' names")
     return made
 

@@ -15,7 +15,6 @@ from trainer.checkpoint.lock import holder_of
 from trainer.cli.inventory import Entry, ranked_by, read_folder
 from trainer.cli.parsing import CommandError, named
 from trainer.cli.record import ABOUT, CHECKPOINTS, RECORD, Record, Series, read_about
-from trainer.errors import CheckpointError
 
 EVALUATIONS = "evaluations.jsonl"
 _SHOWN = 5  # examples named in a message
@@ -160,7 +159,7 @@ def _read(folder: Path, name: str) -> Run:
     run.holder = holder_of(folder)
     try:
         run.about = read_about(folder)
-    except (OSError, ValueError, CheckpointError) as error:
+    except (OSError, ValueError) as error:
         problems.append(f"{ABOUT} cannot be read: {error}.")
     run.evaluations = _read_record(folder / EVALUATIONS, problems).series()
     if (folder / CHECKPOINTS).is_dir():

@@ -18,7 +18,6 @@ from trainer.checkpoint import storage
 from trainer.checkpoint.lock import holder_of
 from trainer.cli.parsing import CommandError, command_parser, named
 from trainer.cli.record import CHECKPOINTS, RECORD, Record, read_about
-from trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,7 +113,7 @@ class Run:
             self.state = "not running"
             try:
                 starts = read_about(self._folder).get("starts")
-            except (OSError, ValueError, CheckpointError):
+            except (OSError, ValueError):
                 return
             if starts:
                 status = str(starts[-1].get("status"))

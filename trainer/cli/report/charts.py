@@ -10,9 +10,9 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any
-from xml.etree import ElementTree
 
 import numpy as np
 
@@ -39,7 +39,6 @@ _INK, _GRID, _BAD = "#200000", "#200001", "#200002"
 _ROLES = {_INK: "var(--soft)", _GRID: "var(--grid)", _BAD: "var(--bad)"}
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "report",  # the same runs give the same page
     "font.size": 8.0,
     "text.color": _INK,
     "axes.labelcolor": _INK,
@@ -202,7 +201,8 @@ def draw(chart: Chart, runs: Sequence[Run], axis: Axis) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_SETTINGS):
+    # The salt makes ids unique on the page, and the same for the same runs.
+    with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": f"report {next(_figures)}"}):
         figure = Figure(figsize=_SIZE, facecolor="none")
         axes = figure.add_axes(_FRAME, facecolor="none")
         _set_up(
@@ -293,56 +293,28 @@ def _color_of(index: int) -> str:
 
 # -- from matplotlib's file to an element of the page ----------------------------------------------
 
-_NUMBER = re.compile(r"-?\d+\.\d+")
-_FONT = re.compile(r"font-family: [^;]*;? ?|font: ")
-_COLOR = re.compile(r"#(?:10|20)[0-9a-f]{4}")
-_REFERENCE = re.compile(r"#([mp][0-9a-f]+)")
 _CLASSES = {"raw", "plain", "bad", *map(class_of, STRENGTHS)}
+_LEFT_OUT = re.compile(r"(?s)<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->|>\s+(?=<)")
+_GROUP = re.compile(r'<g id="([^"]*)"')
+_FONT = re.compile(r"font-family: [^;\"]*;? ?|font: ")
+_COLOR = re.compile(r"#(?:10|20)[0-9a-f]{4}")
+_NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d+")
 
 
 def _for_page(svg: str, label: str) -> str:
-    """Return a file of matplotlib as an element, with the page's colours and unique ids."""
-    prefix = f"f{next(_figures)}-"
-    root = ElementTree.fromstring(svg)
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag.endswith(("}metadata", "}style")):
-                parent.remove(child)
-    for element in root.iter():
-        element.tag = element.tag.rpartition("}")[2]
-        kept = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
-        element.attrib.clear()
-        element.attrib.update(_attributes(element.tag, kept, prefix))
-        if element.text and not element.text.strip():
-            element.text = None
-        element.tail = None
-    root.attrib.update({"role": "img", "aria-label": label})
-    return ElementTree.tostring(root, encoding="unicode")
+    """Return a file of matplotlib as an element, with the page's colours and rounded numbers."""
 
+    def group(match: re.Match[str]) -> str:
+        return f'<g class="{match[1]}"' if match[1] in _CLASSES else "<g"
 
-def _attributes(tag: str, given: dict[str, str], prefix: str) -> dict[str, str]:
-    made = {}
-    for name, value in given.items():
-        if name == "id" and tag == "g":
-            if value in _CLASSES:
-                made["class"] = value
-        elif name == "id":
-            made["id"] = prefix + value
-        elif name == "d":
-            made["d"] = " ".join(_NUMBER.sub(_rounded, value).split())
-        elif name == "style":
-            made["style"] = _COLOR.sub(_variable, _FONT.sub("", value))
-        elif name in ("href", "clip-path"):
-            made[name] = _REFERENCE.sub(rf"#{prefix}\1", value)
-        elif tag == "svg" and name in ("width", "height", "version"):
-            continue
-        elif not (name == "transform" and value.startswith("rotate(-0 ")):
-            made[name] = _NUMBER.sub(_rounded, value)
-    return made
+    def tag(match: re.Match[str]) -> str:
+        styled = _COLOR.sub(_variable, _FONT.sub("", _GROUP.sub(group, match[0])))
+        return _NUMBER.sub(lambda each: f"{float(each[0]):.1f}".removesuffix(".0"), styled)
 
-
-def _rounded(match: re.Match[str]) -> str:
-    return f"{float(match[0]):.1f}".removesuffix(".0")
+    svg = _LEFT_OUT.sub(lambda match: ">" if match[0].startswith(">") else "", svg)
+    _, size, rest = re.split(r'<svg[^>]*?(viewBox="[^"]*")[^>]*', svg.strip(), maxsplit=1)
+    label = escape(label)
+    return f'<svg {size} role="img" aria-label="{label}"{re.sub("<[^>]*>", tag, rest)}'
 
 
 def _variable(match: re.Match[str]) -> str:

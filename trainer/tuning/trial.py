@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copyreg import dispatch_table
+from dataclasses import replace
 from itertools import chain
 from mmap import mmap
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from callbacks import Callback
 from trainer.accelerator import Accelerator
+from trainer.engines.choose import choose_engine
 from trainer.hparams import kept_by
 from trainer.module import TrainModule
 from trainer.precision import Precision, Scaler
@@ -44,6 +46,8 @@ class TrialAccelerator:
         self.num_processes = 1 if alone else accelerator.num_processes
         self.process_index = 0 if alone else accelerator.process_index
         self.use_distributed = accelerator.use_distributed and not alone
+        options = accelerator.engine.options
+        self.engine = choose_engine(replace(options, rank=0, world_size=1) if alone else options)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_accelerator":  # looked up while copying, before it is set

@@ -324,7 +324,7 @@ def test_bash_completes_commands_options_choices_and_files(capsys, tmp_path):
     assert choice == "bf16"
     assert script == "train.py"
     assert file == "four.yaml"
-    assert shells.split() == list(("bash", "zsh", "fish"))
+    assert shells.split() == ["bash", "zsh", "fish"]
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

@@ -207,13 +207,13 @@ def is_dead(leftover: Leftover) -> bool:
 
     One that was written to within the last hour may belong to a running one.
     """
-    _, touched = _measure(leftover.path)
-    match = storage.LEFTOVER.fullmatch(leftover.path.name)
-    if storage.ASIDE.fullmatch(leftover.path.name):
+    path = leftover.path
+    match = storage.LEFTOVER.fullmatch(path.name)
+    if storage.ASIDE.fullmatch(path.name):
         return False
-    if match and match[1] == "replaced" and not is_ours(leftover.path.with_name(match[2])):
+    if match and match[1] == "replaced" and not is_ours(path.with_name(match[2])):
         return False  # it may be the only copy of that checkpoint
-    return time.time() - touched >= QUIET
+    return time.time() - _measure(path)[1] >= QUIET
 
 
 def ranked_by(entries: list[Entry]) -> list[tuple[str, str]]:

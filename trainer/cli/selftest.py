@@ -36,7 +36,9 @@ def main() -> int:
     state = accelerator.state
     where = f"{state.device.type}, {state.backend}" if state.backend else state.device.type
     accelerator.print(f"{accelerator.num_processes} process(es) on {where}")
-    folder = _common_folder(accelerator)
+    own = tempfile.mkdtemp(prefix="cadence-test-") if accelerator.is_main_process else ""
+    folder = Path(accelerator.gather_for_metrics([own], use_gather_object=True)[0])
+    folder.mkdir(exist_ok=True)  # for machines that do not share rank 0's disk
     failed = 0
     for name, check in CHECKS.items():
         try:
@@ -52,13 +54,6 @@ def main() -> int:
     accelerator.print(f"{failed} of {len(CHECKS)} checks failed." if failed else "All is well.")
     accelerator.wait_for_everyone()
     return 1 if failed and accelerator.is_main_process else 0  # one process is enough
-
-
-def _common_folder(accelerator: Accelerator) -> Path:
-    own = tempfile.mkdtemp(prefix="cadence-test-") if accelerator.is_main_process else ""
-    folder = Path(accelerator.gather_for_metrics([own], use_gather_object=True)[0])
-    folder.mkdir(exist_ok=True)  # for machines that do not share rank 0's disk
-    return folder
 
 
 # -- the checks ----------------------------------------------------------------------------------
@@ -82,14 +77,12 @@ def collectives(accelerator: Accelerator, _: Path) -> str:
 def data_order(accelerator: Accelerator, folder: Path) -> str:
     """Every sample is trained on once, whatever the number of processes."""
     module = _Line()
-    _fit(accelerator, module, folder / "order", shuffle=True)
+    trainer = _trainer(accelerator, folder / "order", limit_val_batches=0)
+    trainer.fit(module, _loader(shuffle=True))
     seen = accelerator.gather_for_metrics(module.seen, use_gather_object=True)
-    for what, wrong in (
-        ("missing", sorted(set(range(SAMPLES)) - set(seen))),
-        ("seen twice", sorted({each for each in seen if seen.count(each) > 1})),
-    ):
-        if wrong:
-            raise CheckError(f"samples {wrong} of {SAMPLES} were {what}")
+    if wrong := [each for each in range(SAMPLES) if seen.count(each) != 1]:
+        times = {each: seen.count(each) for each in wrong}
+        raise CheckError(f"of {SAMPLES} samples, these were not seen once but so often: {times}")
     if accelerator.num_processes == 1 and seen == sorted(seen):
         raise CheckError("the samples were not shuffled")
     return f"each of {SAMPLES} shuffled samples once"
@@ -100,7 +93,8 @@ def accumulation(accelerator: Accelerator, folder: Path) -> str:
     module = _Line()
     reference = nn.Linear(2, 1)
     reference.load_state_dict(module.line.state_dict())
-    _fit(accelerator, module, folder / "accumulation", steps=2)
+    options = {"gradient_accumulation_steps": 2, "limit_val_batches": 0}
+    _trainer(accelerator, folder / "accumulation", **options).fit(module, _loader())
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     big = BATCH * 2 * accelerator.num_processes
     for start in range(0, SAMPLES, big):
@@ -139,9 +133,7 @@ def checkpoint(accelerator: Accelerator, folder: Path) -> str:
 def metrics(accelerator: Accelerator, folder: Path) -> str:
     """A metric equals that of one process, without the samples that pad the last batches."""
     module = _Line()
-    loader = DataLoader(_data(), batch_size=BATCH)
-    trainer = Trainer(accelerator=accelerator, **_quiet(folder / "metrics"))
-    (found,) = trainer.validate(module, loader)
+    (found,) = _trainer(accelerator, folder / "metrics").validate(module, _loader())
     _, x, y = _data().tensors
     with torch.no_grad():
         line = module.line.cpu()
@@ -192,27 +184,13 @@ def _data() -> TensorDataset:
     return TensorDataset(numbers, x, x[:, 0] - x[:, 1])
 
 
-def _fit(
-    accelerator: Accelerator,
-    module: TrainModule,
-    folder: Path,
-    *,
-    shuffle: bool = False,
-    steps: int = 1,
-) -> None:
-    trainer = Trainer(
-        accelerator=accelerator,
-        max_epochs=1,
-        gradient_accumulation_steps=steps,
-        checkpointing=False,
-        limit_val_batches=0,
-        **_quiet(folder),
-    )
-    trainer.fit(module, DataLoader(_data(), batch_size=BATCH, shuffle=shuffle))
+def _trainer(accelerator: Accelerator, folder: Path, **options: Any) -> Trainer:
+    given = {"project_dir": folder, "checkpointing": False, "progress_bar": False, **options}
+    return Trainer(accelerator=accelerator, max_epochs=1, **given)
 
 
-def _quiet(folder: Path) -> dict[str, Any]:
-    return {"project_dir": folder, "progress_bar": False}
+def _loader(*, shuffle: bool = False) -> DataLoader[Any]:
+    return DataLoader(_data(), batch_size=BATCH, shuffle=shuffle)
 
 
 def _same(what: str, found: Tensor, expected: Tensor, *, exact: bool = False) -> None:

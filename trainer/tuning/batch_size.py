@@ -350,17 +350,13 @@ def search_batch_size(
     return BatchSizeSearch(batch_size=size, gradient_accumulation_steps=steps, trials=tried)
 
 
-def check_effective(
-    effective: int | None, method: str, module: TrainModule, world_size: int
-) -> None:
+def check_effective(effective: int, method: str, module: TrainModule, world_size: int) -> None:
     """Check that accumulation can keep an effective batch size.
 
     Raises:
         ValueError: It cannot.
-        TypeError: It is not an int.
+        TypeError: It is not a number.
     """
-    if effective is None:
-        return
     check_counts(1, effective_batch_size=effective)
     if effective % world_size:
         raise ValueError(

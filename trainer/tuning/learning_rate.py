@@ -19,10 +19,8 @@ from torch.nn.functional import avg_pool1d
 from callbacks import Callback
 from trainer.checks import check_counts, choice_error
 from trainer.errors import module_logger
-from trainer.loops.fit_state import load_weights
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
-from trainer.tuning.trial import copies, isolate, make_trial
 
 logger = module_logger(__name__)
 
@@ -298,26 +296,3 @@ class RangeTest(Callback):
             scales=self.scales,
             diverged=self.diverged,
         )
-
-
-def range_test(
-    trainer: Trainer,
-    module: TrainModule,
-    loaders: Any,
-    datamodule: Any,
-    ckpt_path: Any,
-    sweep: Sweep,
-) -> LearningRateTest:
-    """Train a copy of the module while the rate rises; collective."""
-    test = RangeTest(sweep)
-    weights = trainer._context.choose(trainer._given_checkpoint(ckpt_path, ("last", "best")))
-    with isolate(module):
-        trial = make_trial(
-            trainer, test, sweep.num_training, alone=False, log_every=1, limit_val_batches=0
-        )
-        known = [trainer, trainer.accelerator]
-        twin, (loaders, datamodule) = copies(module, (loaders, datamodule), known)
-        if weights is not None:
-            load_weights(twin, weights)
-        trial.fit(twin, loaders, datamodule=datamodule)
-    return test.result()

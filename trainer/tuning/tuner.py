@@ -8,6 +8,7 @@ from typing import Any
 from trainer.checks import choice_error
 from trainer.errors import module_logger
 from trainer.loops.dataloaders import check_module
+from trainer.loops.fit_state import load_weights
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 from trainer.tuning.batch_size import (
@@ -18,8 +19,8 @@ from trainer.tuning.batch_size import (
     check_effective,
     search_batch_size,
 )
-from trainer.tuning.learning_rate import Groups, LearningRateTest, Sweep, range_test
-from trainer.tuning.trial import holders, set_all
+from trainer.tuning.learning_rate import Groups, LearningRateTest, RangeTest, Sweep
+from trainer.tuning.trial import copies, holders, isolate, make_trial, set_all
 
 logger = module_logger(__name__)
 
@@ -123,7 +124,18 @@ class Tuner:
                 f"update_attr=True, but neither {type(module).__name__} nor its hparams has an "
                 f"attribute {' or '.join(map(repr, names))}. Name it with attr_name."
             )
-        result = range_test(self.trainer, module, train_dataloaders, datamodule, ckpt_path, sweep)
+        test = RangeTest(sweep)
+        trainer = self.trainer
+        weights = trainer._context.choose(trainer._given_checkpoint(ckpt_path, ("last", "best")))
+        with isolate(module):
+            settings = {"log_every": 1, "limit_val_batches": 0}
+            trial = make_trial(trainer, test, num_training, alone=False, **settings)
+            known = [trainer, trainer.accelerator]
+            twin, (loaders, data) = copies(module, (train_dataloaders, datamodule), known)
+            if weights is not None:
+                load_weights(twin, weights)
+            trial.fit(twin, loaders, datamodule=data)
+        result = test.result()
         if update_attr and name is not None:
             suggestion = result.suggestion()
             if suggestion is None:
@@ -204,7 +216,8 @@ class Tuner:
             raise ValueError(choice_error("method", method, METHODS))
         check_module(module, method)
         world_size = self.trainer.accelerator.num_processes
-        check_effective(effective_batch_size, method, module, world_size)
+        if effective_batch_size is not None:
+            check_effective(effective_batch_size, method, module, world_size)
         fits = method == "fit"
         unused = {"dataloaders": dataloaders} if fits else {"train_dataloaders": train_dataloaders}
         for name, given in unused.items():

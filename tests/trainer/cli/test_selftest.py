@@ -123,7 +123,11 @@ def padding_counts(patch):
     [
         (wrong_sum, "collectives", "the sum is [0.0, 1.0, 2.0] and should be [1.0, 3.0, 5.0]"),
         (wrong_on_rank_1, "collectives", "FAILED  rank 1: the sum is [2.0, 4.0, 6.0]"),
-        (a_sample_twice, "data order", "samples [1] of 53 were missing"),
+        (
+            a_sample_twice,
+            "data order",
+            "of 53 samples, these were not seen once but so often: {0: 2, 1: 0}",
+        ),
         (one_rank_weighs_double, "accumulation", "the weight is "),
         (nothing_is_loaded, "checkpoint", "update 1 after loading is "),
         (padding_counts, "metrics", "the validation loss is "),

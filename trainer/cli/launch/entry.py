@@ -34,23 +34,11 @@ _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
-class _Main(ModuleType):
-    """What `multiprocessing` knows as ``__mp_main__``: the script, once it is ``__main__``.
-
-    Processes that the script spawns import it by this name, and send back objects of its classes.
-    """
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(sys.modules["__main__"], name)
-
-
 def main() -> None:
     """Run the script as ``__main__``, with its own arguments and its own folder to import from."""
     arguments = sys.argv[1:]
     os.environ[MARK] = str(os.getpid())
     end_with_the_launcher(int(os.environ.pop(LAUNCHER, os.getppid())))
-    if "__mp_main__" in sys.modules:  # by tools that Python loads at startup, such as coverage
-        sys.modules["__mp_main__"] = _Main("__mp_main__")
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
@@ -72,13 +60,11 @@ def main() -> None:
             _write(ENDED, {"code": end.code, **_who()})
             sys.exit(0)
         reported = _is_a(end, "trainer.cli.error_reporting", "Reported")  # by our own commands
-        if end.code not in (None, 0) and not reported:
-            text = str(end.code)
-            code = 1
-            if not isinstance(end.code, str):
-                text = f"it exited with code {text}."
-                code = end.code if isinstance(end.code, int) else 1
-            if note("SystemExit", text, code) and text == end.code and not is_started_again():
+        if end.code and not reported:
+            is_text = isinstance(end.code, str)
+            text = str(end.code) if is_text else f"it exited with code {end.code}."
+            code = end.code if isinstance(end.code, int) else 1
+            if note("SystemExit", text, code) and is_text and not is_started_again():
                 sys.exit(1)  # the launcher prints it
         raise
     except BaseException as error:  # noqa: BLE001  # whatever ends a script

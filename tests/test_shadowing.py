@@ -137,16 +137,6 @@ def test_packages_found_through_a_link_are_accepted(installed, tmp_path):
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("name", ["callbacks", "trackers"])
-def test_a_missing_package_is_named_with_the_fix(installed, name):
-    shutil.rmtree(installed / name)
-    run = import_from(installed)
-    assert run.returncode == 1
-    error = run.stderr.splitlines()[-1]
-    assert error.startswith(f"ImportError: The package '{name}' of cadence-trainer is missing")
-    assert "pip install --force-reinstall" in error
-
-
 def test_a_folder_in_the_place_of_a_missing_package_is_named(installed):
     (installed / "callbacks" / "__init__.py").unlink()
     run = import_from(installed)

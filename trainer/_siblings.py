@@ -27,20 +27,14 @@ def check_siblings() -> None:
     Nothing is imported for the check.
 
     Raises:
-        ImportError: A file or folder shadows a package, or a package is missing.
+        ImportError: A file or folder shadows a package.
     """
     for name in PACKAGES:
         if name == __package__:
             continue
         expected = Path(__file__).parent.parent / name / "__init__.py"
         found = locate(name)
-        if found is None:
-            raise ImportError(
-                f"The package {name!r} of {DISTRIBUTION} is missing: there is no {expected}. "
-                f"Install it again: pip install --force-reinstall --no-deps {DISTRIBUTION}",
-                name=name,
-            )
-        if not _same(found, expected):
+        if found is not None and not _same(found, expected):  # None: Python says what is missing
             raise ImportError(
                 f"{found} shadows the package {name!r} of {DISTRIBUTION}, which is at "
                 f"{expected.parent}. Python searches the script's folder and PYTHONPATH first: "

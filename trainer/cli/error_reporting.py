@@ -61,15 +61,15 @@ def _print_once(message: str) -> None:
             wait_for_workers=False,
         )
         if store.add(claim, 1) > 1:
-            store.wait([f"{claim}/said"], _PATIENCE)
+            store.wait([f"{claim}/printed"], _PATIENCE)
             return
     except DistError:  # the launcher or the other process is gone: better twice than never
         echo(message, error=True)
         return
     echo(message, error=True)
-    store.set(f"{claim}/said", "")
+    store.set(f"{claim}/printed", "")
 
 
 def _claim(message: str) -> str:
     attempt = environment.read("TORCHELASTIC_RESTART_COUNT")
-    return f"cadence/told/{attempt}/{hashlib.sha256(message.encode()).hexdigest()}"
+    return f"cadence/reported/{attempt}/{hashlib.sha256(message.encode()).hexdigest()}"

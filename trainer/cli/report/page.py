@@ -102,28 +102,17 @@ def _head(title: str, count: int) -> Markup:
 
 
 def _colors(count: int) -> str:
-    light, dark = [], []
-    for index in range(count):
-        if index < len(_COLORS):
-            pair = _COLORS[index]
-        else:
-            hue = index * _GOLDEN_ANGLE % 360
-            pair = (f"hsl({hue:.0f} 55% 27%)", f"hsl({hue:.0f} 90% 85%)")
-        light.append(f"--run-{index}:{pair[0]};")
-        dark.append(f"--run-{index}:{pair[1]};")
-    return (
-        f":root{{{''.join(light)}}}\n"
-        f"@media(prefers-color-scheme:dark){{:root{{{''.join(dark)}}}}}\n"
-    )
+    hues = [f"{index * _GOLDEN_ANGLE % 360:.0f}" for index in range(len(_COLORS), count)]
+    pairs = [*_COLORS, *((f"hsl({hue} 55% 27%)", f"hsl({hue} 90% 85%)") for hue in hues)][:count]
+    light, dark = ("".join(f"--run-{i}:{p[k]};" for i, p in enumerate(pairs)) for k in (0, 1))
+    return f":root{{{light}}}\n@media(prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
 
 
 def _switches() -> str:
     """Return the style rules by which the buttons show and hide elements."""
-    lines = [(class_of(each), class_of(each)) for each in STRENGTHS]
-    axes = [(f"axis-{name}", f"axis-{name}") for name in ("step", "time", "epoch")]
-    hide = [f"body:not(:has(#{key}:checked)) .{name}{{display:none}}" for key, name in lines + axes]
-    faint = "body:has([name=ema]:not(#ema-0):checked) .raw{opacity:.28}"
-    return "\n".join([faint, *hide])
+    names = [*map(class_of, STRENGTHS), "axis-step", "axis-time", "axis-epoch"]
+    hide = [f"body:not(:has(#{name}:checked)) .{name}{{display:none}}" for name in names]
+    return "\n".join(["body:has([name=ema]:not(#ema-0):checked) .raw{opacity:.28}", *hide])
 
 
 def _controls(runs: Sequence[Run], axes: Sequence[Axis]) -> Markup:

@@ -517,7 +517,7 @@ def test_the_help_teaches(capsys):
         (["--model.width=x"], ["width:", "must be of type int. Got value: x"]),
         (["--trainer.max_epochs=x"], ["trainer.max_epochs:", "of type int", "Given value: x"]),
         (["--trainer.non_finite=halt"], ["must be one of 'stop', 'skip', 'ignore', not halt"]),
-        (["--trainer.max_epochs=-1"], ["max_epochs is -1; it must be 0 or more"]),
+        (["--trainer.max_epochs=-1"], ["max_epochs is -1; it must be at least 0"]),
         (["--trainer.val_every=1 eopch"], ["Did you mean 'epochs'?"]),
         (["--trainer.log_with=tensorbord"], ["log_with is 'tensorbord'; it must be one of"]),
         (["--trainer.callbacks+=EarlyStop"], ["Did you mean 'callbacks.EarlyStopping'?"]),

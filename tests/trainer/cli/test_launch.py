@@ -530,7 +530,7 @@ def test_a_wrong_configuration_is_said_once_and_not_tried_again(capfd):
     text = capfd.readouterr().err
     assert text.count("max_epochs is -3") == 1
     last = text.partition(f" of 2 on {socket.gethostname()} failed first:\n")[2]
-    assert last.startswith("trainer fit: max_epochs is -3; it must be 0 or more")
+    assert last.startswith("trainer fit: max_epochs is -3; it must be at least 0")
     assert "restarted" not in text
     assert "exited with code" not in text
 

@@ -86,8 +86,7 @@ def _any_non_finite_in_groups(gradients: list[Tensor]) -> bool | Tensor:
 def _any_non_finite(gradients: list[Tensor]) -> Tensor:
     one = _one(gradients[0].device)
     found = torch.zeros_like(one)
-    # The kernel of `GradScaler` has no public name, and other functions read gradients twice.
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)  # no public name
     return found
 
 

@@ -445,13 +445,11 @@ def test_a_log_that_cannot_be_written_ends_the_lines_and_nothing_else(
     assert "The progress bar cannot be shown any more" in caplog.text
 
 
-def test_the_users_bar_is_the_only_one():
+def test_a_given_bar_replaces_the_default():
     for bar in (RichProgressBar(), ProgressBar(1.0)):
         bars = [one for one in make(bar).callbacks if isinstance(one, ProgressBar)]
         assert bars == [bar]
     assert [type(one) for one in make().callbacks] == [ProgressBar]
-    with pytest.raises(ValueError, match="RichProgressBar and ProgressBar"):
-        make(RichProgressBar(), ProgressBar())
 
 
 def test_without_rich_the_extra_is_named(monkeypatch):

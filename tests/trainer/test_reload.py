@@ -225,7 +225,7 @@ class Endless(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (lambda: Later([]), "train_dataloader of Later returned None or an empty list"),
+        (lambda: Later([]), "train_dataloader of Later returned none"),
         (lambda: Later(DataLoader([])), "train loader is empty"),
         (lambda: Later([DataLoader([1]), DataLoader([1])]), "2 training loaders; it takes one"),
         (lambda: Later(DataLoader(Endless())), r"val_every is 0\.5 epochs.*no length"),

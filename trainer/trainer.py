@@ -68,7 +68,7 @@ from trainer.loops.setup import (
     stage_of,
     warn_of_concurrent_runs,
 )
-from trainer.loops.state import Counters, FitRun, Run
+from trainer.loops.state import Counters, FitData, FitRun, Run, Stopping
 from trainer.metrics import MetricStore, to_floats
 from trainer.module import TrainModule
 from trainer.optim.clipping import validate_limits
@@ -426,29 +426,30 @@ class Trainer:
             run = setup.make_fit_run(
                 self._context,
                 hooks,
-                sources,
+                FitData(
+                    sources=sources,
+                    origin=origin,
+                    epoch_iterator=self._epoch_iterator,
+                    val_iterators=val_iterators,
+                ),
                 chosen,
-                origin=origin,
-                epoch_iterator=self._epoch_iterator,
-                val_iterators=val_iterators,
-                stop_requested=lambda: self._stop_requested,
-                signalled=watch.exit_code,
+                Stopping(requested=lambda: self._stop_requested, signalled=watch.exit_code),
             )
             setup.start_fit(self._context, run, chosen, ckpt_path)
             self._run = self._fit = run
             self._recorder, self._counters = run.recorder, run.counters
-            tell_run_id(run.run_id)
+            tell_run_id(run.saving.run_id)
             begin_profile(run, [self._epoch_iterator])
             try:
                 fit(run)
-                run.writer.wait()
+                run.saving.writer.wait()
             except Preempted as ended:
                 watch.answered = True
                 if self._slurm_requeue and self.accelerator.is_main_process:
                     requeue(int(ended.code or 0))
                 raise
             except KeyboardInterrupt:
-                run.writer.abandon()
+                run.saving.writer.abandon()
                 raise
             finally:
                 run.engine.close()
@@ -571,7 +572,7 @@ class Trainer:
                     "where the run is between two states. ModelCheckpoint(on_exception=True) saves "
                     "the weights of that moment; to resume, use an earlier checkpoint."
                 )
-            run.pending_saves.add(
+            run.saving.pending_saves.add(
                 target,
                 weights_only=weights_only,
                 background=background,
@@ -620,7 +621,7 @@ class Trainer:
             CheckpointError: A required save failed; raised on all processes.
         """
         name = None if path is None else absolute_path("path", path)
-        return self._fit is None or self._fit.writer.wait(name)
+        return self._fit is None or self._fit.saving.writer.wait(name)
 
     def save_own_weights(self, path: str | os.PathLike[str]) -> Path:
         """Save this process's weights without collectives.
@@ -665,7 +666,7 @@ class Trainer:
 
     def pause_schedulers(self) -> None:
         """Stop stepping all schedulers for the rest of the fit; the caller sets learning rates."""
-        self._fit_run("pause_schedulers").schedulers_paused = True
+        self._fit_run("pause_schedulers").optim.schedulers_paused = True
 
     def update_batch_norm(self) -> None:
         """Recompute batch normalisation statistics over an epoch of the training data; collective.
@@ -786,7 +787,7 @@ class Trainer:
     @property
     def skipped_updates(self) -> int:
         """The number of updates of the fit that were skipped for non-finite gradients."""
-        guard = None if self._fit is None else self._fit.guard
+        guard = None if self._fit is None else self._fit.optim.guard
         return 0 if guard is None else guard.skipped
 
     @property
@@ -849,7 +850,7 @@ class Trainer:
         run = self._fit
         if run is None:
             return None
-        unknown = run.validates and not (self.validations or run.recorder.validated)
+        unknown = run.plan.validates and not (self.validations or run.recorder.validated)
         return None if unknown and not self.epoch_complete else run.recorder.monitored(name)
 
     @property
@@ -867,7 +868,7 @@ class Trainer:
     @property
     def should_stop(self) -> bool:
         """Whether a stop was requested; the request reaches all processes within two updates."""
-        return self._stop_requested or (self._fitting is not None and self._fitting.stop_now)
+        return self._stop_requested or (self._fitting is not None and self._fitting.stopping.now)
 
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
@@ -875,7 +876,7 @@ class Trainer:
         run = self._fitting
         if run is not None and (run.deciding or run.world_size == 1):
             # At a boundary all processes decide the same, from values that they share.
-            run.stop_now = stop
+            run.stopping.now = stop
 
     @property
     def ending(self) -> bool:
@@ -893,7 +894,7 @@ class Trainer:
     @property
     def optimizers(self) -> list[AcceleratedOptimizer]:
         """The prepared optimizers of the latest fit."""
-        return [] if self._fit is None else self._fit.optimizers
+        return [] if self._fit is None else self._fit.optim.optimizers
 
     @property
     def optimizer_names(self) -> list[str]:
@@ -901,12 +902,12 @@ class Trainer:
 
         Checkpoints and logged metrics identify optimizers by these names.
         """
-        return [] if self._fit is None else self._fit.optimizer_names
+        return [] if self._fit is None else self._fit.optim.names
 
     @property
     def schedulers(self) -> list[SchedulerEntry]:
         """The schedulers of the latest fit, with interval and frequency."""
-        return [] if self._fit is None else self._fit.schedulers
+        return [] if self._fit is None else self._fit.optim.schedulers
 
     def add_param_group(
         self, optimizer: Any, parameters: Mapping[str, nn.Parameter], *, ratio: float = 1.0
@@ -926,7 +927,7 @@ class Trainer:
             ValueError: The optimizer already has one of the parameters.
         """
         run = self._fit_run("add_param_group")
-        schedulers = [entry.scheduler for entry in run.schedulers]
+        schedulers = [entry.scheduler for entry in run.optim.schedulers]
         add_group(optimizer, parameters, ratio=ratio, schedulers=schedulers)
 
     def scale_learning_rate(self, optimizer: Any, group: int, factor: float) -> None:
@@ -936,7 +937,7 @@ class Trainer:
             RuntimeError: No fit is running.
         """
         run = self._fit_run("scale_learning_rate")
-        schedulers = [entry.scheduler for entry in run.schedulers]
+        schedulers = [entry.scheduler for entry in run.optim.schedulers]
         scale_group(optimizer, group, factor, schedulers=schedulers)
 
     @property
@@ -947,7 +948,7 @@ class Trainer:
     @property
     def has_validation(self) -> bool:
         """Whether the fit has validation data and, as far as known, will reach a validation."""
-        return self._fitting is not None and self._fitting.validates
+        return self._fitting is not None and self._fitting.plan.validates
 
     @property
     def num_training_batches(self) -> int | None:
@@ -981,7 +982,7 @@ class Trainer:
             TypeError: It is set to a value that is not an int.
         """
         if self._fitting is not None:
-            return self._fitting.accumulation
+            return self._fitting.optim.accumulation
         return self._context.settings.gradient_accumulation_steps
 
     @gradient_accumulation_steps.setter
@@ -993,7 +994,7 @@ class Trainer:
                 "training_step decides when to step."
             )
         replace(self._context.settings, gradient_accumulation_steps=steps)  # validates it
-        run.accumulation = steps
+        run.optim.accumulation = steps
 
     def accumulation_in(self, epoch: int) -> int:
         """Return the micro-batches per update in `epoch`, for a run that is not resumed."""
@@ -1016,7 +1017,7 @@ class Trainer:
     @property
     def log_due(self) -> bool:
         """Whether the values of this update will be logged (`log_every`)."""
-        return self._fitting is not None and self._fitting.log_due
+        return self._fitting is not None and self._fitting.plan.log_due
 
     def progress_values(self, *, wait: bool = False) -> dict[str, float]:
         """Return the latest values logged with ``prog_bar=True``; also after a fit.
@@ -1061,15 +1062,15 @@ class Trainer:
                 "manual_backward was called in automatic optimisation, which runs backward itself: "
                 "return the loss, or set automatic_optimization = False."
             )
-        for optimizer in run.optimizers:
+        for optimizer in run.optim.optimizers:
             optimizer.note_backward()
-        if run.is_dummy:
-            with gradients_kept(run.parameters):
+        if run.step.is_dummy:
+            with gradients_kept(run.optim.parameters):
                 run.engine.backward(run.precision.scale(loss), None, *args, **kwargs)
             return
-        run.own_hooks.on_before_backward(loss)
+        run.step.hooks.on_before_backward(loss)
         run.engine.backward(run.precision.scale(loss), None, *args, **kwargs)
-        run.own_hooks.on_after_backward()
+        run.step.hooks.on_after_backward()
 
     def clip_gradients(
         self,
@@ -1103,7 +1104,7 @@ class Trainer:
 
     @property
     def _training_data(self) -> EpochIterator | None:
-        return self._epoch_iterator if self._fitting is None else self._fitting.epoch_iterator
+        return self._epoch_iterator if self._fitting is None else self._fitting.data.epoch_iterator
 
     def _given_checkpoint(self, ckpt_path: Any, words: Sequence[str]) -> Any:
         """Return the checked `ckpt_path`; a dry run has no checkpoints, so `words` give None."""
@@ -1172,11 +1173,11 @@ class Trainer:
         self._module = None if self._fit is None else self._fit.module
         try:
             if isinstance(run, FitRun):
-                self._epoch_iterator = run.epoch_iterator
-                run.pending_saves.give_up()
-                run.writer.close()
+                self._epoch_iterator = run.data.epoch_iterator
+                run.saving.pending_saves.give_up()
+                run.saving.writer.close()
                 run.step_sync.settle()
-                for epoch_iterator in (run.epoch_iterator, *run.val_iterators):
+                for epoch_iterator in (run.data.epoch_iterator, *run.data.val_iterators):
                     epoch_iterator.close()
         except BaseException as late:
             status, error = "failed", error or late

@@ -77,7 +77,7 @@ def test_barebones_writes_and_shows_nothing(tmp_path, monkeypatch, capsys):
     assert trainer.callbacks == []
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
-    assert trainer._fit.guard is None
+    assert trainer._fit.optim.guard is None
     assert trainer.progress_values() == {}
     assert "loss_epoch" not in trainer.callback_metrics
 

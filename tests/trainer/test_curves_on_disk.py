@@ -227,7 +227,7 @@ def test_a_save_in_the_background_goes_on_beside_the_training(tmp_path, monkeypa
     class Opens(Callback):
         def on_train_step_start(self, trainer, module):
             if trainer.global_step == 4:
-                assert trainer._fit.writer._thread.is_alive()
+                assert trainer._fit.saving.writer._thread.is_alive()
                 tracker.gate.set()
 
     trainer = quiet_trainer(

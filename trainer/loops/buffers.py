@@ -47,7 +47,7 @@ def sync_buffers(run: FitRun) -> None:
     run.engine.broadcast_buffers()
     if run.world_size == 1:
         return
-    trained = set(map(id, parameters_of(run.optimizers)))
+    trained = set(map(id, parameters_of(run.optim.optimizers)))
     frozen = {
         name: parameter
         for name, parameter in bare_names(run.module, run.module.named_parameters())
@@ -149,7 +149,7 @@ def require_readable(run: FitRun) -> None:
             "where training_step, which would have to run for them, makes updates. Call "
             "torch.optim.swa_utils.update_bn instead."
         )
-    if run.epoch_iterator.sampler is None:
+    if run.data.epoch_iterator.sampler is None:
         raise ValueError(
             "The statistics of batch normalisation cannot be recomputed: the training data is a "
             "stream, which cannot be read twice. Use a dataset with a length, or pass "
@@ -179,9 +179,9 @@ def update_batch_norm(run: FitRun) -> None:
     # The forward pass of SyncBatchNorm is collective: it needs a batch on every rank.
     is_collective = any(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
     before = [[buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in norms]
-    epoch_iterator = run.epoch_iterator.another()
+    epoch_iterator = run.data.epoch_iterator.another()
     # Independent of the RNG state, since a resumed run may call this at another point.
-    seed = mix(run.epoch_iterator.seed, run.counters.epoch, run.rank)
+    seed = mix(run.data.epoch_iterator.seed, run.counters.epoch, run.rank)
     generators = of_module(run)
     with (
         kept_buffers(run.module, besides=set(norms)),

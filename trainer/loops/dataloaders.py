@@ -464,17 +464,19 @@ def reload_if_due(run: FitRun) -> None:
         ValueError: See `Sources.make`; or there is no longer any validation data.
         RuntimeError: A hook failed on another rank.
     """
-    counters, sources = run.counters, run.sources
+    counters, sources = run.counters, run.data.sources
     every = sources.settings.reload_dataloaders_every_n_epochs
     if not every or counters.epoch % every:
         return
-    origin = Origin(epoch=counters.epoch, step=counters.global_step, seed=run.epoch_iterator.seed)
-    for old in (run.epoch_iterator, *run.val_iterators):
+    origin = Origin(
+        epoch=counters.epoch, step=counters.global_step, seed=run.data.epoch_iterator.seed
+    )
+    for old in (run.data.epoch_iterator, *run.data.val_iterators):
         old.close()
 
     def call() -> tuple[list[Any], list[Any]]:
         loaders, val_loaders = sources.call(origin)
-        if run.val_iterators and not val_loaders:
+        if run.data.val_iterators and not val_loaders:
             raise ValueError(
                 f"val_dataloader returned nothing in epoch {counters.epoch}, so validations that "
                 "are due could not run. Return loaders in every epoch; val_every says how often "
@@ -483,5 +485,7 @@ def reload_if_due(run: FitRun) -> None:
         return loaders, val_loaders
 
     loaders, val_loaders = on_all(call, "reload_dataloaders_every_n_epochs")
-    run.epoch_iterator, run.val_iterators = sources.epoch_iterators(origin, loaders, val_loaders)
-    run.origin = origin
+    run.data.epoch_iterator, run.data.val_iterators = sources.epoch_iterators(
+        origin, loaders, val_loaders
+    )
+    run.data.origin = origin

@@ -47,7 +47,7 @@ def fit(run: FitRun) -> None:
     """
     hooks, metrics, counters = run.hooks, run.metrics, run.counters
     if not run.module.automatic_optimization:
-        for optimizer in run.optimizers:
+        for optimizer in run.optim.optimizers:
             optimizer.before_step = partial(before_manual_step, run)
     hooks.on_fit_start()
     sanity_check(run)
@@ -59,8 +59,8 @@ def fit(run: FitRun) -> None:
         hooks.on_train_start()
     if hooks.boundary.left:
         finish_boundary(run)
-    while run.unfinished or not finished(run):
-        if counters.epoch_complete and not run.unfinished:
+    while run.saving.unfinished or not finished(run):
+        if counters.epoch_complete and not run.saving.unfinished:
             counters.begin_epoch()
             run.timing.call(DATA, reload_if_due, run)
         train_epoch(run)
@@ -68,17 +68,17 @@ def fit(run: FitRun) -> None:
     metrics.scope = None  # no epoch follows, so no hook from here on may log
     run.in_boundary = True
     check_same_hook(run, "on_train_end")
-    run.pending_saves.make(run.world_size)
+    run.saving.pending_saves.make(run.world_size)
     if hooks.monitors_due:  # callbacks rank the final checkpoint by these values
         reduce_update(run)
     hooks.on_train_end()
     check_same_hook(run, "on_fit_end")
-    if counters.global_step > run.last_logged:
+    if counters.global_step > run.plan.last_logged:
         record_update(run)  # the last update is always recorded
         run.recorder.flush(arrived=counters.global_step)
     warn_of_missed(run)
     hooks.on_fit_end()
-    run.ended = switches_of(run.module)
+    run.saving.ended = switches_of(run.module)
 
 
 def check_same_hook(run: FitRun, hook: str) -> None:
@@ -97,16 +97,16 @@ def check_same_hook(run: FitRun, hook: str) -> None:
 def finished(run: FitRun) -> bool:
     """Return whether the run is over; the same result on all ranks."""
     progress = run.progress
-    if run.length.reached(progress):
+    if run.plan.length.reached(progress):
         return True
     if run.step_sync.latest.stop_votes > 0:
-        run.stop_now = True
-    return run.stop_now and run.length.may_stop_early(progress)
+        run.stopping.now = True
+    return run.stopping.now and run.plan.length.may_stop_early(progress)
 
 
 def train_epoch(run: FitRun) -> None:
     """Train one epoch, or the rest of it when the run resumed inside the epoch."""
-    epoch_iterator, counters = run.epoch_iterator, run.counters
+    epoch_iterator, counters = run.data.epoch_iterator, run.counters
     epoch_iterator.set_epoch(counters.epoch)
     epoch_iterator.start_batch = counters.epoch_batches
     run.metrics.scope = TRAIN_EPOCH
@@ -120,10 +120,10 @@ def train_epoch(run: FitRun) -> None:
     run.engine.begin_epoch()
     if run.world_size > 1:
         check_same_length(epoch_iterator, f"train loader in epoch {counters.epoch}")
-    run.epoch_length = epoch_iterator.num_batches
+    run.data.epoch_length = epoch_iterator.num_batches
     restore_rng(run)
-    if run.unfinished:
-        run.unfinished = False
+    if run.saving.unfinished:
+        run.saving.unfinished = False
         finish_update(run)
         if counters.epoch_complete or finished(run):
             return
@@ -162,16 +162,16 @@ def logged_before(run: FitRun, *, again: bool) -> AbstractContextManager[None]:
 
 def restore_rng(run: FitRun) -> None:
     """Restore the RNG states of the checkpoint being resumed, once; later calls do nothing."""
-    if run.saved_rng is not None:
+    if run.saving.saved_rng is not None:
         with reading("The state of the random generators", "cannot be restored"):
-            restore_generators(run, run.saved_rng)
-        run.saved_rng = None
+            restore_generators(run, run.saving.saved_rng)
+        run.saving.saved_rng = None
 
 
 def windows(run: FitRun, global_batches: Iterator[GlobalBatch]) -> Iterator[Iterator[GlobalBatch]]:
     """Group global batches into windows of `FitRun.accumulation`, fewer at the end of the data."""
     for first in global_batches:
-        yield chain([first], islice(global_batches, run.accumulation - 1))
+        yield chain([first], islice(global_batches, run.optim.accumulation - 1))
 
 
 def finish_update(run: FitRun) -> None:
@@ -183,24 +183,24 @@ def finish_update(run: FitRun) -> None:
     check_data_ends_together(run)
     run.recorder.flush(arrived=counters.global_step)
     if run.step_sync.latest.failed_saves:
-        run.writer.wait()  # raises the error of the background save, on all ranks at this update
-    if run.log_due:
+        run.saving.writer.wait()  # raises the error of the background save, on all ranks alike
+    if run.plan.log_due:
         record_update(run)
-        run.log_due = False
+        run.plan.log_due = False
     if run.step_sync.latest.signals:
         preempt(run)
-    before = run.val_schedule.before
+    before = run.plan.val_schedule.before
     on_all_ranks = counters.epoch_complete  # whether one more collective here costs little
-    if run.val_iterators and run.val_schedule.due(run.progress):
+    if run.data.val_iterators and run.plan.val_schedule.due(run.progress):
         on_all_ranks = True
         try:
             validate(run)
         except EvaluationAbandoned:
-            run.val_schedule.before = before  # so that the resumed run validates here
+            run.plan.val_schedule.before = before  # so that the resumed run validates here
             preempt(run)
     if counters.epoch_complete:
         end_epoch(run)
-    if run.schedulers and run.module.automatic_optimization:
+    if run.optim.schedulers and run.module.automatic_optimization:
         # Schedulers such as ReduceLROnPlateau may monitor a metric of this update's validation.
         tick(run, "step", counters.global_step, by_metric=True)
     boundary(run, on_all_ranks=on_all_ranks)
@@ -220,7 +220,7 @@ def boundary(run: FitRun, *, on_all_ranks: bool) -> None:
         reduce_update(run)
     run.hooks.on_boundary()
     if on_all_ranks or run.world_size == 1 or run.step_sync.latest.requested_saves:
-        run.pending_saves.make(run.world_size)
+        run.saving.pending_saves.make(run.world_size)
     run.in_boundary = False
 
 
@@ -231,7 +231,9 @@ def finish_boundary(run: FitRun) -> None:
     """
     restore_rng(run)
     boundary(run, on_all_ranks=True)
-    run.saved_rng = generators_of(run)  # restored after the hooks that are called a second time
+    run.saving.saved_rng = generators_of(
+        run
+    )  # restored after the hooks that are called a second time
 
 
 def preempt(run: FitRun) -> NoReturn:
@@ -242,9 +244,9 @@ def preempt(run: FitRun) -> NoReturn:
     Raises:
         Preempted: Always.
     """
-    run.unfinished = run.in_boundary = True
+    run.saving.unfinished = run.in_boundary = True
     run.hooks.on_preemption()
-    run.pending_saves.make(run.world_size)
+    run.saving.pending_saves.make(run.world_size)
     raise preempted(run)
 
 
@@ -253,7 +255,7 @@ def preempted(run: FitRun) -> Preempted:
 
     Collective.
     """
-    codes = [code for code in all_gather_object(run.signalled()) if code is not None]
+    codes = [code for code in all_gather_object(run.stopping.signalled()) if code is not None]
     return Preempted(codes[0])
 
 
@@ -267,7 +269,7 @@ def check_data_ends_together(run: FitRun) -> None:
     """
     if run.world_size == 1:
         return
-    stream = run.epoch_iterator.sampler is None
+    stream = run.data.epoch_iterator.sampler is None
     if stream or run.counters.epoch_complete:
         run.step_sync.settle()  # wait for the step sync: an update later would be too late
     known, epoch = run.step_sync.latest, run.counters.epoch
@@ -290,10 +292,10 @@ def check_data_ends_together(run: FitRun) -> None:
 def record_update(run: FitRun) -> None:
     """Reduce what this update logged and start the transfer to the host, to be recorded."""
     counters, values = run.counters, run.metrics.reduce_step()
-    if run.guard is not None and run.guard.skipped:
-        values = {**values, "skipped_updates": float(run.guard.skipped)}
+    if run.optim.guard is not None and run.optim.guard.skipped:
+        values = {**values, "skipped_updates": float(run.optim.guard.skipped)}
     run.recorder.record_later(values, step=counters.global_step, epoch=counters.epoch)
-    run.last_logged = counters.global_step
+    run.plan.last_logged = counters.global_step
 
 
 def validate(run: FitRun) -> None:
@@ -303,13 +305,13 @@ def validate(run: FitRun) -> None:
         EvaluationAbandoned: A rank received the exit signal. RNG states, metrics and buffers are
             restored as if the validation had not begun.
     """
-    if run.guard is not None:
-        run.guard.settle()
+    if run.optim.guard is not None:
+        run.optim.guard.settle()
     sync_buffers(run)
     generators, metrics = generators_of(run), metric_states(run.module)
     try:
         with run.timing.part(VALIDATING), isolated_training_metrics(run.metrics, run.module):
-            values = evaluate(run, VALIDATION, run.val_iterators)
+            values = evaluate(run, VALIDATION, run.data.val_iterators)
     except EvaluationAbandoned:
         run.metrics.forget(VALIDATION)
         load_generators(run, generators)
@@ -349,23 +351,23 @@ def sanity_check(run: FitRun) -> None:
         Preempted: A rank received the exit signal.
         ValueError: A monitored metric is logged by validation, but no validation will be due.
     """
-    if not run.val_iterators or run.sanity_steps == 0 or run.counters.batches_seen > 0:
+    if not run.data.val_iterators or run.plan.sanity_steps == 0 or run.counters.batches_seen > 0:
         return
-    limits = [epoch_iterator.limit for epoch_iterator in run.val_iterators]
+    limits = [epoch_iterator.limit for epoch_iterator in run.data.val_iterators]
     generators, names = generators_of(run), set(run.metrics.names)
     metrics = metric_states(run.module)
     run.sanity_checking = True
     try:
-        if run.sanity_steps > 0:
+        if run.plan.sanity_steps > 0:
             # A multiple of the world size, so that every rank has a batch.
-            rounded = run.sanity_steps + -run.sanity_steps % run.world_size
-            for epoch_iterator in run.val_iterators:
+            rounded = run.plan.sanity_steps + -run.plan.sanity_steps % run.world_size
+            for epoch_iterator in run.data.val_iterators:
                 known = epoch_iterator.num_batches
                 epoch_iterator.limit = rounded if known is None else min(rounded, known)
         run.hooks.on_sanity_check_start()
         sync_buffers(run)
         with run.timing.part(VALIDATING):
-            evaluate(run, VALIDATION, run.val_iterators)
+            evaluate(run, VALIDATION, run.data.val_iterators)
         run.metrics.forget_shown()
         run.recorder.validated = dict.fromkeys(run.metrics.names - names)
         check_reachable(run, run.recorder.validated)
@@ -375,7 +377,7 @@ def sanity_check(run: FitRun) -> None:
         raise preempted(run) from None
     finally:
         run.sanity_checking = False
-        for epoch_iterator, limit in zip(run.val_iterators, limits, strict=True):
+        for epoch_iterator, limit in zip(run.data.val_iterators, limits, strict=True):
             epoch_iterator.limit = limit
         load_generators(run, generators)
         put_metrics_back(metrics)

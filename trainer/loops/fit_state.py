@@ -270,7 +270,7 @@ def save_run(
         own.append(encode_tree(_state_of_rank(run), rank_stem(run.rank)))
         return own[0] if on_each_node else None
 
-    of_all = run_on_all_ranks(f"Saving {target}", capture, state, run.writer.group)
+    of_all = run_on_all_ranks(f"Saving {target}", capture, state, run.saving.writer.group)
     if on_each_node:
         ranks = [(rank, each) for rank, each in enumerate(of_all) if each is not None and is_writer]
     else:
@@ -280,7 +280,7 @@ def save_run(
     needs = sum(part.size for part in parts)
     if not on_each_node:  # each other rank writes about as many bytes to the same disk
         needs += (run.world_size - 1) * sum(part.size for part in of_ranks)
-    write = run.writer.copies.hold(parts) if background else write_parts(parts)
+    write = run.saving.writer.copies.hold(parts) if background else write_parts(parts)
     write_record = None if weights_only else _writer_of_record(run)
 
     def write_own(folder: Path) -> None:
@@ -289,7 +289,7 @@ def save_run(
             write_record(folder)
 
     manifest = _manifest_of(run, configuration) | {"weights_only": weights_only}
-    run.writer.start(
+    run.saving.writer.start(
         partial(
             save_checkpoint,
             target.absolute(),  # hooks may change the working directory while it is written
@@ -304,14 +304,14 @@ def save_run(
         required=required,
         background=background,
     )
-    return background or run.writer.wait()
+    return background or run.saving.writer.wait()
 
 
 def _settle(run: FitRun) -> None:
     """Wait for pending work, so that the state is consistent: of one update, on all ranks."""
-    run.writer.wait()
-    if run.guard is not None:
-        run.guard.settle()  # never save weights that non-finite gradients have updated
+    run.saving.writer.wait()
+    if run.optim.guard is not None:
+        run.optim.guard.settle()  # never save weights that non-finite gradients have updated
     sync_buffers(run)
     run.step_sync.settle()
     run.recorder.flush()
@@ -336,7 +336,7 @@ def _state_from_hooks(
     if run.world_size == 1:
         ask()
     else:
-        run_on_all_ranks(f"Saving {target}", ask, PartialState(), run.writer.group)
+        run_on_all_ranks(f"Saving {target}", ask, PartialState(), run.saving.writer.group)
     return extra
 
 
@@ -354,7 +354,7 @@ def _shared_parts(
         trained: The trained weights if the model's file holds other ones, else None.
         extra: What the ``on_save_checkpoint`` hooks have added.
     """
-    optimizers = [state_of(optimizer, [run.module]) for optimizer in run.optimizers]
+    optimizers = [state_of(optimizer, [run.module]) for optimizer in run.optim.optimizers]
     parts = [tree_part(optimizers, OPTIMIZER)]
     if trained is not None:
         parts.append(weights_part(trained, TRAINED_NAME))
@@ -369,7 +369,7 @@ def _state_of_rank(run: FitRun) -> dict[str, Any]:
     state = {
         "rng": generators_of(run),
         "metrics": accumulators_of(run.metrics, run.module),
-        "stream": run.epoch_iterator.position(),
+        "stream": run.data.epoch_iterator.position(),
         **run.engine.state_dict(),
     }
     if not run.module.automatic_optimization:
@@ -380,7 +380,7 @@ def _state_of_rank(run: FitRun) -> dict[str, Any]:
 
 def named_gradients(run: FitRun) -> dict[str, nn.Parameter]:
     """Return the parameters that may have gradients at a boundary in manual optimisation."""
-    return gradients.named_parameters([run.module], run.optimizers)
+    return gradients.named_parameters([run.module], run.optim.optimizers)
 
 
 def _writer_of_record(run: FitRun) -> Callable[[Path], None]:
@@ -418,10 +418,10 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
     def check() -> None:
         if not is_writer_rank(state, on_each_node):
             return
-        kept = [optimizer.state_dict() for optimizer in run.optimizers]
+        kept = [optimizer.state_dict() for optimizer in run.optim.optimizers]
         now = weights_part(bare_state_dict(run.module)).size + tree_part(kept, OPTIMIZER).size
         later = now + 2 * sum(
-            p.nbytes for p in run.parameters if p.requires_grad and not is_lazy(p)
+            p.nbytes for p in run.optim.parameters if p.requires_grad and not is_lazy(p)
         )
         check_space(folder, now)
         try:
@@ -484,8 +484,8 @@ def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any
         "step": run.counters.global_step,
         "epoch": run.counters.epoch,
         "world_size": run.world_size,
-        "run_id": run.run_id,
-        "loaders": run.origin.describe(),
+        "run_id": run.saving.run_id,
+        "loaders": run.data.origin.describe(),
         "metrics": {  # only metrics of these weights, that is, of the latest update
             name: value
             for name in run.recorder.latest
@@ -502,31 +502,31 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
     counters = asdict(run.counters) | {"seconds": run.progress.seconds}
     del counters["global_batches"]  # depends on the number of processes
     return {
-        "run_id": run.run_id,
+        "run_id": run.saving.run_id,
         "counters": counters,
         "items_seen": run.step_sync.items_seen,
-        "reference": run.weighting.reference,
+        "reference": run.optim.weighting.reference,
         "data": data_of(run),
-        "order": run.epoch_iterator.mark,
-        "length": list(run.epoch_iterator.length),
-        "options": run.options,
-        "switches": {"begun": run.begun, "now": run.ended or switches_of(run.module)},
-        "should_stop": run.stop_now or run.step_sync.latest.stop_votes > 0,
-        "unfinished": run.unfinished,
+        "order": run.data.epoch_iterator.mark,
+        "length": list(run.data.epoch_iterator.length),
+        "options": run.optim.fingerprint,
+        "switches": {"begun": run.saving.begun, "now": run.saving.ended or switches_of(run.module)},
+        "should_stop": run.stopping.now or run.step_sync.latest.stop_votes > 0,
+        "unfinished": run.saving.unfinished,
         "boundary": run.hooks.boundary.left,
-        "last_logged": run.last_logged,
+        "last_logged": run.plan.last_logged,
         "latest": run.recorder.latest,
         "updates": run.recorder.updates,
         "validated": run.recorder.validated,
         "schedules": {
             name: [str(schedule.interval), schedule.before._asdict()]
-            for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule))
+            for name, schedule in (("val", run.plan.val_schedule), ("log", run.plan.log_schedule))
         },
-        "optimizers": run.optimizer_names,
-        "groups": [names_of_groups(optimizer, run.module) for optimizer in run.optimizers],
-        "schedulers": [entry.scheduler.state_dict() for entry in run.schedulers],
+        "optimizers": run.optim.names,
+        "groups": [names_of_groups(optimizer, run.module) for optimizer in run.optim.optimizers],
+        "schedulers": [entry.scheduler.state_dict() for entry in run.optim.schedulers],
         "scaler": run.precision.state_dict(),
-        "guard": None if run.guard is None else run.guard.state_dict(),
+        "guard": None if run.optim.guard is None else run.optim.guard.state_dict(),
         "callbacks": {callback.state_key: callback.state_dict() for callback in callbacks},
     }
 
@@ -548,13 +548,13 @@ def data_of(run: FitRun) -> list[int | None]:
     Each is None where unknown. The number of batches, which may change with the epoch, is given
     only for a batch sampler that has no fixed batch size.
     """
-    sampler = run.epoch_iterator.sampler
+    sampler = run.data.epoch_iterator.sampler
     if sampler is None:
-        size = getattr(run.epoch_iterator.loader, "batch_size", None)
+        size = getattr(run.data.epoch_iterator.loader, "batch_size", None)
         return [size if isinstance(size, int) else None, None, None]
-    data, size = run.epoch_iterator.dataset, sampler.batch_size
+    data, size = run.data.epoch_iterator.dataset, sampler.batch_size
     samples = len(data) if hasattr(data, "__len__") else None
-    return [size, samples, run.epoch_iterator.num_all_batches if size is None else None]
+    return [size, samples, run.data.epoch_iterator.num_all_batches if size is None else None]
 
 
 _UNFIT = "cannot be restored"
@@ -619,7 +619,7 @@ def load_run(
     state, record = reader.tree(TRAINER), reader.tree(RECORD)
     optimizers = reader.tree(OPTIMIZER)
     ranks = [reader.tree(rank_stem(rank)) for rank in range(reader.manifest["world_size"])]
-    trained = set(map(id, parameters_of(run.optimizers)))
+    trained = set(map(id, parameters_of(run.optim.optimizers)))
     trained &= set(map(id, run.module.parameters()))
     run.module.on_load_checkpoint(state["extra"])  # before the weights: it may resize buffers
     if not trained <= set(map(id, run.module.parameters())):
@@ -632,13 +632,13 @@ def load_run(
     weights = reader.weights(WEIGHTS_NAME)
     load_into(run.module, weights, where=file)
     if "switches" in state:  # checkpoints of earlier releases do not have it
-        load_switches(run.module, run.begun, state["switches"], tell=run.rank == 0)
+        load_switches(run.module, run.saving.begun, state["switches"], tell=run.rank == 0)
     if differs := TRAINED_NAME in reader.files:
         weights = reader.weights(TRAINED_NAME)
     with reading(path / f"{OPTIMIZER}.json", _UNFIT):
         _restore_optimizers(run, path, state, optimizers, weights)
-    restored = options_of(run.optimizer_names, run.optimizers, run.schedulers)
-    keep_options(run.options, state.get("options", {}), restored, tell=run.rank == 0)
+    restored = options_of(run.optim.names, run.optim.optimizers, run.optim.schedulers)
+    keep_options(run.optim.fingerprint, state.get("options", {}), restored, tell=run.rank == 0)
     with reading(path / f"{TRAINER}.json", _UNFIT):
         run.precision.load_state_dict(state["scaler"])
         _restore_counters(run, state)
@@ -652,14 +652,14 @@ def load_run(
         callback.on_load_checkpoint(trainer, run.module, state["extra"])
     with reading(f"The states of the processes in {path}", _UNFIT):
         _restore_ranks(run, path, ranks)
-    run.stop_now = stays_stopped and state["should_stop"]
-    run.unfinished = state["unfinished"]
+    run.stopping.now = stays_stopped and state["should_stop"]
+    run.saving.unfinished = state["unfinished"]
     run.hooks.boundary.left = state.get("boundary", [])
-    run.last_logged = state["last_logged"]
-    run.run_id = state["run_id"]
+    run.plan.last_logged = state["last_logged"]
+    run.saving.run_id = state["run_id"]
     _restore_epoch(run, state)  # after the callbacks' hooks, which may restore the data
     with reading(path / f"{TRAINER}.json", _UNFIT):
-        for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule)):
+        for name, schedule in (("val", run.plan.val_schedule), ("log", run.plan.log_schedule)):
             interval, before = state["schedules"][name]
             _restore_schedule(schedule, Interval.parse(interval), Progress(**before), run)
     run.recorder.resume(record.get("trackers", {}), run.counters.global_step)
@@ -698,17 +698,17 @@ def _restore_optimizers(
         optimizers: The optimizers' state dicts.
         weights: The saved trained weights by name, whose dtypes the optimizer states refer to.
     """
-    _same_number(path, "optimizers", run.optimizers, optimizers)
-    _same_names(path, run.optimizer_names, state["optimizers"])
-    schedulers = [entry.scheduler for entry in run.schedulers]
-    for optimizer, groups in zip(run.optimizers, state["groups"], strict=True):
+    _same_number(path, "optimizers", run.optim.optimizers, optimizers)
+    _same_names(path, run.optim.names, state["optimizers"])
+    schedulers = [entry.scheduler for entry in run.optim.schedulers]
+    for optimizer, groups in zip(run.optim.optimizers, state["groups"], strict=True):
         restore_groups(optimizer, groups, run.module, schedulers=schedulers)
     dtypes = dtypes_of(run.module, own_names(run.module, weights))
-    for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
+    for optimizer, saved in zip(run.optim.optimizers, optimizers, strict=True):
         load_state(optimizer, saved, dtypes)
-    _same_number(path, "schedulers", run.schedulers, state["schedulers"])
-    check_schedules(run.options, state.get("options", {}), len(run.schedulers))
-    for entry, saved in zip(run.schedulers, state["schedulers"], strict=True):
+    _same_number(path, "schedulers", run.optim.schedulers, state["schedulers"])
+    check_schedules(run.optim.fingerprint, state.get("options", {}), len(run.optim.schedulers))
+    for entry, saved in zip(run.optim.schedulers, state["schedulers"], strict=True):
         entry.scheduler.load_state_dict(saved)
 
 
@@ -720,7 +720,7 @@ def _restore_ranks(run: FitRun, path: Path, ranks: Sequence[dict[str, Any]]) -> 
         path: The checkpoint, for warnings.
         ranks: The saved state of each rank.
     """
-    run.epoch_iterator.resume_at(ranks[0]["stream"])  # equal on all ranks
+    run.data.epoch_iterator.resume_at(ranks[0]["stream"])  # equal on all ranks
     taken_in = [rank["metrics"] for rank in ranks]
     for part in taken_in:  # decisions depend on which names were logged: equal on all ranks
         run.metrics.names.update(part["names"])
@@ -731,15 +731,17 @@ def _restore_ranks(run: FitRun, path: Path, ranks: Sequence[dict[str, Any]]) -> 
     _restore_gradients(run, [rank.get("gradients", {}) for rank in ranks])
     run.engine.load_state_dicts(ranks)
     if run.rank < len(ranks):
-        run.saved_rng = ranks[run.rank]["rng"]
+        run.saving.saved_rng = ranks[run.rank]["rng"]
     else:
         logger.warning(
             "%s was saved by fewer processes: rank %d starts with freshly seeded generators.",
             path,
             run.rank,
         )
-        with isolated_rng(mix(run.epoch_iterator.seed, run.rank, run.counters.global_step) % 2**32):
-            run.saved_rng = rng_state()
+        with isolated_rng(
+            mix(run.data.epoch_iterator.seed, run.rank, run.counters.global_step) % 2**32
+        ):
+            run.saving.saved_rng = rng_state()
 
 
 def _restore_gradients(run: FitRun, ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -759,9 +761,9 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     run.counters.__dict__.update(vars(counters))
     run.step_sync.items_seen = state["items_seen"]
     run.step_sync.latest = run.step_sync.latest._replace(seconds=counters.seconds)
-    if run.guard is not None and state["guard"] is not None:
-        run.guard.load_state_dict(state["guard"])
-    run.weighting.reference = state["reference"]
+    if run.optim.guard is not None and state["guard"] is not None:
+        run.optim.guard.load_state_dict(state["guard"])
+    run.optim.weighting.reference = state["reference"]
     run.recorder.latest.update(state["latest"])
     run.recorder.updates.update((name, state["updates"].get(name, 0)) for name in state["latest"])
     run.recorder.validated.update(state.get("validated", {}))  # missing in earlier releases
@@ -776,19 +778,19 @@ def _restore_epoch(run: FitRun, state: Mapping[str, Any]) -> None:
     """
     if run.counters.epoch_batches == 0 or run.counters.epoch_complete:
         return
-    run.epoch_iterator.mark = state.get("order")  # missing in checkpoints of earlier releases
+    run.data.epoch_iterator.mark = state.get("order")  # missing in checkpoints of earlier releases
     if "length" in state:  # likewise
-        run.epoch_iterator.resume_length(run.counters.epoch, EpochLength(*state["length"]))
+        run.data.epoch_iterator.resume_length(run.counters.epoch, EpochLength(*state["length"]))
     saved = [*state["data"], None][:3]  # an earlier release did not save the number of batches
-    with run.epoch_iterator.isolated_epoch(
+    with run.data.epoch_iterator.isolated_epoch(
         run.counters.epoch
     ):  # the length of the data may depend on the epoch
         here = data_of(run)
         if None in (saved[2], here[2]):
             here[2] = saved[2]
-        elif here != saved and run.epoch_iterator.sampler is not None:
+        elif here != saved and run.data.epoch_iterator.sampler is not None:
             next(
-                iter(run.epoch_iterator.sampler), None
+                iter(run.data.epoch_iterator.sampler), None
             )  # it may count its batches when iteration starts
             here = data_of(run)
     of_streams = saved[1] is here[1] is None

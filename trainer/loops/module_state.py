@@ -79,7 +79,7 @@ def restore_generators(run: FitRun, state: dict[str, Any]) -> None:
 
 def of_module(run: FitRun) -> Found:
     """Return the module's generators, without those that the data seed anew in each epoch."""
-    of_data = set(map(id, run.epoch_iterator.users_generators.values()))
+    of_data = set(map(id, run.data.epoch_iterator.users_generators.values()))
     return {path: each for path, each in kept_by(run.module).items() if id(each) not in of_data}
 
 

@@ -175,8 +175,8 @@ def warn_of_no_validation(run: FitRun, settings: Settings) -> None:
     name = type(run.module).__name__
     owners: list[tuple[Any, type]] = [(run.module, TrainModule), (run.datamodule, DataModule)]
     data = any(is_overridden(owner, "val_dataloader", base) for owner, base in owners)
-    if run.val_iterators:
-        if run.validates:
+    if run.data.val_iterators:
+        if run.plan.validates:
             return
         text = f"val_every is {settings.val_every}, but the run ends before that"
     elif is_overridden(run.module, "validation_step", TrainModule):
@@ -205,15 +205,15 @@ def check_one_pass_loaders(run: FitRun, reload_every: int) -> None:
     Raises:
         ValueError: There is such a loader.
     """
-    length, counters = run.length, run.counters
+    length, counters = run.plan.length, run.counters
     epochs = 1
     if length.max_epochs and length.max_steps is None and length.max_seconds is None:
         epochs = length.max_epochs - counters.epoch - counters.epoch_complete
     epochs = min(epochs, reload_every or epochs)
-    sanity_check = run.sanity_steps != 0 and counters.batches_seen == 0
-    reads = [("train", run.epoch_iterator, epochs)]
+    sanity_check = run.plan.sanity_steps != 0 and counters.batches_seen == 0
+    reads = [("train", run.data.epoch_iterator, epochs)]
     reads += [
-        ("val", epoch_iterator, epochs + sanity_check) for epoch_iterator in run.val_iterators
+        ("val", epoch_iterator, epochs + sanity_check) for epoch_iterator in run.data.val_iterators
     ]
     for which, epoch_iterator, passes in reads:
         if epoch_iterator.reads_once and epoch_iterator.limit is None and passes > 1:
@@ -235,21 +235,21 @@ def check_reachable(run: FitRun, logged: Iterable[str]) -> None:
     Raises:
         ValueError: A callback or scheduler monitors such a metric.
     """
-    if run.validates:
+    if run.plan.validates:
         return
-    for who, name in run.monitored:
+    for who, name in run.plan.monitored:
         if name in logged:
             raise ValueError(
                 f"{who} monitors {name!r}, which validation_step logs, but the run ends before a "
-                f"validation is due: val_every is {run.val_schedule.interval}. Choose a shorter "
-                "interval, a longer run, or another metric."
+                f"validation is due: val_every is {run.plan.val_schedule.interval}. Choose a "
+                "shorter interval, a longer run, or another metric."
             )
 
 
 def warn_of_shared_names(run: FitRun) -> None:
     """Warn on rank 0 of monitored metrics that both training and validation log."""
     trained = dict(run.metrics.step.names() + run.metrics.epoch("train").names())
-    for name in sorted({name for _, name in run.monitored if name in trained}):
+    for name in sorted({name for _, name in run.plan.monitored if name in trained}):
         if name in run.recorder.validated and run.warns:
             logger.warning(
                 "training and validation both log %r: monitors of it take the validation's value. "
@@ -260,8 +260,8 @@ def warn_of_shared_names(run: FitRun) -> None:
 
 def warn_of_missed(run: FitRun) -> None:
     """Warn on rank 0 at the end of the fit if no validation was due, contrary to expectation."""
-    if run.validates and run.counters.validations == 0 and run.rank == 0:
+    if run.plan.validates and run.counters.validations == 0 and run.rank == 0:
         logger.warning(
             "The run is over, and no validation was due in it: val_every is %s.",
-            run.val_schedule.interval,
+            run.plan.val_schedule.interval,
         )

@@ -213,8 +213,8 @@ def watch(run: Run, stopwatch: Stopwatch) -> None:
     if isinstance(run, FitRun):
         _time_methods(timed, FORWARD, run.engine, "forward")
         _time_methods(timed, BACKWARD, run.engine, "backward", "dummy_step")
-        _time_methods(timed, SAVING, run.writer, "start", "wait")
-        for optimizer in run.optimizers:  # in manual optimisation the user calls them
+        _time_methods(timed, SAVING, run.saving.writer, "start", "wait")
+        for optimizer in run.optim.optimizers:  # in manual optimisation the user calls them
             _time_methods(timed, OPTIMIZER, optimizer, "step")
     run.timing = stopwatch
 

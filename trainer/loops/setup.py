@@ -32,8 +32,6 @@ from trainer.hooks import HookTable
 from trainer.hparams import logged, to_manifest
 from trainer.loops.config import Length, Schedule, Settings, check_callbacks, drop_replaced_defaults
 from trainer.loops.dataloaders import (
-    Origin,
-    Sources,
     call_if_there,
     check_hooks,
     check_step,
@@ -55,7 +53,7 @@ from trainer.loops.preflight import (
 from trainer.loops.recorder import Recorder
 from trainer.loops.run_directory import Project
 from trainer.loops.run_metadata import name_of, versions
-from trainer.loops.state import Counters, FitRun, Run
+from trainer.loops.state import Counters, FitData, FitRun, Optimization, Plan, Run, Saving, Stopping
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
 from trainer.names import bare_names
@@ -494,14 +492,9 @@ def _may_rewind(ckpt_path: Any) -> bool:
 def make_fit_run(
     context: RunContext,
     hooks: HookTable,
-    sources: Sources,
+    data: FitData,
     chosen: Path | None,
-    *,
-    origin: Origin,
-    epoch_iterator: EpochIterator,
-    val_iterators: list[EpochIterator],
-    stop_requested: Callable[[], bool],
-    signalled: Callable[[], int | None],
+    stopping: Stopping,
 ) -> FitRun:
     """Create the `FitRun` of a fit at its start; `start_fit` then restores the checkpoint into it.
 
@@ -510,20 +503,16 @@ def make_fit_run(
     Args:
         context: What the run is made of.
         hooks: The hooks of the module and the callbacks.
-        sources: Where the data loaders come from.
+        data: The loaders.
         chosen: The checkpoint to resume from; None for a new run.
-        origin: The run's progress when the loaders were created.
-        epoch_iterator: The epoch iterator of the training data.
-        val_iterators: The epoch iterators of the validation data; empty if there is none.
-        stop_requested: Returns whether this process requests a stop.
-        signalled: Returns the exit code if this process received the exit signal, else None.
+        stopping: Who wants the run to stop.
 
     Raises:
         ValueError: The module's optimizers or the Trainer's settings cannot be used.
         TypeError: ``training_step`` has a wrong signature.
     """
-    settings, accelerator, module = context.settings, context.accelerator, sources.module
-    check_step("fit", module, [epoch_iterator])
+    settings, accelerator, module = context.settings, context.accelerator, data.sources.module
+    check_step("fit", module, [data.epoch_iterator])
     if not module.automatic_optimization:
         _check_manual(settings)
     accelerator.gradient_state.sync_gradients = True
@@ -541,42 +530,44 @@ def make_fit_run(
     check_optimizer_fingerprints(options)
     own = [Limits(max_norm=one.max_grad_norm, max_value=one.max_grad_value) for one in entries]
     common = _common(
-        context, module, sources.datamodule, hooks, recorder, engine, quiet=settings.barebones
+        context, module, data.sources.datamodule, hooks, recorder, engine, quiet=settings.barebones
     )
     return FitRun(
         **common,
         step_sync=step_sync,
-        weighting=LossWeighting(
-            micro_batches=settings.gradient_accumulation_steps,
-            world_size=engine.data_size,
-            reference=_nominal_items(module, epoch_iterator),
+        optim=Optimization(
+            optimizers=optimizers,
+            names=names,
+            schedulers=schedulers,
+            weighting=LossWeighting(
+                micro_batches=settings.gradient_accumulation_steps,
+                world_size=engine.data_size,
+                reference=_nominal_items(module, data.epoch_iterator),
+            ),
+            guard=_guard(module, [each.optimizer for each in optimizers], accelerator, settings),
+            limits=Limits(max_norm=settings.max_grad_norm, max_value=settings.max_grad_value),
+            own_limits=[pair for pair in zip(optimizers, own, strict=True) if pair[1] != NO_LIMITS],
+            fingerprint=options,
+            accumulation=settings.gradient_accumulation_steps,
+            parameters=list(module.parameters()),
         ),
-        guard=_guard(module, [each.optimizer for each in optimizers], accelerator, settings),
-        optimizers=optimizers,
-        optimizer_names=names,
-        schedulers=schedulers,
-        limits=Limits(max_norm=settings.max_grad_norm, max_value=settings.max_grad_value),
-        own_limits=[pair for pair in zip(optimizers, own, strict=True) if pair[1] != NO_LIMITS],
-        writer=Writer(accelerator.state),
-        pending_saves=PendingSaves(context.trainer.save_checkpoint),
-        length=context.length,
-        val_schedule=Schedule(Interval.parse(settings.val_every)),
-        log_schedule=Schedule(Interval.parse(settings.log_every)),
-        sanity_steps=settings.num_sanity_val_steps,
-        validates=bool(val_iterators) and _reaches_validation(context, epoch_iterator),
-        monitored=monitors_of(schedulers, context.callbacks),
-        stop_requested=stop_requested,
+        data=data,
+        plan=Plan(
+            length=context.length,
+            val_schedule=Schedule(Interval.parse(settings.val_every)),
+            log_schedule=Schedule(Interval.parse(settings.log_every)),
+            sanity_steps=settings.num_sanity_val_steps,
+            validates=bool(data.val_iterators) and _reaches_validation(context, data),
+            monitored=monitors_of(schedulers, context.callbacks),
+        ),
+        stopping=stopping,
+        saving=Saving(
+            writer=Writer(accelerator.state),
+            pending_saves=PendingSaves(context.trainer.save_checkpoint),
+            run_id=broadcast_object(uuid.uuid4().hex),
+            begun=switches_of(module),
+        ),
         warns=context.warns,
-        begun=switches_of(module),
-        options=options,
-        sources=sources,
-        origin=origin,
-        epoch_iterator=epoch_iterator,
-        val_iterators=val_iterators,
-        signalled=signalled,
-        accumulation=settings.gradient_accumulation_steps,
-        run_id=broadcast_object(uuid.uuid4().hex),
-        parameters=list(module.parameters()),
     )
 
 
@@ -591,7 +582,7 @@ def _nominal_items(module: TrainModule, epoch_iterator: EpochIterator) -> float 
     return float(epoch_iterator.sampler.batch_size)
 
 
-def _reaches_validation(context: RunContext, epoch_iterator: EpochIterator) -> bool:
+def _reaches_validation(context: RunContext, data: FitData) -> bool:
     """Return whether the run is long enough for a validation; True if that is unknown."""
     if context.trial_steps is not None:  # too short, and no warning is needed
         return False
@@ -601,7 +592,7 @@ def _reaches_validation(context: RunContext, epoch_iterator: EpochIterator) -> b
         Interval.parse(settings.val_every),
         settings.length,
         updates=settings.max_steps if reloads else trainer.estimated_stepping_batches,
-        epoch_iterator=None if reloads else epoch_iterator,
+        epoch_iterator=None if reloads else data.epoch_iterator,
         accumulation=trainer.accumulation_in,
     )
 
@@ -618,7 +609,7 @@ def start_fit(context: RunContext, run: FitRun, chosen: Path | None, ckpt_path: 
     Raises:
         CheckpointError: The checkpoint is damaged or does not match the run.
     """
-    lasts = not run.length.reached(run.progress)
+    lasts = not run.plan.length.reached(run.progress)
     if run.warns and lasts:
         warn_of_no_validation(run, context.settings)
     offset = None
@@ -634,7 +625,7 @@ def start_fit(context: RunContext, run: FitRun, chosen: Path | None, ckpt_path: 
         if run.rank > 0:
             # Rank 0 draws the same random numbers as a single process. The other ranks are seeded
             # differently, so that their dropout masks differ.
-            seed_generators(mix(run.epoch_iterator.seed, run.rank) % 2**32)
+            seed_generators(mix(run.data.epoch_iterator.seed, run.rank) % 2**32)
     check_one_pass_loaders(run, context.settings.reload_dataloaders_every_n_epochs)
     hparams = logged(run.module)
     if isinstance(run.datamodule, DataModule):
@@ -644,7 +635,7 @@ def start_fit(context: RunContext, run: FitRun, chosen: Path | None, ckpt_path: 
         run.recorder.start,
         configuration | hparams,
         run_metadata={
-            "run_id": run.run_id,
+            "run_id": run.saving.run_id,
             "module": type(run.module).__qualname__,
             "world_size": run.world_size,
             "device": name_of(run.device),
@@ -660,7 +651,7 @@ def start_fit(context: RunContext, run: FitRun, chosen: Path | None, ckpt_path: 
         on_main(start)
         # Not in a single-process trial: it may end while the other ranks still connect.
         if run.world_size > 1:
-            run.writer.open()  # last: nothing can fail between this and the code that closes it
+            run.saving.writer.open()  # last: nothing can fail between this and its close
 
 
 @contextmanager
@@ -728,9 +719,9 @@ def _resume_message(run: FitRun, chosen: Path) -> str:
     """Return the message of a resumed run: where it resumes, or why nothing is left to do."""
     counters = run.counters
     text = f"Resuming from {chosen} (epoch {counters.epoch + 1}, update {counters.global_step})."
-    if run.length.reached(run.progress):
+    if run.plan.length.reached(run.progress):
         return f"{text} Nothing is left to do: the length that the Trainer was given is reached."
-    if run.stop_now:
+    if run.stopping.now:
         return (
             f"{text} Nothing is left to do: the run had decided to stop there. To train further, "
             "pass the checkpoint's path as ckpt_path."

@@ -172,136 +172,196 @@ class Run:
 
 
 @dataclass(kw_only=True)
-class FitRun(Run):
-    """The state of one `Trainer.fit`; `trainer.loops.setup.make_fit_run` creates it.
+class Optimization:
+    """What turns gradients into updates.
 
     Attributes:
-        step_sync: The step sync: sums per update what all ranks must agree on.
+        optimizers: The prepared optimizers, in the user's order.
+        names: See `trainer.optim.configure.names_of`.
+        schedulers: The learning rate schedulers, each with its interval and frequency.
+        schedulers_paused: Whether a callback sets the learning rates, not the schedulers.
         weighting: Weights each micro-batch's loss by its items.
         guard: Finds non-finite gradients; None if they are ignored.
-        optimizers: The prepared optimizers, in the user's order.
-        optimizer_names: See `trainer.optim.configure.names_of`.
-        schedulers: The learning rate schedulers, each with its interval and frequency.
         limits: Gradient clipping limits for all parameters.
         own_limits: Optimizers with clipping limits of their own.
-        writer: Writes checkpoints, also in the background.
-        pending_saves: Pending saves, to be made at the next update boundary.
+        accumulation: Micro-batches in the next gradient accumulation window.
+        fingerprint: The options of optimizers and schedulers as text; see
+            `trainer.loops.fit_state.options_of`.
+        parameters: All parameters of the module and the optimizers, as of the latest update.
+        unused: The parameters that no optimizer has.
+        unregistered: Unregistered parameters: an optimizer has them, the module does not.
+        warned_of_unregistered: Whether a warning about unregistered parameters was logged.
+        parameter_fingerprint: Fingerprint of the parameter lists, by which
+            `trainer.loops.train_step.refresh_parameter_lists` detects that they may have changed.
+    """
+
+    optimizers: Final[list[AcceleratedOptimizer]]
+    names: Final[list[str]]
+    schedulers: Final[list[SchedulerEntry]]
+    weighting: Final[LossWeighting]
+    guard: Final[FiniteGuard | None]
+    limits: Final[Limits]
+    own_limits: Final[list[tuple[AcceleratedOptimizer, Limits]]]
+    fingerprint: Final[dict[str, str]]
+    accumulation: int
+    parameters: list[nn.Parameter]
+    schedulers_paused: bool = False
+    unused: list[nn.Parameter] = field(default_factory=list)
+    unregistered: list[nn.Parameter] = field(default_factory=list)
+    warned_of_unregistered: bool = False
+    parameter_fingerprint: list[int] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class FitData:
+    """The data of a fit; the loaders may be replaced every few epochs.
+
+    Attributes:
+        sources: Where the data loaders come from; see `trainer.loops.dataloaders`.
+        origin: The run's progress when its loaders were created.
+        epoch_iterator: The epoch iterator of the training data.
+        val_iterators: The epoch iterators of the validation data; empty if there is none.
+        epoch_length: Batches of all ranks in the current epoch; None if unknown until the data is
+            read; -1 before the first epoch, when `epoch_iterator` is asked each time.
+        ended: Whether this rank has no further batch in the epoch. Only this rank can know it: a
+            stream is exhausted, or a dataset has ended early.
+    """
+
+    sources: Final[Sources]
+    origin: Origin
+    epoch_iterator: EpochIterator
+    val_iterators: list[EpochIterator]
+    epoch_length: int | None = _UNKNOWN
+    ended: bool = False
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """When the run ends, validates and logs.
+
+    Attributes:
         length: When the run ends.
         val_schedule: When validation is due.
         log_schedule: At which updates logged values are recorded.
         sanity_steps: Batches of each validation loader in the sanity check; -1 for all.
         validates: Whether there is validation data and the run is long enough for a validation.
         monitored: See `trainer.loops.preflight.monitors_of`.
-        stop_requested: Returns whether this process requests a stop; the other ranks learn of it
-            at the next update.
-        warns: Whether to print warnings about the set-up: on rank 0, and not in tuning trials.
-        begun: Module flags at the start: which parameters were frozen and which submodules in
-            eval mode; see `trainer.loops.module_state`.
-        options: See `trainer.loops.fit_state.options_of`.
-        started: `time.monotonic` at the current start of the program, in seconds.
-        thread: The identifier of the training thread.
-        sources: Where the data loaders come from; see `trainer.loops.dataloaders`.
-        origin: The run's progress when its loaders were created.
-        epoch_iterator: The epoch iterator of the training data.
-        val_iterators: The epoch iterators of the validation data; empty if there is none.
-        signalled: Returns the exit code once a signal or the time budget ends this process, else
-            None; the other ranks learn of it at the next update.
-        accumulation: Micro-batches in the next gradient accumulation window.
-        schedulers_paused: Whether a callback sets the learning rates, not the schedulers.
-        run_id: Identifies the run, also in later starts that resume it.
-        last_logged: The latest update whose values were recorded.
-        unfinished: Whether a signal ended the run before the work due after its last update.
-        stop_now: Whether all ranks have decided to stop.
-        saved_rng: RNG states of the checkpoint that the run resumes from; None once restored.
-        ended: Module flags as in `begun`, at the end of the fit: later changes to the module do
-            not belong to the run.
-        parameters: All parameters of the module and the optimizers, as of the latest update.
-        unused: The parameters that no optimizer has.
-        unregistered: Unregistered parameters: an optimizer has them, the module does not.
-        warned_of_unregistered: Whether a warning about unregistered parameters was logged.
-        warned_of_buffers: Whether it was logged that frozen parameters differed between ranks.
-        parameter_fingerprint: Fingerprint of the parameter lists, by which
-            `trainer.loops.train_step.refresh_parameter_lists` detects that they may have changed.
-        epoch_length: Batches of all ranks in the current epoch; None if unknown until the data is
-            read; -1 before the first epoch, when `epoch_iterator` is asked each time.
-        data_ended: Whether this rank has no further batch in the epoch. Only this rank can know
-            it: a stream is exhausted, or a dataset has ended early.
-        exit_vote: Exchanges between ranks whether to abandon an evaluation.
-        in_boundary: Whether the loop is at an update boundary: the update is done, and callbacks
-            may save or stop.
         log_due: Whether the values of the current update will be recorded.
-        found: In manual optimisation on an accelerator, a device tensor that says whether any
-            gradient of the current step is non-finite.
-        own_hooks: In manual optimisation, the hooks of the current batch. Collectives in them are
-            forbidden if some ranks have no batch; see `trainer.loops.device_transfer`.
-        last_batch: In manual optimisation, the latest batch; it is the dummy batch when this rank
-            has none.
-        is_dummy: Whether the current batch is a dummy batch, whose gradients are zeroed.
+        last_logged: The latest update whose values were recorded.
     """
 
-    # Components, fixed until the end of the fit.
-    step_sync: Final[StepSync]
-    weighting: Final[LossWeighting]
-    guard: Final[FiniteGuard | None]
-    optimizers: Final[list[AcceleratedOptimizer]]
-    optimizer_names: Final[list[str]]
-    schedulers: Final[list[SchedulerEntry]]
-    limits: Final[Limits]
-    own_limits: Final[list[tuple[AcceleratedOptimizer, Limits]]]
-    writer: Final[Writer]
-    pending_saves: Final[PendingSaves]
     length: Final[Length]
     val_schedule: Final[Schedule]
     log_schedule: Final[Schedule]
     sanity_steps: Final[int]
     validates: Final[bool]
     monitored: Final[list[tuple[str, str]]]
-    stop_requested: Final[Callable[[], bool]]
-    warns: Final[bool]
-    begun: Final[dict[str, list[str]]]
-    options: Final[dict[str, str]]
-    started: Final[float] = field(default_factory=time.monotonic)
-    thread: Final[int] = field(default_factory=threading.get_ident)
-    # These may be replaced: the loaders every few epochs, the others by callbacks.
-    sources: Final[Sources]
-    origin: Origin
-    epoch_iterator: EpochIterator
-    val_iterators: list[EpochIterator]
-    signalled: Callable[[], int | None]
-    accumulation: int
-    schedulers_paused: bool = False
-    # Progress beside `counters`: initial values, unless `load_run` restores them.
-    run_id: str
-    last_logged: int = 0
-    unfinished: bool = False
-    stop_now: bool = False
-    saved_rng: dict[str, Any] | None = None
-    ended: dict[str, list[str]] | None = None
-    # The state of the current epoch, window and batch.
-    parameters: list[nn.Parameter]
-    unused: list[nn.Parameter] = field(default_factory=list)
-    unregistered: list[nn.Parameter] = field(default_factory=list)
-    warned_of_unregistered: bool = False
-    warned_of_buffers: bool = False
-    parameter_fingerprint: list[int] = field(default_factory=list)
-    epoch_length: int | None = _UNKNOWN
-    data_ended: bool = False
-    exit_vote: Final[ExitVote] = field(default_factory=ExitVote)
-    in_boundary: bool = False
     log_due: bool = False
-    found: Tensor | None = None
-    own_hooks: Any = field(init=False)
-    last_batch: Any = None
+    last_logged: int = 0
+
+
+@dataclass(kw_only=True)
+class Stopping:
+    """Who wants the run to stop; the other ranks learn of it at the next update.
+
+    Attributes:
+        requested: Returns whether this process requests a stop.
+        signalled: Returns the exit code once a signal or the time budget ends this process, else
+            None.
+        exit_vote: Exchanges between ranks whether to abandon an evaluation.
+        now: Whether all ranks have decided to stop.
+    """
+
+    requested: Final[Callable[[], bool]]
+    signalled: Callable[[], int | None]
+    exit_vote: Final[ExitVote] = field(default_factory=ExitVote)
+    now: bool = False
+
+
+@dataclass(kw_only=True)
+class Saving:
+    """What saving and resuming need; see `trainer.loops.fit_state`.
+
+    Attributes:
+        writer: Writes checkpoints, also in the background.
+        pending_saves: Pending saves, to be made at the next update boundary.
+        run_id: Identifies the run, also in later starts that resume it.
+        begun: Module flags at the start: which parameters were frozen and which submodules in
+            eval mode; see `trainer.loops.module_state`.
+        ended: Module flags as in `begun`, at the end of the fit: later changes to the module do
+            not belong to the run.
+        unfinished: Whether a signal ended the run before the work due after its last update.
+        saved_rng: RNG states of the checkpoint that the run resumes from; None once restored.
+    """
+
+    writer: Final[Writer]
+    pending_saves: Final[PendingSaves]
+    run_id: str
+    begun: Final[dict[str, list[str]]]
+    ended: dict[str, list[str]] | None = None
+    unfinished: bool = False
+    saved_rng: dict[str, Any] | None = None
+
+
+@dataclass(kw_only=True)
+class StepState:
+    """The batch of a step that some ranks may lack, and of manual optimisation.
+
+    Attributes:
+        hooks: In manual optimisation, the hooks of the current batch. Collectives in them are
+            forbidden if some ranks have no batch; see `trainer.loops.device_transfer`.
+        needs_dummy: Whether a rank without a batch runs a dummy batch.
+        dummy_batch: This rank's latest batch, which is its dummy batch.
+        is_dummy: Whether the current batch is a dummy batch, whose gradients are zeroed.
+        non_finite: In manual optimisation on an accelerator, a device tensor that says whether any
+            gradient of the current step is non-finite.
+    """
+
+    hooks: Any
+    needs_dummy: Final[bool]
+    dummy_batch: Any = None
     is_dummy: bool = False
+    non_finite: Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class FitRun(Run):
+    """The state of one `Trainer.fit`; `trainer.loops.setup.make_fit_run` creates it.
+
+    Attributes:
+        step_sync: The step sync: sums per update what all ranks must agree on.
+        optim: Optimizers, schedulers, clipping, loss weights.
+        data: The loaders.
+        plan: When the run ends, validates and logs.
+        stopping: Who wants it to stop.
+        saving: What saving and resuming need.
+        step: The batch that some ranks may lack, and of manual optimisation.
+        warns: Whether to print warnings about the set-up: on rank 0, and not in tuning trials.
+        started: `time.monotonic` at the current start of the program, in seconds.
+        thread: The identifier of the training thread.
+        in_boundary: Whether the loop is at an update boundary: the update is done, and callbacks
+            may save or stop.
+        warned_of_buffers: Whether it was logged that frozen parameters differed between ranks.
+    """
+
+    step_sync: Final[StepSync]
+    optim: Final[Optimization]
+    data: Final[FitData]
+    plan: Final[Plan]
+    stopping: Final[Stopping]
+    saving: Final[Saving]
+    warns: Final[bool]
+    started: float = field(default_factory=time.monotonic)
+    thread: Final[int] = field(default_factory=threading.get_ident)
+    step: StepState = field(init=False)
+    in_boundary: bool = False
+    warned_of_buffers: bool = False
 
     def __post_init__(self) -> None:
         """Start outside a batch, where all ranks call the hooks and collectives are allowed."""
         super().__post_init__()
-        self.own_hooks = self.hooks
-        automatic = self.module.automatic_optimization
-        self.needs_dummy = self.data_size > 1 and (
-            self.engine.forward_is_collective or not automatic
-        )
+        collective = self.engine.forward_is_collective or not self.module.automatic_optimization
+        self.step = StepState(hooks=self.hooks, needs_dummy=collective and self.data_size > 1)
 
     @property
     def deciding(self) -> bool:
@@ -330,22 +390,22 @@ class FitRun(Run):
         """
         return StepStats(
             items,
-            stop_votes=1.0 if self.stop_requested() else 0.0,
-            signals=0.0 if self.signalled() is None else 1.0,
+            stop_votes=1.0 if self.stopping.requested() else 0.0,
+            signals=0.0 if self.stopping.signalled() is None else 1.0,
             seconds=self.clock if self.rank == 0 else 0.0,
-            ended=1.0 if self.data_ended else 0.0,
-            failed_saves=1.0 if self.writer.failed else 0.0,
-            requested_saves=float(len(self.pending_saves)),
-            ended_ranks=float(self.rank) if self.data_ended else 0.0,
-            bad_losses=0.0 if loss is None or self.guard is None else is_non_finite(loss),
+            ended=1.0 if self.data.ended else 0.0,
+            failed_saves=1.0 if self.saving.writer.failed else 0.0,
+            requested_saves=float(len(self.saving.pending_saves)),
+            ended_ranks=float(self.rank) if self.data.ended else 0.0,
+            bad_losses=0.0 if loss is None or self.optim.guard is None else is_non_finite(loss),
         )
 
     def should_end(self, batch_idx: int, *, aligned: bool) -> bool:
         """Return whether any rank received the exit signal; they ask every few global batches."""
-        signalled = self.signalled() is not None
+        signalled = self.stopping.signalled() is not None
         if self.world_size == 1:
             return signalled
-        return self.exit_vote.any_rank(
+        return self.stopping.exit_vote.any_rank(
             batch_idx, signalled, rank=self.rank, device=self.device, aligned=aligned
         )
 
@@ -356,9 +416,9 @@ class FitRun(Run):
 
     def progress_at(self, step: int) -> Progress:
         """Return the progress as of an update: the latest one or the one in progress."""
-        counters, batches = self.counters, self.epoch_length
+        counters, batches = self.counters, self.data.epoch_length
         if batches == _UNKNOWN:  # before the first epoch; later cached, as every update needs it
-            batches = self.epoch_iterator.num_batches
+            batches = self.data.epoch_iterator.num_batches
         epochs = float(counters.epoch)
         if counters.epoch_complete:
             epochs += 1.0

@@ -53,7 +53,8 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         True: the window always makes an update.
     """
     hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
-    size = run.weighting.micro_batches = run.accumulation  # a hook may change it for the next one
+    weighting = run.optim.weighting
+    size = weighting.micro_batches = run.optim.accumulation  # a hook may change it for the next one
     items_here = 0.0
     known: float | None = 0.0  # items of all ranks; None if this rank cannot know the others'
     largest: Tensor | None = None  # non-finite only if a loss is: unlike a sum it cannot overflow
@@ -64,14 +65,14 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         sync = micro.last or number == size
         engine.begin_micro_batch(sync=sync)
         batch, items = items_of(micro)
-        run.weighting.refer_to(items)
+        weighting.refer_to(items)
         batch_idx = run.batch_idx = counters.global_batches
         outputs: Any = None
         loss: Tensor | None = None
         of_batch, of_backward, training_step = hooks, hooks, engine.forward
         if micro.batches < run.data_size or run.device_transfer.may_lack_items:
             of_batch, of_backward, training_step = guarded(run, micro)
-        if run.needs_dummy:
+        if run.step.needs_dummy:
             keep_dummy_batch(run, micro, batch)
         if micro.present:
             metrics.begin_batch(items)
@@ -93,7 +94,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         if loss is None:
             total = dummy_step(run, batch_idx, stats)
         else:
-            total = engine.backward(run.precision.scale(run.weighting.weigh(loss, items)), stats)
+            total = engine.backward(run.precision.scale(weighting.weigh(loss, items)), stats)
             of_backward.on_after_backward()
         if sync:
             metrics.items = items_here  # the weight of what is logged about the update
@@ -120,7 +121,7 @@ def dummy_step(run: FitRun, batch_idx: int, stats: StepStats | None) -> float | 
     """
     if stats is not None:
         run.precision.scale_nothing(run.device)
-    rerun = partial(run.engine.forward, "training_step", run.last_batch, batch_idx)
+    rerun = partial(run.engine.forward, "training_step", run.step.dummy_batch, batch_idx)
     with isolated_dummy(run) if run.engine.forward_is_collective else nullcontext():
         return run.engine.dummy_step(lambda: loss_of(rerun()), stats)
 
@@ -133,7 +134,7 @@ def guarded(run: FitRun, micro: GlobalBatch) -> tuple[Any, Any, Callable[..., An
     """
     hooks: Any = run.hooks
     if micro.batches < run.data_size:
-        why = missing_batch_error(run.epoch_iterator, micro.batches, _HERE)
+        why = missing_batch_error(run.data.epoch_iterator, micro.batches, _HERE)
         hooks = NoCollectives(hooks, why)
         return hooks, hooks, NoCollectives(run.engine, why).forward
     return hooks, NoCollectives(hooks, WITHOUT_ITEMS), run.engine.forward
@@ -152,7 +153,7 @@ def drop_leftover_gradients(run: FitRun, number: int) -> None:
     """
     if number > 1:
         return
-    for optimizer in run.optimizers:
+    for optimizer in run.optim.optimizers:
         for group in optimizer.optimizer.param_groups:
             if any(map(is_not, map(_GRADIENT, group["params"]), repeat(None))):
                 optimizer.zero_grad()
@@ -160,7 +161,7 @@ def drop_leftover_gradients(run: FitRun, number: int) -> None:
 
 def larger(run: FitRun, largest: Tensor | None, loss: Tensor) -> Tensor | None:
     """Return the maximum of a window's absolute losses so far; None if no guard needs it."""
-    if run.guard is None:
+    if run.optim.guard is None:
         return None
     return loss.abs() if largest is None else torch.maximum(largest, loss.abs())
 
@@ -179,7 +180,7 @@ def step_without_gradient(run: FitRun, micro: GlobalBatch, batch: Any, batch_idx
     """
     why = ""
     if micro.batches < run.data_size:
-        why = missing_batch_error(run.epoch_iterator, micro.batches, _HERE)
+        why = missing_batch_error(run.data.epoch_iterator, micro.batches, _HERE)
     with torch.no_grad(), guards.forbid_collectives(why):
         return run.bare_step("training_step")(batch, batch_idx)
 
@@ -240,7 +241,7 @@ def count_global_batch(run: FitRun, micro: GlobalBatch, known: float | None) -> 
     counters.global_batches += 1
     counters.epoch_batches += micro.batches
     counters.epoch_complete = micro.last
-    run.data_ended = micro.ended or (micro.last and run.epoch_iterator.sampler is None)
+    run.data.ended = micro.ended or (micro.last and run.data.epoch_iterator.sampler is None)
     # A user's collate_fn may drop samples: a rank knows that only of its own batches. Batches that
     # the dataset yields ready-made are assumed to be as large on the other ranks as on this one.
     items = micro.samples if run.world_size == 1 else micro.global_samples
@@ -268,30 +269,30 @@ def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
     refresh_parameter_lists(run)
     # No optimizer zeroes the gradients of parameters that none of them has. They would accumulate
     # from update to update, and raise the total norm by which all gradients are clipped.
-    for parameter in run.unused:
+    for parameter in run.optim.unused:
         parameter.grad = None
     if run.precision.scales:
-        run.precision.unscale_together([optimizer.optimizer for optimizer in run.optimizers])
-    factor = run.weighting.factor(total)
+        run.precision.unscale_together([optimizer.optimizer for optimizer in run.optim.optimizers])
+    factor = run.optim.weighting.factor(total)
     if factor is not None:
-        run.engine.scale_gradients_(run.parameters, factor)
+        run.engine.scale_gradients_(run.optim.parameters, factor)
     see_if_log_is_due(run)
-    for optimizer in run.optimizers:
+    for optimizer in run.optim.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)
     if should_step(run, seen):
         clip(run)
-        for optimizer in run.optimizers:
+        for optimizer in run.optim.optimizers:
             optimizer.step()
-    if run.guard is not None and run.precision.scales:
-        skipped = [optimizer.skipped for optimizer in run.optimizers]
-        run.guard.count_scaled(skipped, run.counters.global_step + 1)
+    if run.optim.guard is not None and run.precision.scales:
+        skipped = [optimizer.skipped for optimizer in run.optim.optimizers]
+        run.optim.guard.count_scaled(skipped, run.counters.global_step + 1)
     tick(run, "step", run.counters.global_step + 1, by_metric=False)
     run.counters.global_step += 1
 
 
 def drop_gradients(run: FitRun) -> None:
     """Call `on_before_zero_grad` and zero the gradients, at the end of a window."""
-    for optimizer in run.optimizers:
+    for optimizer in run.optim.optimizers:
         run.hooks.on_before_zero_grad(optimizer)
         optimizer.zero_grad()
 
@@ -309,25 +310,25 @@ def refresh_parameter_lists(run: FitRun) -> None:
             `DataParallel.check_unknown_parameters`.
     """
     now = [run.counters.epoch]
-    for optimizer in run.optimizers:
+    for optimizer in run.optim.optimizers:
         for group in optimizer.optimizer.param_groups:
             parameters = group["params"]
             now += id(parameters), len(parameters)
             if parameters:
                 now += id(parameters[0]), id(parameters[-1])
-    if now != run.parameter_fingerprint:
+    if now != run.optim.parameter_fingerprint:
         # At the first update: hooks before it may have called eval().
-        if not run.parameter_fingerprint and run.warns:
+        if not run.optim.parameter_fingerprint and run.warns:
             warn_of_dropout_off(run.module)
         own = list(run.module.parameters())
-        used = parameters_of(run.optimizers)
+        used = parameters_of(run.optim.optimizers)
         own_ids, used_ids = set(map(id, own)), set(map(id, used))
-        run.unused = [parameter for parameter in own if id(parameter) not in used_ids]
-        run.unregistered = [parameter for parameter in used if id(parameter) not in own_ids]
-        run.parameters = own + run.unregistered
-        run.parameter_fingerprint = now
+        run.optim.unused = [parameter for parameter in own if id(parameter) not in used_ids]
+        run.optim.unregistered = [parameter for parameter in used if id(parameter) not in own_ids]
+        run.optim.parameters = own + run.optim.unregistered
+        run.optim.parameter_fingerprint = now
         run.engine.check_unknown_parameters()
-    if run.unregistered and not run.warned_of_unregistered:
+    if run.optim.unregistered and not run.optim.warned_of_unregistered:
         check_unregistered_parameters(run)
 
 
@@ -340,7 +341,7 @@ def check_unregistered_parameters(run: FitRun) -> None:
         ValueError: With several processes, where nothing averages the gradients of these
             parameters.
     """
-    trained = [parameter for parameter in run.unregistered if parameter.grad is not None]
+    trained = [parameter for parameter in run.optim.unregistered if parameter.grad is not None]
     if not trained:
         return
     shapes = ", ".join(str(tuple(parameter.shape)) for parameter in trained)
@@ -358,7 +359,7 @@ def check_unregistered_parameters(run: FitRun) -> None:
         raise ValueError(
             f"{what}: they would be neither averaged over the processes nor saved. {fix}"
         )
-    run.warned_of_unregistered = True
+    run.optim.warned_of_unregistered = True
     if run.rank == 0:
         logger.warning(
             "%s: no checkpoint holds them, and a resumed run starts with their initial values. %s",
@@ -373,9 +374,9 @@ def clip(run: FitRun) -> None:
     The optimizers' parameters are listed each time, since the user may add a parameter group at any
     time.
     """
-    if run.own_limits or run.limits != NO_LIMITS:
-        apart = [(parameters_of([optimizer]), limits) for optimizer, limits in run.own_limits]
-        clip_each_(run.engine, run.parameters, apart, run.limits)
+    if run.optim.own_limits or run.optim.limits != NO_LIMITS:
+        apart = [(parameters_of([optimizer]), limits) for optimizer, limits in run.optim.own_limits]
+        clip_each_(run.engine, run.optim.parameters, apart, run.optim.limits)
 
 
 def should_step(run: FitRun, seen: Tensor | None) -> bool:
@@ -390,14 +391,14 @@ def should_step(run: FitRun, seen: Tensor | None) -> bool:
     Raises:
         FloatingPointError: See `FiniteGuard.should_step`.
     """
-    if run.guard is None or run.precision.scales:
+    if run.optim.guard is None or run.precision.scales:
         return True
-    found = run.engine.found_non_finite(run.parameters)
+    found = run.engine.found_non_finite(run.optim.parameters)
     if found is not None:
         found = joined(found, run.step_sync.bad_losses)
-    if run.guard.should_step(found, run.counters.global_step + 1, seen):
+    if run.optim.guard.should_step(found, run.counters.global_step + 1, seen):
         return True
-    for optimizer in run.optimizers:
+    for optimizer in run.optim.optimizers:
         optimizer.leave_out()
     return False
 
@@ -422,8 +423,8 @@ def joined(found: bool | Tensor, bad_losses: float | Tensor) -> bool | Tensor:
 
 def see_if_log_is_due(run: FitRun) -> None:
     """Set `FitRun.log_due` for the update in progress, which `global_step` does not count yet."""
-    step, schedule = run.counters.global_step + 1, run.log_schedule
-    run.log_due = schedule.may_be_due(step) and schedule.due(run.progress_at(step))
+    step, schedule = run.counters.global_step + 1, run.plan.log_schedule
+    run.plan.log_due = schedule.may_be_due(step) and schedule.due(run.progress_at(step))
 
 
 def reduce_update(run: FitRun) -> None:
@@ -451,9 +452,9 @@ def tick(run: FitRun, interval: str, number: int, *, by_metric: bool | None = No
         by_metric: True: only schedulers that monitor a metric (such as ``ReduceLROnPlateau``).
             False: only the others. None: all.
     """
-    if run.schedulers_paused:
+    if run.optim.schedulers_paused:
         return
-    for entry in run.schedulers:
+    for entry in run.optim.schedulers:
         if entry.interval != interval or number % entry.frequency:
             continue
         if by_metric in (None, entry.takes_metric):
@@ -484,19 +485,19 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
     (micro,) = window
     batch, items = items_of(micro)
     batch_idx = run.batch_idx = counters.global_batches
-    steps = sum(optimizer.steps for optimizer in run.optimizers)
+    steps = sum(optimizer.steps for optimizer in run.optim.optimizers)
     outputs: Any = None
     metrics.begin_window()
     hooks.on_train_step_start()
-    if run.needs_dummy:
+    if run.step.needs_dummy:
         keep_dummy_batch(run, micro, batch)
     # `training_step` runs on all ranks (see `dummy_batch`), hooks only where there is a batch.
     own: Any = hooks
     if micro.batches < run.data_size:
         own = NoCollectives(
-            hooks, missing_batch_error(run.epoch_iterator, micro.batches, "a hook of a batch")
+            hooks, missing_batch_error(run.data.epoch_iterator, micro.batches, "a hook of a batch")
         )
-    run.own_hooks = own
+    run.step.hooks = own
     if micro.present:
         metrics.begin_batch(items)
         own.on_train_batch_start(batch, batch_idx)
@@ -506,11 +507,11 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
         dummy_batch(run, batch_idx)
     count_global_batch(run, micro, None)
     engine.sync_stats(run.own_stats(items))
-    stepped = sum(optimizer.steps for optimizer in run.optimizers) > steps
+    stepped = sum(optimizer.steps for optimizer in run.optim.optimizers) > steps
     if stepped:
-        if run.guard is not None and run.found is not None:
-            run.guard.should_step(run.found, counters.global_step + 1, None)
-            run.found = None
+        if run.optim.guard is not None and run.step.non_finite is not None:
+            run.optim.guard.should_step(run.step.non_finite, counters.global_step + 1, None)
+            run.step.non_finite = None
         see_if_log_is_due(run)
         counters.global_step += 1
     elif micro.last and counters.epoch == counters.global_step == 0 and run.rank == 0:
@@ -521,7 +522,7 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
         )
     if micro.present:
         own.on_train_batch_end(detach(outputs), batch, batch_idx)
-    run.own_hooks = hooks
+    run.step.hooks = hooks
     metrics.items = items
     hooks.on_train_step_end()
     return stepped or micro.last
@@ -539,17 +540,21 @@ def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:
             accelerator the error is raised later, to avoid a device sync.
     """
     refresh_parameter_lists(run)
-    if not run.is_dummy:
-        run.own_hooks.on_before_optimizer_step(optimizer)
-    if run.guard is None or run.precision.scales:
+    if not run.step.is_dummy:
+        run.step.hooks.on_before_optimizer_step(optimizer)
+    if run.optim.guard is None or run.precision.scales:
         return
     found = run.engine.found_non_finite(parameters_of([optimizer]))
     if found is None:
         return
     if not isinstance(found, Tensor):
-        run.guard.should_step(found, run.counters.global_step + 1, None)
+        run.optim.guard.should_step(found, run.counters.global_step + 1, None)
     else:  # the results of all optimizers are combined, and read back in one transfer
-        run.found = found if run.found is None else torch.maximum(run.found, found.to(run.found))
+        run.step.non_finite = (
+            found
+            if run.step.non_finite is None
+            else torch.maximum(run.step.non_finite, found.to(run.step.non_finite))
+        )
 
 
 def dummy_batch(run: FitRun, batch_idx: int) -> None:
@@ -565,20 +570,20 @@ def dummy_batch(run: FitRun, batch_idx: int) -> None:
     Raises:
         ValueError: This rank has had no batch yet, since its dataset ended before the first one.
     """
-    if run.last_batch is None:
+    if run.step.dummy_batch is None:
         raise ValueError(
             f"In epoch {run.counters.epoch} the training data ended before the first batch, on "
             f"rank {run.rank}. {ENDED_EARLY}"
         )
-    run.is_dummy = True
-    for optimizer in run.optimizers:
+    run.step.is_dummy = True
+    for optimizer in run.optim.optimizers:
         optimizer.is_dummy = True
     try:
         with isolated_dummy(run):
-            run.engine.forward("training_step", run.last_batch, batch_idx)
+            run.engine.forward("training_step", run.step.dummy_batch, batch_idx)
     finally:
-        run.is_dummy = False
-        for optimizer in run.optimizers:
+        run.step.is_dummy = False
+        for optimizer in run.optim.optimizers:
             optimizer.is_dummy = False
 
 
@@ -587,10 +592,10 @@ def keep_dummy_batch(run: FitRun, micro: GlobalBatch, batch: Any) -> None:
 
     If the run begins with fewer batches than ranks, rank 0's is broadcast, through host memory.
     """
-    if micro.batches < run.data_size and run.last_batch is None:
-        run.last_batch = run.device_transfer.move(broadcast_object(to_host(batch)))
+    if micro.batches < run.data_size and run.step.dummy_batch is None:
+        run.step.dummy_batch = run.device_transfer.move(broadcast_object(to_host(batch)))
     if micro.present:
-        run.last_batch = batch
+        run.step.dummy_batch = batch
 
 
 @contextmanager

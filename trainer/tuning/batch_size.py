@@ -164,11 +164,13 @@ class _Trial(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         run = trainer._fit_run("on_fit_start")
-        run.signalled = lambda: None  # a signal takes effect once the trial is over
-        run.weighting.reference = run.weighting.reference or 1.0  # no process waits for rank 0's
-        self.available = _samples_of([run.epoch_iterator])
+        run.stopping.signalled = lambda: None  # a signal takes effect once the trial is over
+        run.optim.weighting.reference = (
+            run.optim.weighting.reference or 1.0
+        )  # no process waits for rank 0's
+        self.available = _samples_of([run.data.epoch_iterator])
         if self.reserve:
-            self._buffers = [torch.empty_like(p) for p in run.parameters if p.requires_grad]
+            self._buffers = [torch.empty_like(p) for p in run.optim.parameters if p.requires_grad]
 
     on_train_batch_start = _noting("fit")
     on_validation_batch_start = _noting("validate")

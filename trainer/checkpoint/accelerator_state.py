@@ -408,7 +408,7 @@ def load_state(
     for number in range(max(step("hooks", lambda: len(called)))):
         step(
             f"hook {number + 1}",  # hooks may be registered on some processes only
-            lambda: _call_load_hook(called[number : number + 1], models, path),  # noqa: B023
+            lambda: _call_load_hook(called[number : number + 1], models, path),  # noqa: B023 - called at once
         )
     read: list[Stored] = []
 

@@ -114,7 +114,7 @@ class Reader:
     @property
     def files(self) -> Mapping[str, Any]:
         """The checkpoint's files by name."""
-        return self.manifest["files"]  # type: ignore[no-any-return]
+        return self.manifest["files"]  # type: ignore[no-any-return]  # from JSON
 
     def tree(self, stem: str) -> Any:
         """Return the tree of :func:`tree_part`; see `trainer.checkpoint.serialization.load_tree`.

@@ -273,6 +273,7 @@ def save_checkpoint(
         for number in range(hooks):
             step(
                 f"hook {number}",
+                # B023: it is called at once
                 lambda: fill(before[number]) if number < len(before) else None,  # noqa: B023
             )
         step("write", lambda: fill(write))

@@ -69,7 +69,7 @@ def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[
     for file in files:
         with open_safetensors(file) as opened:
             metadata |= opened.metadata() or {}
-            for name in opened.keys():  # noqa: SIM118
+            for name in opened.keys():  # noqa: SIM118 - no dict
                 if name in places:
                     raise CheckpointError(f"{name!r} is in {places[name]} and in {file}.")
                 places[name], tensors[name] = file, opened.get_tensor(name)

@@ -290,7 +290,7 @@ def profiling(
             stopwatch = Stopwatch(ledger_for(run.device))
             watch(run, stopwatch)
             loader, before = epoch_iterators[0].loader, run.counters.global_step
-            finish = lambda: _report(accelerator, run, loader, stopwatch, stage, before)  # noqa: E731
+            finish = partial(_report, accelerator, run, loader, stopwatch, stage, before)
 
     try:
         yield begin

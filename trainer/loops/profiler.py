@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from threading import get_ident
 from typing import Any, TypeVar

@@ -88,6 +88,7 @@ PUBLIC: dict[str, list[str]] = {
         "LoggerType",
         "MegatronLMPlugin",
         "MetricError",
+        "ParallelismConfig",
         "PartialState",
         "PrecisionType",
         "Preempted",

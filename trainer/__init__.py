@@ -46,12 +46,8 @@ if TYPE_CHECKING:
     from trainer.logging import get_logger
     from trainer.memory import find_executable_batch_size, release_memory
     from trainer.module import TrainModule
-    from trainer.plugins import (
-        DeepSpeedPlugin,
-        FullyShardedDataParallelPlugin,
-        MegatronLMPlugin,
-        TorchDynamoPlugin,
-    )
+    from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
+    from trainer.plugins import DeepSpeedPlugin, MegatronLMPlugin, TorchDynamoPlugin
     from trainer.rng import set_seed, synchronize_rng_states
     from trainer.state import AcceleratorState, GradientState, PartialState
     from trainer.trainer import Trainer
@@ -71,7 +67,8 @@ _HOME = {
     "DistributedType": "enums",
     "DynamoBackend": "enums",
     "FP8RecipeKwargs": "configuration",
-    "FullyShardedDataParallelPlugin": "plugins",
+    "FullyShardedDataParallelPlugin": "parallelism",
+    "ParallelismConfig": "parallelism",
     "GradScalerKwargs": "configuration",
     "GradientAccumulationPlugin": "configuration",
     "GradientState": "state",
@@ -126,6 +123,7 @@ __all__ = [
     "LoggerType",
     "MegatronLMPlugin",
     "MetricError",
+    "ParallelismConfig",
     "PartialState",
     "PrecisionType",
     "Preempted",

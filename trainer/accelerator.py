@@ -60,13 +60,8 @@ from trainer.optim.clipping import as_list
 from trainer.optim.lomo import is_lomo, lomo_backward
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.optim.scheduler import AcceleratedScheduler
-from trainer.plugins import (
-    DeepSpeedPlugin,
-    FullyShardedDataParallelPlugin,
-    MegatronLMPlugin,
-    TorchDynamoPlugin,
-    check_engine,
-)
+from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
+from trainer.plugins import DeepSpeedPlugin, MegatronLMPlugin, TorchDynamoPlugin, check_engine
 from trainer.precision import Precision
 from trainer.rng import as_types
 from trainer.state import AcceleratorState, GradientState, is_initialized
@@ -103,7 +98,8 @@ class Accelerator:
         cpu: Use the CPU even if an accelerator is available, also with several processes.
         dataloader_config: How loaders divide the data among the processes.
         deepspeed_plugin: Not supported yet: raises ``NotImplementedError``.
-        fsdp_plugin: Not supported yet: raises ``NotImplementedError``.
+        fsdp_plugin: Shards models over the processes (FSDP); None does so if
+            ``ACCELERATE_USE_FSDP`` is set.
         megatron_lm_plugin: Not supported yet: raises ``NotImplementedError``.
         rng_types: Random number generators that are set to rank 0's state at the beginning of each
             epoch of a prepared loader: ``"torch"``, ``"cuda"``, ``"xpu"``, ``"mps"``,
@@ -125,6 +121,8 @@ class Accelerator:
         dynamo_plugin: Replaces `dynamo_backend`, with more options.
         scheduler_tick: How often a prepared scheduler advances per update: ``"process"``, once for
             each process, as scripts for the documented API expect; or ``"update"``, once.
+        parallelism_config: The dimensions over which models are replicated, sharded and split; None
+            reads them from the environment if ``ACCELERATE_USE_PARALLELISM_CONFIG`` is set.
         engine: An engine of your own: a class with the methods of `trainer.engines.base.Engine`,
             called with `EngineOptions`. None takes the one that fits the processes.
 
@@ -176,6 +174,7 @@ class Accelerator:
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         scheduler_tick: str = "process",
+        parallelism_config: ParallelismConfig | None = None,
         engine: Callable[[EngineOptions], Engine] | None = None,
     ) -> None:
         check_bools(
@@ -183,7 +182,9 @@ class Accelerator:
             cpu=cpu,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         )
-        check_engine(deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
+        check_engine(deepspeed_plugin, megatron_lm_plugin)
+        fsdp_plugin = FullyShardedDataParallelPlugin.requested(fsdp_plugin)
+        self.parallelism_config = ParallelismConfig.requested(parallelism_config)
         check_type("dataloader_config", dataloader_config, DataLoaderConfiguration)
         check_type("project_config", project_config, ProjectConfiguration)
         handlers = _by_type(kwargs_handlers or [])
@@ -243,6 +244,8 @@ class Accelerator:
                 rank=self.state.process_index,
                 world_size=self.state.num_processes,
                 ddp_kwargs=self.ddp_handler,
+                fsdp_plugin=fsdp_plugin,
+                parallelism_config=self.parallelism_config,
                 engine=engine,
             )
         )

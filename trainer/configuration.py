@@ -366,3 +366,29 @@ class FP8RecipeKwargs(KwargsHandler):
         ):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(choice_error(name, value, choices))
+
+
+def fill(plugin: object, prefix: str, **defaults: Any) -> None:
+    """Set each of these attributes that is None to its environment variable, else to its default.
+
+    Args:
+        plugin: The plugin.
+        prefix: The variables' names before the attributes' names, or the whole name of the only
+            one. Texts are converted to the type of the default.
+        **defaults: The defaults by attribute.
+    """
+    for name, default in defaults.items():
+        if getattr(plugin, name) is None:
+            variable = prefix + name.upper() if prefix.endswith("_") else prefix
+            setattr(plugin, name, _read(variable, default))
+
+
+def _read(variable: str, default: Any) -> Any:
+    text = environment.read(variable)
+    if text is None:
+        return default
+    if isinstance(default, bool):
+        return environment.read_flag(variable)
+    if isinstance(default, int):
+        return environment.read_int(variable)
+    return float(text) if isinstance(default, float) else text

@@ -1,6 +1,6 @@
 """Plugins that configure compilation and other training engines of an `Accelerator`.
 
-`TorchDynamoPlugin` configures ``torch.compile``. The other three describe engines that are not
+`TorchDynamoPlugin` configures ``torch.compile``. The other two describe engines that are not
 supported yet. They validate their arguments, and `check_engine` raises an error, so that no run
 trains without the requested engine.
 """
@@ -8,7 +8,7 @@ trains without the requested engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -16,27 +16,14 @@ from typing import Any
 
 from trainer import environment
 from trainer.checks import check_positive, check_type, choice_error
-from trainer.configuration import at_least, check_bool_fields, explains_itself
+from trainer.configuration import at_least, check_bool_fields, explains_itself, fill
 from trainer.enums import DynamoBackend
 
 _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
-_FSDP_CHOICES = {
-    "sharding_strategy": (
-        "FULL_SHARD",
-        "SHARD_GRAD_OP",
-        "NO_SHARD",
-        "HYBRID_SHARD",
-        "HYBRID_SHARD_ZERO2",
-    ),
-    "backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
-    "state_dict_type": ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
-}
-# Names of wrap policies; functions and torch's policies are accepted too.
-_WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 _SUPPORTED = (
-    "This release trains on one device, or data parallel with DDP on several CPU processes, CUDA "
-    "or XPU devices, and compiles with dynamo_backend"
+    "This release trains on one device, data parallel with DDP, or sharded with fsdp_plugin, and "
+    "compiles with dynamo_backend"
 )
 
 
@@ -120,87 +107,6 @@ class TorchDynamoPlugin:
 
 @explains_itself
 @dataclass(kw_only=True)
-class FullyShardedDataParallelPlugin:
-    """Arguments of fully sharded data parallelism.
-
-    Choices may be members of torch's enumerations, their names in either case or, for
-    `sharding_strategy`, their numbers from 1. They are stored as names.
-
-    Attributes:
-        sharding_strategy: What is sharded; None takes ``FSDP_SHARDING_STRATEGY``, else
-            ``"FULL_SHARD"``.
-        backward_prefetch: When the next parameters are gathered; None takes
-            ``FSDP_BACKWARD_PREFETCH``, else ``"NO_PREFETCH"``.
-        mixed_precision_policy: Torch's ``MixedPrecision`` or ``MixedPrecisionPolicy``.
-        auto_wrap_policy: Decides which submodules are wrapped as separate units: a function, one of
-            torch's policies, ``"transformer_based_wrap"``, ``"size_based_wrap"`` or ``"no_wrap"``.
-        cpu_offload: Keep parameters on the host: a bool, or torch's ``CPUOffload`` or
-            ``CPUOffloadPolicy``; None takes ``FSDP_OFFLOAD_PARAMS``, else False.
-        ignored_modules: Submodules that are not sharded, or a regular expression for their names.
-        state_dict_type: None takes ``FSDP_STATE_DICT_TYPE``, else ``"FULL_STATE_DICT"``.
-        state_dict_config: Torch's configuration for it.
-        optim_state_dict_config: The same for optimizers.
-        limit_all_gathers: Limit how far ahead parameters are gathered.
-        use_orig_params: Keep the user's parameters; None takes ``FSDP_USE_ORIG_PARAMS``, else True.
-        param_init_fn: Initialises the parameters of modules on the meta device.
-        sync_module_states: Start from rank 0's weights; None takes ``FSDP_SYNC_MODULE_STATES``,
-            else True.
-        forward_prefetch: Gather the next parameters in forward; None takes
-            ``FSDP_FORWARD_PREFETCH``, else False.
-        activation_checkpointing: Recompute activations; None takes
-            ``FSDP_ACTIVATION_CHECKPOINTING``, else False.
-
-    Raises:
-        ValueError: A name is unknown.
-        TypeError: A value is of another type.
-    """
-
-    sharding_strategy: Any = None
-    backward_prefetch: Any = None
-    mixed_precision_policy: Any = None
-    auto_wrap_policy: Any = None
-    cpu_offload: Any = None
-    ignored_modules: Iterable[Any] | None = None
-    state_dict_type: Any = None
-    state_dict_config: Any = None
-    optim_state_dict_config: Any = None
-    limit_all_gathers: bool = True
-    use_orig_params: bool | None = None
-    param_init_fn: Callable[..., Any] | None = None
-    sync_module_states: bool | None = None
-    forward_prefetch: bool | None = None
-    activation_checkpointing: bool | None = None
-
-    def __post_init__(self) -> None:
-        """Fill in missing values from the environment and validate all."""
-        defaults = ("FULL_SHARD", "NO_PREFETCH", "FULL_STATE_DICT")
-        for (name, choices), default in zip(_FSDP_CHOICES.items(), defaults, strict=True):
-            given = getattr(self, name)
-            if given is None:
-                given = environment.read(f"FSDP_{name.upper()}") or default
-            numbered = name == "sharding_strategy" and str(given) in map(str, range(1, 6))
-            chosen = choices[int(given) - 1] if numbered else getattr(given, "name", str(given))
-            if chosen.upper() not in choices:
-                raise ValueError(choice_error(name, given, choices))
-            setattr(self, name, chosen.upper())
-        _fill(self, "FSDP_OFFLOAD_PARAMS", cpu_offload=False)
-        _fill(
-            self,
-            "FSDP_",
-            use_orig_params=True,
-            sync_module_states=True,
-            forward_prefetch=False,
-            activation_checkpointing=False,
-        )
-        check_bool_fields(self)
-        policy = self.auto_wrap_policy
-        if isinstance(policy, str) and policy.upper() not in _WRAP_POLICIES:
-            names = [name.lower() for name in _WRAP_POLICIES]
-            raise ValueError(choice_error("auto_wrap_policy", policy, names))
-
-
-@explains_itself
-@dataclass(kw_only=True)
 class DeepSpeedPlugin:
     """Arguments of DeepSpeed.
 
@@ -241,8 +147,8 @@ class DeepSpeedPlugin:
 
     def __post_init__(self) -> None:
         """Fill in missing values from the environment and validate all."""
-        _fill(self, "ACCELERATE_DEEPSPEED_CONFIG_FILE", hf_ds_config=None)
-        _fill(
+        fill(self, "ACCELERATE_DEEPSPEED_CONFIG_FILE", hf_ds_config=None)
+        fill(
             self,
             "ACCELERATE_DEEPSPEED_",
             zero_stage=2,
@@ -253,7 +159,7 @@ class DeepSpeedPlugin:
             zero3_init_flag=False,
             zero3_save_16bit_model=False,
         )
-        _fill(self, "ACCELERATE_", gradient_accumulation_steps="auto", gradient_clipping="auto")
+        fill(self, "ACCELERATE_", gradient_accumulation_steps="auto", gradient_clipping="auto")
         if self.gradient_accumulation_steps != "auto":
             self.gradient_accumulation_steps = int(self.gradient_accumulation_steps or 0)
             at_least(1, "gradient_accumulation_steps", self.gradient_accumulation_steps)
@@ -334,7 +240,7 @@ class MegatronLMPlugin:
 
     def __post_init__(self) -> None:
         """Fill in missing values from the environment and validate all."""
-        _fill(
+        fill(
             self,
             "MEGATRON_LM_",
             tp_degree=1,
@@ -356,13 +262,11 @@ class MegatronLMPlugin:
 
 def check_engine(
     deepspeed_plugin: object | None = None,
-    fsdp_plugin: object | None = None,
     megatron_lm_plugin: object | None = None,
 ) -> None:
-    """Raise if an argument or the environment requests an engine, since none is supported yet.
+    """Raise if an argument or the environment requests an engine that is not supported yet.
 
-    The variables are ``ACCELERATE_USE_DEEPSPEED``, ``ACCELERATE_USE_FSDP`` and
-    ``ACCELERATE_USE_MEGATRON_LM``.
+    The variables are ``ACCELERATE_USE_DEEPSPEED`` and ``ACCELERATE_USE_MEGATRON_LM``.
 
     Raises:
         TypeError: An argument is not an instance of its plugin class.
@@ -370,7 +274,6 @@ def check_engine(
     """
     for argument, plugin, kind, engine, variable in (
         ("deepspeed_plugin", deepspeed_plugin, DeepSpeedPlugin, "DeepSpeed", "DEEPSPEED"),
-        ("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin, "FSDP", "FSDP"),
         (
             "megatron_lm_plugin",
             megatron_lm_plugin,
@@ -390,29 +293,3 @@ def check_engine(
         raise NotImplementedError(
             f"{asked} asks for {engine}, which is not supported yet. {_SUPPORTED}: {fix}."
         )
-
-
-def _fill(plugin: object, prefix: str, **defaults: Any) -> None:
-    """Set each of these attributes that is None to its environment variable, else to its default.
-
-    Args:
-        plugin: The plugin.
-        prefix: The variables' names before the attributes' names, or the whole name of the only
-            one. Texts are converted to the type of the default.
-        **defaults: The defaults by attribute.
-    """
-    for name, default in defaults.items():
-        if getattr(plugin, name) is None:
-            variable = prefix + name.upper() if prefix.endswith("_") else prefix
-            setattr(plugin, name, _read(variable, default))
-
-
-def _read(variable: str, default: Any) -> Any:
-    text = environment.read(variable)
-    if text is None:
-        return default
-    if isinstance(default, bool):
-        return environment.read_flag(variable)
-    if isinstance(default, int):
-        return environment.read_int(variable)
-    return float(text) if isinstance(default, float) else text

@@ -76,12 +76,8 @@ from trainer.optim.configure import SchedulerEntry
 from trainer.optim.finite import Policy
 from trainer.optim.groups import add_group, scale_group
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
-from trainer.plugins import (
-    DeepSpeedPlugin,
-    FullyShardedDataParallelPlugin,
-    MegatronLMPlugin,
-    TorchDynamoPlugin,
-)
+from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
+from trainer.plugins import DeepSpeedPlugin, MegatronLMPlugin, TorchDynamoPlugin
 from trainer.ported.arguments import IN_AN_EVALUATION, check_trainer_arguments
 from trainer.ported.attributes import check_settable, trainer_attribute_hint
 from trainer.ported.hooks import check_uncalled_hooks
@@ -98,6 +94,7 @@ _OF_THE_ACCELERATOR = (  # arguments for a new one
     "dynamo_backend",
     "dynamo_plugin",
     "kwargs_handlers",
+    "parallelism_config",
     "engine",
 )
 _NOT_IN_A_TRIAL = {"reload_dataloaders_every_n_epochs": 0, "profile": None, "barebones": False}
@@ -192,6 +189,7 @@ class Trainer:
             other steps, and logs the metric ``recompilations``.
         dynamo_plugin: See `Accelerator`; replaces `dynamo_backend`, with more options.
         kwargs_handlers: See `Accelerator`.
+        parallelism_config: See `Accelerator`.
         engine: See `Accelerator`.
         project_config: Its `project_dir` is the default of `project_dir`. With `save_on_each_node`,
             each machine keeps complete checkpoints, for machines that share no disk.
@@ -253,6 +251,7 @@ class Trainer:
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         engine: Callable[[EngineOptions], Engine] | None = None,
         project_config: ProjectConfiguration | None = None,
         **unknown: NoReturn,

@@ -50,9 +50,9 @@ from trainer.environment import clear_environment, patch_environment
 from trainer.errors import DistributedOperationException
 from trainer.launchers import debug_launcher, notebook_launcher
 from trainer.memory import find_executable_batch_size, release_memory
+from trainer.parallelism import FullyShardedDataParallelPlugin
 from trainer.plugins import (
     DeepSpeedPlugin,
-    FullyShardedDataParallelPlugin,
     MegatronLMPlugin,
     TorchDynamoPlugin,
 )

@@ -35,7 +35,6 @@ from trainer import (
     DeepSpeedPlugin,
     DynamoBackend,
     FP8RecipeKwargs,
-    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -50,6 +49,7 @@ from trainer.data.dataloader import DataLoaderShard
 from trainer.data.dispatcher import DataLoaderDispatcher
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.scheduler import AcceleratedScheduler
+from trainer.parallelism import ParallelismConfig
 
 WORLDS = (1, 2, 4)
 
@@ -784,7 +784,7 @@ def test_without_trackers_logging_is_no_error(ranks, world):
 # -- refusals ----------------------------------------------------------------------------------
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
-    (lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin()}, NotImplementedError, "FSDP"),
+    (lambda: {"parallelism_config": ParallelismConfig(tp_size=3)}, ValueError, "product is 3"),
     (lambda: {"deepspeed_plugin": DeepSpeedPlugin()}, NotImplementedError, "DeepSpeed"),
     (lambda: {"megatron_lm_plugin": MegatronLMPlugin()}, NotImplementedError, "Megatron"),
     (lambda: {"fsdp_plugin": DeepSpeedPlugin()}, TypeError, "fsdp_plugin is DeepSpeedPlugin"),
@@ -835,7 +835,7 @@ def test_what_is_not_there_or_contradicts_is_refused(ranks, world):
     assert on_processes(ranks, world, refuse) == [[]] * world
 
 
-@pytest.mark.parametrize("variable", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
+@pytest.mark.parametrize("variable", ["DEEPSPEED", "MEGATRON_LM"])
 def test_engines_that_the_environment_asks_for_are_refused_too(monkeypatch, variable):
     monkeypatch.setenv(f"ACCELERATE_USE_{variable}", "true")
     with pytest.raises(NotImplementedError, match=f"ACCELERATE_USE_{variable}=true asks for"):

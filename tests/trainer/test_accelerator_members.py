@@ -37,7 +37,6 @@ from trainer.engines.single import SingleDevice
 from trainer.errors import CheckpointError
 from trainer.plugins import (
     DeepSpeedPlugin,
-    FullyShardedDataParallelPlugin,
     MegatronLMPlugin,
     TorchDynamoPlugin,
 )
@@ -98,6 +97,7 @@ def test_the_defaults_are_the_documented_ones():
     assert (accelerator.save_iteration, accelerator.step) == (0, 0)
     assert accelerator.dynamo_plugin.backend == "NO"
     assert type(accelerator.engine) is SingleDevice
+    assert accelerator.parallelism_config is None
     assert accelerator.state.__dict__ is AcceleratorState().__dict__
     assert accelerator.gradient_state.__dict__ is GradientState().__dict__
 
@@ -171,7 +171,6 @@ def test_generators_to_synchronise_reach_the_loaders():
     ("argument", "plugin"),
     [
         ("deepspeed_plugin", DeepSpeedPlugin()),
-        ("fsdp_plugin", FullyShardedDataParallelPlugin()),
         ("megatron_lm_plugin", MegatronLMPlugin()),
     ],
 )
@@ -1065,7 +1064,7 @@ def test_trackers_are_told_everything():
         (lambda a: a.log_table("t", columns=["a"]), ValueError, r"log_table\('t'\) has no rows"),
         (lambda a: a.log_histogram([1]), TypeError, "log_histogram takes a dict of names"),
         (lambda a: a.log_model(3), TypeError, "PathLike"),
-        (lambda a: a.log_artifact("x", step=0.5), TypeError, "step is 0.5"),
+        (lambda a: a.log_artifact("x", step=0.5), TypeError, "cannot be interpreted as an integer"),
     ],
 )
 def test_rich_values_are_checked_at_once(call, error, message):

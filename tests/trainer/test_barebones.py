@@ -164,7 +164,7 @@ def test_every_trainer_argument_is_classified_for_barebones():
         *("gradient_accumulation_steps", "max_grad_norm", "max_grad_value", "deterministic"),
         *("seed", "project_dir", "project_config", "accelerator", "mixed_precision", "cpu"),
         *("dataloader_config", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"),
-        *("dynamo_backend", "dynamo_plugin", "kwargs_handlers", "engine"),
+        *("dynamo_backend", "dynamo_plugin", "kwargs_handlers", "parallelism_config", "engine"),
     }
     arguments = set(inspect.signature(Trainer).parameters) - {"barebones", "unknown"}
     assert arguments == kept | set(LEFT_OUT)

@@ -6,16 +6,10 @@ import json
 from math import nan
 
 import pytest
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    ShardingStrategy,
-    StateDictType,
-)
 
 from trainer.enums import DynamoBackend
 from trainer.plugins import (
     DeepSpeedPlugin,
-    FullyShardedDataParallelPlugin,
     MegatronLMPlugin,
     TorchDynamoPlugin,
     check_engine,
@@ -99,55 +93,6 @@ def test_invalid_torch_compile_arguments_raise(arguments, error, text):
         TorchDynamoPlugin(**arguments)
 
 
-def test_fsdp_plugin_normalises_names():
-    plugin = FullyShardedDataParallelPlugin()
-    assert plugin.sharding_strategy == "FULL_SHARD"
-    assert plugin.state_dict_type == "FULL_STATE_DICT"
-    assert plugin.backward_prefetch == "NO_PREFETCH"
-    assert plugin.use_orig_params
-    assert plugin.sync_module_states
-    assert plugin.limit_all_gathers
-    assert not plugin.cpu_offload
-    given = FullyShardedDataParallelPlugin(
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-        state_dict_type=StateDictType.SHARDED_STATE_DICT,
-    )
-    assert given.sharding_strategy == "HYBRID_SHARD"
-    assert given.backward_prefetch == "BACKWARD_PRE"
-    assert given.state_dict_type == "SHARDED_STATE_DICT"
-    assert FullyShardedDataParallelPlugin(sharding_strategy=2).sharding_strategy == "SHARD_GRAD_OP"
-
-
-def test_an_fsdp_plugin_reads_the_environment(monkeypatch):
-    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "3")
-    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "sharded_state_dict")
-    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    monkeypatch.setenv("FSDP_USE_ORIG_PARAMS", "false")
-    plugin = FullyShardedDataParallelPlugin()
-    assert plugin.sharding_strategy == "NO_SHARD"
-    assert plugin.state_dict_type == "SHARDED_STATE_DICT"
-    assert plugin.cpu_offload is True
-    assert plugin.use_orig_params is False
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"sharding_strategy": "FULL"}, ValueError, "sharding_strategy is 'FULL'.*'FULL_SHARD'"),
-        ({"sharding_strategy": 6}, ValueError, "sharding_strategy is 6"),
-        ({"state_dict_type": "x"}, ValueError, "state_dict_type is 'x'.*'LOCAL_STATE_DICT'"),
-        ({"backward_prefetch": "x"}, ValueError, "backward_prefetch is 'x'"),
-        ({"limit_all_gathers": 1}, TypeError, "limit_all_gathers is 1; it must be True or False"),
-        ({"activation_checkpointing": 1}, TypeError, "activation_checkpointing is 1"),
-        ({"auto_wrap_policy": "size"}, ValueError, "auto_wrap_policy is 'size'; .*'no_wrap'"),
-    ],
-)
-def test_invalid_fsdp_arguments_raise(arguments, error, text):
-    with pytest.raises(error, match=text):
-        FullyShardedDataParallelPlugin(**arguments)
-
-
 def test_a_deepspeed_plugin_has_its_defaults_and_reads_the_environment(monkeypatch):
     plugin = DeepSpeedPlugin()
     assert plugin.zero_stage == 2
@@ -223,7 +168,6 @@ def test_invalid_megatron_arguments_raise(arguments, error, text):
 
 ENGINES = [
     ("deepspeed_plugin", DeepSpeedPlugin, "ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-    ("fsdp_plugin", FullyShardedDataParallelPlugin, "ACCELERATE_USE_FSDP", "FSDP"),
     ("megatron_lm_plugin", MegatronLMPlugin, "ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
 ]
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from trainer.checkpoint.sharded_state import ShardedTensor, fill_, is_sharded
 from trainer.checkpoint.storage import check_file, is_portable, reading
 from trainer.checkpoint.weights import (
     BIN_NAME,
@@ -330,6 +331,14 @@ def _translates(module: torch.nn.Module) -> bool:
 def _load(
     module: torch.nn.Module, weights: Mapping[str, torch.Tensor], where: str | os.PathLike[str]
 ) -> Any:
+    here = module.state_dict(keep_vars=True)
+    if any(isinstance(value, ShardedTensor) for value in weights.values()) or any(
+        map(is_sharded, here.values())
+    ):
+        with torch.no_grad():
+            for name in here.keys() & weights.keys():
+                fill_(here[name].detach(), weights[name])
+        return None
     try:
         return module.load_state_dict(weights, strict=False)
     except RuntimeError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from trainer.checkpoint.loading import read_torch_file
 from trainer.checkpoint.serialization import encode_tree, load_tree, portable, write_tree
+from trainer.checkpoint.sharded_state import INDEX, ShardReader, Shards
 from trainer.checkpoint.storage import examine
 from trainer.checkpoint.weights import (
     WEIGHTS_NAME,
@@ -25,6 +27,10 @@ from trainer.checkpoint.weights import (
 )
 from trainer.errors import CheckpointError
 
+# The trained weights, if model.safetensors holds other ones, such as averaged weights.
+TRAINED_NAME = "trained.safetensors"
+# What the names of weights begin with among the sharded tensors, by the file that would hold them.
+SECTIONS = {WEIGHTS_NAME: "", TRAINED_NAME: "trained/"}
 Write = Callable[[Path], None]
 Encoded = tuple[str, dict[str, Tensor]]  # what `trainer.checkpoint.serialization.encode_tree` gives
 
@@ -62,13 +68,18 @@ def weights_part(state_dict: Mapping[str, object], name: str = WEIGHTS_NAME) -> 
     )
 
 
-def tree_part(tree: object, stem: str) -> StatePart:
-    """Return nested state as a state part; see `trainer.checkpoint.serialization`.
+def tree_part(tree: object, stem: str, shards: Shards | None = None) -> StatePart:
+    """Return nested state as a state part, without sharded tensors, which `shards` takes.
 
     Raises:
         TypeError: The tree holds a value that cannot be saved; the message says where.
     """
-    return encoded_part(*encode_tree(tree, stem), stem)
+    return encoded_part(*encode_tree(tree, stem, shards), stem)
+
+
+def shards_part(shards: Shards) -> StatePart:
+    """Return this process's parts of sharded tensors as a state part."""
+    return StatePart(shards.tensors, shards.write)
 
 
 def encoded_part(document: str, tensors: Mapping[str, Tensor], stem: str) -> StatePart:
@@ -90,7 +101,7 @@ def write_parts(parts: Sequence[StatePart]) -> Write:
     return write
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reader:
     """Reads the parts of a checkpoint whose files match its manifest.
 
@@ -122,15 +133,31 @@ class Reader:
         Raises:
             CheckpointError: It is missing, or cannot be read.
         """
-        return load_tree(self.path, stem, self.files)
+        return load_tree(self.path, stem, self.files, self.shards)
 
-    def weights(self, *names: str) -> dict[str, torch.Tensor]:
+    @cached_property
+    def shards(self) -> ShardReader | None:
+        """The sharded tensors; None if there are none."""
+        return ShardReader(self.path, self.files) if INDEX in self.files else None
+
+    def has_weights(self, name: str) -> bool:
+        """Return whether there are the weights of that file, which may be sharded."""
+        if name in self.files:
+            return True
+        return self.shards is not None and bool(self.shards.weights(SECTIONS[name]))
+
+    def weights(self, *names: str) -> dict[str, Any]:
         """Return the weights of the first of the named files that there is.
+
+        Weights that were saved sharded are `ShardedTensor` objects.
 
         Raises:
             CheckpointError: There is none, or it cannot be read.
         """
         file = next((self.path / name for name in names if name in self.files), None)
+        section = SECTIONS.get(names[0])
+        if file is None and self.shards is not None and section is not None:
+            return dict(self.shards.weights(section))
         if file is None:
             raise CheckpointError(f"The manifest of {self.path} lists no {' or '.join(names)}.")
         if file.suffix == ".safetensors":

@@ -55,7 +55,16 @@ _FACTORIES: dict[str, type | None] = {
     **{factory.__name__: factory for factory in (bool, int, float, str, list, dict, set, tuple)},
 }
 
-_Tensors = dict[str, torch.Tensor]
+
+class _Tensors(dict[str, torch.Tensor]):
+    """The tensors of a tree by name.
+
+    Attributes:
+        shards: Where sharded tensors are stored, or read: a `Shards` or `ShardReader` of
+            `trainer.checkpoint.sharded_state`; None if there are none.
+    """
+
+    shards: Any = None
 
 
 def save_tree(tree: object, directory: Path, stem: str) -> None:
@@ -74,15 +83,21 @@ def save_tree(tree: object, directory: Path, stem: str) -> None:
     write_tree(document, tensors, directory, stem)
 
 
-def encode_tree(tree: object, stem: str) -> tuple[str, dict[str, torch.Tensor]]:
+def encode_tree(tree: object, stem: str, shards: Any = None) -> tuple[str, dict[str, torch.Tensor]]:
     """Return the JSON that :func:`save_tree` writes, and the tensors that it names.
 
     The tensors may share memory with the tree's tensors, and are on the same devices.
 
+    Args:
+        tree: The tree.
+        stem: The files' name before the dot.
+        shards: Takes the tree's sharded tensors, see `trainer.checkpoint.sharded_state`.
+
     Raises:
         TypeError: See :func:`save_tree`.
     """
-    tensors: _Tensors = {}
+    tensors = _Tensors()
+    tensors.shards = shards
     encoded = _encode(tree, _Place(stem, ()), tensors)
     file = f"{stem}.safetensors" if tensors else None
     document = json.dumps({"tensors": file, "tree": encoded}, allow_nan=False)
@@ -103,13 +118,16 @@ def write_tree(
         write_tensors(tensors, directory / f"{stem}.safetensors")
 
 
-def load_tree(directory: Path, stem: str, files: Container[str] | None = None) -> Any:
+def load_tree(
+    directory: Path, stem: str, files: Container[str] | None = None, shards: Any = None
+) -> Any:
     """Load a tree that :func:`save_tree` wrote, with its tensors on the CPU.
 
     Args:
         directory: The folder.
         stem: The files' name before the dot.
         files: The names of the files that may be read; None if all may.
+        shards: Gives the tree's sharded tensors, see `trainer.checkpoint.sharded_state`.
 
     Raises:
         CheckpointError: If a file is missing or cannot be read; the message names it.
@@ -123,7 +141,8 @@ def load_tree(directory: Path, stem: str, files: Container[str] | None = None) -
         name = f"{stem}.safetensors"
         if named not in (None, name) or (named and files is not None and name not in files):
             raise CheckpointError(f"{file} points to tensors in {named!r}, not in {name!r}.")
-        tensors = read_tensors(directory / name)[0] if named else {}
+        tensors = _Tensors(read_tensors(directory / name)[0] if named else {})
+        tensors.shards = shards
         return decode_tree(tree, tensors)
 
 
@@ -166,7 +185,7 @@ def write_tensors(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    separate: _Tensors = {}
+    separate: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
         host = tensor.cpu()
@@ -281,6 +300,8 @@ def _encode_set(value: Iterable[Any], place: _Place, tensors: _Tensors) -> Any:
 
 def _encode_tensor(value: torch.Tensor, place: _Place, tensors: _Tensors) -> Any:
     name = place.name().encode(errors="backslashreplace").decode()
+    if tensors.shards is not None and hasattr(value, "device_mesh"):
+        return {"$": "sharded", "name": tensors.shards.add(f"{place.stem}/{name}", value)}
     while name in tensors or name == "__metadata__":  # keys 0 and "0"; a name safetensors reserves
         name = f"{name}#{len(tensors)}"
     tensors[name] = stored = portable(value, place)
@@ -430,6 +451,7 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     "frozenset": lambda _, items: frozenset(items),
     "namedtuple": _decode_namedtuple,
     "tensor": _decode_tensor,
+    "sharded": lambda tensors, name: tensors.shards.tensor(name),
     "ndarray": _decode_ndarray,
     "scalar": _decode_scalar,
     "dtype": _decode_dtype,

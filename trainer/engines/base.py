@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from trainer.configuration import DistributedDataParallelKwargs
 from trainer.distributed.step_sync import StepStats, StepSync
+from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,8 @@ class EngineOptions:
         rank: The global rank of this process.
         world_size: The number of processes.
         ddp_kwargs: Arguments of DDP, or None for its defaults.
+        fsdp_plugin: How the model is sharded; None does not shard it.
+        parallelism_config: The sizes of the dimensions over which it is sharded and split.
         engine: The user's own engine, or None for the one that fits the processes.
     """
 
@@ -39,6 +42,8 @@ class EngineOptions:
     rank: int
     world_size: int
     ddp_kwargs: DistributedDataParallelKwargs | None = None
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    parallelism_config: ParallelismConfig | None = None
     engine: Callable[[EngineOptions], Engine] | None = None
 
 
@@ -51,6 +56,7 @@ class Engine(Protocol):
             data.
         data_size: How many shares of the data there are. "World size" in code about data, loss
             weights and metrics means this.
+        mesh: The device mesh of all processes, if tensors of modules are sharded over it.
         forward_is_collective: Whether a forward pass waits for the other processes, so that one
             without a batch must run a dummy batch.
         reduce_gradients: Averages an optimizer's gradients over the processes when it steps; None
@@ -60,6 +66,7 @@ class Engine(Protocol):
     options: EngineOptions
     data_rank: int
     data_size: int
+    mesh: Any
     forward_is_collective: bool
     reduce_gradients: Callable[[Optimizer], None] | None
 

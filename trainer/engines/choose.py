@@ -1,4 +1,4 @@
-"""Choose the engine of a loop: one device, or DDP in the variant that the loop needs."""
+"""Choose the engine of a loop: one device, DDP in the variant that the loop needs, or FSDP."""
 
 from __future__ import annotations
 
@@ -14,11 +14,24 @@ def choose_engine(options: EngineOptions, *, automatic: bool = False) -> Engine:
         options: The process and the user's options.
         automatic: Whether it is for a fit in automatic optimisation, where the loop runs backward
             and the optimizers. If False, the user's own loop or `training_step` does.
+
+    Raises:
+        ValueError: The sizes of the mesh do not multiply to the number of processes.
     """
     if options.engine is not None:
         return options.engine(options)
+    config = options.parallelism_config
+    if config is not None and config.total_size != options.world_size:
+        raise ValueError(
+            f"parallelism_config has the sizes {config.to_json()}, whose product is "
+            f"{config.total_size}; the number of processes is {options.world_size}."
+        )
     if options.world_size == 1:
         return SingleDevice(options)
+    if options.fsdp_plugin is not None or config is not None:
+        from trainer.engines.fsdp import FullyShard  # imports much of torch.distributed
+
+        return FullyShard(options)
     if not automatic:
         return Replicas(options)
     static = options.ddp_kwargs is not None and options.ddp_kwargs.static_graph

@@ -30,6 +30,7 @@ class SingleDevice:
         options: The process and the user's options.
     """
 
+    mesh: Any = None
     forward_is_collective = False
     reduce_gradients: Callable[[Optimizer], None] | None = None
     module: nn.Module

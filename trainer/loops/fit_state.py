@@ -6,7 +6,7 @@ of a run can compare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from numbers import Real
@@ -23,10 +23,13 @@ from trainer.checkpoint import gradients
 from trainer.checkpoint.accelerator_state import dtypes_of
 from trainer.checkpoint.loading import load_into
 from trainer.checkpoint.parts import (
+    SECTIONS,
+    TRAINED_NAME,
     Encoded,
     Reader,
     StatePart,
     encoded_part,
+    shards_part,
     tree_part,
     weights_part,
     write_parts,
@@ -38,6 +41,7 @@ from trainer.checkpoint.save import (
     save_checkpoint,
 )
 from trainer.checkpoint.serialization import encode_tree, save_tree
+from trainer.checkpoint.sharded_state import Shards, state_like
 from trainer.checkpoint.storage import (
     commit,
     open_staging,
@@ -68,6 +72,7 @@ from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.optim.state import load_state, state_of
 from trainer.rng import isolated_rng, mix, rng_state
 from trainer.state import PartialState
+from trainer.tree import leaves
 
 logger = module_logger(__name__)
 
@@ -212,8 +217,6 @@ def check_schedules(options: Mapping[str, str], saved: Mapping[str, str], schedu
 
 
 OPTIMIZER, TRAINER, RECORD, DATA = "optimizer", "trainer", "record", "datamodule"
-# The trained weights, if model.safetensors holds other ones, such as averaged weights.
-TRAINED_NAME = "trained.safetensors"
 
 
 def save_run(
@@ -258,15 +261,20 @@ def save_run(
     shared: list[StatePart] = []
     own: list[Encoded] = []
     is_writer = is_writer_rank(state, on_each_node)
+    mesh = run.engine.mesh
+    shards = None if mesh is None else Shards(run.rank, mesh)
 
     def capture() -> Encoded | None:
         others, trained = _weights_of(run, trainer, callbacks)
-        if is_writer:
+        if shards is not None:
+            shards.add_weights(others)
+        elif is_writer:
             shared.append(weights_part(others))
         if weights_only:
             return None
-        if is_writer:
-            shared.extend(_shared_parts(run, callbacks, trained, extra))
+        if is_writer or shards is not None:
+            parts = _shared_parts(run, callbacks, trained, extra, shards)
+            shared.extend(parts if is_writer else ())
         own.append(encode_tree(_state_of_rank(run), rank_stem(run.rank)))
         return own[0] if on_each_node else None
 
@@ -276,6 +284,8 @@ def save_run(
     else:
         ranks = [(run.rank, each) for each in own]
     of_ranks = [encoded_part(*each, rank_stem(rank)) for rank, each in ranks]
+    if shards is not None:
+        of_ranks.append(shards_part(shards))
     parts = [*shared, *of_ranks]
     needs = sum(part.size for part in parts)
     if not on_each_node:  # each other rank writes about as many bytes to the same disk
@@ -345,6 +355,7 @@ def _shared_parts(
     callbacks: Sequence[Callback],
     trained: Mapping[str, object] | None,
     extra: Mapping[str, Any],
+    shards: Shards | None,
 ) -> list[StatePart]:
     """Return the state parts that are equal on all ranks, except the file of the model's weights.
 
@@ -353,12 +364,15 @@ def _shared_parts(
         callbacks: The callbacks, whose states are saved.
         trained: The trained weights if the model's file holds other ones, else None.
         extra: What the ``on_save_checkpoint`` hooks have added.
+        shards: Takes sharded tensors.
     """
     optimizers = [state_of(optimizer, [run.module]) for optimizer in run.optim.optimizers]
-    parts = [tree_part(optimizers, OPTIMIZER)]
-    if trained is not None:
+    parts = [tree_part(optimizers, OPTIMIZER, shards)]
+    if trained is not None and shards is not None:
+        shards.add_weights(trained, SECTIONS[TRAINED_NAME])
+    elif trained is not None:
         parts.append(weights_part(trained, TRAINED_NAME))
-    parts.append(tree_part(_state_of(run, callbacks) | {"extra": extra}, TRAINER))
+    parts.append(tree_part(_state_of(run, callbacks) | {"extra": extra}, TRAINER, shards))
     if data := _state_of_data(run.datamodule):
         parts.append(tree_part(data, DATA))
     return parts
@@ -418,11 +432,10 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
     def check() -> None:
         if not is_writer_rank(state, on_each_node):
             return
-        kept = [optimizer.state_dict() for optimizer in run.optim.optimizers]
-        now = weights_part(bare_state_dict(run.module)).size + tree_part(kept, OPTIMIZER).size
-        later = now + 2 * sum(
-            p.nbytes for p in run.optim.parameters if p.requires_grad and not is_lazy(p)
-        )
+        tensors = [*run.module.state_dict().values()]
+        tensors += leaves([optimizer.state_dict() for optimizer in run.optim.optimizers])
+        now = _bytes_of(tensors)
+        later = now + 2 * _bytes_of(p for p in run.optim.parameters if p.requires_grad)
         check_space(folder, now)
         try:
             check_space(folder, later)
@@ -430,6 +443,11 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
             logger.warning("There may not be enough space for checkpoints: %s.", error)
 
     run_on_all_ranks(f"Checking the free space in {folder}", check, state)
+
+
+def _bytes_of(values: Iterable[object]) -> int:
+    """Return the bytes of the tensors among some values, of all processes if they are sharded."""
+    return sum(v.nbytes for v in values if isinstance(v, Tensor) and not is_lazy(v))
 
 
 def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, Any]) -> Path:
@@ -633,7 +651,7 @@ def load_run(
     load_into(run.module, weights, where=file)
     if "switches" in state:  # checkpoints of earlier releases do not have it
         load_switches(run.module, run.saving.begun, state["switches"], tell=run.rank == 0)
-    if differs := TRAINED_NAME in reader.files:
+    if differs := reader.has_weights(TRAINED_NAME):
         weights = reader.weights(TRAINED_NAME)
     with reading(path / f"{OPTIMIZER}.json", _UNFIT):
         _restore_optimizers(run, path, state, optimizers, weights)
@@ -705,7 +723,7 @@ def _restore_optimizers(
         restore_groups(optimizer, groups, run.module, schedulers=schedulers)
     dtypes = dtypes_of(run.module, own_names(run.module, weights))
     for optimizer, saved in zip(run.optim.optimizers, optimizers, strict=True):
-        load_state(optimizer, saved, dtypes)
+        load_state(optimizer, state_like(optimizer, saved), dtypes)
     _same_number(path, "schedulers", run.optim.schedulers, state["schedulers"])
     check_schedules(run.optim.fingerprint, state.get("options", {}), len(run.optim.schedulers))
     for entry, saved in zip(run.optim.schedulers, state["schedulers"], strict=True):

@@ -1,0 +1,270 @@
+"""Sharded training equals that of one process on the whole batches, and resumes on any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.ranks import RankError
+from trainer import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    Trainer,
+    TrainModule,
+)
+
+SAMPLES = 44  # with batches of 4, two processes have 6 and 5 batches
+X = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
+Y = (X.sum(1) > 0).long()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.relu(self.first(self.norm(x))))
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 16)
+        self.blocks = nn.Sequential(Block(), Block(), Block())
+        self.last = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(x)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(
+        **{"transformer_cls_names_to_wrap": ["Block"], "auto_wrap_policy": None, **options}
+    )
+
+
+def whole(module: nn.Module) -> dict[str, Tensor]:
+    state = module.state_dict()
+    return {
+        name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone()
+        for name, v in state.items()
+    }
+
+
+def fit(
+    folder: Path, module: type[Net] = Net, *, batch: int = 8, **options: Any
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Train two epochs on batches that are as large over all processes, in any layout."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    ckpt_path, shuffle = options.pop("ckpt_path", None), options.pop("shuffle", False)
+    options = {"max_epochs": 2, "checkpointing": False, "log_every": 1, **options}
+    trainer = Trainer(cpu=True, seed=3, progress_bar=False, project_dir=folder, **options)
+    data = TensorDataset(X, Y)
+    model = module()
+    trainer.fit(
+        model,
+        DataLoader(data, batch // world, shuffle=shuffle),
+        DataLoader(data, batch // world),
+        ckpt_path=ckpt_path,
+    )
+    return whole(model), {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def assert_close(found: list[Any], expected: Any, tolerance: float = 1e-6) -> None:
+    for weights, metrics in found:
+        for name, value in expected[0].items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=tolerance)
+        assert metrics == pytest.approx(expected[1], abs=tolerance)
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped by norm": {"max_grad_norm": 0.1},
+    "clipped by value": {"max_grad_value": 0.01},
+    "accumulated": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_two_shards_train_as_one_process_also_where_batches_do_not_divide(ranks2, plan, tmp_path):
+    expected = fit(tmp_path / "one", **PLANS[plan])
+    found = ranks2(lambda: fit(tmp_path / "two", fsdp_plugin=plugin(), **PLANS[plan]))
+    assert_close(found, expected)
+
+
+WRAPPED: dict[str, dict[str, Any]] = {
+    "released after backward": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "activations recomputed": {"activation_checkpointing": True},
+    "offloaded": {"cpu_offload": True},
+    "by size": {
+        "auto_wrap_policy": "size_based_wrap",
+        "min_num_params": 300,
+        "transformer_cls_names_to_wrap": None,
+    },
+    "whole": {"auto_wrap_policy": "no_wrap"},
+    "by a function": {"auto_wrap_policy": lambda part: isinstance(part, nn.Linear)},
+    "prefetched": {"forward_prefetch": True},
+}
+
+
+@pytest.mark.parametrize("options", WRAPPED)
+def test_each_way_to_wrap_trains_alike(ranks2, options, tmp_path):
+    expected = fit(tmp_path / "one")
+    given = plugin(**WRAPPED[options])
+    assert_close(ranks2(lambda: fit(tmp_path / "two", fsdp_plugin=given)), expected)
+
+
+def test_replicas_of_shards_train_alike(ranks, tmp_path):
+    expected = fit(tmp_path / "one")
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    sharded = {"fsdp_plugin": plugin(), "parallelism_config": config}
+    found = ranks(4)(lambda: fit(tmp_path / "four", **sharded))
+    assert_close(found, expected, 1e-4)
+
+
+class OnMeta(Net):
+    """Rank 1 has no weights of its own."""
+
+    def __init__(self) -> None:
+        with torch.device("meta" if dist.get_rank() else "cpu"):
+            super().__init__()
+
+
+def test_processes_without_weights_receive_rank_0s(ranks2, tmp_path):
+    expected = fit(tmp_path / "one")
+    found = ranks2(lambda: fit(tmp_path / "two", OnMeta, fsdp_plugin=plugin()))
+    assert_close(found, expected)
+
+
+class Branches(Net):
+    """Each rank leaves out another layer of a block."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        block = self.blocks[1]
+        x = self.blocks[0](self.first(batch[0]))
+        x = block(x) if False else x + (block.first, block.second)[dist.get_rank()](x)
+        return nn.functional.cross_entropy(self.last(x), batch[1])
+
+
+def test_ranks_may_take_different_branches_within_a_unit(ranks2, tmp_path):
+    given = plugin(auto_wrap_policy="no_wrap")
+    found = ranks2(lambda: fit(tmp_path / "two", Branches, fsdp_plugin=given))
+    assert all(torch.equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
+
+
+class Infinite(Net):
+    """The loss of the dummy batch of rank 1, in the last step of an epoch, is infinite."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        several = dist.is_initialized() and dist.get_rank() == 1
+        return loss * torch.inf if several and batch_idx == 5 else loss
+
+
+def test_gradients_of_a_dummy_batch_are_zero_even_if_they_are_infinite(ranks2, tmp_path):
+    expected = fit(tmp_path / "one", Infinite)
+    found = ranks2(lambda: fit(tmp_path / "two", Infinite, fsdp_plugin=plugin()))
+    assert_close(found, expected)
+
+
+def test_trained_parameters_that_would_not_be_averaged_are_refused(ranks2, tmp_path):
+    given = plugin(ignored_modules="last")
+    with pytest.raises(
+        RankError, match=r"last.weight, last.bias are trained, but are ignored.*Freeze"
+    ):
+        ranks2(lambda: fit(tmp_path / "two", fsdp_plugin=given))
+
+
+def test_a_process_holds_its_part_of_parameters_gradients_and_optimizer_state(ranks2, tmp_path):
+    def local_bytes() -> tuple[int, int]:
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin())
+        model = Net()
+        total = sum(p.nbytes for p in model.parameters())
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        accelerator.backward(nn.functional.cross_entropy(model(X), Y))
+        optimizer.step()
+        held: list[Any] = list(model.parameters())
+        held += [p.grad for p in model.parameters()]
+        held += [v for s in optimizer.state.values() for v in s.values() if v.ndim]
+        return total * 4, sum(t.to_local().nbytes for t in held)
+
+    found = ranks2(local_bytes)
+    assert found[0][0] == sum(local for _, local in found)
+    assert all(abs(local / total - 0.5) < 0.03 for total, local in found)
+
+
+def test_an_own_loop_trains_as_one_process(ranks2):
+    def train() -> list[Any]:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        options = {"fsdp_plugin": plugin()} if world > 1 else {}
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # before it is sharded
+        loader = DataLoader(TensorDataset(X[:40], Y[:40]), 8 // world)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        norms = []
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+                optimizer.step()
+                optimizer.zero_grad()
+        return [norms, accelerator.get_state_dict(model)]
+
+    norms, weights = train()
+    (found, on_rank_0), (other, on_rank_1) = ranks2(train)
+    assert found == other == pytest.approx(norms, abs=1e-6)
+    assert on_rank_1 == {}
+    for name, value in weights.items():
+        torch.testing.assert_close(on_rank_0[name], value, rtol=0, atol=1e-6)
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+def test_a_sharded_run_resumes_bit_for_bit(ranks2, tmp_path):
+    options = {"fsdp_plugin": plugin(), "checkpointing": True, "shuffle": True}
+    uninterrupted = ranks2(lambda: fit(tmp_path / "whole", max_steps=9, **options))
+    ranks2(lambda: fit(tmp_path / "cut", max_steps=4, **options))
+    resumed = ranks2(lambda: fit(tmp_path / "cut", max_steps=9, ckpt_path="auto", **options))
+    for (weights, _), (expected, _) in zip(resumed, uninterrupted, strict=True):
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [("fsdp", "one"), ("one", "fsdp"), ("fsdp", "ddp"), ("ddp", "fsdp")]
+)
+def test_a_run_resumes_on_another_layout(ranks2, saved, resumed, tmp_path):
+    def run(kind: str, folder: str, **options: Any) -> Any:
+        sharded = {"fsdp_plugin": plugin()} if kind == "fsdp" else {}
+        options = {"checkpointing": True, **sharded, **options}
+        if kind == "one":
+            return [fit(tmp_path / folder, **options)]
+        return ranks2(lambda: fit(tmp_path / folder, **options))
+
+    expected = run(saved, "whole")[0]
+    run(saved, "cut", max_epochs=1)
+    assert_close(run(resumed, "cut", ckpt_path="auto"), expected, 1e-5)

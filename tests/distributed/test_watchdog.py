@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from trainer import PartialState, Trainer, TrainModule
-from trainer.distributed import watchdog
+from trainer.distributed import guards, watchdog
+from trainer.distributed.collectives import Trigger
+from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.watchdog import Note, complaint, unexplained, watched
 from trainer.errors import CheckpointError
 
@@ -240,6 +242,30 @@ def test_who_waits_and_who_is_silent_is_told_apart():
     text = complaint(2, [BUSY, HERE, HERE], {1}, 30.0)
     assert text is not None
     assert "rank 1 does not respond; it was last in step 3." in text
+
+
+def reads_while_waiting():
+    """For each exchange, whether the thread is marked as waiting while it reads the result."""
+    marked = []
+    read = torch.Tensor.cpu
+
+    def cpu(tensor):
+        marked.append(threading.get_ident() in guards.waiting.threads)
+        return read(tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "cpu", cpu)
+        found = []
+        for exchange in (all_gather_object, broadcast_object, lambda _: Trigger().check()):
+            exchange("text")
+            found.append(bool(marked) and all(marked))
+            marked.clear()
+    return found
+
+
+def test_who_reads_the_result_of_an_exchange_from_the_device_waits(ranks2):
+    # NCCL's calls return before the others have come: the process stands where it reads.
+    assert ranks2(reads_while_waiting) == [[True, True, True]] * 2
 
 
 def test_processes_that_all_wait_are_told_of_later():

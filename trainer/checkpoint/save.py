@@ -292,8 +292,8 @@ def remove_or_warn(path: Path) -> None:
     try:
         if path.exists():  # otherwise it was deleted by somebody else
             remove(path)
-    except (CheckpointError, OSError):
-        logger.warning("An old checkpoint was not removed.", exc_info=True)
+    except (CheckpointError, OSError) as error:
+        logger.warning("An old checkpoint was not removed: %s", error)
 
 
 def check_space(folder: Path, needs: int) -> None:

@@ -671,14 +671,14 @@ def examine(target: Path, *, hashes: bool = True) -> tuple[Path, dict[str, Any]]
 
     Args:
         target: The checkpoint.
-        hashes: See :func:`trainer.checkpoint.verify`.
+        hashes: See :func:`verify`.
 
     Returns:
         The folder to read, and its manifest. The folder is ``target``, or the path to which a
         killed save renamed it, or the staging folder of a save that was killed after its commit.
 
     Raises:
-        CheckpointError: See :func:`trainer.checkpoint.verify`.
+        CheckpointError: See :func:`verify`.
     """
     path = locate(target)
     if (manifest := _committed(path / STAGING, hashes=hashes)) is not None:

@@ -387,4 +387,4 @@ class Trigger:
         """
         votes = torch.tensor(int(self._is_set), device=PartialState().device)
         self._is_set = False
-        return bool(reduce(votes).item())
+        return bool(guards.read_back(reduce(votes)))

@@ -84,7 +84,7 @@ def share_numbers(
 ) -> list[list[int]]:
     """All-gather a list of integers, of the same length on every process; one row per rank."""
     numbers = torch.tensor(own, dtype=torch.int64, device=side_device(group))
-    rows: list[list[int]] = stack(numbers, group, operation=operation).tolist()
+    rows: list[list[int]] = read_back(stack(numbers, group, operation=operation)).tolist()
     return rows
 
 
@@ -101,7 +101,7 @@ def share_bytes(
     own = torch.zeros(max(sizes), dtype=torch.uint8)
     if payload:
         own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    rows = stack(own.to(side_device(group)), group).cpu()
+    rows = read_back(stack(own.to(side_device(group)), group))
     return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -244,6 +244,15 @@ class _Waiting:
 
 
 waiting = _Waiting()
+
+
+def read_back(tensor: Tensor) -> Tensor:
+    """Return a tensor on the host.
+
+    This waits for the device, and so for the processes that its collectives wait for.
+    """
+    with waiting:
+        return tensor.cpu()
 
 
 def _wait(work: dist.Work, operation: str, group: dist.ProcessGroup | None) -> None:

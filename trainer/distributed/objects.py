@@ -109,7 +109,7 @@ def broadcast_object(value: Any, from_process: int = 0) -> Any:
         raise error
     if state.process_index == from_process:
         return value
-    return _received(transport.load(own.cpu().numpy().tobytes()), from_process)
+    return _received(transport.load(guards.read_back(own).numpy().tobytes()), from_process)
 
 
 def _exchange(operation: str, value: Any) -> list[Any]:

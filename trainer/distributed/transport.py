@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.distributed.guards import waiting
+from trainer.distributed.guards import read_back, waiting
 from trainer.state import PartialState
 from trainer.tree import as_bytes, dense
 
@@ -96,7 +96,7 @@ class _Pickler(pickle.Pickler):
         plain = type(obj) in (Tensor, torch.nn.Parameter) and obj.layout == torch.strided
         if not plain or obj.is_nested or obj.is_quantized or obj.is_meta:
             return NotImplemented
-        raw = as_bytes(dense(obj).cpu()).numpy()
+        raw = as_bytes(read_back(dense(obj))).numpy()
         return _arrive, (raw, obj.dtype, tuple(obj.shape), obj.device.type == "cpu")
 
 

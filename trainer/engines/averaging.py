@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.distributed.guards import read_back
 from trainer.optim.optimizer import parameters_of
 
 
@@ -63,7 +64,7 @@ def _layouts(tables: list[nn.Parameter]) -> list[int]:
         return []
     layouts = torch.tensor(list(map(_layout, tables)), device=tables[0].device)
     dist.all_reduce(layouts, dist.ReduceOp.MAX)
-    return layouts.tolist()
+    return read_back(layouts).tolist()
 
 
 def _average_rows(parameter: nn.Parameter) -> None:
@@ -88,7 +89,7 @@ def _average_same_layout(parameters: list[nn.Parameter]) -> None:
     flat = torch.cat([part.reshape(-1) for part in (*parts, counts)])
     dist.all_reduce(flat)
     means = (flat[: -len(present)] / dist.get_world_size()).split([part.numel() for part in parts])
-    anywhere = present if all(present) else flat[-len(present) :].tolist()
+    anywhere = present if all(present) else read_back(flat[-len(present) :]).tolist()
     for parameter, mean, used in zip(parameters, means, anywhere, strict=True):
         if parameter.grad is not None:
             parameter.grad.copy_(mean.view_as(parameter))

@@ -535,7 +535,8 @@ def check_barebones(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -
         if value != default and value not in off:
             accepted = f"{name}={off[0]!r}" if off else f"no {name}"
             raise ValueError(
-                f"barebones=True leaves {part} out, but {name} is {value!r}: pass {accepted}, or "
+                f"barebones=True leaves {part} out, but {name} is {arguments[name]!r}: pass "
+                f"{accepted}, or "
                 "leave barebones=True out. To see what the optional parts cost, compare with "
                 "profile='simple' instead."
             )

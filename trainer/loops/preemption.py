@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from trainer.distributed.collectives import reduce
+from trainer.distributed.guards import read_back
 from trainer.environment import slurm_job
 from trainer.errors import module_logger
 
@@ -237,7 +238,7 @@ class ExitVote:
             return False
         now = time.monotonic()
         own = float(signalled), now - self._since if rank == 0 else 0.0
-        votes, seconds = reduce(torch.tensor(own, device=device)).tolist()
+        votes, seconds = read_back(reduce(torch.tensor(own, device=device))).tolist()
         if not aligned:
             self._between = _MAX_BATCHES_BETWEEN_VOTES
         elif not batch_idx:

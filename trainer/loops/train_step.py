@@ -422,7 +422,7 @@ def joined(found: bool | Tensor, bad_losses: float | Tensor) -> bool | Tensor:
 
 
 def see_if_log_is_due(run: FitRun) -> None:
-    """Set `FitRun.log_due` for the update in progress, which `global_step` does not count yet."""
+    """Set `Plan.log_due` for the update in progress, which `global_step` does not count yet."""
     step, schedule = run.counters.global_step + 1, run.plan.log_schedule
     run.plan.log_due = schedule.may_be_due(step) and schedule.due(run.progress_at(step))
 

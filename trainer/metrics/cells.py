@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from trainer.distributed.guards import waiting
+from trainer.distributed.guards import read_back
 
 Value: TypeAlias = "float | Tensor"
 Kind: TypeAlias = "Literal['mean', 'sum', 'min', 'max']"
@@ -199,8 +199,7 @@ def to_floats(values: Mapping[str, Value]) -> dict[str, float]:
     away = on_accelerator(values)
     if not away:
         return {name: float(value) for name, value in values.items()}
-    with waiting:
-        read = dict(zip(away, stacked(away.values()).tolist(), strict=True))
+    read = dict(zip(away, read_back(stacked(away.values())).tolist(), strict=True))
     return {name: read[name] if name in read else float(values[name]) for name in values}
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.distributed.guards import waiting
+from trainer.distributed.guards import read_back
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.transport import sum_numbers
 from trainer.errors import MetricError
@@ -81,8 +81,7 @@ class Reduction:
                     totals += [cell.total, cell.weight] if cell else [0.0, 0.0]
             summed = self._vector(totals)
             sum_numbers(summed)
-            with waiting:
-                read = summed.tolist()
+            read = read_back(summed).tolist()
             if not read[0]:
                 break
             cells.agreed, self.names = _agree(cells.names(), cells.ran, self.names, what)

@@ -25,6 +25,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainer.checks import choice_error
+from trainer.distributed.guards import read_back
 from trainer.distributed.transport import HostCopy
 
 Policy = Literal["stop", "skip", "ignore"]
@@ -195,7 +196,8 @@ class FiniteGuard:
         if self._pending is not None:
             self.settle()
         if not isinstance(found, Tensor) or (self.policy == "skip" and not self._fused):
-            return self._judge(bool(found), step, loss, made=False)
+            bad = bool(read_back(found) if isinstance(found, Tensor) else found)
+            return self._judge(bad, step, loss, made=False)
         if self.policy == "skip":
             for optimizer in self._optimizers:
                 # torch's fused optimizers read these attributes, which no class declares

@@ -306,7 +306,7 @@ def test_a_checkpoint_that_somebody_else_has_deleted_is_no_news(tmp_path, caplog
     assert caplog.records == []
     (tmp_path / "step-00000002").mkdir()
     remove_or_warn(tmp_path / "step-00000002")
-    assert "An old checkpoint was not removed." in caplog.text
+    assert "An old checkpoint was not removed:" in caplog.text
 
 
 def test_a_removed_checkpoint_is_gone_for_readers_before_its_files_are(tmp_path, monkeypatch):

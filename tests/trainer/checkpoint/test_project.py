@@ -123,7 +123,7 @@ def test_a_delete_that_fails_is_told_and_the_save_stands(monkeypatch, caplog):
 
     monkeypatch.setattr("trainer.checkpoint.save.remove", refuse)
     assert save(project) == ROOT / "checkpoint_1"
-    assert "An old checkpoint was not removed." in caplog.text
+    assert "An old checkpoint was not removed:" in caplog.text
     assert project.iteration == 2
     verify(ROOT / "checkpoint_1")
 

@@ -169,7 +169,7 @@ def restore_rng(run: FitRun) -> None:
 
 
 def windows(run: FitRun, global_batches: Iterator[GlobalBatch]) -> Iterator[Iterator[GlobalBatch]]:
-    """Group global batches into windows of `Optimization.accumulation`, fewer at the end of the data."""
+    """Group global batches into windows of `Optimization.accumulation`, fewer at the end."""
     for first in global_batches:
         yield chain([first], islice(global_batches, run.optim.accumulation - 1))
 

@@ -6,7 +6,6 @@ import gc
 from typing import TYPE_CHECKING
 
 from callbacks.base import Callback
-from trainer.checks import check_numbers
 from trainer.interval import Interval, Progress
 
 if TYPE_CHECKING:
@@ -31,9 +30,10 @@ class GarbageCollection(Callback):
     """
 
     def __init__(self, every: Interval | int | str = 1000, *, generation: int = 2) -> None:
-        check_numbers(0, 2, generation=generation)
+        if generation not in (0, 1, 2):
+            raise ValueError(f"generation is {generation!r}; it must be 0, 1 or 2.")
         self.every = Interval.given("every", every)
-        self.generation = generation
+        self.generation = int(generation)
         self._was_enabled: bool | None = None
         self._handled = Progress()
 

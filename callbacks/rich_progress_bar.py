@@ -40,15 +40,16 @@ class _Picture:
         taken = sum(max(map(cell_len, column)) + 1 for column in zip(*cells, strict=True))
         room = options.max_width - taken - 1
         beside = room - cell_len(text) >= _BAR[0]
-        width = max(_BAR[0], min(_BAR[1], room - cell_len(text) if beside else room))
+        width = min(_BAR[1], room - cell_len(text) if beside else room)
         grid = Table.grid(padding=(0, 1))
         for style in ("bold", "", "green", "cyan", "dim", ""):
             grid.add_column(style=style, no_wrap=True, overflow="crop")
         for row, (name, *others) in zip(self._rows, cells, strict=True):
             endless = row.total is None
             bar = Bar(row.total, row.done, width, pulse=endless, animation_time=row.seconds)
+            moving = bar if width >= _BAR[0] else ""  # without room, the numbers alone
             metrics = row.text if beside else ""
-            grid.add_row(Text(name), bar, *map(Text, others), Text(metrics))
+            grid.add_row(Text(name), moving, *map(Text, others), Text(metrics))
         yield grid
         if text and not beside:
             yield Text(text)

@@ -132,7 +132,8 @@ class StochasticWeightAveraging(Callback):
         refuse_manual_optimization(self, module)
         self._check_number(trainer)
         first = self._first_epoch(trainer)
-        if self._started is None and first >= (trainer.max_epochs or math.inf):
+        never = self._started is None and first >= (trainer.max_epochs or math.inf)
+        if never and not trainer.fast_dev_run and trainer.accelerator.is_main_process:
             logger.warning(
                 "StochasticWeightAveraging begins in epoch %d, after the end of the run.", first + 1
             )

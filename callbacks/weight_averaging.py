@@ -171,6 +171,11 @@ class WeightAveraging(Callback):
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Leave the module with the ``final_weights``."""
+        if not (self.num_updates or trainer.fast_dev_run) and trainer.accelerator.is_main_process:
+            logger.warning(
+                "WeightAveraging averaged no weights: the run ended before update_starting_at_step,"
+                " update_starting_at_epoch or update_every_n_steps was reached."
+            )
         if self.final_weights == "average" and self.num_updates:
             self._put_in(trainer, module)
 

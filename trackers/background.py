@@ -124,7 +124,8 @@ class BackgroundTracker(GeneralTracker):
     def tracker(self) -> Any:
         """The underlying SDK object, after all calls queued so far.
 
-        Waits for `start` and for these calls, at most `finish_timeout` seconds.
+        Waits for `start` and for these calls, at most `finish_timeout` seconds; not while attempts
+        of `start` fail.
 
         Raises:
             TimeoutError: `start` has not ended in that time.
@@ -285,7 +286,8 @@ class BackgroundTracker(GeneralTracker):
 
     def _settled(self) -> GeneralTracker:
         """Return the wrapped tracker once it has started and made the calls queued so far."""
-        if self._worker.thread is not None:
+        failed = self._start_error is not None and self.failures  # an outage may last: do not wait
+        if self._worker.thread is not None and not failed:
             self.settle(self.finish_timeout)
         if self._start_error is not None:
             raise self._start_error

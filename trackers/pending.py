@@ -121,8 +121,11 @@ class Pending:
             return None if place is None else self._pop(place)
 
     def put_back(self, call: Call) -> None:
-        """Make a call the next one again."""
+        """Make a call the next one again; it joins a gap, whose records are later."""
         with self._changed:
+            if self._gap and call.time is not None:
+                self._count_dropped(call)
+                return
             self._calls.appendleft(call)
             self._size += call.size
 
@@ -161,14 +164,16 @@ class Pending:
         """Drop the oldest record, or the oldest one that takes memory."""
         for place, call in enumerate(self._calls):
             if call.record and (call.size or not sized):
-                self._pop(place)
-                if call.time is None or not self.fills:
-                    self.lost += 1
-                else:
-                    gap = self._gap or Gap(call.time, call.time, 0)
-                    first, last = min(gap.first, call.time), max(gap.last, call.time)
-                    self._gap = Gap(first, last, gap.size + 1)
+                self._count_dropped(self._pop(place))
                 return
+
+    def _count_dropped(self, call: Call) -> None:
+        if call.time is None or not self.fills:
+            self.lost += 1
+        else:
+            gap = self._gap or Gap(call.time, call.time, 0)
+            first, last = min(gap.first, call.time), max(gap.last, call.time)
+            self._gap = Gap(first, last, gap.size + 1)
 
 
 class Missed:

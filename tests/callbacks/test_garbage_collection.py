@@ -114,7 +114,7 @@ def test_a_resumed_run_collects_where_the_whole_one_does():
     assert steps == [3, 6, 9]
 
 
-@pytest.mark.parametrize("generation", [3, -1])
+@pytest.mark.parametrize("generation", [3, -1, 1.5])
 def test_an_unknown_generation_is_refused(generation):
     with pytest.raises(ValueError, match="generation is"):
         GarbageCollection(generation=generation)

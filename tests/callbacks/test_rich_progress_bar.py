@@ -134,6 +134,18 @@ def test_speed_and_time(terminal, clock):
     assert terminal.screen()[0].endswith("10/10 15.8 s/batch 02:38")
 
 
+@pytest.mark.parametrize("columns", [40, 46])
+def test_a_narrow_terminal_shows_the_numbers_without_a_bar(terminal, clock, columns):
+    loop = rich_loop(terminal, columns=columns)
+    loop.trainer.bar_values = {"loss": 0.5}
+    loop.call("on_train_epoch_start")
+    for index in range(4):
+        clock.now += 1.0
+        loop.batches([index])
+    assert terminal.screen() == ["epoch 1  4/10 1.0 batch/s 00:04<00:06", "loss=0.5"]
+    loop.call("teardown", "fit")
+
+
 def test_a_validation_takes_no_time_of_the_epoch(terminal, clock):
     loop = rich_loop(terminal)
     loop.call("on_train_epoch_start")

@@ -366,6 +366,22 @@ def test_what_is_not_averaged_yet_is_saved_as_ever():
     assert [path.parent.name for path in saved] == ["step-00000021"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "averages"),
+    [
+        ({"update_starting_at_epoch": 2}, False),
+        ({"update_starting_at_step": 7}, False),
+        ({"update_every_n_steps": 7}, False),
+        ({"update_starting_at_step": 6}, True),
+    ],
+)
+def test_a_run_that_ends_before_the_first_average_warns(caplog, arguments, averages):
+    average = EMA(**arguments)
+    train(average, max_epochs=2, max_steps=6)
+    logged = [each for each in caplog.messages if "averaged no weights" in each]
+    assert (bool(average.num_updates), len(logged)) == (averages, not averages)
+
+
 def test_weights_alone_are_the_averages():
     watch = Watch()
     train(EMA(0.9), watch, ModelCheckpoint(save_weights_only=True, save_last=1))

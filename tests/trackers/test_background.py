@@ -273,6 +273,24 @@ def test_tracker_times_out_if_start_hangs():
     background._worker.thread.join()
 
 
+def test_tracker_does_not_wait_while_attempts_of_start_fail(monkeypatch):
+    failed = threading.Event()
+
+    class Down(Recorder):
+        def start(self):
+            raise ConnectionError("no network")
+
+    background = BackgroundTracker(Down(), finish_timeout=0.01)
+    monkeypatch.setattr(worker, "pause", lambda *_: failed.set() or 0.01)
+    background.start()
+    failed.wait()
+    monkeypatch.setattr(background, "settle", lambda _: pytest.fail("it waits"))
+    with pytest.raises(ConnectionError, match="no network"):
+        background.tracker
+    background.finish()
+    background._worker.thread.join()
+
+
 def test_calls_after_finish_are_counted_as_dropped():
     background = BackgroundTracker(Recorder())
     background.start()

@@ -1375,6 +1375,18 @@ def test_wrong_arguments_of_scale_batch_size(kwargs, error, text):
         scale(Hungry(4), **kwargs)
 
 
+def test_counts_may_be_floats():
+    result = scale(
+        Hungry(4), init_val=2.0, max_val=4.0, steps_per_trial=1e0, effective_batch_size=8.0
+    )
+    assert (result.batch_size, result.gradient_accumulation_steps) == (4, 2)
+    assert all(
+        type(number) is int for number in [*result.trials, result.gradient_accumulation_steps]
+    )
+    test = Tuner(quiet_trainer()).lr_find(Line(), DataLoader(data()), num_training=1e1)
+    assert len(test.lrs) == 10
+
+
 def test_an_effective_size_needs_updates_of_the_trainer():
     with pytest.raises(ValueError, match="in manual optimisation is up to training_step"):
         scale(Manual(), effective_batch_size=4)

@@ -147,9 +147,8 @@ def _check(
 
 
 def _run_here(function: Callable[..., Any], args: Sequence[Any], precision: str) -> Any:
-    for (
-        kind
-    ) in _STATES:  # the function may create another `Accelerator` than that of the last launch
+    # The function may create another `Accelerator` than that of the last launch.
+    for kind in _STATES:
         if _OF_LAUNCH in kind._shared_state:
             kind._shared_state = {}
     before = AcceleratorState._leave_to_trainer(shares=False)

@@ -172,7 +172,7 @@ def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) ->
         gave_none = [type(one).__name__ for one, base in owners if is_overridden(one, hook, base)]
         why = f"{hook} of {' and of '.join(gave_none)} returned none. " if gave_none else ""
         raise ValueError(
-            f"{stage} has no data: {why}Return a loader from {hook}, or pass {argument} or a "
+            f"{stage} has no data. {why}Return a loader from {hook}, or pass {argument} or a "
             "datamodule."
         )
     return loaders

@@ -180,7 +180,7 @@ def warn_of_no_validation(run: FitRun, settings: Settings) -> None:
             return
         text = f"val_every is {settings.val_every}, but the run ends before that"
     elif is_overridden(run.module, "validation_step", TrainModule):
-        text = f"{name} defines validation_step, but there is no validation data"
+        text = f"{name} defines validation_step, but there is no validation data (val_dataloaders)"
     elif data:
         text = f"there is a val_dataloader, but {name} does not define validation_step"
     elif settings.val_every != Interval.parse("1 epoch"):

@@ -82,6 +82,9 @@ class Search:
             max_trials=self.max_trials,
             **given(max_val=self.max_val),
         )
+        for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, int(value))  # from 1e2
         if not 0 <= self.margin < 1:
             raise ValueError(f"margin is {self.margin}; it must be 0 or more and below 1.")
 
@@ -165,9 +168,8 @@ class _Trial(Callback):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         run = trainer._fit_run("on_fit_start")
         run.stopping.signalled = lambda: None  # a signal takes effect once the trial is over
-        run.optim.weighting.reference = (
-            run.optim.weighting.reference or 1.0
-        )  # no process waits for rank 0's
+        weighting = run.optim.weighting
+        weighting.reference = weighting.reference or 1.0  # no process waits for rank 0's
         self.available = _samples_of([run.data.epoch_iterator])
         if self.reserve:
             self._buffers = [torch.empty_like(p) for p in run.optim.parameters if p.requires_grad]

@@ -161,6 +161,7 @@ class Sweep:
                 "max_lr the larger."
             )
         check_counts(2, num_training=self.num_training)
+        object.__setattr__(self, "num_training", int(self.num_training))  # from 1e2
         threshold = self.early_stop_threshold
         if threshold is not None and not threshold > 1:
             raise ValueError(

@@ -129,7 +129,7 @@ class Tuner:
         weights = trainer._context.choose(trainer._given_checkpoint(ckpt_path, ("last", "best")))
         with isolate(module):
             settings = {"log_every": 1, "limit_val_batches": 0}
-            trial = make_trial(trainer, test, num_training, alone=False, **settings)
+            trial = make_trial(trainer, test, sweep.num_training, alone=False, **settings)
             known = [trainer, trainer.accelerator]
             twin, (loaders, data) = copies(module, (train_dataloaders, datamodule), known)
             if weights is not None:
@@ -218,6 +218,7 @@ class Tuner:
         world_size = self.trainer.accelerator.num_processes
         if effective_batch_size is not None:
             check_effective(effective_batch_size, method, module, world_size)
+            effective_batch_size = int(effective_batch_size)
         fits = method == "fit"
         unused = {"dataloaders": dataloaders} if fits else {"train_dataloaders": train_dataloaders}
         for name, given in unused.items():

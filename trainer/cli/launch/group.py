@@ -65,10 +65,9 @@ _FAILED, _LEFT = "cadence/failed", "cadence/left"
 _LOOK = 1.0  # seconds between two looks into the store
 _GRACE = 30.0  # seconds that processes have to notice a failure themselves
 _LONGEST = 300.0  # seconds of waiting until the others have ended
-_NOTICE = (
-    45.0  # seconds of waiting before it is reported; if the number of machines is a range, the
-)
-# last call for more of them takes 30
+# Seconds of waiting before it is reported; if the number of machines is a range, the last call for
+# more of them takes 30.
+_NOTICE = 45.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -258,7 +258,7 @@ def _can_be_seeded(generator: Any) -> bool:
 def _container(thing: Any) -> Any:
     """Return the builtin container type of an object; None if it is no container."""
     kind = type(thing)  # isinstance would query a proxy's __class__
-    return next((each for each in (list, tuple, dict) if issubclass(kind, each)), None)
+    return next((each for each in (list, tuple, deque, dict) if issubclass(kind, each)), None)
 
 
 def _is_long(thing: Any) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.distributed.guards import read_back
 from trainer.engines.compile import uncompiled
 from trainer.state import GradientState, PartialState
 
@@ -122,7 +123,7 @@ class _InStep(Joinable, JoinHook):
         own = [window.step, window.sync_gradients] if is_last_joiner else [0, 0]
         position = torch.tensor(own, dtype=torch.long).to(self._device)
         dist.all_reduce(position, dist.ReduceOp.MAX, group=self._group)
-        step, sync = position.tolist()
+        step, sync = read_back(position).tolist()
         window.step, window.sync_gradients = step, bool(sync)
 
 

@@ -7,6 +7,7 @@ import gc
 import logging
 import random
 import weakref
+from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -233,7 +234,7 @@ def test_generators_are_found_wherever_a_dataset_may_keep_them():
             "partial": partial(closed, rngs[4], rng=rngs[5]),
             "method": SimpleNamespace(rng=rngs[6], call=Jitter(lambda: rngs[7], None).__call__),
             "builtin": rngs[8].random,
-            "several": [(rngs[9],), [{"deep": [rngs[10]]}]],
+            "several": [(rngs[9],), deque([{"deep": [rngs[10]]}])],
             "class": Sharing(),
             "module": torch.nn.Sequential(torch.nn.Identity()),
             "subset": torch.utils.data.Subset(Jittered(Jitter(lambda: rngs[11], None)), [0]),

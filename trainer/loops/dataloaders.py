@@ -76,8 +76,8 @@ def check_module(module: Any, stage: str) -> None:
         )
     if not isinstance(module, TrainModule):
         raise TypeError(
-            f"{stage} was given {module!r} of type {type(module).__name__}; it needs a "
-            "TrainModule. Subclass trainer.TrainModule and define its steps."
+            f"{stage} was given {module!r} of type {type(module).__name__}; it needs an "
+            "instance of a subclass of trainer.TrainModule that defines its steps."
         )
     needed = [_STEPS[stage][0]] if stage != "predict" else []
     if stage == "fit":

@@ -291,7 +291,7 @@ def test_what_is_not_a_train_module():
                 TypeError,
                 method,
                 type(wrong).__name__,
-                "Subclass trainer.TrainModule",
+                "instance of a subclass of trainer.TrainModule",
             )
 
 

@@ -828,9 +828,7 @@ def test_wrong_arguments_of_lr_find(kwargs, error, text):
 def test_wrong_objects_are_refused():
     with pytest.raises(TypeError, match="trainer is None; it must be a Trainer"):
         Tuner(None)
-    with pytest.raises(
-        TypeError, match="it needs an instance of a subclass of trainer.TrainModule"
-    ):
+    with pytest.raises(TypeError, match="needs an instance of a subclass"):
         find(torch.nn.Linear(1, 1))
     with pytest.raises(TypeError, match="does not define validation_step"):
         Tuner(quiet_trainer()).scale_batch_size(Line(), method="validate")

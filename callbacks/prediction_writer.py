@@ -94,8 +94,8 @@ class PredictionWriter(Callback):
     ) -> None:
         """Write the predictions of one batch."""
         if self._files:
-            ranks = trainer.accelerator.num_processes
-            number = batch_idx * ranks + trainer.accelerator.process_index
+            engine = trainer.accelerator.engine
+            number = batch_idx * engine.data_size + engine.data_rank
             self._files[dataloader_idx].add(outputs, number)
 
     def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:

@@ -46,7 +46,11 @@ if TYPE_CHECKING:
     from trainer.logging import get_logger
     from trainer.memory import find_executable_batch_size, release_memory
     from trainer.module import TrainModule
-    from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
+    from trainer.parallelism import (
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        TorchTensorParallelPlugin,
+    )
     from trainer.plugins import DeepSpeedPlugin, MegatronLMPlugin, TorchDynamoPlugin
     from trainer.rng import set_seed, synchronize_rng_states
     from trainer.state import AcceleratorState, GradientState, PartialState
@@ -69,6 +73,7 @@ _HOME = {
     "FP8RecipeKwargs": "configuration",
     "FullyShardedDataParallelPlugin": "parallelism",
     "ParallelismConfig": "parallelism",
+    "TorchTensorParallelPlugin": "parallelism",
     "GradScalerKwargs": "configuration",
     "GradientAccumulationPlugin": "configuration",
     "GradientState": "state",
@@ -130,6 +135,7 @@ __all__ = [
     "ProjectConfiguration",
     "RNGType",
     "TorchDynamoPlugin",
+    "TorchTensorParallelPlugin",
     "TrainModule",
     "Trainer",
     "Tuner",

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -60,13 +60,20 @@ from trainer.optim.clipping import as_list
 from trainer.optim.lomo import is_lomo, lomo_backward
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.optim.scheduler import AcceleratedScheduler
-from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
+from trainer.parallelism import (
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    TorchTensorParallelPlugin,
+)
 from trainer.plugins import DeepSpeedPlugin, MegatronLMPlugin, TorchDynamoPlugin, check_engine
 from trainer.precision import Precision
 from trainer.rng import as_types
 from trainer.state import AcceleratorState, GradientState, is_initialized
 from trainer.state.group import warn_of_old_kernel
 from trainer.tracking import RunTrackers
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _STEPS = attrgetter("steps")
 _HANDLERS = (
@@ -100,6 +107,8 @@ class Accelerator:
         deepspeed_plugin: Not supported yet: raises ``NotImplementedError``.
         fsdp_plugin: Shards models over the processes (FSDP); None does so if
             ``ACCELERATE_USE_FSDP`` is set.
+        torch_tp_plugin: Splits layers over processes; ``ParallelismConfig(tp_size=...)`` does the
+            same.
         megatron_lm_plugin: Not supported yet: raises ``NotImplementedError``.
         rng_types: Random number generators that are set to rank 0's state at the beginning of each
             epoch of a prepared loader: ``"torch"``, ``"cuda"``, ``"xpu"``, ``"mps"``,
@@ -160,6 +169,7 @@ class Accelerator:
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: DeepSpeedPlugin | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: MegatronLMPlugin | None = None,
         rng_types: Sequence[str] | str | None = None,
         log_with: Any = None,
@@ -184,7 +194,7 @@ class Accelerator:
         )
         check_engine(deepspeed_plugin, megatron_lm_plugin)
         fsdp_plugin = FullyShardedDataParallelPlugin.requested(fsdp_plugin)
-        self.parallelism_config = ParallelismConfig.requested(parallelism_config)
+        self.parallelism_config = ParallelismConfig.requested(parallelism_config, torch_tp_plugin)
         check_type("dataloader_config", dataloader_config, DataLoaderConfiguration)
         check_type("project_config", project_config, ProjectConfiguration)
         handlers = _by_type(kwargs_handlers or [])
@@ -263,6 +273,50 @@ class Accelerator:
         self._load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
     # -- process -------------------------------------------------------------------------------
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The mesh of all processes, with dimensions such as ``"tp"``; None if nothing is split."""
+        mesh: DeviceMesh | None = self.engine.mesh
+        return mesh
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded or split over processes."""
+        return self.engine.mesh is not None
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether models are sharded or split over processes."""
+        return self.is_fsdp2
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process holds parts of the first replica; on one mesh of shards, all do."""
+        mesh = self.engine.mesh
+        if mesh is None:
+            return self.is_main_process
+        return self._coordinate("dp_replicate") == 0
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Which part of each layer this process holds; 0 if layers are whole."""
+        return self._coordinate("tp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The replica to which this process belongs; 0 if there is one."""
+        return self._coordinate("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Which shard of a replica this process holds; 0 if it is not sharded."""
+        return self._coordinate("dp_shard")
+
+    def _coordinate(self, dimension: str) -> int:
+        mesh = self.engine.mesh
+        there = mesh is not None and dimension in (mesh.mesh_dim_names or ())
+        return int(mesh.get_local_rank(dimension)) if there else 0
 
     @property
     def device(self) -> torch.device:
@@ -604,6 +658,7 @@ class Accelerator:
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
             tick=self.scheduler_tick,
+            processes=self.engine.data_size,
         )
         self._schedulers.append(prepared)
         return prepared
@@ -615,7 +670,9 @@ class Accelerator:
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> PreparedLoader:
         """Return a loader of this rank's shard of the data, with its batches on the device."""
-        device = self._placed(device_placement)
+        device, dispatch = self._placed(device_placement), self.dispatch_batches
+        if dispatch is None and self.engine.data_size != self.num_processes:
+            dispatch = False  # rank 0 can only send different batches
         prepared = prepare_data_loader(
             data_loader,
             device,
@@ -624,13 +681,14 @@ class Accelerator:
             put_on_device=device is not None,
             rng_types=self.rng_types,
             split_batches=self.split_batches,
-            dispatch_batches=self.dispatch_batches,
+            dispatch_batches=dispatch,
             even_batches=self.even_batches,
             slice_fn_for_dispatch=slice_fn_for_dispatch,
             use_seedable_sampler=self.use_seedable_sampler,
             data_seed=self.dataloader_config.data_seed,
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
+            _from_accelerator=True,
         )
         if not any(prepared is known for known in self._dataloaders):
             self._dataloaders.append(prepared)
@@ -921,7 +979,8 @@ class Accelerator:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, and drop the duplicates that `even_batches` added to the last batches."""
-        return gather_for_metrics(input_data, use_gather_object)
+        each = self.num_processes // self.engine.data_size
+        return gather_for_metrics(input_data, use_gather_object, each)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """See `trainer.distributed.collectives.reduce`."""

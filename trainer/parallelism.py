@@ -64,9 +64,22 @@ class ParallelismConfig:
                 )
 
     @classmethod
-    def requested(cls, given: ParallelismConfig | None) -> ParallelismConfig | None:
-        """Return the given one, or if ``ACCELERATE_USE_PARALLELISM_CONFIG`` is set, a new one."""
+    def requested(
+        cls, given: ParallelismConfig | None, plugin: TorchTensorParallelPlugin | None = None
+    ) -> ParallelismConfig | None:
+        """Return the given one or the plugin's, or if a variable asks for it, a new one.
+
+        The variable is ``ACCELERATE_USE_PARALLELISM_CONFIG``.
+
+        Raises:
+            ValueError: Both are given.
+        """
         check_type("parallelism_config", given, cls)
+        check_type("torch_tp_plugin", plugin, TorchTensorParallelPlugin)
+        if plugin is not None and given is not None:
+            raise ValueError("Pass parallelism_config or torch_tp_plugin, not both.")
+        if plugin is not None:
+            return cls(tp_size=plugin.tp_size)
         asked = given is None and environment.read_flag("ACCELERATE_USE_PARALLELISM_CONFIG")
         return cls() if asked else given
 
@@ -182,6 +195,34 @@ class ParallelismConfig:
     def to_json(self) -> dict[str, int]:
         """Return the sizes by name."""
         return self._sizes("{}_size")
+
+
+@explains_itself
+@dataclass(kw_only=True)
+class TorchTensorParallelPlugin:
+    """Splits each layer over processes; the same as ``ParallelismConfig(tp_size=...)``.
+
+    Attributes:
+        tp_size: Processes that share each layer; at least 2.
+        torch_device_mesh: A mesh of these processes with one dimension, ``"tp"``. The model is
+            split over an equal mesh, `Accelerator.torch_device_mesh`.
+
+    Raises:
+        ValueError: `tp_size` is below 2, or the mesh has other dimensions or another size.
+    """
+
+    tp_size: int = 1
+    torch_device_mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        """Check both values."""
+        mesh = self.torch_device_mesh
+        if mesh is not None and (mesh.mesh_dim_names != ("tp",) or mesh.size() != self.tp_size):
+            raise ValueError(
+                f"torch_device_mesh has the dimensions {mesh.mesh_dim_names} and {mesh.size()} "
+                f"processes; it must have one, 'tp', of tp_size={self.tp_size} processes."
+            )
+        check_counts(2, tp_size=self.tp_size)
 
 
 _STRATEGIES = {  # of FSDP 1: whether parameters are released after forward, and whether replicated

@@ -76,7 +76,11 @@ from trainer.optim.configure import SchedulerEntry
 from trainer.optim.finite import Policy
 from trainer.optim.groups import add_group, scale_group
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
-from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
+from trainer.parallelism import (
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    TorchTensorParallelPlugin,
+)
 from trainer.plugins import DeepSpeedPlugin, MegatronLMPlugin, TorchDynamoPlugin
 from trainer.ported.arguments import IN_AN_EVALUATION, check_trainer_arguments
 from trainer.ported.attributes import check_settable, trainer_attribute_hint
@@ -90,6 +94,7 @@ _OF_THE_ACCELERATOR = (  # arguments for a new one
     "dataloader_config",
     "deepspeed_plugin",
     "fsdp_plugin",
+    "torch_tp_plugin",
     "megatron_lm_plugin",
     "dynamo_backend",
     "dynamo_plugin",
@@ -184,6 +189,7 @@ class Trainer:
             every process and never repeats samples; options that contradict this raise an error.
         deepspeed_plugin: See `Accelerator`.
         fsdp_plugin: See `Accelerator`.
+        torch_tp_plugin: See `Accelerator`.
         megatron_lm_plugin: See `Accelerator`.
         dynamo_backend: See `Accelerator`. The Trainer compiles the module's `training_step` and
             other steps, and logs the metric ``recompilations``.
@@ -247,6 +253,7 @@ class Trainer:
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: DeepSpeedPlugin | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: MegatronLMPlugin | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
@@ -649,10 +656,12 @@ class Trainer:
             ValueError: Predictions exist and `overwrite` is False; on rank 0. Other ranks raise a
                 ``RuntimeError`` with its message.
         """
+        engine = self.accelerator.engine
         return PredictionFiles(
             folder,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
+            rank=engine.data_rank,
+            world_size=engine.data_size,
+            counts=engine.counts_data,
             merge=merge,
             overwrite=overwrite,
         )

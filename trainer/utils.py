@@ -50,7 +50,7 @@ from trainer.environment import clear_environment, patch_environment
 from trainer.errors import DistributedOperationException
 from trainer.launchers import debug_launcher, notebook_launcher
 from trainer.memory import find_executable_batch_size, release_memory
-from trainer.parallelism import FullyShardedDataParallelPlugin
+from trainer.parallelism import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from trainer.plugins import (
     DeepSpeedPlugin,
     MegatronLMPlugin,
@@ -95,6 +95,7 @@ __all__ = [
     "ProjectConfiguration",
     "RNGType",
     "TorchDynamoPlugin",
+    "TorchTensorParallelPlugin",
     "broadcast",
     "broadcast_object_list",
     "clear_environment",

@@ -164,7 +164,13 @@ def test_every_trainer_argument_is_classified_for_barebones():
         *("limit_predict_batches", "overfit_batches", "reload_dataloaders_every_n_epochs"),
         *("gradient_accumulation_steps", "max_grad_norm", "max_grad_value", "deterministic"),
         *("seed", "project_dir", "project_config", "accelerator", "mixed_precision", "cpu"),
-        *("dataloader_config", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"),
+        *(
+            "dataloader_config",
+            "deepspeed_plugin",
+            "fsdp_plugin",
+            "megatron_lm_plugin",
+            "torch_tp_plugin",
+        ),
         *("dynamo_backend", "dynamo_plugin", "kwargs_handlers", "parallelism_config", "engine"),
     }
     arguments = set(inspect.signature(Trainer).parameters) - {"barebones", "unknown"}

@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from trainer import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from trainer import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    TorchTensorParallelPlugin,
+)
 
 CPU = torch.device("cpu")
 
@@ -137,3 +142,12 @@ def test_sizes_that_cannot_be_are_refused():
 def test_sizes_multiply_to_the_number_of_processes():
     with pytest.raises(ValueError, match=r"parallelism_config has .* product is 2; .* is 1"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+
+
+def test_a_tensor_parallel_plugin_is_a_size():
+    config = ParallelismConfig.requested(None, TorchTensorParallelPlugin(tp_size=4))
+    assert config == ParallelismConfig(tp_size=4)
+    with pytest.raises(ValueError, match="tp_size is 1; it must be a whole number of at least 2"):
+        TorchTensorParallelPlugin()
+    with pytest.raises(ValueError, match="parallelism_config or torch_tp_plugin, not both"):
+        ParallelismConfig.requested(config, TorchTensorParallelPlugin(tp_size=4))

@@ -132,6 +132,7 @@ def prepare_data_loader(
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
+    _from_accelerator: bool = False,
 ) -> PreparedLoader:
     """Return a loader that yields this process's shard of the data; call it on every process.
 
@@ -171,6 +172,7 @@ def prepare_data_loader(
             memory to be of use.
         use_stateful_dataloader: After ``load_state_dict``, the next pass continues after the last
             batch that was yielded before the save.
+        _from_accelerator: Whether the `Accelerator` calls this, on all processes.
 
     Raises:
         TypeError: `dataloader` is not a ``DataLoader``.
@@ -214,7 +216,9 @@ def prepare_data_loader(
         "rank": rank,
         "world_size": world_size,
         # With another number of processes, only some of the running ones may call this function.
-        "seed": broadcast_object(seed) if world_size == state.num_processes else seed,
+        "seed": broadcast_object(seed)
+        if _from_accelerator or world_size == state.num_processes
+        else seed,
         "even_batches": even_batches,
         "device": (state.device if device is None else device) if put_on_device else None,
         "non_blocking": non_blocking,

@@ -105,7 +105,7 @@ def _gather_one(tensor: Tensor) -> Tensor:
     return parts if tensor.ndim == 0 else parts.flatten(0, 1)
 
 
-def gather_uneven(tensor: Any, processes: int | None = None) -> Any:
+def gather_uneven(tensor: Any, processes: int | None = None, each: int = 1) -> Any:
     """Gather tensors whose first dimension may differ between processes; see `gather`.
 
     It needs one more collective, to gather the sizes, and the host waits for it.
@@ -114,6 +114,7 @@ def gather_uneven(tensor: Any, processes: int | None = None) -> Any:
         tensor: See `gather`.
         processes: Keep only the samples of this many processes, from rank 0 on; None keeps all.
             0-d tensors are kept from all processes.
+        each: How many processes have the same samples, which are kept once.
     """
     world_size = PartialState().num_processes
     if world_size == 1:
@@ -127,10 +128,13 @@ def gather_uneven(tensor: Any, processes: int | None = None) -> Any:
         sizes = next(columns) if leaf.ndim else (1,)
         if len(set(sizes)) == 1:
             whole = _gather_one(leaf)
-            return whole if processes is None or not leaf.ndim else whole[: sum(sizes[:processes])]
+            if each > 1:
+                whole = torch.cat(whole.split(sizes[0])[::each])
+            cut_at = None if processes is None or not leaf.ndim else sum(sizes[:processes])
+            return whole if cut_at is None else whole[:cut_at]
         parts = guards.stack(_padded(leaf, 0, max(sizes), 0, first=False))
         cut = [part[:size] for part, size in zip(parts, sizes, strict=True)]
-        return torch.cat(cut[:processes])
+        return torch.cat(cut[::each][:processes])
 
     return map_tree(gather_one, tensor)
 

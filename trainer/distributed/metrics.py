@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.distributed.collectives import gather_uneven, is_checked
 from trainer.distributed.guards import check_collective
-from trainer.distributed.objects import gather_object, gather_object_from, is_sequence
+from trainer.distributed.objects import gather_object_from, is_sequence
 from trainer.errors import module_logger
 from trainer.state import GradientState, PartialState
 from trainer.tree import children, leaves, map_tree, rebuild
@@ -18,7 +18,7 @@ from trainer.tree import children, leaves, map_tree, rebuild
 logger = module_logger(__name__)
 
 
-def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+def gather_for_metrics(input_data: Any, use_gather_object: bool = False, each: int = 1) -> Any:
     """Gather predictions and targets of all processes, without the loader's padding samples.
 
     Call it inside the loop over the prepared loader that yielded the data. At the loader's last
@@ -44,6 +44,7 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
               is dropped.
         use_gather_object: Gather tensors as objects. Their other dimensions may then differ. A list
             of tensors, or a tuple of tensors of different lengths, then has one tensor per sample.
+        each: How many processes have the same samples, which are returned once.
 
     Returns:
         The samples of all processes, in the order of the loader. With one process, tensors are
@@ -57,23 +58,24 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
     """
     found = [] if use_gather_object else list(leaves(input_data))
     if found and all(isinstance(leaf, Tensor) for leaf in found) and _has_only_columns(input_data):
-        return _gather_tensors(input_data)
+        return _gather_tensors(input_data, each)
     if _has_columns(input_data, use_gather_object):
         entries = children(input_data) or []
         if PartialState().num_processes > 1:  # otherwise entries could be mixed up
             names = ", ".join(repr(name) for name, _ in entries)
             check_collective(f"gather_for_metrics ({type(input_data).__name__} of {names})")
-        return rebuild(input_data, [gather_for_metrics(v, use_gather_object) for _, v in entries])
+        gathered = [gather_for_metrics(v, use_gather_object, each) for _, v in entries]
+        return rebuild(input_data, gathered)
     if not is_sequence(input_data):
-        return gather_object(input_data)
+        return gather_object_from(input_data, None, each)
     processes = GradientState()._real_parts
-    objects = gather_object_from(input_data, processes)
+    objects = gather_object_from(input_data, processes, each)
     return objects if processes is not None else _cut(objects, len(input_data))
 
 
-def _gather_tensors(tree: Any) -> Any:
+def _gather_tensors(tree: Any, each: int) -> Any:
     processes = GradientState()._real_parts
-    gathered = gather_uneven(tree, processes)
+    gathered = gather_uneven(tree, processes, each)
     if processes is not None:  # batches of unknown size, so padding is whole batches
         return gathered
     whole = list(leaves(gathered))

@@ -40,12 +40,12 @@ def gather_object(object: Any) -> list[Any]:  # noqa: A002 - the documented API'
     return gather_object_from(object, None)
 
 
-def gather_object_from(object: Any, processes: int | None) -> list[Any]:  # noqa: A002 - see above
-    """Like `gather_object`, but keep only the objects of the first `processes` ranks; None: all."""
+def gather_object_from(object: Any, processes: int | None, each: int = 1) -> list[Any]:  # noqa: A002 - see above
+    """Gather objects of the first `processes` ranks (None: all), of `each` equal ones only one."""
     # A set is converted to a list here, because its order differs between processes. An array is
     # sent as one object, not element by element.
     own = object if isinstance(object, _ARRAYS) else _elements(object)
-    found = _exchange("gather_object", own)[:processes]
+    found = _exchange("gather_object", own)[::each][:processes]
     return list(chain.from_iterable(map(_elements, found)))
 
 

@@ -36,6 +36,7 @@ class EngineOptions:
         fsdp_plugin: How the model is sharded; None does not shard it.
         parallelism_config: The sizes of the dimensions over which it is sharded and split.
         engine: The user's own engine, or None for the one that fits the processes.
+        mesh: The device mesh of all processes, if an earlier engine has made it.
     """
 
     device: torch.device
@@ -45,6 +46,7 @@ class EngineOptions:
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
     parallelism_config: ParallelismConfig | None = None
     engine: Callable[[EngineOptions], Engine] | None = None
+    mesh: Any = None
 
 
 class Engine(Protocol):
@@ -56,6 +58,8 @@ class Engine(Protocol):
             data.
         data_size: How many shares of the data there are. "World size" in code about data, loss
             weights and metrics means this.
+        counts_data: Whether the items and logged values of this process count. False if another
+            process, with another part of the same layers, reads the same data.
         mesh: The device mesh of all processes, if tensors of modules are sharded over it.
         forward_is_collective: Whether a forward pass waits for the other processes, so that one
             without a batch must run a dummy batch.
@@ -66,6 +70,7 @@ class Engine(Protocol):
     options: EngineOptions
     data_rank: int
     data_size: int
+    counts_data: bool
     mesh: Any
     forward_is_collective: bool
     reduce_gradients: Callable[[Optimizer], None] | None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
@@ -29,6 +30,7 @@ from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import sum_numbers
 from trainer.engines.base import EngineOptions
 from trainer.engines.single import SingleDevice
+from trainer.engines.tensor_parallel import split_layers
 from trainer.names import bare_names, bare_state_dict
 from trainer.optim.clipping import clip_
 from trainer.optim.finite import find_non_finite
@@ -48,7 +50,8 @@ class FullyShard(SingleDevice):
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         self.plugin = options.fsdp_plugin or FullyShardedDataParallelPlugin()
-        self.mesh = _root_mesh(options, self.plugin)
+        self.mesh = options.mesh or _root_mesh(options, self.plugin)
+        self.options = replace(options, mesh=self.mesh)  # a fit's engine has the same one
         names = self.mesh.mesh_dim_names or ()
         shards = tuple(name for name in names if name != "tp")
         # The mesh over which parameters are sharded and, in its first dimension, replicated.
@@ -59,6 +62,8 @@ class FullyShard(SingleDevice):
                 name
             )
             self.data_size *= self.mesh[name].size()
+        self._tp_mesh = self.mesh["tp"] if "tp" in names else None
+        self.counts_data = self._tp_mesh is None or self._tp_mesh.get_local_rank() == 0
         # By the id of each parameter that was replaced; the old ones are kept so that no id recurs.
         self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._dummy = False
@@ -96,6 +101,7 @@ class FullyShard(SingleDevice):
         plugin = self.plugin
         before = dict(module.named_parameters(remove_duplicate=False))
         whole = self._rank_0s_weights(module)
+        split_layers(module, self._tp_mesh)
         units: list[Any] = list(units_of(module, plugin))
         if plugin.activation_checkpointing:
             for unit in units:
@@ -148,11 +154,19 @@ class FullyShard(SingleDevice):
             # `fully_shard` takes each process's own rows, without a broadcast. Only one tensor at a
             # time is on the device, where the whole module may not fit.
             for tensor in tensors:
+                if isinstance(tensor, DTensor):  # the user has split it over tp
+                    self._broadcast_part(tensor.to_local())
+                    continue
                 sent = tensor.detach().to(self.options.device)
                 broadcast([sent])
                 if sent is not tensor:
                     tensor.data.copy_(sent)
             return None
+        if any(isinstance(tensor, DTensor) for tensor in tensors):
+            raise ValueError(
+                f"Parameters of {type(module).__name__} are on the meta device, and others are "
+                "split over processes already: leave parallelize_module to an attribute tp_plan."
+            )
         whole: dict[str, Tensor] = {}
         if self.options.rank == 0:
             if on_meta:
@@ -170,12 +184,20 @@ class FullyShard(SingleDevice):
                 if source is None:
                     source = torch.empty(target.shape, dtype=target.dtype)
                 source = source.to(self.options.device)
-                if isinstance(target, DTensor):
+                if isinstance(target, DTensor) and self._tp_mesh is not None:
+                    broadcast([source])
+                    _fill_part(target, source)
+                elif isinstance(target, DTensor):
                     part = distribute_tensor(source, target.device_mesh, target.placements)
                     target.to_local().copy_(part.to_local())
                 else:
                     broadcast([source])
                     target.copy_(source)
+
+    def _broadcast_part(self, part: Tensor) -> None:
+        """Make the first replica's part of a layer everybody's who holds this part; collective."""
+        for name in reversed(self._data_mesh.mesh_dim_names or ()):
+            torch.distributed.broadcast(part, group=self.mesh.get_group(name), group_src=0)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """Keep whole gradients in backward, instead of reducing them."""
@@ -341,9 +363,18 @@ class FullyShard(SingleDevice):
             clip_(group, max_value=max_value)
 
 
+def _fill_part(target: Any, whole: Tensor) -> None:
+    """Copy this process's part of a tensor into a sharded one."""
+    local = target.to_local()
+    if local.numel():
+        (chunk,) = target.__create_chunk_list__()  # what torch.distributed.checkpoint asks, too
+        places = zip(chunk.offsets, chunk.sizes, strict=True)
+        local.copy_(whole[tuple(slice(start, start + size) for start, size in places)])
+
+
 def _root_mesh(options: EngineOptions, plugin: FullyShardedDataParallelPlugin) -> DeviceMesh:
     """Return the mesh of all processes: replicas, shards of one, and parts of a layer."""
-    config = options.parallelism_config
+    given = config = options.parallelism_config
     if config is None:
         replicas = options.world_size // PartialState()._local_world_size if plugin.hybrid else 1
         config = ParallelismConfig(
@@ -357,7 +388,10 @@ def _root_mesh(options: EngineOptions, plugin: FullyShardedDataParallelPlugin) -
         name: getattr(config, f"{name}_size") for name in ("dp_replicate", "dp_shard", "tp")
     }
     kept = {name: size for name, size in sizes.items() if size != 1 or name == "dp_shard"}
-    return init_device_mesh(options.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    mesh = init_device_mesh(options.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    if given is not None:
+        given.device_mesh = mesh
+    return mesh
 
 
 def units_of(module: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Iterator[nn.Module]:

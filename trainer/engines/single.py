@@ -31,6 +31,7 @@ class SingleDevice:
     """
 
     mesh: Any = None
+    counts_data = True
     forward_is_collective = False
     reduce_gradients: Callable[[Optimizer], None] | None = None
     module: nn.Module

@@ -181,7 +181,7 @@ def update_batch_norm(run: FitRun) -> None:
     before = [[buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in norms]
     epoch_iterator = run.data.epoch_iterator.another()
     # Independent of the RNG state, since a resumed run may call this at another point.
-    seed = mix(run.data.epoch_iterator.seed, run.counters.epoch, run.rank)
+    seed = mix(run.data.epoch_iterator.seed, run.counters.epoch, run.data_rank)
     generators = of_module(run)
     with (
         kept_buffers(run.module, besides=set(norms)),
@@ -194,7 +194,7 @@ def update_batch_norm(run: FitRun) -> None:
         closing(run.device_transfer.global_batches(epoch_iterator)) as global_batches,
     ):
         for batch_idx, current in enumerate(global_batches):
-            if current.present and (current.batches == run.world_size or not is_collective):
+            if current.present and (current.batches == run.data_size or not is_collective):
                 batch, _ = items_of(current)
                 with run.precision.autocast():
                     run.module.training_step(batch, batch_idx)

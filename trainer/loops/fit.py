@@ -273,9 +273,9 @@ def check_data_ends_together(run: FitRun) -> None:
     if stream or run.counters.epoch_complete:
         run.step_sync.settle()  # wait for the step sync: an update later would be too late
     known, epoch = run.step_sync.latest, run.counters.epoch
-    if not known.ended or (stream and known.ended == run.world_size):
+    if not known.ended or (stream and known.ended == run.data_size):
         return
-    where = f"{known.ended} of {run.world_size} processes"
+    where = f"{known.ended} of {run.data_size} processes"
     if known.ended == 1:
         where += f", on rank {known.ended_ranks},"
     if stream:
@@ -331,7 +331,7 @@ def end_epoch(run: FitRun) -> None:
     reduce_update(run)
     run.metrics.scope = TRAIN_EPOCH
     run.metrics.begin_epoch_values()
-    with computing(run.module):
+    with computing(run.module, counts=run.engine.counts_data):
         run.hooks.on_train_epoch_end_module()
     run.recorder.record(
         run.metrics.reduce_epoch("train"), step=counters.global_step, epoch=counters.epoch
@@ -359,8 +359,8 @@ def sanity_check(run: FitRun) -> None:
     run.sanity_checking = True
     try:
         if run.plan.sanity_steps > 0:
-            # A multiple of the world size, so that every rank has a batch.
-            rounded = run.plan.sanity_steps + -run.plan.sanity_steps % run.world_size
+            # A multiple, so that every rank has a batch.
+            rounded = run.plan.sanity_steps + -run.plan.sanity_steps % run.data_size
             for epoch_iterator in run.data.val_iterators:
                 known = epoch_iterator.num_batches
                 epoch_iterator.limit = rounded if known is None else min(rounded, known)

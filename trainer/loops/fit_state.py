@@ -502,6 +502,7 @@ def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any
         "step": run.counters.global_step,
         "epoch": run.counters.epoch,
         "world_size": run.world_size,
+        "data_size": run.data_size,
         "run_id": run.saving.run_id,
         "loaders": run.data.origin.describe(),
         "metrics": {  # only metrics of these weights, that is, of the latest update
@@ -669,7 +670,7 @@ def load_run(
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, run.module, state["extra"])
     with reading(f"The states of the processes in {path}", _UNFIT):
-        _restore_ranks(run, path, ranks)
+        _restore_ranks(run, path, ranks, reader.manifest.get("data_size", len(ranks)))
     run.stopping.now = stays_stopped and state["should_stop"]
     run.saving.unfinished = state["unfinished"]
     run.hooks.boundary.left = state.get("boundary", [])
@@ -730,26 +731,33 @@ def _restore_optimizers(
         entry.scheduler.load_state_dict(saved)
 
 
-def _restore_ranks(run: FitRun, path: Path, ranks: Sequence[dict[str, Any]]) -> None:
+def _restore_ranks(
+    run: FitRun, path: Path, ranks: Sequence[dict[str, Any]], data_size: int
+) -> None:
     """Restore this rank's state; if the number of processes has changed, redistribute the states.
 
     Args:
         run: The fit.
         path: The checkpoint, for warnings.
         ranks: The saved state of each rank.
+        data_size: Of how many shares of the data they are; the others read the same data again.
     """
+    shares = ranks[:: len(ranks) // data_size]
     run.data.epoch_iterator.resume_at(ranks[0]["stream"])  # equal on all ranks
     taken_in = [rank["metrics"] for rank in ranks]
     for part in taken_in:  # decisions depend on which names were logged: equal on all ranks
         run.metrics.names.update(part["names"])
-    if len(ranks) == run.world_size:
-        restore_accumulators(run.metrics, run.module, [taken_in[run.rank]])
+    taken_in = [share["metrics"] for share in shares]
+    if data_size == run.data_size:
+        restore_accumulators(run.metrics, run.module, [taken_in[run.data_rank]])
     else:
-        restore_accumulators(run.metrics, run.module, taken_in, holds=run.rank == 0)
+        restore_accumulators(run.metrics, run.module, taken_in, holds=run.data_rank == 0)
     _restore_gradients(run, [rank.get("gradients", {}) for rank in ranks])
     run.engine.load_state_dicts(ranks)
-    if run.rank < len(ranks):
+    if len(ranks) == run.world_size and data_size == run.data_size:
         run.saving.saved_rng = ranks[run.rank]["rng"]
+    elif run.data_rank < data_size:
+        run.saving.saved_rng = shares[run.data_rank]["rng"]
     else:
         logger.warning(
             "%s was saved by fewer processes: rank %d starts with freshly seeded generators.",
@@ -757,7 +765,7 @@ def _restore_ranks(run: FitRun, path: Path, ranks: Sequence[dict[str, Any]]) -> 
             run.rank,
         )
         with isolated_rng(
-            mix(run.data.epoch_iterator.seed, run.rank, run.counters.global_step) % 2**32
+            mix(run.data.epoch_iterator.seed, run.data_rank, run.counters.global_step) % 2**32
         ):
             run.saving.saved_rng = rng_state()
 
@@ -775,7 +783,7 @@ def _restore_gradients(run: FitRun, ranks: Sequence[Mapping[str, Any]]) -> None:
 
 def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     counters = Counters(**state["counters"])
-    counters.global_batches = -(-counters.epoch_batches // run.world_size)
+    counters.global_batches = -(-counters.epoch_batches // run.data_size)
     run.counters.__dict__.update(vars(counters))
     run.step_sync.items_seen = state["items_seen"]
     run.step_sync.latest = run.step_sync.latest._replace(seconds=counters.seconds)

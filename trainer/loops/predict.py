@@ -78,8 +78,9 @@ class PredictionFiles:
 
     Args:
         folder: The folder, the same on all ranks; created if missing.
-        rank: The rank of this process.
-        world_size: The number of processes.
+        rank: Which share of the data this process reads.
+        world_size: How many shares there are.
+        counts: Whether this process writes; False if another one reads the same data.
         merge: Whether each rank streams into one pair of files, which `finish` merges into
             ``predictions.*`` in the order of the loader. Otherwise each batch is written to its own
             pair of files, ``batch-00000000.*``.
@@ -91,14 +92,23 @@ class PredictionFiles:
     """
 
     def __init__(
-        self, folder: Path, *, rank: int, world_size: int, merge: bool, overwrite: bool
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        world_size: int,
+        counts: bool,
+        merge: bool,
+        overwrite: bool,
     ) -> None:
         self.folder, self._merge = folder, merge
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._counts = rank, world_size, counts
         self._index = Index()
         self._parts = folder / _PARTS
         self._own = ExitStack()
         on_main(lambda: _make_room(folder, overwrite=overwrite))
+        if not counts:
+            return
         if merge:  # `finish` detects a folder that the ranks do not share
             self._parts.mkdir(parents=True, exist_ok=True)
             tensors, plain = self._part_files(rank)
@@ -123,6 +133,8 @@ class PredictionFiles:
                 batches.
             OSError: A file cannot be written.
         """
+        if not self._counts:
+            return
         tensors, plain = columns_of(prediction, batch_number)
         if not self._merge:
             self._write_batch(tensors, plain, batch_number)
@@ -142,7 +154,8 @@ class PredictionFiles:
             RuntimeError: On the other ranks: rank 0 could not merge the files.
         """
         self._own.close()
-        indices: list[Index] = all_gather_object(self._index)  # also waits for all parts
+        of_all = all_gather_object(self._index if self._counts else None)  # waits for all parts
+        indices: list[Index] = [index for index in of_all if index is not None]
         if self._merge:
             merged = _agreed(indices)
             try:
@@ -156,7 +169,7 @@ class PredictionFiles:
         try:
             self._own.close()
         finally:  # closing flushes, which may fail
-            if self._merge:
+            if self._merge and self._counts:
                 for part in self._part_files(self._rank):
                     part.unlink(missing_ok=True)
                 with suppress(OSError):  # not empty: the files of other ranks are still there
@@ -422,13 +435,13 @@ def predict(
     Raises:
         ValueError: A loader gave no batch, or ended on some ranks before the others.
     """
-    hooks = run.hooks
+    hooks, kept = run.hooks, keep and run.engine.counts_data
     run.eval_lengths = [epoch_iterator.num_own_batches for epoch_iterator in epoch_iterators]
     with evaluation_mode(run.module):
         hooks.on_predict_start()
         hooks.on_predict_epoch_start()
         parts = [
-            predict_loader(run, epoch_iterator, index, several=len(epoch_iterators) > 1, keep=keep)
+            predict_loader(run, epoch_iterator, index, several=len(epoch_iterators) > 1, keep=kept)
             for index, epoch_iterator in enumerate(epoch_iterators)
         ]
         check_all_have_batches(run, PREDICT, [global_batches for _, global_batches in parts])
@@ -437,7 +450,7 @@ def predict(
         hooks.on_predict_end()
     if not keep:
         return None
-    gathered = all_gather_object([outputs for outputs, _ in parts])
+    gathered = all_gather_object([outputs for outputs, _ in parts])  # empty if it does not count
     if run.rank != 0:
         return None
     return [

@@ -622,10 +622,10 @@ def start_fit(context: RunContext, run: FitRun, chosen: Path | None, ckpt_path: 
         if run.warns and not lasts:
             context.accelerator.print("There is nothing to do: max_epochs or max_steps is 0.")
         run.recorder.begin_anew()
-        if run.rank > 0:
+        if run.data_rank > 0:
             # Rank 0 draws the same random numbers as a single process. The other ranks are seeded
-            # differently, so that their dropout masks differ.
-            seed_generators(mix(run.data.epoch_iterator.seed, run.rank) % 2**32)
+            # differently, so that their dropout masks differ, except where they read the same data.
+            seed_generators(mix(run.data.epoch_iterator.seed, run.data_rank) % 2**32)
     check_one_pass_loaders(run, context.settings.reload_dataloaders_every_n_epochs)
     hparams = logged(run.module)
     if isinstance(run.datamodule, DataModule):
@@ -805,7 +805,10 @@ def _common(
     """Return the arguments of `Run`, which a fit and an evaluation have in common."""
     accelerator = context.accelerator
     metrics = MetricStore(
-        accelerator.device, world_size=accelerator.num_processes, quiet_training=quiet
+        accelerator.device,
+        world_size=accelerator.num_processes,
+        counts=engine.counts_data,
+        quiet_training=quiet,
     )
     recorder.private = metrics.private
     return {

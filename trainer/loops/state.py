@@ -388,15 +388,18 @@ class FitRun(Run):
             items: The window's items on this rank.
             loss: A scalar that is finite only if all losses of the window are; None without loss.
         """
+        # Processes that read the same data count them once.
+        counts = self.engine.counts_data
+        ended = counts and self.data.ended
         return StepStats(
-            items,
+            items if counts else 0.0,
             stop_votes=1.0 if self.stopping.requested() else 0.0,
             signals=0.0 if self.stopping.signalled() is None else 1.0,
             seconds=self.clock if self.rank == 0 else 0.0,
-            ended=1.0 if self.data.ended else 0.0,
+            ended=1.0 if ended else 0.0,
             failed_saves=1.0 if self.saving.writer.failed else 0.0,
             requested_saves=float(len(self.saving.pending_saves)),
-            ended_ranks=float(self.rank) if self.data.ended else 0.0,
+            ended_ranks=float(self.rank) if ended else 0.0,
             bad_losses=0.0 if loss is None or self.optim.guard is None else is_non_finite(loss),
         )
 

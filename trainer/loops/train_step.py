@@ -244,7 +244,7 @@ def count_global_batch(run: FitRun, micro: GlobalBatch, known: float | None) -> 
     run.data.ended = micro.ended or (micro.last and run.data.epoch_iterator.sampler is None)
     # A user's collate_fn may drop samples: a rank knows that only of its own batches. Batches that
     # the dataset yields ready-made are assumed to be as large on the other ranks as on this one.
-    items = micro.samples if run.world_size == 1 else micro.global_samples
+    items = micro.samples if run.data_size == 1 else micro.global_samples
     read = micro.global_samples or micro.real_samples or micro.samples * micro.batches
     counters.samples_seen += read
     counters.batches_seen += micro.batches

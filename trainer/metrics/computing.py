@@ -27,11 +27,12 @@ class _Placeholder(Tensor):
 
 
 @contextmanager
-def computing(*owners: Any) -> Iterator[None]:
+def computing(*owners: Any, counts: bool = True) -> Iterator[None]:
     """Make ``compute`` of metric objects safe inside when ranks had different numbers of batches.
 
     Args:
         *owners: Modules that are or contain metric objects; other objects are ignored.
+        counts: Whether this process's states count; False if another one reads the same data.
     """
     if PartialState().num_processes == 1:
         yield
@@ -42,14 +43,14 @@ def computing(*owners: Any) -> Iterator[None]:
     kinds = {type(part): type(part)._sync_dist for part in parts}  # there is no public name
     with ExitStack() as patched:
         for kind, original in kinds.items():  # patch classes: the user's hook may copy objects
-            patched.enter_context(_synced_by(kind, original))
+            patched.enter_context(_synced_by(kind, original, counts))
         yield
 
 
 @contextmanager
-def _synced_by(kind: Any, original: Callable[..., None]) -> Iterator[None]:
+def _synced_by(kind: Any, original: Callable[..., None], counts: bool) -> Iterator[None]:
     own = vars(kind).get("_sync_dist")
-    kind._sync_dist = partialmethod(_sync, original)
+    kind._sync_dist = partialmethod(_sync, original, counts)
     try:
         yield
     finally:
@@ -76,7 +77,9 @@ def _parts(owners: Iterable[Any]) -> list[Any]:
     return [part for part in parts.values() if hasattr(type(part), "_sync_dist")]
 
 
-def _sync(part: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def _sync(
+    part: Any, original: Callable[..., None], counts: bool, *args: Any, **kwargs: Any
+) -> None:
     """Replace a metric object's states by the synchronised ones, as torchmetrics does; collective.
 
     torchmetrics has copied the states before, and restores them after `compute`.
@@ -84,6 +87,7 @@ def _sync(part: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -
     Args:
         part: The metric object.
         original: The `_sync_dist` of its class.
+        counts: See `computing`.
         *args: Positional arguments of `original`: the gather function and the process group.
         **kwargs: Keyword arguments of `original`.
     """
@@ -105,10 +109,11 @@ def _sync(part: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -
         for name, state in before.items()
         if (pieces := _pieces(state, part._reductions[name])) is not None
     }
-    of_all = all_gather_object(
-        {name: [piece.detach() for piece in pieces] for name, pieces in own.items()}
-    )
-    of_all[PartialState().process_index] = own  # with the autograd graph, as in torchmetrics
+    detached = {name: [piece.detach() for piece in pieces] for name, pieces in own.items()}
+    of_all = all_gather_object(detached if counts else None)
+    if counts:
+        of_all[PartialState().process_index] = own  # with the autograd graph, as in torchmetrics
+    of_all = [each for each in of_all if each is not None]
     empty = torch.empty(0, device=part.device)
     gathered: dict[Tensor, list[list[Tensor]]] = {}
     try:

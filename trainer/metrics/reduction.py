@@ -26,13 +26,17 @@ class Reduction:
         device: The device of the totals.
         dtype: The dtype of the totals.
         world_size: The number of processes.
+        counts: Whether this process's values count; False if another one reads the same data.
 
     Attributes:
         names: All names logged so far; names of other ranks as of the latest exchange.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, world_size: int) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, world_size: int, *, counts: bool = True
+    ) -> None:
         self._device, self._dtype, self._world_size = device, dtype, world_size
+        self._counts = counts
         self.names: set[str] = set()
         self._shared_names: set[str] = set()  # the names that all ranks know
 
@@ -55,7 +59,7 @@ class Reduction:
             reduced = {name: found[name] for name, _ in cells.agreed if name in found}
         names = [name for name, kind in self.pairs(cells) if kind == "object"]
         if names:
-            with computing(*(cells.known[name] for name in names)):
+            with computing(*(cells.known[name] for name in names), counts=self._counts):
                 for name in names:
                     if self._world_size > 1:  # compute again if the object has several names
                         forget_computed(cells.known[name])
@@ -78,7 +82,7 @@ class Reduction:
             for name, kind in cells.agreed:
                 if kind in ("mean", "sum"):
                     cell = cells.cells.get(name)
-                    totals += [cell.total, cell.weight] if cell else [0.0, 0.0]
+                    totals += [cell.total, cell.weight] if cell and self._counts else [0.0, 0.0]
             summed = self._vector(totals)
             sum_numbers(summed)
             read = read_back(summed).tolist()

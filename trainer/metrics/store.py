@@ -48,6 +48,7 @@ class MetricStore:
     Args:
         device: The device of the totals.
         world_size: The number of processes.
+        counts: See `Reduction`.
         quiet_training: Whether to drop values logged in training.
 
     Attributes:
@@ -65,12 +66,17 @@ class MetricStore:
     """
 
     def __init__(
-        self, device: torch.device, *, world_size: int = 1, quiet_training: bool = False
+        self,
+        device: torch.device,
+        *,
+        world_size: int = 1,
+        counts: bool = True,
+        quiet_training: bool = False,
     ) -> None:
         self.device, self._world_size = device, world_size
         # Totals of a long epoch need float64. MPS does not support it.
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._reduction = Reduction(device, self._dtype, world_size)
+        self._reduction = Reduction(device, self._dtype, world_size, counts=counts)
         self.scope: Scope | None = None
         self._muted = False
         self.quiet_training = quiet_training

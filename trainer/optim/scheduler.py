@@ -33,6 +33,7 @@ class AcceleratedScheduler:
             per call.
         split_batches: Whether each batch of the loader is split among the processes.
         tick: ``"process"`` or ``"update"``.
+        processes: How many processes read different data; None means all.
 
     Attributes:
         scheduler: The user's scheduler.
@@ -46,6 +47,7 @@ class AcceleratedScheduler:
         split_batches: bool = False,
         *,
         tick: str = "process",
+        processes: int | None = None,
     ) -> None:
         self.scheduler = scheduler
         if isinstance(optimizers, AcceleratedOptimizer):
@@ -53,7 +55,7 @@ class AcceleratedScheduler:
         self.optimizers = list(optimizers)
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
-        self.tick = tick
+        self.tick, self.processes = tick, processes
         self._gradient_state = GradientState()
 
     def __getattr__(self, name: str) -> Any:
@@ -85,7 +87,7 @@ class AcceleratedScheduler:
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
         once = self.tick == "update" or self.split_batches or args or kwargs
-        for _ in range(1 if once else PartialState().num_processes):
+        for _ in range(1 if once else self.processes or PartialState().num_processes):
             if not is_at_end(self.scheduler):
                 self.scheduler.step(*args, **kwargs)
 

@@ -335,7 +335,7 @@ def search_batch_size(
     """
     trainer = subject.trainer
     steps = trainer._context.settings.gradient_accumulation_steps
-    own = None if effective is None else effective // trainer.accelerator.num_processes
+    own = None if effective is None else effective // trainer.accelerator.engine.data_size
     if own is not None:
         search = replace(search, max_val=min(own, search.max_val or own))
     with isolate(subject.module):

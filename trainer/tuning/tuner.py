@@ -215,7 +215,7 @@ class Tuner:
         if method not in METHODS:
             raise ValueError(choice_error("method", method, METHODS))
         check_module(module, method)
-        world_size = self.trainer.accelerator.num_processes
+        world_size = self.trainer.accelerator.engine.data_size
         if effective_batch_size is not None:
             check_effective(effective_batch_size, method, module, world_size)
             effective_batch_size = int(effective_batch_size)

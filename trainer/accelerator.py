@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,8 @@ from trackers import GeneralTracker
 from trainer.checkpoint import accelerator_state as states
 from trainer.checkpoint.accelerator_state import Prepared
 from trainer.checkpoint.objects import save
-from trainer.checkpoint.weights import parse_size, save_model
+from trainer.checkpoint.save import run_on_all_ranks
+from trainer.checkpoint.weights import parse_size, save_model, write_model
 from trainer.checks import check_bools, check_numbers, check_type, explained, given
 from trainer.configuration import (
     AutocastKwargs,
@@ -730,8 +732,13 @@ class Accelerator:
         return models.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the model's state dict, with the wrappers' key prefixes if `unwrap` is False."""
-        return self.engine.full_state_dict(model) if unwrap else model.state_dict()
+        """Return the model's state dict, with the wrappers' key prefixes if `unwrap` is False.
+
+        For sharded models (FSDP) it is collective: rank 0 gets whole tensors in host memory, the
+        others {}.
+        """
+        gathers = unwrap or self.engine.mesh is not None
+        return self.engine.full_state_dict(model) if gathers else model.state_dict()
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Drop the references to all prepared objects, and empty the device's cache.
@@ -1014,6 +1021,9 @@ class Accelerator:
     ) -> None:
         """Write a model's weights under its unwrapped names; see `checkpoint.save_model`.
 
+        For sharded models (FSDP) it is collective: call it on all processes. Tensors are gathered
+        one at a time.
+
         Raises:
             TypeError: `model` is not a module; raised on every process.
             ValueError: `max_shard_size` is not a size; raised on every process.
@@ -1021,8 +1031,13 @@ class Accelerator:
         _check_argument("save_model", "model", model, isinstance(model, nn.Module))
         check_bools(safe_serialization=safe_serialization)
         parse_size(max_shard_size, "max_shard_size")  # a bad size raises on every rank
-        if self._writes:
-            save_model(_bare(model), save_directory, max_shard_size, safe_serialization)
+        options = _bare(model), save_directory, max_shard_size, safe_serialization
+        if self.engine.mesh is not None:
+            what = f"Saving the model to {os.fspath(save_directory)}"
+            run = partial(run_on_all_ranks, what, state=self.state, operation="save_model")
+            write_model(*options, writes=self._writes, step=lambda work: run(work=work))
+        elif self._writes:
+            save_model(*options)
 
     def save_state(
         self,
@@ -1162,6 +1177,7 @@ class Accelerator:
             window_open=not self.sync_gradients,
             waiting=self._waiting,
             communication=[hook for hook in map(communication_of, self._models) if hook],
+            engine=self.engine,
         )
 
     # -- tracking ------------------------------------------------------------------------------

@@ -11,6 +11,13 @@ The file names are those of accelerate, with safetensors and JSON instead of pic
     custom_checkpoint_0.json          the registered objects' state dicts
     random_states_0.json              one per rank: RNG states, gradients of an incomplete
                                       accumulation window, states of DDP communication hooks
+                                      and of an engine of the user's
+
+Of sharded models (FSDP), each rank writes what it holds of weights, optimizer states and gradients,
+see :mod:`trainer.checkpoint.sharded_state`; any number of processes, sharded or not, reads them::
+
+    shards.json, shard-00000.safetensors, …
+    gradients.json                    reduced gradients that no optimizer has used yet
 
 The folder may hold other files; see :mod:`trainer.checkpoint.storage`. With automatic naming it is
 ``<project_dir>/checkpoints/checkpoint_<number>``. Everything is read and checked before any object
@@ -37,7 +44,15 @@ from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint import accelerate_format, gradients
 from trainer.checkpoint.loading import compare, renames
-from trainer.checkpoint.parts import Reader, StatePart, tree_part, weights_part, write_parts
+from trainer.checkpoint.parts import (
+    Reader,
+    StatePart,
+    section_of,
+    shards_part,
+    tree_part,
+    weights_part,
+    write_parts,
+)
 from trainer.checkpoint.resolve import newest_sound
 from trainer.checkpoint.save import (
     Ranks,
@@ -46,6 +61,14 @@ from trainer.checkpoint.save import (
     run_on_all_ranks,
     save_checkpoint,
     writer_rank_of,
+)
+from trainer.checkpoint.sharded_state import (
+    ShardedTensor,
+    Shards,
+    is_sharded,
+    like,
+    resharded,
+    state_like,
 )
 from trainer.checkpoint.storage import (
     MANIFEST,
@@ -57,6 +80,8 @@ from trainer.checkpoint.storage import (
 )
 from trainer.checkpoint.weights import BIN_NAME, INDEX_SUFFIX, WEIGHTS_NAME, own_names
 from trainer.configuration import ProjectConfiguration
+from trainer.distributed.objects import all_gather_object
+from trainer.engines.base import Engine
 from trainer.engines.comm_hooks import for_processes
 from trainer.errors import CheckpointError, module_logger
 from trainer.files import with_home
@@ -65,6 +90,7 @@ from trainer.optim.optimizer import parameters_of
 from trainer.optim.state import load_state as load_optimizer
 from trainer.optim.state import state_of
 from trainer.rng import load_rng_state, mix, rng_state, seed_generators
+from trainer.tree import leaves
 
 logger = module_logger(__name__)
 
@@ -74,6 +100,7 @@ T = TypeVar("T")
 
 _WEIGHTS = (WEIGHTS_NAME, f"{WEIGHTS_NAME}{INDEX_SUFFIX}", BIN_NAME)
 _KIND = "accelerator"
+_GRADIENTS = "gradients"
 _RANK_FILE = re.compile(r"random_states_(\d+)\.json")
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 
@@ -105,6 +132,7 @@ class Prepared:
         waiting: The optimizers that have not stepped since the last backward pass.
         communication: DDP communication hooks with state on this process, such as PowerSGD's error
             feedback.
+        engine: Has prepared the models.
     """
 
     models: Sequence[nn.Module] = ()
@@ -117,6 +145,17 @@ class Prepared:
     window_open: bool = False
     waiting: Sequence[Any] = ()
     communication: Sequence[Stateful] = ()
+    engine: Engine | None = None
+
+    @property
+    def mesh(self) -> Any:
+        """The device mesh over which models are sharded; None if they are not."""
+        return None if self.engine is None else self.engine.mesh
+
+    def settle(self, *, drops_gradients: bool = False) -> None:
+        """See `trainer.engines.base.Engine.settle`."""
+        for model in self.models if self.engine is not None else ():
+            self.engine.settle(model, drops_gradients=drops_gradients)  # type: ignore[union-attr]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -193,12 +232,20 @@ def save_state(
     Raises:
         ValueError: If there is no ``output_dir`` and no automatic naming, if the home directory for
             ``~`` is not known, or if the next checkpoint or one with a higher number exists
-            already. Nothing is changed then.
+            already. Nothing is changed then. Also for sharded models with `save_on_each_node`, or
+            with ``safe_serialization=False``.
         CheckpointError: If any rank failed or an object's state cannot be saved; raised on every
             rank, and the message names it. The previous contents of the folder are then unchanged.
     """
     project = project or ProjectConfiguration()
     writes = is_writer_rank(processes, project.save_on_each_node)
+    if prepared.mesh is not None:
+        check_shared_disk(project.save_on_each_node)
+        if not safe_serialization:
+            raise ValueError(
+                "safe_serialization is False, but each process writes its part of a sharded model "
+                "as safetensors: leave it out."
+            )
     displaces: list[Path] = []
     if project.automatic_checkpoint_naming:
         target = _root(project) / f"checkpoint_{project.iteration}"
@@ -216,8 +263,16 @@ def save_state(
     else:
         target = Path(with_home("output_dir", output_dir))
     models, weights = list(prepared.models), list[dict[str, Any]]()
+    every: list[dict[str, Any]] = []
+
+    def take(_: Path) -> None:
+        prepared.settle()
+        every.extend(map(bare_state_dict, models))
+        weights.extend(every)
 
     def write(staging: Path) -> None:
+        if prepared.mesh is not None:
+            _check_same_models(every, weights)
         write_parts(_parts(prepared, weights, processes, writes, safe_serialization))(staging)
 
     saved = save_checkpoint(
@@ -233,7 +288,7 @@ def save_state(
         },
         state=processes,
         before=[
-            lambda _: weights.extend(map(bare_state_dict, models)),
+            take,
             *(partial(_call_hook, hook, models, weights) for hook in hooks),
         ],
         shared=True,
@@ -247,6 +302,27 @@ def save_state(
     return saved
 
 
+def check_shared_disk(on_each_node: bool) -> None:
+    """Raise a ValueError if machines share no disk: each would hold parts of sharded tensors."""
+    if on_each_node:
+        raise ValueError(
+            "save_on_each_node=True is for machines that share no disk, but of a sharded model "
+            "each machine would then have a part that no other one can read: leave "
+            "save_on_each_node out, and give a folder that all machines share."
+        )
+
+
+def _check_same_models(every: list[dict[str, Any]], left: list[dict[str, Any]]) -> None:
+    """Check that hooks have left the same models to save on all processes; collective."""
+    numbers = [next(n for n, each in enumerate(every) if each is state) for state in left]
+    of_all = all_gather_object(numbers)
+    if any(each != numbers for each in of_all):
+        raise CheckpointError(
+            f"The hooks of save_state left the models {of_all} on the processes: each process "
+            "writes its part of a sharded model, so remove the same ones on all"
+        )
+
+
 def _call_hook(
     hook: Callable[..., object], models: list[nn.Module], weights: Any, folder: Path
 ) -> None:
@@ -258,20 +334,40 @@ def _parts(
 ) -> list[StatePart]:
     """Return this process's parts of the checkpoint."""
     parts = []
+    shards = None if prepared.mesh is None else Shards(processes.process_index, prepared.mesh)
     states = {  # on all processes: reading the scaler's state may rescale the gradients
         stem: state_of(owner, prepared.models) for stem, owner in prepared.owners().items()
     }
     loaders = [{"state": loader.state_dict()} for loader in prepared.dataloaders]
-    if writes:
+    own = _own_state(prepared)
+    reduced: dict[str, Any] = {}
+    if shards is not None and own["gradients"] is not None:
+        own["gradients"], reduced = _separated(own["gradients"])
+    if writes or shards is not None:
         for number, state in enumerate(weights):
             with _naming(f"Model {number}"):
-                parts.append(weights_part(state, _weights_names(number)[0 if safe else 1]))
+                name = _weights_names(number)[0 if safe else 1]
+                if shards is None:
+                    parts.append(weights_part(state, name))
+                else:
+                    shards.add_weights(state, section_of(name))
         for stem, owner in prepared.owners().items():
             with _naming(f"The state of {stem} ({type(owner).__name__})"):
-                parts.append(tree_part(states[stem], stem))
+                parts.append(tree_part(states[stem], stem, shards))
+        if reduced:
+            parts.append(tree_part(reduced, _GRADIENTS, shards))
         with _naming("The state of the prepared loaders"):
             parts.append(tree_part(loaders, "sampler"))
-    return [*parts, tree_part(_own_state(prepared), _rank_stem(processes.process_index))]
+    of_rank = [tree_part(own, _rank_stem(processes.process_index))]
+    if shards is not None:
+        of_rank.append(shards_part(shards))
+    return [*(parts if writes else ()), *of_rank]
+
+
+def _separated(gradients_: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split gradients into those of this process and the sharded ones, reduced over all."""
+    sharded = {name: each for name, each in gradients_.items() if is_sharded(each)}
+    return {n: each for n, each in gradients_.items() if n not in sharded}, sharded
 
 
 @contextmanager
@@ -285,12 +381,14 @@ def _naming(what: str) -> Iterator[None]:
 
 def _own_state(prepared: Prepared) -> dict[str, Any]:
     """Return the per-rank state of this process."""
+    engine = {} if prepared.engine is None else prepared.engine.state_dict()
     return {
         "step": prepared.step,
         "rng": rng_state(),
         "gradients": _gradients_of(prepared),
         "window_open": prepared.window_open,
         "communication": [hook.state_dict() for hook in prepared.communication],
+        **({"engine": engine} if any(engine.values()) else {}),
     }
 
 
@@ -323,6 +421,7 @@ class Stored:
             format does not have them.
         window_open: Whether these gradients belong to an incomplete accumulation window.
         communication: This rank's states of the communication hooks.
+        engines: The states of the engines of all ranks that saved; empty if they had none.
         lost: Warnings about contents of the folder that cannot be restored.
     """
 
@@ -337,6 +436,7 @@ class Stored:
     gradients: dict[str, torch.Tensor] | None = None
     window_open: bool = True
     communication: list[Any] = field(default_factory=list)
+    engines: list[Any] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
 
@@ -419,8 +519,7 @@ def load_state(
             stored = Stored(path=path, **fields)
         else:
             reader = Reader(path, manifest)
-            hooked = bool(prepared.communication)
-            stored = _read(reader, rank, processes.num_processes, hooked=hooked)
+            stored = _read(reader, rank, processes.num_processes, prepared)
         notes = _check(stored, models, prepared, strict=strict, model_kwargs=load_model_func_kwargs)
         for note in notes if main else ():
             logger.warning("Loading %s: %s", path, note)
@@ -532,9 +631,12 @@ def _read_trees(reader: Reader) -> dict[str, Any]:
     }
 
 
-def _read(reader: Reader, rank: int, processes: int, *, hooked: bool) -> Stored:
-    saved_by = reader.manifest["world_size"]
-    wanted = [rank] if rank < saved_by == processes else _ranks_in(reader)
+def _read(reader: Reader, rank: int, processes: int, prepared: Prepared) -> Stored:
+    saved_by, hooked = reader.manifest["world_size"], bool(prepared.communication)
+    own = reader.tree(_rank_stem(rank)) if rank < saved_by == processes else {}
+    # Sharded gradients are reduced ones, and an engine gets the states of all ranks.
+    needs_all = (prepared.mesh is not None and own.get("gradients")) or own.get("engine")
+    wanted = [rank] if own and not needs_all else _ranks_in(reader)
     ranks = {each: reader.tree(_rank_stem(each)) for each in wanted}
     first = ranks.get(rank) or ranks[min(ranks)]
 
@@ -548,11 +650,17 @@ def _read(reader: Reader, rank: int, processes: int, *, hooked: bool) -> Stored:
 
     # Earlier releases saved neither gradients nor states of communication hooks.
     own_gradients, communication = first.get("gradients"), first.get("communication", [])
-    if own_gradients is not None and saved_by == processes:
+    if own_gradients is not None and saved_by == processes and prepared.mesh is None:
         own_gradients = gradients.given([own_gradients], 0, 1)
     elif own_gradients is not None:
-        every = of_all("before an update", "the gradients")
-        own_gradients = gradients.given([r["gradients"] or {} for r in every], rank, processes)
+        every = [r["gradients"] or {} for r in of_all("before an update", "the gradients")]
+        own_gradients = gradients.given(every, rank, 0)  # the mean
+        if saved_by == processes:  # what is not sharded here is each rank's own
+            sharded = {n for n, p in prepared.named_parameters().items() if is_sharded(p)}
+            mine = gradients.given(every, rank, processes)
+            own_gradients |= {n: each for n, each in mine.items() if n not in sharded}
+    if f"{_GRADIENTS}.json" in reader.files:
+        own_gradients = {**(own_gradients or {}), **reader.tree(_GRADIENTS)}
     if hooked and communication and saved_by != processes:
         every = of_all("with a communication hook", "its state")
         by_hook = zip(*(each["communication"] for each in every), strict=True)
@@ -568,6 +676,7 @@ def _read(reader: Reader, rank: int, processes: int, *, hooked: bool) -> Stored:
         gradients=own_gradients,
         window_open=first.get("window_open", True),
         communication=communication if hooked else [],
+        engines=[each.get("engine", {}) for each in ranks.values()] if "engine" in first else [],
         **_read_trees(reader),
     )
 
@@ -724,18 +833,25 @@ def _apply(
     dtypes: dict[int, torch.dtype] = {}
     for model, weights in zip(models, stored.weights, strict=False):
         dtypes |= dtypes_of(model, weights)
+    prepared.settle(drops_gradients=True)
     for model, weights in zip(models, stored.weights, strict=False):
-        model.load_state_dict(weights, strict=strict, **model_kwargs)
+        here = model.state_dict(keep_vars=True)
+        placed = {name: like(each, here.get(name)) for name, each in weights.items()}
+        model.load_state_dict(placed, strict=strict, **model_kwargs)
     for stem, owner in prepared.owners().items():
         if stem in stored.trees:  # the scaler's may be missing
-            load_optimizer(owner, stored.trees[stem], dtypes)
+            load_optimizer(owner, _placed(stored.trees[stem], owner), dtypes)
+    if stored.engines and prepared.engine is not None:
+        prepared.engine.load_state_dicts(stored.engines)
     for loader, state in zip(prepared.dataloaders, stored.loaders or [], strict=False):
         loader.load_state_dict(state["state"])
     # Either list may be empty, see `_check_rest`; otherwise their lengths are equal.
     for hook, state in zip(prepared.communication, stored.communication, strict=False):
         hook.load_state_dict(state)
     if stored.gradients is not None or prepared.window_open:
-        gradients.put(prepared.named_parameters(), stored.gradients or {})
+        named = prepared.named_parameters()
+        saved = {n: like(g, named.get(n)) for n, g in (stored.gradients or {}).items()}
+        gradients.put(named, saved)
     if stored.rng is not None:
         load_rng_state(stored.rng)
     elif stored.first_rng is not None:
@@ -747,6 +863,14 @@ def _apply(
         )
         digest = hashlib.sha256(stored.first_rng["torch"].numpy().tobytes()).digest()
         seed_generators(mix(int.from_bytes(digest[:7], "big"), rank))
+
+
+def _placed(saved: Any, owner: Any) -> Any:
+    """Return an object's saved state with its tensors sharded as those of the object are."""
+    if isinstance(saved, Mapping) and hasattr(owner, "param_groups"):
+        return state_like(owner, saved)
+    has_sharded = any(isinstance(leaf, ShardedTensor) for leaf in leaves(saved))
+    return resharded(saved, owner.state_dict()) if has_sharded else saved
 
 
 def _root(project: ProjectConfiguration) -> Path:

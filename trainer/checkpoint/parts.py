@@ -29,10 +29,17 @@ from trainer.errors import CheckpointError
 
 # The trained weights, if model.safetensors holds other ones, such as averaged weights.
 TRAINED_NAME = "trained.safetensors"
-# What the names of weights begin with among the sharded tensors, by the file that would hold them.
-SECTIONS = {WEIGHTS_NAME: "", TRAINED_NAME: "trained/"}
 Write = Callable[[Path], None]
 Encoded = tuple[str, dict[str, Tensor]]  # what `trainer.checkpoint.serialization.encode_tree` gives
+
+
+def section_of(name: str) -> str:
+    """Return what names of weights begin with among the sharded tensors.
+
+    Args:
+        name: The file that holds these weights in a checkpoint without shards.
+    """
+    return "" if name == WEIGHTS_NAME else f"{name.removesuffix('.safetensors')}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +151,7 @@ class Reader:
         """Return whether there are the weights of that file, which may be sharded."""
         if name in self.files:
             return True
-        return self.shards is not None and bool(self.shards.weights(SECTIONS[name]))
+        return self.shards is not None and bool(self.shards.weights(section_of(name)))
 
     def weights(self, *names: str) -> dict[str, Any]:
         """Return the weights of the first of the named files that there is.
@@ -155,9 +162,8 @@ class Reader:
             CheckpointError: There is none, or it cannot be read.
         """
         file = next((self.path / name for name in names if name in self.files), None)
-        section = SECTIONS.get(names[0])
-        if file is None and self.shards is not None and section is not None:
-            return dict(self.shards.weights(section))
+        if file is None and self.shards is not None:
+            return dict(self.shards.weights(section_of(names[0])))
         if file is None:
             raise CheckpointError(f"The manifest of {self.path} lists no {' or '.join(names)}.")
         if file.suffix == ".safetensors":

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Container, Iterable, Mapping
 from errno import EIO
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from trainer.checkpoint.storage import check_file, reading
 from trainer.errors import CheckpointError
 from trainer.files import read_json
 from trainer.strict_json import fits_64_bits, is_unicode
-from trainer.tree import dense
+from trainer.tree import as_bytes, dense
 
 # The dtypes that safetensors supports; it has no quantized types or wider complex numbers.
 DTYPES = frozenset(
@@ -172,6 +172,14 @@ def portable(tensor: torch.Tensor, where: object) -> torch.Tensor:
     )
 
 
+def not_a_tensor(name: str, value: object) -> str:
+    """Return the error for a weight that is not a tensor, such as ``get_extra_state``'s result."""
+    return (
+        f"The weight {name!r} is a {type(value).__name__}; a weights file holds tensors "
+        "only. Make get_extra_state return a tensor, or save that state separately."
+    )
+
+
 def write_tensors(
     tensors: Mapping[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None
 ) -> None:
@@ -200,6 +208,56 @@ def write_tensors(
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else EIO, str(error), str(file)) from error
     file.chmod(mode)
+
+
+def stream_tensors(
+    described: Mapping[str, Any], values: Iterable[torch.Tensor], file: Path, metadata: Any = None
+) -> None:
+    """Write one safetensors file tensor by tensor, so that only one is in memory at a time.
+
+    Args:
+        described: Anything with the ``shape`` and ``dtype`` of each tensor, by name, in the order
+            of :func:`aligned`.
+        values: The tensors in that order.
+        file: The file.
+        metadata: Strings by name.
+
+    Raises:
+        TypeError: A tensor is not a plain dense one with data, or has a dtype without a name here.
+        OSError: If writing fails.
+    """
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for name, each in described.items():
+        start, end = end, end + math.prod(each.shape) * each.dtype.itemsize
+        header[name] = {"dtype": _dtype_name(each.dtype), "shape": list(each.shape)}
+        header[name]["data_offsets"] = [start, end]
+    text = json.dumps(header, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for name, tensor in zip(described, values, strict=True):
+            host = portable(tensor.detach(), f"The weight {name!r}").cpu()
+            as_bytes(host).numpy().tofile(stream)
+
+
+def aligned(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tensors in the order of their place in a file: wide dtypes first, so that all align.
+
+    Args:
+        described: Anything with ``dtype``, by name.
+    """
+    return dict(sorted(described.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in safetensors files."""
+    from safetensors.torch import save
+
+    if dtype not in DTYPES or dtype == torch.float4_e2m1fn_x2:  # whose shape counts pairs
+        raise TypeError(f"Weights of dtype {dtype} cannot be streamed to a safetensors file.")
+    raw = save({"value": torch.empty(0, dtype=dtype)})
+    return str(json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])["value"]["dtype"])
 
 
 def read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -242,7 +300,7 @@ def _encode(value: Any, place: _Place, tensors: _Tensors) -> Any:
 
 
 def _encode_float(value: float) -> Any:
-    if isfinite(value):
+    if math.isfinite(value):
         return value  # json writes text that parses to the same number
     return {"$": "float", "bits": struct.pack("<d", value).hex()}
 

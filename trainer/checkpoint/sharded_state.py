@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from trainer.checkpoint.serialization import portable, write_tensors
+from trainer.checkpoint.serialization import not_a_tensor, portable, write_tensors
 from trainer.errors import CheckpointError
 from trainer.files import read_json
 
@@ -39,6 +41,12 @@ def local_part(tensor: Any) -> tuple[list[int], Tensor]:
         return [0] * tensor.ndim, local
     (chunk,) = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks, too
     return list(chunk.offsets), local
+
+
+def gathered(tensor: Any) -> Tensor:
+    """Return the whole tensor on all processes; collective for a sharded one."""
+    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return whole
 
 
 class Shards:
@@ -74,11 +82,24 @@ class Shards:
         return name
 
     def add_weights(self, state_dict: Mapping[str, Any], section: str = "") -> None:
-        """Add all weights of a model; names of tied weights are recorded."""
+        """Add all weights of a model; names of tied weights are recorded.
+
+        Args:
+            state_dict: The weights by name; those of lazy modules without values are left out.
+            section: What their names begin with, which tells the models of a checkpoint apart.
+
+        Raises:
+            TypeError: A value is not a tensor.
+        """
         for name, tensor in state_dict.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(not_a_tensor(name, tensor))
+            if is_lazy(tensor):
+                continue
             stored = self.add(section + name, tensor)
             if stored != section + name:
                 self._index[section + name] = {"tied": stored}
+            self._index[section + name]["section"] = section
 
     def _writes(self, tensor: Any) -> bool:
         """Return whether this process is the first of those that hold the same part."""
@@ -194,14 +215,24 @@ class ShardReader:
     def tensor(self, name: str) -> ShardedTensor:
         """Return a tensor by name."""
         known = self._index[name]
-        return self.tensor(known["tied"]) if "tied" in known else ShardedTensor(self, name, **known)
+        if "tied" in known:
+            return self.tensor(known["tied"])
+        return ShardedTensor(self, name, known["shape"], known["dtype"])
 
     def weights(self, section: str = "") -> dict[str, ShardedTensor]:
         """Return the weights of a model by name; see `Shards.add_weights`."""
         return {
             name.removeprefix(section): self.tensor(name)
-            for name in self._index
-            if name.startswith(section) and "/" not in name.removeprefix(section)
+            for name, known in self._index.items()
+            if known.get("section") == section
+        }
+
+    def tied(self, section: str = "") -> dict[str, str]:
+        """Return the further names of tied weights of a model, each with the stored name."""
+        return {
+            name.removeprefix(section): known["tied"].removeprefix(section)
+            for name, known in self._index.items()
+            if known.get("section") == section and "tied" in known
         }
 
 
@@ -263,3 +294,24 @@ def state_like(optimizer: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
                 for key, value in state[number].items()
             }
     return {**saved, "state": state}
+
+
+def resharded(saved: Any, here: Any) -> Any:
+    """Return saved state with whole or sharded tensors in place of `ShardedTensor` objects.
+
+    Args:
+        saved: Nested dicts and lists, as read.
+        here: The present state, whose tensors tell how those at the same place are sharded.
+    """
+    if isinstance(saved, ShardedTensor):
+        return like(saved, here) if isinstance(here, Tensor) else saved.whole()
+    if isinstance(saved, Mapping):
+        own = here if isinstance(here, Mapping) else {}
+        made: Any = copy(saved)
+        for key, value in saved.items():
+            made[key] = resharded(value, own.get(key))
+        return made
+    if type(saved) in (list, tuple):
+        padded = chain(here if isinstance(here, (list, tuple)) else (), repeat(None))
+        return type(saved)(resharded(a, b) for a, b in zip(saved, padded, strict=False))
+    return saved

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Mapping
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,10 +32,19 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.parameter import is_lazy
 
-from trainer.checkpoint.serialization import PLAIN, portable, read_tensors, write_tensors
+from trainer.checkpoint.serialization import (
+    PLAIN,
+    aligned,
+    not_a_tensor,
+    portable,
+    read_tensors,
+    stream_tensors,
+    write_tensors,
+)
+from trainer.checkpoint.sharded_state import gathered, is_sharded
 from trainer.checkpoint.storage import reading, sync, write_temporary, write_whole
 from trainer.files import read_json, with_home
-from trainer.names import COMPILED, bare_names, bare_state_dict
+from trainer.names import COMPILED, bare_names
 from trainer.strict_json import dumps
 from trainer.tree import as_bytes
 
@@ -98,10 +108,7 @@ def separate_tied(
     first_name: dict[tuple[object, ...], str] = {}
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"The weight {name!r} is a {type(value).__name__}; a weights file holds tensors "
-                "only. Make get_extra_state return a tensor, or save that state separately."
-            )
+            raise TypeError(not_a_tensor(name, value))
         if is_lazy(value):
             continue
         first = first_name.setdefault(_memory(value), name) if value.numel() else name
@@ -121,8 +128,13 @@ def write_weights(tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str], 
     write_tensors(
         {name: portable(tensor, f"The weight {name!r}") for name, tensor in tensors.items()},
         file,
-        {"format": "pt", **{name: first for name, first in tied.items() if first in tensors}},
+        weights_metadata(tensors, tied),
     )
+
+
+def weights_metadata(stored: Container[str], tied: Mapping[str, str]) -> dict[str, str]:
+    """Return the metadata of a file of weights: the additional names of its tied tensors."""
+    return {"format": "pt", **{name: first for name, first in tied.items() if first in stored}}
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -191,33 +203,103 @@ def save_model(
         RuntimeError: If parameters are on the meta device and so have no data.
         TypeError: If the state dict holds anything but plain dense tensors.
     """
+    write_model(model, save_directory, max_shard_size, safe_serialization)
+
+
+def write_model(
+    model: torch.nn.Module,
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str,
+    safe_serialization: bool,
+    *,
+    writes: bool = True,
+    step: Callable[[Callable[[], None]], object] = lambda work: work(),
+) -> None:
+    """Save weights as :func:`save_model` does; for a sharded model collective.
+
+    Tensors of a sharded model are gathered one at a time, and written to a safetensors file before
+    the next one.
+
+    Args:
+        model: See `save_model`, as for the next three.
+        save_directory: The same.
+        max_shard_size: The same.
+        safe_serialization: The same.
+        writes: Whether this process writes.
+        step: Runs each step, so that all processes raise if it fails on one.
+    """
     limit = parse_size(max_shard_size, "max_shard_size")
     folder = Path(with_home("save_directory", save_directory))
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file; save_directory must be a folder.")
-    state = bare_state_dict(model)
-    _check_not_meta(state)
-    tensors, tied = separate_tied(state)
-    folder.mkdir(parents=True, exist_ok=True)
-    name = WEIGHTS_NAME if safe_serialization else BIN_NAME
-    shards = plan_shards(tensors, limit)
-    files = _names(name, len(shards))
-    aside: dict[Path, Path] = {}
+    export = _Export(model, folder, WEIGHTS_NAME if safe_serialization else BIN_NAME, writes)
+    step(export.begin)
+    shards = plan_shards(export.tensors, limit)
+    files = _names(export.name, len(shards))
     try:
         for file, names in zip(files, shards, strict=True):
-            write = partial(write_weights_file, {key: tensors[key] for key in names}, tied)
-            aside[folder / file] = write_temporary(folder / file, write)
-        if len(files) > 1:
-            total = sum(map(_bytes, tensors.values()))
-            places = {key: file for file, keys in zip(files, shards, strict=True) for key in keys}
-            if not safe_serialization:  # torch.save's files contain tied names too
-                places |= {key: places[first] for key, first in tied.items()}
-            index = folder / (name + INDEX_SUFFIX)
-            aside[index] = write_temporary(index, lambda path: _write_index(path, total, places))
-        _put_in_place(folder, name, aside)
+            step(partial(export.write, folder / file, names))
+        step(partial(export.finish, dict(zip(files, shards, strict=True))))
     finally:
-        for temporary in aside.values():
+        for temporary in export.aside.values():
             temporary.unlink(missing_ok=True)
+
+
+class _Export:
+    """The steps of `write_model`.
+
+    Attributes:
+        tensors: The weights by name, detached; tied ones under their first names.
+        aside: The hidden files that were written, by their final paths.
+    """
+
+    def __init__(self, model: torch.nn.Module, folder: Path, name: str, writes: bool) -> None:
+        state = model.state_dict(keep_vars=True)  # whose tied tensors are the same objects
+        self._state = dict(bare_names(model, state.items()))
+        self._folder, self.name, self._writes = folder, name, writes
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._tied: dict[str, str] = {}
+        self.aside: dict[Path, Path] = {}
+
+    def begin(self) -> None:
+        """Check what is saved, and create the folder."""
+        if self._writes and self._folder.exists() and not self._folder.is_dir():
+            raise NotADirectoryError(f"{self._folder} is a file; save_directory must be a folder.")
+        _check_not_meta(self._state)
+        tensors, self._tied = separate_tied(self._state)
+        self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        if self._writes:
+            self._folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, file: Path, names: Iterable[str]) -> None:
+        """Write one file, under a hidden name."""
+        chosen = {name: self.tensors[name] for name in names}
+        sharded = any(map(is_sharded, self.tensors.values()))
+        values = map(gathered, aligned(chosen).values())
+        try:
+            if self._writes:
+                fill = partial(write_weights_file, chosen, self._tied)
+                if sharded and file.suffix == ".safetensors":
+                    metadata = weights_metadata(chosen, self._tied)
+                    fill = partial(stream_tensors, aligned(chosen), values, metadata=metadata)
+                elif sharded:
+                    whole = zip(aligned(chosen), (each.cpu() for each in values), strict=True)
+                    fill = partial(write_weights_file, dict(whole), self._tied)
+                self.aside[file] = write_temporary(file, fill)
+        finally:
+            deque(values, maxlen=0)  # the other processes gather all
+
+    def finish(self, files: Mapping[str, list[str]]) -> None:
+        """Write the index of several files, and give all their names."""
+        if not self._writes:
+            return
+        if len(files) > 1:
+            total = sum(map(_bytes, self.tensors.values()))
+            places = {key: file for file, keys in files.items() for key in keys}
+            if self.name == BIN_NAME:  # torch.save's files contain tied names too
+                places |= {key: places[first] for key, first in self._tied.items()}
+            index = self._folder / (self.name + INDEX_SUFFIX)
+            write = partial(_write_index, total=total, places=places)
+            self.aside[index] = write_temporary(index, write)
+        _put_in_place(self._folder, self.name, self.aside)
 
 
 def write_weights_file(

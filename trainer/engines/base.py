@@ -107,6 +107,17 @@ class Engine(Protocol):
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return whole tensors under the names of the user's module; collective."""
 
+    def settle(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
+        """Release gathered parameters, before the state of a module is saved or loaded.
+
+        Args:
+            module: The user's module.
+            drops_gradients: Forget gradients that are not in the parameters' ``grad``.
+
+        Raises:
+            RuntimeError: There are such gradients, and they are not to be dropped.
+        """
+
     # -- the steps of a fit ------------------------------------------------------------------------
 
     def start(self, module: nn.Module, step_sync: StepSync | None) -> None:

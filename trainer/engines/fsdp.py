@@ -31,7 +31,7 @@ from trainer.distributed.transport import sum_numbers
 from trainer.engines.base import EngineOptions
 from trainer.engines.single import SingleDevice
 from trainer.engines.tensor_parallel import split_layers
-from trainer.names import bare_names, bare_state_dict
+from trainer.names import bare_names
 from trainer.optim.clipping import clip_
 from trainer.optim.finite import find_non_finite
 from trainer.optim.weighting import scale_
@@ -212,12 +212,39 @@ class FullyShard(SingleDevice):
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return whole tensors on the host of rank 0, and {} elsewhere; collective."""
-        whole = {}
-        for name, value in bare_state_dict(module).items():
-            gathered = value.full_tensor() if isinstance(value, DTensor) else value
+        whole: dict[str, Any] = {}
+        tied: dict[int, Any] = {}
+        for name, value in bare_names(module, module.state_dict(keep_vars=True).items()):
+            here = tied.get(id(value), value)
+            if isinstance(value, Tensor) and id(value) not in tied:
+                here = value.full_tensor() if isinstance(value, DTensor) else value
+                tied[id(value)] = here = here.detach().cpu() if self.options.rank == 0 else None
             if self.options.rank == 0:
-                whole[name] = gathered.cpu()
+                whole[name] = here
         return whole
+
+    def settle(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
+        """Put the shards in the place of gathered parameters.
+
+        Raises:
+            RuntimeError: Gradients of micro-batches were not reduced yet: each process keeps its
+                own whole ones, outside the parameters.
+        """
+        parts: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for part in parts:
+            part.reshard()
+            for held in _held(part):
+                gradients = held.unsharded_accumulated_grad, held._unsharded_param.grad
+                if drops_gradients:
+                    held.unsharded_accumulated_grad = held._unsharded_param.grad = None
+                elif any(each is not None for each in gradients):
+                    raise RuntimeError(
+                        f"{type(module).__name__} has gradients of micro-batches without "
+                        "synchronisation (no_sync, or accumulate before the end of its window), "
+                        "which FSDP keeps whole on each process: save at the end of a window, "
+                        "under `if accelerator.sync_gradients:`, or pass "
+                        "GradientAccumulationPlugin(sync_each_batch=True)."
+                    )
 
     # -- the steps of a fit ------------------------------------------------------------------------
 
@@ -470,6 +497,12 @@ def _initialise(module: nn.Module, function: Callable[[nn.Module], None] | None)
                 f"{type(part).__name__} is on the meta device and has no reset_parameters; pass "
                 "FullyShardedDataParallelPlugin(param_init_fn=...), which initialises a module."
             )
+
+
+def _held(part: Any) -> Iterator[Any]:
+    """Yield torch's records of the parameters that a unit has gathered before."""
+    for group in part._get_fsdp_state()._fsdp_param_groups:
+        yield from (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
 
 
 @contextmanager

@@ -73,6 +73,9 @@ class SingleDevice:
         """Return the module's state dict, without the prefixes of wrappers."""
         return bare_state_dict(module)
 
+    def settle(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
+        """Do nothing: a module's parameters and their gradients are always in it."""
+
     # -- the steps of a fit ------------------------------------------------------------------------
 
     def start(self, module: nn.Module, step_sync: StepSync | None) -> None:

@@ -23,12 +23,12 @@ from trainer.checkpoint import gradients
 from trainer.checkpoint.accelerator_state import dtypes_of
 from trainer.checkpoint.loading import load_into
 from trainer.checkpoint.parts import (
-    SECTIONS,
     TRAINED_NAME,
     Encoded,
     Reader,
     StatePart,
     encoded_part,
+    section_of,
     shards_part,
     tree_part,
     weights_part,
@@ -369,7 +369,7 @@ def _shared_parts(
     optimizers = [state_of(optimizer, [run.module]) for optimizer in run.optim.optimizers]
     parts = [tree_part(optimizers, OPTIMIZER, shards)]
     if trained is not None and shards is not None:
-        shards.add_weights(trained, SECTIONS[TRAINED_NAME])
+        shards.add_weights(trained, section_of(TRAINED_NAME))
     elif trained is not None:
         parts.append(weights_part(trained, TRAINED_NAME))
     parts.append(tree_part(_state_of(run, callbacks) | {"extra": extra}, TRAINER, shards))

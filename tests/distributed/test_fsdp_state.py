@@ -1,0 +1,282 @@
+"""`save_state`, `save_model` and the tools on sharded models: the same tensors on any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.test_fsdp import Block
+from tests.helpers.ranks import RankError
+from trainer import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    load_checkpoint_in_model,
+)
+from trainer.errors import CheckpointError
+
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+def plugin() -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(auto_wrap_policy=lambda part: isinstance(part, Block))
+
+
+class Net(nn.Module):
+    """Blocks with a frozen layer, tied weights, an odd number of rows and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.first, self.tied = nn.Linear(16, 7), nn.Linear(16, 7)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(7, 3).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.frozen(self.first(self.blocks(x)) + self.tied(x))
+
+
+def whole(state: Any) -> Any:
+    """Return nested state with whole tensors on this rank; collective."""
+    if isinstance(state, dict):
+        return {key: whole(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [whole(value) for value in state]
+    if isinstance(state, Tensor):
+        return (state.full_tensor() if isinstance(state, DTensor) else state).detach().clone()
+    return state
+
+
+class Loop:
+    """An own loop of two models with an optimizer each."""
+
+    def __init__(self, sharded: bool, **options: Any) -> None:
+        given = {"fsdp_plugin": plugin()} if sharded else {}
+        self.accelerator = Accelerator(cpu=True, **given, **options)
+        models = Net(), nn.Linear(16, 3)
+        optimizers = [
+            torch.optim.AdamW(models[0].parameters(), lr=1e-2),
+            torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.9),
+        ]
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 2)
+        *self.models, self.scheduler = self.accelerator.prepare(*models, scheduler)
+        self.optimizers = [self.accelerator.prepare(each) for each in optimizers]
+
+    def backward(self) -> None:
+        out = sum(model(X) for model in self.models)
+        self.accelerator.backward((out - 1).square().mean())
+
+    def update(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.scheduler.step()
+
+    def train(self, steps: int) -> Loop:
+        for _ in range(steps):
+            self.backward()
+            self.update()
+        return self
+
+    def state(self) -> Any:
+        bare = [self.accelerator.unwrap_model(model) for model in self.models]
+        gradients = [{n: p.grad for n, p in model.named_parameters()} for model in bare]
+        states = [each.state_dict() for each in (*bare, *self.optimizers, self.scheduler)]
+        return whole([states, gradients])
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_equal(found[key], value)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    elif isinstance(expected, Tensor):
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected
+
+
+def test_a_sharded_own_loop_resumes_bit_for_bit(ranks2, tmp_path):
+    def uninterrupted() -> Any:
+        loop = Loop(sharded=True).train(2)
+        loop.accelerator.save_state(tmp_path / "state")
+        return loop.train(2).state()
+
+    def resumed() -> Any:
+        loop = Loop(sharded=True).train(1)
+        loop.accelerator.load_state(tmp_path / "state")
+        return loop.train(2).state()
+
+    expected = ranks2(uninterrupted)
+    assert_equal(ranks2(resumed), expected)
+
+
+LAYOUTS = [("fsdp", "one"), ("one", "fsdp"), ("fsdp", "ddp"), ("ddp", "fsdp"), ("fsdp", "four")]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), LAYOUTS)
+def test_every_tensor_is_the_same_on_another_layout(ranks2, ranks, saved, loaded, tmp_path):
+    def on(kind: str, job: Any) -> Any:
+        if kind == "one":
+            return job()
+        return (ranks(4) if kind == "four" else ranks2)(job)[0]
+
+    def save() -> Any:
+        loop = Loop(sharded=saved == "fsdp").train(2)
+        loop.backward()  # gradients that the optimizers have not used yet
+        loop.accelerator.save_state(tmp_path / "state")
+        return loop.state()
+
+    def load() -> Any:
+        loop = Loop(sharded=loaded in ("fsdp", "four"))
+        loop.accelerator.load_state(tmp_path / "state")
+        return loop.state()
+
+    expected = on(saved, save)
+    assert_equal(on(loaded, load), expected)
+
+
+def test_gradients_that_are_whole_on_each_process_are_not_saved(ranks2, tmp_path):
+    def save(**options: Any) -> Any:
+        loop = Loop(sharded=True, **options)
+        with loop.accelerator.accumulate(*loop.models):
+            loop.backward()
+        loop.accelerator.save_state(tmp_path / "state")
+        return loop.state()
+
+    with pytest.raises(RankError, match=r"Net has gradients .* without.*end of a window"):
+        ranks2(lambda: save(gradient_accumulation_steps=2))
+    assert not (tmp_path / "state").exists()
+    window = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    assert ranks2(lambda: save(gradient_accumulation_plugin=window))  # reduced ones are
+
+
+def test_loading_forgets_gradients_of_an_open_window(ranks2, tmp_path):
+    def run() -> Any:
+        loop = Loop(sharded=True).train(1)
+        loop.accelerator.save_state(tmp_path / "state")
+        expected = loop.train(1).state()
+        with loop.accelerator.no_sync():
+            loop.backward()
+        loop.accelerator.load_state(tmp_path / "state")
+        return loop.train(1).state(), expected
+
+    for found, expected in ranks2(run):
+        assert_equal(found, expected)
+
+
+class Kept:
+    """A registered object with a sharded tensor of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = {name: p.detach() * 2 for name, p in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert all(isinstance(each, DTensor) for each in state.values())
+        self.values = state
+
+
+def test_registered_objects_and_engines_keep_their_own_state(ranks2, tmp_path):
+    from trainer.engines.fsdp import FullyShard
+
+    class Counting(FullyShard):
+        count: Any = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": dist.get_rank() + 5}
+
+        def load_state_dicts(self, saved: Any) -> None:
+            self.count = saved
+
+    def run() -> Any:
+        loop = Loop(sharded=True, engine=Counting)
+        kept = Kept(loop.models[1])
+        loop.accelerator.register_for_checkpointing(kept)
+        loop.accelerator.save_state(tmp_path / "state")
+        expected = whole(kept.values)
+        kept.values = {name: each * 0 for name, each in kept.values.items()}
+        loop.accelerator.load_state(tmp_path / "state")
+        return whole(kept.values), expected, loop.accelerator.engine.count
+
+    for found, expected, count in ranks2(run):
+        assert_equal(found, expected)
+        assert count == [{"count": 5}, {"count": 6}]
+
+
+def test_what_shards_do_not_allow_is_refused(ranks2, tmp_path):
+    def save(config: Any = None, hook: Any = None, **options: Any) -> None:
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(), project_config=config)
+        accelerator.prepare(nn.Linear(16, 3))
+        if hook is not None:
+            accelerator.register_save_state_pre_hook(hook)
+        accelerator.save_state(tmp_path / "state", **options)
+
+    def drop_on_one(models: Any, weights: list[Any], folder: str) -> None:
+        if dist.get_rank() == 1:
+            weights.clear()
+
+    each_node = ProjectConfiguration(save_on_each_node=True)
+    with pytest.raises(RankError, match="save_on_each_node=True is for machines that share no"):
+        ranks2(lambda: save(each_node))
+    with pytest.raises(RankError, match=r"safe_serialization is False.*leave it out"):
+        ranks2(lambda: save(safe_serialization=False))
+    with pytest.raises(RankError, match=r"left the models \[\[0\], \[\]\] .*remove the same"):
+        ranks2(lambda: save(hook=drop_on_one))
+    assert not (tmp_path / "state").exists()
+
+
+# -- whole weights -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_saved_models_are_whole_and_load_into_plain_modules(ranks2, safe, tmp_path):
+    def save() -> Any:
+        loop = Loop(sharded=True).train(1)
+        loop.accelerator.save_model(loop.models[0], tmp_path, "1KB", safe)
+        held = loop.accelerator.get_state_dict(loop.models[0])
+        return whole(loop.models[0].state_dict()), held
+
+    (expected, held), (_, other) = ranks2(save)
+    assert other == {}
+    assert held["tied.weight"] is held["first.weight"]
+    assert_equal(held, dict(expected))
+    kind = "safetensors" if safe else "bin"
+    assert len(list(tmp_path.glob(f"*-of-*.{kind}"))) > 3
+    model = Net()
+    load_checkpoint_in_model(model, tmp_path)
+    assert_equal(dict(model.state_dict()), dict(expected))
+
+
+def test_a_model_that_rank_0_cannot_write_raises_on_all_ranks(ranks2, tmp_path):
+    def save() -> str:
+        loop = Loop(sharded=True)
+        folder = "/dev/full" if dist.get_rank() == 0 else tmp_path
+        with pytest.raises(CheckpointError, match=r"failed on rank 0: .*is a file"):
+            loop.accelerator.save_model(loop.models[0], folder)
+        place = "trainer.checkpoint.serialization.struct.pack"  # on rank 0 alone is it called
+        with (
+            mock.patch(place, side_effect=OSError(28, "No space")),
+            pytest.raises(CheckpointError, match=r"failed on rank 0: .*disk is full"),
+        ):
+            loop.accelerator.save_model(loop.models[0], tmp_path)
+        return "raised"
+
+    assert ranks2(save) == ["raised", "raised"]
+    assert list(tmp_path.iterdir()) == []

@@ -70,7 +70,7 @@ from trainer.parallelism import (
 from trainer.plugins import DeepSpeedPlugin, MegatronLMPlugin, TorchDynamoPlugin, check_engine
 from trainer.precision import Precision
 from trainer.rng import as_types
-from trainer.state import AcceleratorState, GradientState, is_initialized
+from trainer.state import AcceleratorState, GradientState, PartialState, is_initialized
 from trainer.state.group import warn_of_old_kernel
 from trainer.tracking import RunTrackers
 
@@ -232,6 +232,7 @@ class Accelerator:
                 mixed_precision,
                 cpu,
                 dynamo_plugin=self.dynamo_plugin if is_first else None,
+                fsdp_plugin=fsdp_plugin if is_first else None,
                 _from_accelerator=True,
                 **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
             )
@@ -327,8 +328,18 @@ class Accelerator:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The type of device and whether there are several processes, such as ``MULTI_GPU``."""
-        return self.state.distributed_type
+        """The type of device and whether there are several processes, such as ``MULTI_GPU``.
+
+        It is ``FSDP`` if models are sharded over the processes.
+        """
+        sharded = self.engine.mesh is not None
+        return DistributedType.FSDP if sharded else PartialState().distributed_type
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether there are several processes on accelerators whose models are not sharded."""
+        kind = self.distributed_type.name
+        return kind.startswith("MULTI_") and kind != "MULTI_CPU"
 
     @property
     def num_processes(self) -> int:
@@ -364,6 +375,74 @@ class Accelerator:
     def use_distributed(self) -> bool:
         """Whether there are several processes."""
         return self.state.use_distributed
+
+    # -- the device mesh -----------------------------------------------------------------------
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded over the processes."""
+        return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """The same as `is_fsdp2`."""
+        return self.is_fsdp2
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The ``DeviceMesh`` of all processes; None if models are not sharded."""
+        return self.engine.mesh
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process calls `save_model`: all do for sharded models, which are gathered.
+
+        Else the first process of each machine does.
+        """
+        return self.is_fsdp2 or self.is_local_main_process
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """The rank among the processes that share each layer; 0 if layers are not split.
+
+        Raises:
+            RuntimeError: There is no `parallelism_config`; also for the ranks below.
+        """
+        return self._rank_in("tp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The rank among the replicas; 0 if there is one. The data have `engine.data_rank`."""
+        return self._rank_in("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """The rank among the processes that share one replica; 0 if it is not sharded."""
+        return self._rank_in("dp_shard")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Raises ``NotImplementedError``: context parallelism is not supported yet."""
+        raise NotImplementedError(
+            "context_parallel_rank: context parallelism (cp_size) is not supported yet."
+        )
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Raises ``NotImplementedError``: pipeline parallelism is not supported yet."""
+        raise NotImplementedError(
+            "pipeline_parallel_rank: pipeline parallelism is not supported yet."
+        )
+
+    def _rank_in(self, dimension: str) -> int:
+        if self.parallelism_config is None:
+            raise RuntimeError(
+                f"There is no {dimension} rank without parallelism_config: pass a "
+                "ParallelismConfig to the Accelerator."
+            )
+        mesh = self.engine.mesh
+        names = () if mesh is None else mesh.mesh_dim_names
+        return int(mesh.get_local_rank(dimension)) if dimension in names else 0
 
     @property
     def mixed_precision(self) -> str:

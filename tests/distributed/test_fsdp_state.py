@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,15 +13,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.test_fsdp import Block
+from callbacks import ModelCheckpoint
+from tests.distributed.test_fsdp import Block, fit
 from tests.helpers.ranks import RankError
 from trainer import (
     Accelerator,
+    DistributedType,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
+    ParallelismConfig,
     ProjectConfiguration,
     load_checkpoint_in_model,
 )
+from trainer.checkpoint import storage
+from trainer.checkpoint.resolve import choose_checkpoint
+from trainer.checkpoint.sharded_state import ShardedTensor
+from trainer.checkpoint.shards import merge_weights
+from trainer.checkpoint.weights import load_weights
+from trainer.cli import main
 from trainer.errors import CheckpointError
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
@@ -232,9 +243,12 @@ def test_what_shards_do_not_allow_is_refused(ranks2, tmp_path):
         if dist.get_rank() == 1:
             weights.clear()
 
-    each_node = ProjectConfiguration(save_on_each_node=True)
-    with pytest.raises(RankError, match="save_on_each_node=True is for machines that share no"):
+    each_node = ProjectConfiguration(project_dir=tmp_path, save_on_each_node=True)
+    shares = "save_on_each_node=True is for machines that share no"
+    with pytest.raises(RankError, match=shares):
         ranks2(lambda: save(each_node))
+    with pytest.raises(RankError, match=shares):
+        ranks2(lambda: fit(None, fsdp_plugin=plugin(), project_config=each_node))
     with pytest.raises(RankError, match=r"safe_serialization is False.*leave it out"):
         ranks2(lambda: save(safe_serialization=False))
     with pytest.raises(RankError, match=r"left the models \[\[0\], \[\]\] .*remove the same"):
@@ -280,3 +294,124 @@ def test_a_model_that_rank_0_cannot_write_raises_on_all_ranks(ranks2, tmp_path):
 
     assert ranks2(save) == ["raised", "raised"]
     assert list(tmp_path.iterdir()) == []
+
+
+# -- tools ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["state", "fit"])
+def test_weights_of_shards_are_merged_a_tensor_at_a_time(ranks2, kind, tmp_path, capsys):
+    def save() -> Any:
+        if kind == "fit":
+            weights, _ = fit(tmp_path, fsdp_plugin=plugin(), checkpointing=True)
+            return weights
+        loop = Loop(sharded=True).train(1)
+        loop.accelerator.save_state(tmp_path / "state")
+        return whole(loop.models[0].state_dict())
+
+    expected = ranks2(save)[0]
+    folder = max((tmp_path / "checkpoints").iterdir()) if kind == "fit" else tmp_path / "state"
+    assert main(["merge-weights", str(folder), str(tmp_path / "merged.safetensors")]) == 0
+    assert "from 2 files" in capsys.readouterr().out
+    assert_equal(load_weights(tmp_path / "merged.safetensors"), dict(expected))
+    read = ShardedTensor.read
+    with mock.patch.object(ShardedTensor, "read", autospec=True, side_effect=read) as reads:
+        merge_weights(folder, tmp_path / "again.safetensors")
+    largest = max(math.prod(call.args[2]) for call in reads.call_args_list)
+    assert largest <= 16 * 16  # never more than the largest weight
+
+    shard = folder / "shard-00001.safetensors"
+    shard.rename(tmp_path / "away")
+    assert main(["merge-weights", str(folder), str(tmp_path / "no.safetensors")]) == 1
+    assert "shard-00001.safetensors is missing" in capsys.readouterr().err
+    assert main(["checkpoints", str(folder)]) == 1
+    assert "shard-00001.safetensors is missing" in capsys.readouterr().out
+    (tmp_path / "away").rename(shard)
+    assert main(["checkpoints", str(folder), "--verify"]) == 0
+    damage(shard)
+    assert main(["checkpoints", str(folder), "--verify"]) == 1
+    assert "shard-00001.safetensors is damaged" in capsys.readouterr().out
+    assert main(["merge-weights", str(folder), str(tmp_path / "no.safetensors")]) == 1
+    assert "shard-00001.safetensors is damaged" in capsys.readouterr().err
+
+
+def damage(file: Path) -> None:
+    """Change one byte of a tensor."""
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_a_run_resumes_from_the_newest_checkpoint_with_all_its_shards(ranks2, how, tmp_path):
+    keep = {
+        "fsdp_plugin": plugin(),
+        "callbacks": [ModelCheckpoint(save_top_k=-1, every="1 epoch")],
+    }
+    expected = ranks2(lambda: fit(tmp_path, max_epochs=3, **keep))
+    *_, newest = sorted((tmp_path / "checkpoints").iterdir())
+    shard = newest / "shard-00001.safetensors"
+    damage(shard) if how == "damaged" else shard.unlink()
+
+    def resume() -> Any:
+        hashed: list[str] = []
+        digest = storage._digest
+
+        def note(stream: Any) -> str:
+            hashed.append(stream.name)
+            return digest(stream)
+
+        with mock.patch.object(storage, "_digest", note):
+            accelerator = Accelerator(cpu=True)
+            chosen = choose_checkpoint(
+                "auto", [newest.parent], [], accelerator.state, on_each_node=False, instead=""
+            )
+        return chosen, hashed
+
+    (chosen, first), (other, second) = ranks2(resume)
+    assert chosen == other == sorted(newest.parent.iterdir())[-2]
+    files = [name for name in (*first, *second) if str(chosen) in name]
+    assert len(files) == len(set(files)) == len(list(chosen.iterdir())) - 1  # each once
+    assert all(any(str(chosen) in name for name in each) for each in (first, second))
+    found = ranks2(lambda: fit(tmp_path, max_epochs=3, ckpt_path="auto", **keep))
+    assert_equal(found[0][0], expected[0][0])
+
+
+# -- the mesh ------------------------------------------------------------------------------------
+
+
+def test_each_process_knows_its_place_in_the_mesh(ranks):
+    def look() -> Any:
+        config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(), parallelism_config=config)
+        assert accelerator.distributed_type == DistributedType.FSDP
+        assert accelerator.is_fsdp2
+        assert accelerator.state.is_fsdp2
+        assert accelerator.is_composable_parallelism_enabled
+        assert accelerator.should_save_model
+        assert not accelerator.multi_device
+        assert accelerator.torch_device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard")
+        for name in ("context_parallel_rank", "pipeline_parallel_rank"):
+            with pytest.raises(NotImplementedError, match=name):
+                getattr(accelerator, name)
+        places = accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank
+        return *places, accelerator.tensor_parallel_rank
+
+    assert ranks(4)(look) == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+
+
+def test_without_shards_there_is_no_mesh(ranks2):
+    def look() -> Any:
+        accelerator = Accelerator(cpu=True)
+        assert accelerator.distributed_type == DistributedType.MULTI_CPU
+        assert not accelerator.is_fsdp2
+        assert not accelerator.state.is_fsdp2
+        assert not accelerator.is_composable_parallelism_enabled
+        assert not accelerator.multi_device
+        assert accelerator.torch_device_mesh is None
+        for name in ("tensor_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank"):
+            with pytest.raises(RuntimeError, match="pass a ParallelismConfig"):
+                getattr(accelerator, name)
+        return accelerator.should_save_model
+
+    assert ranks2(look) == [True, False]

@@ -60,6 +60,7 @@ from trainer.checkpoint.save import (
     raise_on_all_ranks,
     run_on_all_ranks,
     save_checkpoint,
+    share_of,
     writer_rank_of,
 )
 from trainer.checkpoint.sharded_state import (
@@ -502,7 +503,9 @@ def load_state(
         lambda: _check_folder(target), processes, here=main, operation="load_state (arguments)"
     )
     writer_rank = writer_rank_of(processes, on_each_node, operation="load_state (machines)")
-    examined = step("folder", lambda: find_state(target) if main else None)[writer_rank]
+    place = Path(step("folder", lambda: os.path.abspath(target) if main else "")[writer_rank])
+    share = share_of(processes, on_each_node)
+    examined = step("files", lambda: share and find_state(place, share=share))[writer_rank]
     assert examined is not None  # it is the writer rank's
     path, manifest = examined
     for number in range(max(step("hooks", lambda: len(called)))):
@@ -571,8 +574,14 @@ def _call_load_hook(hooks: Sequence[LoadHook], models: list[nn.Module], path: Pa
         hook(models, str(path))
 
 
-def find_state(target: Path) -> tuple[Path, dict[str, Any] | None]:
+def find_state(
+    target: Path, *, share: tuple[int, int] = (0, 1)
+) -> tuple[Path, dict[str, Any] | None]:
     """Check that a folder holds an intact state.
+
+    Args:
+        target: The folder.
+        share: See `trainer.checkpoint.verify`.
 
     Returns:
         The folder to read, see :func:`trainer.checkpoint.storage.examine`, and its manifest, which
@@ -591,7 +600,7 @@ def find_state(target: Path) -> tuple[Path, dict[str, Any] | None]:
             f"{path} holds weights ({weights[0]}), but no state of save_state: there is no "
             f"{MANIFEST}. Load them with load_checkpoint_in_model(model, folder)."
         )
-    reader = Reader.open(path)
+    reader = Reader.open(path, share=share)
     if reader.manifest.get("kind") != _KIND:
         raise CheckpointError(
             f"{path} was not saved by Accelerator.save_state. A Trainer's checkpoint is resumed "

@@ -121,13 +121,13 @@ class Reader:
     manifest: Mapping[str, Any]
 
     @classmethod
-    def open(cls, target: Path) -> Reader:
-        """Check the hashes of a checkpoint; see `trainer.checkpoint.storage.examine`.
+    def open(cls, target: Path, **how: Any) -> Reader:
+        """Check a checkpoint; see `trainer.checkpoint.storage.examine`, also for the arguments.
 
         Raises:
             CheckpointError: A file is missing or damaged.
         """
-        return cls(*examine(target))
+        return cls(*examine(target, **how))
 
     @property
     def files(self) -> Mapping[str, Any]:

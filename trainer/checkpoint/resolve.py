@@ -13,6 +13,7 @@ from trainer.checkpoint.save import (
     Ranks,
     is_writer_rank,
     run_on_all_ranks,
+    share_of,
     writer_rank_of,
 )
 from trainer.checkpoint.storage import (
@@ -34,7 +35,7 @@ logger = module_logger(__name__)
 
 WORDS = ("auto", "best", "last")
 
-Check = Callable[[Path], object]
+Check = Callable[..., object]
 Listed = Mapping[int, tuple[Path, str | None]]  # paths and run ids by step or number
 
 
@@ -49,6 +50,8 @@ def choose_checkpoint(
     instead: str,
 ) -> Path | None:
     """Resolve the ``ckpt_path`` of a Trainer to a checkpoint, the same on all ranks; collective.
+
+    Its files are verified: ranks that share a disk read each file once.
 
     Args:
         ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
@@ -65,16 +68,19 @@ def choose_checkpoint(
     Raises:
         CheckpointError: The path is no checkpoint, ``"last"`` or ``"best"`` finds none, a word
             finds only weights-only checkpoints, or the machines' checkpoints at the path are from
-            different runs.
+            different runs; or it is damaged.
         ValueError: ``"best"`` without a metric to rank by.
     """
     if ckpt_path is None:
         return None
-    if ckpt_path not in WORDS:
-        return _of_one_run(lambda: _existing(ckpt_path), state, on_each_node)
-    if ckpt_path == "best":
-        best = _best(roots, monitors, state, on_each_node)
-        return _of_one_run(lambda: best, state, on_each_node)
+    if ckpt_path == "best" or ckpt_path not in WORDS:
+        best = _best(roots, monitors, state, on_each_node) if ckpt_path == "best" else None
+        path = _of_one_run(lambda: best or _existing(ckpt_path), state, on_each_node)
+        share = share_of(state, on_each_node)
+        run_on_all_ranks(
+            f"Checking {path}", lambda: None if share is None else check(path, share=share), state
+        )
+        return path
     newest = _newest_in_any(roots, state, check, on_each_node)
     if newest is None:
         _check_not_weights_only(roots, state, instead=instead, on_each_node=on_each_node)
@@ -94,7 +100,8 @@ def newest_sound(
 ) -> Path | None:
     """Return the newest intact checkpoint in a folder, the same on all ranks; collective.
 
-    The checkpoints are read in full and verified, newest first, until one is intact. If each
+    The checkpoints are read in full and verified, newest first, until one is intact; ranks that
+    share a disk read each file once. If each
     machine has its own disk, it must be intact on all of them. A damaged one is skipped with a
     warning. A checkpoint of a later release is an error and is not skipped, because resuming from
     an older one would discard training. Call :func:`trainer.checkpoint.storage.sweep` first.
@@ -104,7 +111,8 @@ def newest_sound(
         state: The ranks.
         list_: Returns the checkpoints on this rank's disk by number; by default those with step
             names, without those of weights only.
-        check: Called with a checkpoint; raises a CheckpointError if it is damaged or malformed.
+        check: Called as ``check(path, share=share)`` on all ranks that share a disk; raises a
+            CheckpointError if the checkpoint is damaged or malformed. See `verify`.
         on_each_node: The machines share no disk.
         operation: See :func:`trainer.checkpoint.save.run_on_all_ranks`.
 
@@ -117,6 +125,7 @@ def newest_sound(
         LaterReleaseError: If a later release wrote a newer checkpoint; raised on every rank.
     """
     is_writer, what = is_writer_rank(state, on_each_node), f"Choosing a checkpoint in {root}"
+    share = share_of(state, on_each_node)
     list_here = list_ or (lambda: _by_step(root))
     first = writer_rank_of(state, on_each_node, operation=operation)
     found = run_on_all_ranks(
@@ -133,10 +142,13 @@ def newest_sound(
         path, _ = listed[first][number]  # the writer rank's path: working directories may differ
         verdicts = run_on_all_ranks(
             what,
-            lambda: _verdict(path, check) if is_writer else None,  # noqa: B023 - called at once
+            lambda: None if share is None else _verdict(path, check, share),  # noqa: B023 - called at once
             state,
             operation=operation,
         )
+        seen = [verdicts[state.process_index]] if on_each_node else verdicts
+        if is_writer and (damages := [each.text for each in seen if each and each.damaged]):
+            logger.warning("%s is not used: %s", path, damages[0])
         if later := [verdict for verdict in verdicts if verdict and not verdict.damaged]:
             raise LaterReleaseError(
                 f"{what} failed: {later[0].text} To resume from an older checkpoint anyway, pass "
@@ -214,15 +226,12 @@ class _Verdict(NamedTuple):
     damaged: bool  # False: a later release wrote it
 
 
-def _verdict(path: Path, check: Check) -> _Verdict | None:
-    """Return why a checkpoint cannot be used, and log damage; None if it is intact."""
+def _verdict(path: Path, check: Check, share: tuple[int, int]) -> _Verdict | None:
+    """Return why a checkpoint cannot be used; None if this rank's share of it is intact."""
     try:
-        check(path)
+        check(path, share=share)
     except CheckpointError as error:
-        damaged = not is_newer(path)
-        if damaged:
-            logger.warning("%s is not used: %s", path, error)
-        return _Verdict(str(error), damaged)
+        return _Verdict(str(error), damaged=not is_newer(path))
     return None
 
 

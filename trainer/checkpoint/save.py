@@ -62,6 +62,17 @@ def is_writer_rank(state: Ranks, on_each_node: bool) -> bool:
     return state.is_local_main_process if on_each_node else state.is_main_process
 
 
+def share_of(state: Ranks, on_each_node: bool) -> tuple[int, int] | None:
+    """Return which share of a checkpoint this rank checks, see `trainer.checkpoint.verify`.
+
+    Ranks that share a disk check each file once. If each machine has its own, its writer rank
+    checks all, and the result is None on the other ranks.
+    """
+    if not on_each_node:
+        return state.process_index, state.num_processes
+    return (0, 1) if state.is_local_main_process else None
+
+
 def writer_rank_of(
     state: Ranks,
     on_each_node: bool,

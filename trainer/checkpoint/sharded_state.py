@@ -9,8 +9,9 @@ and read by any layout of processes: each reads only what it holds.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from fnmatch import fnmatch
 from functools import cached_property
 from itertools import chain, repeat
 from pathlib import Path
@@ -25,6 +26,7 @@ from trainer.errors import CheckpointError
 from trainer.files import read_json
 
 INDEX = "shards.json"
+SHARD = "shard-*.safetensors"
 _OFFSETS = "DCP_SHARDING_INFO"  # the key of torch.distributed.checkpoint's safetensors reader
 _LARGEST = 1 << 30
 
@@ -186,15 +188,15 @@ class ShardReader:
 
     Args:
         folder: The checkpoint.
-        files: The files in its manifest.
+        files: The names of its files, by its manifest.
 
     Raises:
         CheckpointError: A shard cannot be read.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, files: Iterable[str]) -> None:
         self._folder = folder
-        self._shards = sorted(name for name in files if name.startswith("shard-"))
+        self._shards = sorted(name for name in files if fnmatch(name, SHARD))
         self._index = read_json(folder / INDEX, _LARGEST)["tensors"]
 
     @cached_property

@@ -1,18 +1,30 @@
-"""Merge safetensors shards into one file; they are memory-mapped, so memory use is constant."""
+"""Merge safetensors shards into one file; memory use is constant.
+
+Files of whole tensors are memory-mapped. Parts of sharded tensors are joined one tensor at a time.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from trainer.checkpoint.loading import find_weight_files, open_safetensors, read_index
-from trainer.checkpoint.serialization import write_tensors
-from trainer.checkpoint.storage import MANIFEST, locate, read_manifest, sha256_of, write_whole
-from trainer.checkpoint.weights import INDEX_SUFFIX, tied_names
+from trainer.checkpoint.serialization import aligned, stream_tensors, write_tensors
+from trainer.checkpoint.sharded_state import INDEX, SHARD, ShardReader
+from trainer.checkpoint.storage import (
+    MANIFEST,
+    locate,
+    read_manifest,
+    reading,
+    sha256_of,
+    write_whole,
+)
+from trainer.checkpoint.weights import INDEX_SUFFIX, WEIGHTS_NAME, tied_names, weights_metadata
 from trainer.errors import CheckpointError
 
 _DISTRIBUTED = ".metadata"  # what torch.distributed.checkpoint writes beside its .distcp files
@@ -45,7 +57,8 @@ def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[
 
     Args:
         checkpoint: A folder with ``model.safetensors`` or shards and their index, such as
-            ``save_model`` and the Trainer write; or one of these files.
+            ``save_model`` and the Trainer write; or one of these files. Of a folder of
+            ``save_state``, the first model is taken.
         output: A file that ends in ``.safetensors``.
 
     Raises:
@@ -54,14 +67,18 @@ def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[
         CheckpointError: A file is missing or damaged, or shards contradict each other.
         OSError: Reading or writing fails.
     """
-    target = Path(output)
+    target, folder = Path(output), locate(Path(checkpoint))
+    sharded = (folder / INDEX).is_file() and not (folder / WEIGHTS_NAME).is_file()
     if target.suffix != ".safetensors":
         raise ValueError(f"The output is {os.fspath(output)!r}; it must end in '.safetensors'.")
     if target.is_dir():
         raise ValueError(f"The output {target} is a folder; give the path of a file in it.")
-    files = _sources(Path(checkpoint))
+    files = sorted(folder.glob(SHARD)) if sharded else _sources(Path(checkpoint))
     if target.exists() and any(target.samefile(file) for file in files):
         raise ValueError(f"The output {target} is one of the files to merge; give another path.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if sharded:
+        return _join(folder, target)
     _check_against_manifest(files)
     tensors: dict[str, torch.Tensor] = {}
     places: dict[str, Path] = {}
@@ -74,12 +91,35 @@ def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[
                     raise CheckpointError(f"{name!r} is in {places[name]} and in {file}.")
                 places[name], tensors[name] = file, opened.get_tensor(name)
     _check_against_index(Path(checkpoint), files, places)
-    target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, partial(write_tensors, tensors, metadata=metadata))
     return Merged(
         files=tuple(files),
         tensors=len(tensors),
         tied=len(tied_names(metadata, tensors)),
+        size=target.stat().st_size,
+        sha256=sha256_of(target),
+    )
+
+
+def _join(folder: Path, target: Path) -> Merged:
+    """Write the whole weights of a checkpoint of sharded tensors (the first model's)."""
+    names = [INDEX, *(path.name for path in folder.glob(SHARD))]
+    listed = read_manifest(folder)["files"] if (folder / MANIFEST).is_file() else names
+    files = [folder / name for name in listed if name == INDEX or fnmatch(name, SHARD)]
+    _check_against_manifest(files)
+    reader = ShardReader(folder, listed)
+    further = reader.tied()
+    described = aligned({n: each for n, each in reader.weights().items() if n not in further})
+    if not described:
+        raise ValueError(f"{folder} holds sharded tensors, but no weights of a model.")
+    values = (each.whole() for each in described.values())
+    metadata = weights_metadata(described, further)
+    with reading(folder):
+        write_whole(target, lambda path: stream_tensors(described, values, path, metadata=metadata))
+    return Merged(
+        files=tuple(path for path in files if path.name != INDEX),
+        tensors=len(described),
+        tied=len(further),
         size=target.stat().st_size,
         sha256=sha256_of(target),
     )
@@ -108,6 +148,8 @@ def _check_against_manifest(files: list[Path]) -> None:
     listed = read_manifest(folder)["files"] if (folder / MANIFEST).is_file() else {}
     for file in files:
         known = listed.get(file.name)
+        if known is not None and not file.is_file():
+            raise CheckpointError(f"{file} is missing from the checkpoint.")
         if known is not None and sha256_of(file) != known["sha256"]:
             raise CheckpointError(f"{file} is damaged: its SHA-256 is not the manifest's.")
 

@@ -16,14 +16,14 @@ def parser(prog: str) -> argparse.ArgumentParser:
     made = command_parser(
         prog,
         "Write the weights of a checkpoint to one safetensors file, however many shards they have. "
-        "A few megabytes of memory are enough for any model.",
+        "Memory for one tensor is enough for any model.",
         examples=[
             ("shards and their index, as save_model writes them", "exported merged.safetensors"),
             ("a run's checkpoint", "runs/digits/checkpoints/step-00000100 digits.safetensors"),
         ],
         codes={0: "the file was written and verified", 1: "no sound weights, or OUTPUT exists"},
     )
-    what = "a folder with model.safetensors or with shards and their index; or the index"
+    what = "a folder with model.safetensors or with shards; or the index of shards"
     made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=what)
     made.add_argument("output", type=Path, metavar="OUTPUT", help="the new file, NAME.safetensors")
     made.add_argument("--force", action="store_true", help="replace an existing file")

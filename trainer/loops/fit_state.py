@@ -687,12 +687,12 @@ def load_run(
 
 
 def _open(path: Path) -> Reader:
-    """Verify a checkpoint, and return its reader.
+    """Return the reader of a checkpoint that `choose_checkpoint` has verified.
 
     Raises:
-        CheckpointError: It is damaged, or not one of a fit.
+        CheckpointError: A file is missing or has another size, or it is not one of a fit.
     """
-    reader = Reader.open(path)
+    reader = Reader.open(path, hashes=False)
     if "step" not in reader.manifest:
         raise CheckpointError(
             f"{path} was not saved by a Trainer. A state of Accelerator.save_state is loaded with "

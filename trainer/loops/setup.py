@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from callbacks import Callback, Interval, ModelCheckpoint
 from trackers.base import Status
 from trainer.accelerator import Accelerator
+from trainer.checkpoint.accelerator_state import check_shared_disk
 from trainer.checkpoint.async_writer import Writer
 from trainer.checkpoint.resolve import WORDS, holds_weights_only
 from trainer.data.epoch_iterator import EpochIterator
@@ -462,12 +463,15 @@ def choose_start(
         The checkpoint to resume from; None for a new run.
 
     Raises:
-        ValueError: The folder has another run's checkpoints, or arguments differ between ranks.
+        ValueError: The folder has another run's checkpoints, arguments differ between ranks, or
+            the model is sharded over machines that share no disk.
         TypeError: Hyper-parameters that were set after ``__init__`` are not plain data.
         CheckpointError: The requested checkpoint is missing or damaged, or does not match the
             module.
     """
     check_rank_consistency(context.settings, context.callbacks, ckpt_path)
+    if context.accelerator.engine.mesh is not None:
+        check_shared_disk(context.project.on_each_node)
     on_all(lambda: to_manifest(module), "fit")  # fail before the first step, not at the first save
     if ckpt_path is None:
         context.project.check_fresh(context.roots())

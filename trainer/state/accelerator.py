@@ -111,6 +111,11 @@ class AcceleratorState(PartialState):
         return self._mixed_precision
 
     @property
+    def is_fsdp2(self) -> bool:
+        """Whether the first `Accelerator` shards models over several processes."""
+        return self.fsdp_plugin is not None and self.use_distributed
+
+    @property
     def use_ipex(self) -> bool:
         """Whether Intel's extension for PyTorch is used: always False, since torch includes it."""
         return False

@@ -278,50 +278,6 @@ class Accelerator:
     # -- process -------------------------------------------------------------------------------
 
     @property
-    def torch_device_mesh(self) -> DeviceMesh | None:
-        """The mesh of all processes, with dimensions such as ``"tp"``; None if nothing is split."""
-        mesh: DeviceMesh | None = self.engine.mesh
-        return mesh
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether models are sharded or split over processes."""
-        return self.engine.mesh is not None
-
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        """Whether models are sharded or split over processes."""
-        return self.is_fsdp2
-
-    @property
-    def should_save_model(self) -> bool:
-        """Whether this process holds parts of the first replica; on one mesh of shards, all do."""
-        mesh = self.engine.mesh
-        if mesh is None:
-            return self.is_main_process
-        return self._coordinate("dp_replicate") == 0
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """Which part of each layer this process holds; 0 if layers are whole."""
-        return self._coordinate("tp")
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """The replica to which this process belongs; 0 if there is one."""
-        return self._coordinate("dp_replicate")
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """Which shard of a replica this process holds; 0 if it is not sharded."""
-        return self._coordinate("dp_shard")
-
-    def _coordinate(self, dimension: str) -> int:
-        mesh = self.engine.mesh
-        there = mesh is not None and dimension in (mesh.mesh_dim_names or ())
-        return int(mesh.get_local_rank(dimension)) if there else 0
-
-    @property
     def device(self) -> torch.device:
         """The device of this process."""
         return self.state.device
@@ -389,9 +345,10 @@ class Accelerator:
         return self.is_fsdp2
 
     @property
-    def torch_device_mesh(self) -> Any:
-        """The ``DeviceMesh`` of all processes; None if models are not sharded."""
-        return self.engine.mesh
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The mesh of all processes, with dimensions such as ``"tp"``; None if nothing is split."""
+        mesh: DeviceMesh | None = self.engine.mesh
+        return mesh
 
     @property
     def should_save_model(self) -> bool:

@@ -21,7 +21,7 @@ from trainer.checkpoint.storage import MANIFEST, committed, rank_stem, read_mani
 from trainer.errors import CheckpointError
 from trainer.state import PartialState
 
-ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
+ALONE = SimpleNamespace(is_main_process=True, num_processes=1, process_index=0)
 
 
 def save_step(

@@ -155,8 +155,9 @@ class Prepared:
 
     def settle(self, *, drops_gradients: bool = False) -> None:
         """See `trainer.engines.base.Engine.settle`."""
-        for model in self.models if self.engine is not None else ():
-            self.engine.settle(model, drops_gradients=drops_gradients)  # type: ignore[union-attr]
+        if self.engine is not None:
+            for model in self.models:
+                self.engine.settle(model, drops_gradients=drops_gradients)
 
     @property
     def counts(self) -> dict[str, int]:

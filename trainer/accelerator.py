@@ -253,7 +253,7 @@ class Accelerator:
         self.ddp_kwargs = self.ddp_handler
         self.engine = choose_engine(
             EngineOptions(
-                device=self.state.device,
+                device=self.device,
                 rank=self.state.process_index,
                 world_size=self.state.num_processes,
                 ddp_kwargs=self.ddp_handler,

@@ -38,9 +38,9 @@ def frames_of_ours() -> list[str]:
 
 
 def test_one_process_takes_five_frames():
-    assert frames_of_ours() == ["fit", "fit", "train_epoch", "train_window", "step"]
+    assert frames_of_ours() == ["fit", "fit", "train_epoch", "train_window", "forward"]
 
 
 def test_several_processes_take_one_more(ranks2):
-    expected = ["fit", "fit", "train_epoch", "train_window", "step", "forward"]
+    expected = ["fit", "fit", "train_epoch", "train_window", "forward", "forward"]
     assert ranks2(frames_of_ours, timeout=30) == [expected] * 2

@@ -194,7 +194,7 @@ def test_one_cycle_outlived_on_fewer_processes_stays_at_its_end(ranks, tmp_path)
     assert rates == whole + whole[-1:] * (18 - len(begun))
     ((message,),) = [reported for _, reported in parts if reported]  # once in the run
     assert "OneCycleLR was made for total_steps=18" in message
-    assert "gradient_accumulation_steps times" in message
+    assert "raise gradient_accumulation_steps to keep the number of updates" in message
 
 
 def own_loop(tick: str, accumulation: int) -> list[float]:

@@ -34,11 +34,23 @@ _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
+class _Main(ModuleType):
+    """What `multiprocessing` knows as ``__mp_main__``: the script, once it is ``__main__``.
+
+    Processes that the script spawns import it by this name, and send back objects of its classes.
+    """
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(sys.modules["__main__"], name)
+
+
 def main() -> None:
     """Run the script as ``__main__``, with its own arguments and its own folder to import from."""
     arguments = sys.argv[1:]
     os.environ[MARK] = str(os.getpid())
     end_with_the_launcher(int(os.environ.pop(LAUNCHER, os.getppid())))
+    if "__mp_main__" in sys.modules:  # by tools that Python loads at startup, such as coverage
+        sys.modules["__mp_main__"] = _Main("__mp_main__")
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]

@@ -125,7 +125,12 @@ def _each_whatever_others_raise(calls: Sequence[Hook]) -> Hook:
 def is_overridden(owner: object, name: str, base: type) -> bool:
     """Return whether `owner` overrides the method `name` of `base`."""
     method = getattr(owner, name, None)
-    return method is not None and getattr(method, "__func__", method) is not getattr(base, name)
+    while method is not None:  # an engine may have wrapped it
+        method = getattr(method, "__func__", method)
+        if not hasattr(method, "__wrapped__"):
+            break
+        method = method.__wrapped__
+    return method is not None and method is not getattr(base, name)
 
 
 class HookTable:

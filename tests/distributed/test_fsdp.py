@@ -136,6 +136,25 @@ def test_each_way_to_wrap_trains_alike(ranks2, options, tmp_path):
     assert_close(ranks2(lambda: fit(tmp_path / "two", fsdp_plugin=given)), expected)
 
 
+class NoValidation(Net):
+    validation_step = TrainModule.validation_step
+
+
+def test_no_step_is_made_up(ranks2, tmp_path):
+    def overridden() -> list[bool]:
+        from trainer.hooks import is_overridden
+
+        trainer = Trainer(
+            cpu=True, max_steps=1, progress_bar=False, project_dir=tmp_path, fsdp_plugin=plugin()
+        )
+        module = NoValidation()
+        trainer.fit(module, DataLoader(TensorDataset(X, Y), 4))
+        names = ("training_step", "validation_step", "test_step")
+        return [is_overridden(module, name, TrainModule) for name in names]
+
+    assert ranks2(overridden) == [[True, False, False]] * 2
+
+
 def test_replicas_of_shards_train_alike(ranks, tmp_path):
     expected = fit(tmp_path / "one")
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)

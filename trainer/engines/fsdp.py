@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import wraps
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
@@ -267,6 +268,7 @@ class FullyShard(SingleDevice):
     def _watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a step so that the gradients of a dummy batch are zero."""
 
+        @wraps(step)
         def run(*args: Any) -> Any:
             self._note(self.module)
             output = step(*args)

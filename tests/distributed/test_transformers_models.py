@@ -1,0 +1,138 @@
+"""Models of transformers train on shards and split layers as in one process, and load as theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from trainer import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    Trainer,
+    TrainModule,
+)
+
+TOKENS = torch.randint(0, 32, (24, 8), generator=torch.Generator().manual_seed(1))
+
+
+def llama(tied: bool = False) -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied,
+        )
+    )
+
+
+def gpt2() -> nn.Module:
+    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **none, bos_token_id=0, eos_token_id=0))
+
+
+MODELS: dict[str, Any] = {
+    "GPT-2, tied": gpt2,
+    "Llama": llama,
+    "Llama, tied": lambda: llama(tied=True),
+}
+LAYOUTS: dict[str, tuple[list[str], Any]] = {
+    "shards": ([*MODELS], lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin()}),
+    "split layers": (
+        ["Llama", "Llama, tied"],
+        lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
+    ),
+}
+CASES = [(model, layout) for layout, (names, _) in LAYOUTS.items() for model in names]
+
+
+class Language(TrainModule):
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # rank 0's are taken
+        self.model = MODELS[model]()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # Not Adam: it inflates rounding in the bias of the keys, whose true gradient is 0.
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
+
+
+def fit(folder: Path, model: str, layout: str | None = None) -> dict[str, Tensor]:
+    options = {} if layout is None else LAYOUTS[layout][1]()
+    trainer = Trainer(
+        cpu=True, max_epochs=2, seed=3, progress_bar=False, project_dir=folder, **options
+    )
+    module = Language(model)
+    size = 8 // trainer.accelerator.engine.data_size
+    trainer.fit(module, DataLoader(TOKENS, size))  # type: ignore[arg-type]
+    return trainer.accelerator.get_state_dict(module.model)
+
+
+def loop(model: str, layout: str | None = None) -> dict[str, Tensor]:
+    accelerator = Accelerator(cpu=True, **({} if layout is None else LAYOUTS[layout][1]()))
+    net = Language(model).model
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    loader = DataLoader(TOKENS, 8 // accelerator.engine.data_size)  # type: ignore[arg-type]
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(net(input_ids=batch, labels=batch).loss)
+        accelerator.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(net)
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_a_fit_equals_one_process_and_loads_into_transformers(ranks2, model, layout, tmp_path):
+    expected = fit(tmp_path / "one", model)
+    found, other = ranks2(lambda: fit(tmp_path / "two", model, layout))
+    assert other == {}
+    plain = MODELS[model]()
+    plain.load_state_dict(found)
+    plain.save_pretrained(tmp_path / "saved")
+    again = type(plain).from_pretrained(tmp_path / "saved").state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(again[name], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # the logits
+def test_an_own_loop_equals_one_process(ranks2, model, layout):
+    expected, found = loop(model), ranks2(lambda: loop(model, layout))[0]
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+
+
+def test_tied_weights_are_in_a_checkpoint_once(ranks2, tmp_path):
+    def save() -> list[str]:
+        import json
+
+        trainer = Trainer(
+            cpu=True,
+            max_steps=1,
+            progress_bar=False,
+            project_dir=tmp_path,
+            **LAYOUTS["shards"][1](),
+        )
+        trainer.fit(Language("Llama, tied"), DataLoader(TOKENS, 4))  # type: ignore[arg-type]
+        (index,) = tmp_path.rglob("shards.json")
+        tensors = json.loads(index.read_text())["tensors"]
+        return [name for name, known in tensors.items() if "tied" in known]
+
+    assert ranks2(save)[0] == ["model.lm_head.weight"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.checks import choice_error
+from trainer.environment import FALSE, TRUE
 from trainer.errors import printable
 
 
@@ -120,6 +121,17 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of 1 or more")
     return int(text)
+
+
+def truth(text: str) -> bool:
+    """Return the value of an option or an answer as a bool.
+
+    Raises:
+        argparse.ArgumentTypeError: It is something else.
+    """
+    if text.lower() not in TRUE | FALSE:
+        raise argparse.ArgumentTypeError(f"{text!r} must be yes or no")
+    return text.lower() in TRUE
 
 
 @contextmanager

@@ -162,7 +162,10 @@ def test_what_means_nothing_here_is_noted():
         ("dynamo_config: {backend: no}", "a key of dynamo_config is 'backend'"),
         ("distributed_type: DEEPSPEED", "not supported yet.*may be NO, MULTI_CPU"),
         ("distributed_type: MULTI_CPUS", "Did you mean 'MULTI_CPU'"),
-        ("fsdp_config: {fsdp_version: 2}", "fsdp_config asks for FSDP"),
+        (
+            "fsdp_config: {fsdp_version: 2}",
+            "fsdp_config has settings, but distributed_type is .NO.",
+        ),
         ("compute_environment: AMAZON_SAGEMAKER", "SageMaker"),
         ("dynamo_config: {dynamo_use_regional_compilation: true}", "not supported"),
         ("- 1", "must be a mapping"),
@@ -278,7 +281,7 @@ def test_what_makes_no_sense_is_told(capsys, monkeypatch, words, code, said):
 def test_questions_are_asked_with_what_is_known_as_the_answer(home, answer, capsys):
     """Two machines, three wrong answers, and the rest as it is known."""
     write_file(home, LaunchConfiguration(num_processes=2, use_cpu=True, mixed_precision="bf16"))
-    assert answer(b"two\n2\n1\nnode0\n\nc10d\n4\nfp32\n\nindctor\ninductor\nyes\n") == 0
+    assert answer(b"two\n2\n1\nnode0\n\nc10d\n4\nfp32\n\n\n\nindctor\ninductor\nyes\n") == 0
     shown = capsys.readouterr().out
     assert "machines [1]: " in shown
     assert "'two' must be a number of 1 or more" in shown
@@ -311,7 +314,7 @@ def test_what_is_not_asked_stays_unless_it_is_of_several_machines(home, answer):
     )
     meeting = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "a", "rdzv_backend": "c10d"}
     write_file(home, replace(known, **meeting, main_process_port=1))
-    assert answer(b"1\n\n\n\n\n\n") == 0
+    assert answer(b"1\n\n\n\n\n\n\n\n") == 0
     given, _ = read_file(home)
     assert LaunchConfiguration(**given) == replace(known, rdzv_backend="static")
 

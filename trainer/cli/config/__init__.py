@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli.config.file import LaunchConfiguration, default_place, read_file, write_file
-from trainer.cli.parsing import CommandError, command_parser, count, echo, ended_at_once
+from trainer.cli.parsing import CommandError, command_parser, count, echo, ended_at_once, truth
 from trainer.enums import DynamoBackend, PrecisionType
-from trainer.environment import DEFAULT_PORT, FALSE, TRUE
+from trainer.environment import DEFAULT_PORT
 
+_SPLIT, _SHARDS, _REPLICAS = (
+    f"parallelism_config_{name}_size" for name in ("tp", "dp_shard", "dp_replicate")
+)
 _SUFFIXES = (".yaml", ".yml", ".json")
 _PRECISIONS = [name for name in PrecisionType.list() if name != PrecisionType.FP8]
 
@@ -139,7 +143,7 @@ def _ask(known: LaunchConfiguration) -> LaunchConfiguration:
     machines = _question("number of machines", known.num_machines, count)
     answers: dict[str, Any] = {"num_machines": machines, **_ask_machines(known, machines)}
     answers["use_cpu"] = device_count() == 0 or _question(
-        "use only the CPU (yes, no)", bool(known.use_cpu), _yes
+        "use only the CPU (yes, no)", bool(known.use_cpu), truth
     )
     processes = max(known.num_processes or 1, machines)
     answers["num_processes"] = _question("number of processes on all machines", processes, count)
@@ -147,10 +151,11 @@ def _ask(known: LaunchConfiguration) -> LaunchConfiguration:
     answers["gpu_ids"] = None if answers["use_cpu"] else _question("devices (0,1 or all)", ids, str)
     what, precision = f"precision ({', '.join(_PRECISIONS)})", known.mixed_precision or "no"
     answers["mixed_precision"] = _question(what, precision, _one_of(*_PRECISIONS))
+    answers |= _ask_sharding(known, answers["num_processes"])
     what, backend = "backend of torch.compile (no, inductor, …)", known.dynamo_backend or "no"
     answers["dynamo_backend"] = _question(what, backend, _backend)
     what = "compare shapes before collectives, for debugging (yes, no)"
-    answers["debug"] = _question(what, bool(known.debug), _yes)
+    answers["debug"] = _question(what, bool(known.debug), truth)
     try:
         return replace(known, **answers)
     except ValueError as error:  # of answers that contradict each other
@@ -174,6 +179,38 @@ def _ask_machines(known: LaunchConfiguration, machines: int) -> dict[str, Any]:
     }
 
 
+def _ask_sharding(known: LaunchConfiguration, processes: int) -> dict[str, Any]:
+    """Ask how models are split over several processes; for a single one, reset these settings.
+
+    Settings of FSDP without a question are kept if it is chosen again.
+    """
+    fsdp, mesh = known.fsdp_config, known.parallelism_config or {}
+    answers: dict[str, Any] = {"fsdp_config": None, "parallelism_config": None}
+    if processes == 1:
+        return answers
+    what = "shard models over the processes, FSDP (yes, no)"
+    if _question(what, fsdp is not None, truth):
+        fsdp = dict(fsdp or {"fsdp_version": 2})
+        for key, asked, usual in (
+            ("fsdp_reshard_after_forward", "release gathered parameters after forward", True),
+            ("fsdp_offload_params", "keep shards in host memory", False),
+            ("fsdp_activation_checkpointing", "recompute activations in backward", False),
+        ):
+            default = fsdp.get(key, usual)
+            default = default if isinstance(default, bool) else truth(str(default))
+            fsdp[key] = _question(f"{asked} (yes, no)", default, truth)
+        answers["fsdp_config"] = fsdp
+    split = _question(
+        "processes that share each layer, tensor parallel", mesh.get(_SPLIT) or 1, count
+    )
+    if split == mesh.get(_SPLIT) and math.prod(size or 1 for size in mesh.values()) == processes:
+        answers["parallelism_config"] = dict(mesh)  # it may have both replicas and shards
+    elif split > 1:
+        rest = _REPLICAS if answers["fsdp_config"] is None else _SHARDS
+        answers["parallelism_config"] = {_SPLIT: split, rest: max(1, processes // split)}
+    return answers
+
+
 def _question(what: str, default: Any, convert: Callable[[str], Any]) -> Any:
     if isinstance(default, bool):
         shown = "yes" if default else "no"
@@ -191,12 +228,6 @@ def _question(what: str, default: Any, convert: Callable[[str], Any]) -> Any:
             return convert(text)
         except (ValueError, argparse.ArgumentTypeError) as error:
             echo(f"  {error}")
-
-
-def _yes(text: str) -> bool:
-    if text.lower() not in TRUE | FALSE:
-        raise ValueError(f"{text!r} must be yes or no")
-    return text.lower() in TRUE
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:

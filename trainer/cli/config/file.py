@@ -18,21 +18,20 @@ import yaml
 
 from trainer import environment
 from trainer.checks import check_bools, check_counts, check_numbers, choice_error
+from trainer.cli.config.sharding import check_settings, variables_of
 from trainer.configuration import check_not_fp8
 from trainer.enums import DynamoBackend, PrecisionType
 from trainer.strict_json import dumps
 
 _SUPPORTED = (
-    "This release trains on one device, or data parallel on several CPU processes, CUDA or XPU "
-    "devices"
+    "This release trains on one device, data parallel on several CPU processes, CUDA or XPU "
+    "devices, or sharded over them by FSDP"
 )
-_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")
-_REFUSED_TYPES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TPU")
+_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP")
+_REFUSED_TYPES = ("DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
 _REFUSED_CONFIGS = {
     "deepspeed_config": "DeepSpeed",
-    "fsdp_config": "FSDP",
     "megatron_lm_config": "Megatron-LM",
-    "parallelism_config": "model parallelism",
     "fp8_config": "8-bit training",
 }
 # Keys that have no effect here, and why.
@@ -77,6 +76,10 @@ class LaunchConfiguration:
         dynamo_use_fullgraph: A part that cannot be compiled is an error.
         dynamo_use_dynamic: Compile for dynamic shapes from the start.
         num_cpu_threads_per_process: CPU threads of each process.
+        fsdp_config: Shards models over the processes with these settings of FSDP, such as
+            ``{"fsdp_offload_params": True}``; None does not.
+        parallelism_config: The sizes of the device mesh, such as
+            ``{"parallelism_config_tp_size": 2}``.
         debug: Compare shapes before collectives start.
         rdzv_backend: How machines meet, ``"static"`` or ``"c10d"``; None means ``"static"``, or
             ``"c10d"`` if processes may be restarted.
@@ -104,6 +107,8 @@ class LaunchConfiguration:
     dynamo_use_fullgraph: bool | None = None
     dynamo_use_dynamic: bool | None = None
     num_cpu_threads_per_process: int | None = None
+    fsdp_config: dict[str, Any] | None = None
+    parallelism_config: dict[str, Any] | None = None
     debug: bool | None = None
     rdzv_backend: str | None = None
     rdzv_conf: str = ""
@@ -142,6 +147,7 @@ class LaunchConfiguration:
                 f"num_processes is {self.num_processes}, of all machines together; it must be a "
                 f"multiple of num_machines, which is {self.num_machines}."
             )
+        check_settings(self.fsdp_config, self.parallelism_config, self.num_processes)
         if self.num_machines > 1 and self.main_process_port == 0:
             raise ValueError(
                 "main_process_port is 0, which finds a free port on a single machine; several "
@@ -161,6 +167,7 @@ class LaunchConfiguration:
             "ACCELERATE_DYNAMO_USE_DYNAMIC": self.dynamo_use_dynamic,
             "ACCELERATE_DEBUG_MODE": self.debug,
             "OMP_NUM_THREADS": self.num_cpu_threads_per_process,
+            **variables_of(self.fsdp_config, self.parallelism_config),
             "CUDA_VISIBLE_DEVICES": None if self.gpu_ids == "all" else self.gpu_ids,
         }
         return {
@@ -226,6 +233,11 @@ def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         given[name] = str(given[name] or "no")  # YAML reads a bare `no` as False
     for name in {"gpu_ids", "main_process_ip", "dynamo_mode", "rdzv_conf"} & given.keys():
         given[name] = str(given[name])  # and a bare 0 as a number
+    for name in ("fsdp_config", "parallelism_config"):
+        if not given.get(name):
+            given.pop(name, None)
+    if found.get("distributed_type") == "FSDP":
+        given.setdefault("fsdp_config", {})
     if found.get("distributed_type") == "MULTI_CPU":
         given["use_cpu"] = True
     if given.get("num_processes") == -1:  # stands for "given on each command line"
@@ -248,6 +260,11 @@ def _check_supported(found: Mapping[str, Any]) -> None:
         )
     if kind not in _TYPES:
         raise ValueError(choice_error("distributed_type", kind, _TYPES))
+    if found.get("fsdp_config") and kind != "FSDP":
+        raise ValueError(
+            f"fsdp_config has settings, but distributed_type is {kind!r}: write FSDP, or remove "
+            "fsdp_config."
+        )
     for key, engine in _REFUSED_CONFIGS.items():
         if found.get(key):
             raise ValueError(
@@ -269,10 +286,13 @@ def write_file(path: Path, configuration: LaunchConfiguration) -> None:
     """
     own = configuration
     several = (own.num_processes or 1) > 1 or own.num_machines > 1
+    kind = "MULTI_CPU" if own.use_cpu else "MULTI_GPU"
+    if own.fsdp_config is not None:
+        kind = "FSDP"
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": bool(own.debug),
-        "distributed_type": ("MULTI_CPU" if own.use_cpu else "MULTI_GPU") if several else "NO",
+        "distributed_type": kind if several or own.fsdp_config is not None else "NO",
         "gpu_ids": own.gpu_ids,
         "machine_rank": own.machine_rank,
         "main_process_ip": own.main_process_ip,

@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 from trainer import environment
 from trainer.cli.config import accelerators, device_count, known_of
 from trainer.cli.config.file import LaunchConfiguration, default_place
+from trainer.cli.config.sharding import FSDP, MESH
 from trainer.cli.launch.options import REFUSED
 from trainer.cli.launch.options import parser as parser
 from trainer.cli.parsing import CommandError, echo, ended_at_once
@@ -89,7 +91,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in given & REFUSED.keys():
         problem = (
             f"--{name} asks for {REFUSED[name]}, which is not supported yet: this release trains "
-            "on one device, or data parallel on several."
+            "on one device, or on several, data parallel or sharded with --use_fsdp."
         )
     if not arguments.words:
         problem = "the script is missing."
@@ -151,12 +153,34 @@ def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
         arguments.multi_gpu or "num_machines" in given or "gpu_ids" in given
     ):
         known.pop("num_processes", None)  # it was meant for other machines or devices
+    _take_sharding(arguments, known, given)
     if given.get("num_machines") == 1:
         known.pop("machine_rank", None)
     try:
         return LaunchConfiguration(**(known | given))
     except (ValueError, TypeError, NotImplementedError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _take_sharding(
+    arguments: argparse.Namespace, known: Mapping[str, Any], given: dict[str, Any]
+) -> None:
+    """Put the options of FSDP and of the mesh over those of the file.
+
+    Raises:
+        argparse.ArgumentTypeError: One is given, but nothing asks to shard.
+    """
+    for key, asks, names in (
+        ("fsdp_config", "use_fsdp", FSDP),
+        ("parallelism_config", "use_parallelism_config", MESH),
+    ):
+        chosen = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+        if chosen and key not in known and not getattr(arguments, asks):
+            raise argparse.ArgumentTypeError(
+                f"--{next(iter(chosen))} belongs to --{asks}, which is not given."
+            )
+        if chosen or getattr(arguments, asks):
+            given[key] = {**known.get(key, {}), **chosen}
 
 
 def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> Plan:

@@ -8,15 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.parsing import command_parser, count
+from trainer.cli.config.sharding import FSDP, MESH
+from trainer.cli.parsing import command_parser, count, truth
 from trainer.enums import DynamoBackend, PrecisionType
 
 # Options of the documented API for engines that are not supported, and the engines' names.
 REFUSED = {
     "use_deepspeed": "DeepSpeed",
-    "use_fsdp": "FSDP",
     "use_megatron_lm": "Megatron-LM",
-    "use_parallelism_config": "model parallelism",
     "tpu": "a TPU",
 }
 
@@ -39,6 +38,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
         examples=[
             ("with the settings of the file or the machine", "train.py --epochs 3"),
             ("two processes on the CPU", "--cpu --num_processes 2 train.py"),
+            (
+                "a model sharded over four processes",
+                "--num_processes 4 --use_fsdp --fsdp_offload_params true train.py",
+            ),
             ("a module of a package", "--num_processes 2 -m mypackage.train --epochs 3"),
             (
                 "on the second of two machines with four devices each",
@@ -59,7 +62,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     made.formatter_class = _OneSpelling
     made.usage = "%(prog)s [OPTION ...] script.py [ARGUMENT ...]"  # there are more than thirty
-    for add_group in (_processes, _training, _machines, _output):
+    for add_group in (_processes, _training, _sharding, _machines, _output):
         add_group(made)
     what = "the script, or with -m a module; and its own arguments"
     # One word and all that follow, including a --.
@@ -117,6 +120,22 @@ def _training(made: argparse.ArgumentParser) -> None:
     _add(group, "--dynamo_use_fullgraph", help="allow no graph breaks")
     _add(group, "--dynamo_use_dynamic", help="compile for dynamic shapes")
     _add(group, "--debug", help="compare shapes before collectives")
+
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "bool": {"type": truth, "metavar": "BOOL"},
+    "count": {"type": count, "metavar": "N"},
+    "text": {"metavar": "NAME"},
+    "version": {"type": int, "choices": (1, 2)},
+}
+
+
+def _sharding(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("models larger than one device")
+    _add(group, "--use_fsdp", help="shard models over the processes; see docs/launching.md")
+    _add(group, "--use_parallelism_config", help="a mesh of replicas, shards and split layers")
+    for name, (kind, what) in {**FSDP, **MESH}.items():
+        _add(group, f"--{name}", **_KINDS[kind], help=what)
 
 
 def _machines(made: argparse.ArgumentParser) -> None:

@@ -1,0 +1,89 @@
+"""Settings of FSDP and of the device mesh, as options, keys of files and environment variables.
+
+A name is the same as an option and as a key: ``--fsdp_offload_params`` and ``fsdp_offload_params``.
+The processes read them from the environment; see `trainer.parallelism`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.checks import check_counts, choice_error
+
+# By name: the kind of value, and what it says.
+FSDP: dict[str, tuple[str, str]] = {
+    "fsdp_version": ("version", "whose names the settings have: 1 or 2 (default 2)"),
+    "fsdp_sharding_strategy": ("text", "FSDP 1's name for --fsdp_reshard_after_forward"),
+    "fsdp_reshard_after_forward": ("bool", "release gathered parameters after forward (true)"),
+    "fsdp_auto_wrap_policy": ("text", "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"),
+    "fsdp_transformer_layer_cls_to_wrap": ("text", "classes of submodules to shard by themselves"),
+    "fsdp_min_num_params": ("count", "the least parameters of such a submodule, by size"),
+    "fsdp_offload_params": ("bool", "keep shards in host memory (false)"),
+    "fsdp_activation_checkpointing": ("bool", "recompute activations in backward (false)"),
+    "fsdp_state_dict_type": ("text", "SHARDED_STATE_DICT or FULL_STATE_DICT"),
+    "fsdp_forward_prefetch": ("bool", "gather the next submodule during forward (false)"),
+    "fsdp_backward_prefetch": ("text", "FSDP 1's: BACKWARD_PRE or NO_PREFETCH"),
+    "fsdp_use_orig_params": ("bool", "FSDP 1's: true"),
+    "fsdp_cpu_ram_efficient_loading": ("bool", "only rank 0 reads pretrained weights (false)"),
+    "fsdp_sync_module_states": ("bool", "FSDP 1's: true"),
+    "fsdp_ignored_modules": ("text", "a regular expression for names of modules not to shard"),
+}
+MESH: dict[str, tuple[str, str]] = {
+    "parallelism_config_dp_replicate_size": ("count", "replicas of the model (1)"),
+    "parallelism_config_dp_shard_size": ("count", "processes that shard a replica (1)"),
+    "parallelism_config_tp_size": ("count", "processes that share each layer (1)"),
+    "parallelism_config_cp_size": ("count", "processes that share each sequence (1)"),
+    "parallelism_config_sp_size": ("count", "the same by DeepSpeed (1)"),
+}
+_VARIABLES = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+
+
+def check_settings(
+    fsdp: Mapping[str, Any] | None, mesh: Mapping[str, Any] | None, processes: int | None
+) -> None:
+    """Check the names of settings, and that the sizes fit the number of processes.
+
+    Args:
+        fsdp: Settings of FSDP; None does not shard.
+        mesh: Sizes of the device mesh; None has none.
+        processes: The number of processes; None if it is not known.
+
+    Raises:
+        ValueError: A name is unknown, or the product of the sizes differs.
+        TypeError: A size is not an int.
+    """
+    for what, given, known in (("fsdp_config", fsdp, FSDP), ("parallelism_config", mesh, MESH)):
+        for key in (given or {}).keys() - known.keys():
+            raise ValueError(choice_error(f"a key of {what}", key, known))
+    check_counts(1, **{name: size for name, size in (mesh or {}).items() if size is not None})
+    product = 1
+    for size in (mesh or {}).values():
+        product *= size or 1
+    if mesh is not None and processes is not None and product != processes:
+        sizes = ", ".join(f"{name} {size}" for name, size in mesh.items())
+        raise ValueError(
+            f"The sizes of parallelism_config multiply to {product} ({sizes or 'none is given'}); "
+            f"the number of processes is {processes}."
+        )
+
+
+def variables_of(
+    fsdp: Mapping[str, Any] | None, mesh: Mapping[str, Any] | None
+) -> dict[str, bool | str]:
+    """Return the environment variables that pass the settings to a process."""
+    found: dict[str, bool | str] = {}
+    if fsdp is not None:
+        found["ACCELERATE_USE_FSDP"] = True
+    if mesh is not None:
+        found["ACCELERATE_USE_PARALLELISM_CONFIG"] = True
+    for name, value in {**(fsdp or {}), **(mesh or {})}.items():
+        if value is not None:
+            found[_VARIABLES.get(name, name.upper())] = _text(value)
+    return found
+
+
+def _text(value: Any) -> bool | str:
+    if isinstance(value, (list, tuple)):  # of class names
+        return ",".join(map(str, value))
+    return value if isinstance(value, bool) else str(value)

@@ -95,6 +95,7 @@ PUBLIC: dict[str, list[str]] = {
         "ProjectConfiguration",
         "RNGType",
         "TorchDynamoPlugin",
+        "TorchTensorParallelPlugin",
         "TrainModule",
         "Trainer",
         "Tuner",

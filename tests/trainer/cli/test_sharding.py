@@ -14,6 +14,7 @@ from trainer import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     TorchTensorParallelPlugin,
+    TrainModule,
 )
 from trainer.cli import main
 from trainer.cli.config.file import LaunchConfiguration, read_file, write_file
@@ -43,6 +44,10 @@ EQUALS: dict[str, tuple[str, dict[str, Any]]] = {
     "parallelism_config_cp_size": ("1", {"cp_size": 1}),
     "parallelism_config_sp_size": ("1", {"sp_size": 1}),
 }
+
+
+class Nothing(TrainModule):
+    pass
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +180,7 @@ def test_a_configuration_of_trainer_fit_equals_the_arguments():
     Path("own.yaml").write_text(
         "trainer: {cpu: true, max_epochs: 1, fsdp_plugin: {cpu_offload: true},\n"
         "  torch_tp_plugin: {tp_size: 2}, parallelism_config: {dp_replicate_size: 2}}\n"
-        "model: {class_path: trainer.TrainModule}\n"
+        "model: {class_path: tests.trainer.cli.test_sharding.Nothing}\n"
     )
     config = ConfiguredLine("trainer fit", "fit").parse(["own.yaml"])
     parser = _add_trainer(ArgumentParser())

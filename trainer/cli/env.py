@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainer import environment
 from trainer._siblings import DISTRIBUTION, PACKAGES, locate, shadows, version
+from trainer.cli.config import sharding
 from trainer.cli.parsing import aligned, command_parser, echo, ended_at_once
 
 # Only the variables that Cadence reads: others may contain secrets.
@@ -18,6 +19,7 @@ VARIABLES = (
     *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_MIXED_PRECISION"),
     *("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_DEBUG_MODE"),
     *("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE", "ACCELERATE_DYNAMO_USE_FULLGRAPH"),
+    *sharding.VARIABLES,
     *("ACCELERATE_DYNAMO_USE_DYNAMIC", "ACCELERATE_BYPASS_DEVICE_MAP", "FORK_LAUNCHED"),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"),

@@ -36,7 +36,15 @@ MESH: dict[str, tuple[str, str]] = {
     "parallelism_config_cp_size": ("count", "processes that share each sequence (1)"),
     "parallelism_config_sp_size": ("count", "the same by DeepSpeed (1)"),
 }
-_VARIABLES = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+_OTHER_NAMES = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+_USE_FSDP, _USE_MESH = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
+
+
+def _variable(name: str) -> str:
+    return _OTHER_NAMES.get(name, name.upper())
+
+
+VARIABLES = (_USE_FSDP, _USE_MESH, *map(_variable, [*FSDP, *MESH]))
 
 
 def check_settings(
@@ -74,12 +82,12 @@ def variables_of(
     """Return the environment variables that pass the settings to a process."""
     found: dict[str, bool | str] = {}
     if fsdp is not None:
-        found["ACCELERATE_USE_FSDP"] = True
+        found[_USE_FSDP] = True
     if mesh is not None:
-        found["ACCELERATE_USE_PARALLELISM_CONFIG"] = True
+        found[_USE_MESH] = True
     for name, value in {**(fsdp or {}), **(mesh or {})}.items():
         if value is not None:
-            found[_VARIABLES.get(name, name.upper())] = _text(value)
+            found[_variable(name)] = _text(value)
     return found
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.checkpoint.loading import load_into
-from trainer.checkpoint.serialization import load_tree
+from trainer.checkpoint.parts import Reader
 from trainer.checkpoint.storage import committed, locate, verify
-from trainer.checkpoint.weights import WEIGHTS_NAME, load_weights
+from trainer.checkpoint.weights import WEIGHTS_NAME
 from trainer.checks import choice_error
 from trainer.distributed.collectives import gather
 from trainer.errors import CheckpointError
@@ -165,15 +165,16 @@ class TrainModule(nn.Module):
         """
         device = None if map_location is None else torch.device(map_location)
         folder = _checkpoint_at(path)
-        manifest = verify(folder)
+        reader = Reader(folder, verify(folder))
+        manifest = reader.manifest
         strict = cls.strict_loading if strict is None else strict
         module = make(cls, manifest.get("hyper_parameters", {}), kwargs, folder, strict=strict)
         module.configure_model()
         if f"{_TRAINER}.json" in manifest["files"]:  # before the weights: it may replace submodules
-            saved = load_tree(folder, _TRAINER, manifest["files"])
+            saved = reader.tree(_TRAINER)
             module.on_load_checkpoint(saved["extra"])
         module.to(device)
-        weights = load_weights(folder)
+        weights = reader.weights(WEIGHTS_NAME)
         load_into(module, weights, where=folder / WEIGHTS_NAME, strict=strict)
         return module
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from callbacks import ModelCheckpoint
 from tests.distributed.test_fsdp import Block, fit
+from tests.distributed.test_fsdp import Net as FitNet
 from tests.helpers.ranks import RankError
 from trainer import (
     Accelerator,
@@ -333,6 +334,30 @@ def test_weights_of_shards_are_merged_a_tensor_at_a_time(ranks2, kind, tmp_path,
     assert "shard-00001.safetensors is damaged" in capsys.readouterr().out
     assert main(["merge-weights", str(folder), str(tmp_path / "no.safetensors")]) == 1
     assert "shard-00001.safetensors is damaged" in capsys.readouterr().err
+
+
+def test_a_sharded_checkpoint_loads_into_a_plain_module(ranks2, tmp_path):
+    expected = ranks2(lambda: fit(tmp_path, fsdp_plugin=plugin(), checkpointing=True))[0][0]
+    folder = max((tmp_path / "checkpoints").iterdir())
+    assert_equal(dict(FitNet.load_from_checkpoint(folder).state_dict()), expected)
+    with pytest.raises(ValueError, match=f"sharded model.*trainer merge-weights {folder}"):
+        load_checkpoint_in_model(FitNet(), folder)
+
+
+class Translating(FitNet):
+    """Loads through its own hook, which may rename weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(lambda *_: None)
+
+
+def test_modules_with_load_hooks_resume_from_shards(ranks2, tmp_path):
+    options = {"fsdp_plugin": plugin(), "checkpointing": True}
+    expected = ranks2(lambda: fit(tmp_path / "whole", Translating, max_epochs=2, **options))
+    ranks2(lambda: fit(tmp_path / "cut", Translating, max_epochs=1, **options))
+    found = ranks2(lambda: fit(tmp_path / "cut", Translating, ckpt_path="auto", **options))
+    assert_equal(found[0][0], expected[0][0])
 
 
 def damage(file: Path) -> None:

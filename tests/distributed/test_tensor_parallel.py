@@ -302,3 +302,39 @@ class Misnamed(Net):
 def test_plans_that_split_nothing_are_refused(ranks2, module, message, tmp_path):
     with pytest.raises(RankError, match=message):
         ranks2(lambda: fit(tmp_path, module, **SPLIT))
+
+
+def test_a_state_of_split_layers_loads_into_one_process_and_back(ranks, tmp_path):
+    def loop(**options: Any) -> tuple[Accelerator, Any, Any]:
+        accelerator = Accelerator(cpu=True, **options)
+        model = Net()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        return accelerator, model, optimizer
+
+    def on_four(job: str) -> dict[str, Tensor]:
+        config = ParallelismConfig(tp_size=2, dp_shard_size=2)
+        accelerator, model, optimizer = loop(parallelism_config=config)
+        if job == "save":
+            accelerator.backward(nn.functional.cross_entropy(model(X), Y))
+            optimizer.step()
+            accelerator.save_state(tmp_path / "four")
+        else:
+            accelerator.load_state(tmp_path / "one")
+        return whole(model) | moments(model, optimizer)
+
+    def moments(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+        states = {n: optimizer.state[p]["exp_avg"] for n, p in model.named_parameters()}
+        return {
+            f"moment of {n}": v.full_tensor() if isinstance(v, DTensor) else v
+            for n, v in states.items()
+        }
+
+    expected = ranks(4)(lambda: on_four("save"))[0]
+    accelerator, model, optimizer = loop()
+    accelerator.load_state(tmp_path / "four")
+    here = whole(model) | moments(model, optimizer)
+    accelerator.save_state(tmp_path / "one")
+    back = ranks(4)(lambda: on_four("load"))[3]
+    for name, value in expected.items():
+        assert torch.equal(here[name], value)
+        assert torch.equal(back[name], value)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from trainer.checkpoint.sharded_state import ShardedTensor, fill_, is_sharded
+from trainer.checkpoint.sharded_state import INDEX as SHARDS
+from trainer.checkpoint.sharded_state import ShardedTensor, fill_, is_sharded, like
 from trainer.checkpoint.storage import check_file, is_portable, reading
 from trainer.checkpoint.weights import (
     BIN_NAME,
@@ -112,6 +113,11 @@ def find_weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
     for name in (WEIGHTS_NAME, BIN_NAME):
         if (path / name).is_file():
             return [path / name]
+    if (path / SHARDS).is_file():
+        raise ValueError(
+            f"{path} holds a sharded model ({SHARDS}). Write its whole weights to one file, which "
+            f"can be loaded here: trainer merge-weights {path} NAME.safetensors."
+        )
     indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
     if not indexes:
         raise ValueError(
@@ -335,10 +341,12 @@ def _load(
     if any(isinstance(value, ShardedTensor) for value in weights.values()) or any(
         map(is_sharded, here.values())
     ):
-        with torch.no_grad():
-            for name in here.keys() & weights.keys():
-                fill_(here[name].detach(), weights[name])
-        return None
+        if not _translates(module):
+            with torch.no_grad():
+                for name in here.keys() & weights.keys():
+                    fill_(here[name].detach(), weights[name])
+            return None
+        weights = {name: like(value, here.get(name)) for name, value in weights.items()}
     try:
         return module.load_state_dict(weights, strict=False)
     except RuntimeError as error:

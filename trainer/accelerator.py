@@ -773,8 +773,12 @@ class Accelerator:
         For sharded models (FSDP) it is collective: rank 0 gets whole tensors in host memory, the
         others {}.
         """
-        gathers = unwrap or self.engine.mesh is not None
-        return self.engine.full_state_dict(model) if gathers else model.state_dict()
+        if self.engine.mesh is not None:  # raises, rather than waits, if a rank is elsewhere
+            what, name = "Gathering the weights", "get_state_dict"
+            run_on_all_ranks(what, lambda: None, self.state, operation=name)
+        elif not unwrap:
+            return model.state_dict()
+        return self.engine.full_state_dict(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Drop the references to all prepared objects, and empty the device's cache.

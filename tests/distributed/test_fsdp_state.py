@@ -297,6 +297,19 @@ def test_a_model_that_rank_0_cannot_write_raises_on_all_ranks(ranks2, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["save_model", "get_state_dict"])
+def test_gathering_on_one_process_alone_is_an_error_on_all(ranks2, name, tmp_path):
+    def alone() -> None:
+        loop = Loop(sharded=True)
+        if loop.accelerator.is_main_process:
+            folder = [tmp_path] if name == "save_model" else []
+            getattr(loop.accelerator, name)(loop.models[0], *folder)
+        loop.accelerator.wait_for_everyone()
+
+    with pytest.raises(RankError, match=rf"(?s)2 of 2 ranks failed.*{name}.*wait_for_everyone"):
+        ranks2(alone)
+
+
 # -- tools ---------------------------------------------------------------------------------------
 
 

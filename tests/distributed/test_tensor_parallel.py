@@ -131,12 +131,13 @@ def test_layers_over_two_processes_train_as_one_process(ranks2, module, tmp_path
 
 @pytest.mark.parametrize("first", ["dp_shard_size", "dp_replicate_size"])
 def test_shards_and_replicas_of_split_layers_train_as_one_process(ranks, first, tmp_path):
-    expected = fit(tmp_path / "one", max_grad_norm=0.5)
+    plan = {"max_grad_norm": 0.5, "gradient_accumulation_steps": 2}
+    expected = fit(tmp_path / "one", **plan)
     options = {
         "parallelism_config": ParallelismConfig(tp_size=2, **{first: 2}),
         "fsdp_plugin": FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"]),
-        "max_grad_norm": 0.5,
         "shares": 2,
+        **plan,
     }
     found = ranks(4)(lambda: fit(tmp_path / "four", **options))
     assert_close(found, expected)

@@ -259,6 +259,8 @@ class Accelerator:
                 ddp_kwargs=self.ddp_handler,
                 fsdp_plugin=fsdp_plugin,
                 parallelism_config=self.parallelism_config,
+                mixed_precision=self.precision.mode,
+                dynamo_plugin=self.dynamo_plugin,
                 engine=engine,
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -420,8 +420,12 @@ class FullyShardedDataParallelPlugin:
         if self.mixed_precision_policy is None or override:
             self.mixed_precision_policy = _policy(mixed_precision)
 
-    def policy(self) -> Any:
+    def policy(self, mixed_precision: str = "no") -> Any:
         """Return torch's ``MixedPrecisionPolicy``.
+
+        Args:
+            mixed_precision: The precision of the `Accelerator`, if the plugin has no policy. Its
+                autocast converts inputs, as without shards.
 
         Raises:
             TypeError: `mixed_precision_policy` is something else, such as FSDP 1's.
@@ -430,7 +434,7 @@ class FullyShardedDataParallelPlugin:
 
         given = self.mixed_precision_policy
         if given is None:
-            return MixedPrecisionPolicy()
+            return replace(_policy(mixed_precision), cast_forward_inputs=mixed_precision == "no")
         if isinstance(given, str):
             return _policy(given)
         if isinstance(given, dict):

@@ -1073,7 +1073,8 @@ class Trainer:
         for optimizer in run.optim.optimizers:
             optimizer.note_backward()
         if run.step.is_dummy:
-            with gradients_kept(run.optim.parameters):
+            reduced_later = run.engine.reduce_gradients is not None
+            with gradients_kept(run.optim.parameters) if reduced_later else nullcontext():
                 run.engine.backward(run.precision.scale(loss), None, *args, **kwargs)
             return
         run.step.hooks.on_before_backward(loss)
@@ -1155,7 +1156,7 @@ class Trainer:
             stage_of(self._context, name, module, datamodule, finish=self._finish) as hooks,
             compiled_steps(
                 module,
-                steps_of(name, module),
+                () if self.accelerator.engine.compiles_units else steps_of(name, module),
                 self.accelerator.dynamo_plugin,
                 self.accelerator.device,
             ),
@@ -1218,4 +1219,7 @@ class Trainer:
             )
             self._recorder = self._run.recorder
             begin_profile(self._run, epoch_iterators)
-            yield self._run, epoch_iterators
+            try:
+                yield self._run, epoch_iterators
+            finally:
+                self._run.engine.close()

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from trainer.configuration import DistributedDataParallelKwargs
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
+from trainer.plugins import TorchDynamoPlugin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class EngineOptions:
         ddp_kwargs: Arguments of DDP, or None for its defaults.
         fsdp_plugin: How the model is sharded; None does not shard it.
         parallelism_config: The sizes of the dimensions over which it is sharded and split.
+        mixed_precision: The precision of the forward pass: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        dynamo_plugin: How an engine with `Engine.compiles_units` compiles them.
         engine: The user's own engine, or None for the one that fits the processes.
         mesh: The device mesh of all processes, if an earlier engine has made it.
     """
@@ -45,6 +48,8 @@ class EngineOptions:
     ddp_kwargs: DistributedDataParallelKwargs | None = None
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
     parallelism_config: ParallelismConfig | None = None
+    mixed_precision: str = "no"
+    dynamo_plugin: TorchDynamoPlugin | None = None
     engine: Callable[[EngineOptions], Engine] | None = None
     mesh: Any = None
 
@@ -63,6 +68,8 @@ class Engine(Protocol):
         mesh: The device mesh of all processes, if tensors of modules are sharded over it.
         forward_is_collective: Whether a forward pass waits for the other processes, so that one
             without a batch must run a dummy batch.
+        compiles_units: Whether `start` compiles parts of the module; else the loop compiles its
+            steps.
         reduce_gradients: Averages an optimizer's gradients over the processes when it steps; None
             if backward has averaged them.
     """
@@ -73,6 +80,7 @@ class Engine(Protocol):
     counts_data: bool
     mesh: Any
     forward_is_collective: bool
+    compiles_units: bool
     reduce_gradients: Callable[[Optimizer], None] | None
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -167,11 +175,20 @@ class Engine(Protocol):
             stats: See `backward`, also for the result.
         """
 
+    def dummy(self) -> AbstractContextManager[None]:
+        """Return a context for ``training_step`` on a dummy batch, in manual optimisation.
+
+        Where the engine reduces gradients in backward, those of passes inside are zero.
+        """
+
     def sync_stats(self, stats: StepStats) -> float | Tensor:
         """Sum the step stats alone, in manual optimisation; see `backward` for the result."""
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context for the batches of an evaluation."""
+
+    def evaluate_for_others(self) -> AbstractContextManager[None]:
+        """Return a context for a step while other processes `evaluate_without_batch`."""
 
     def evaluate_without_batch(self) -> None:
         """Take the place of a step, on a process that has no batch where others have one."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import wraps
-from itertools import pairwise
+from functools import partial, wraps
+from itertools import pairwise, zip_longest
 from operator import attrgetter
 from typing import Any
 
@@ -28,18 +28,22 @@ from torch.utils.checkpoint import checkpoint
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.objects import all_gather_object
 from trainer.distributed.step_sync import StepStats, StepSync
-from trainer.distributed.transport import sum_numbers
+from trainer.distributed.transport import HostCopy, send, sum_numbers
 from trainer.engines.base import EngineOptions
+from trainer.engines.compile import torch_arguments
 from trainer.engines.single import SingleDevice
 from trainer.engines.tensor_parallel import split_layers
+from trainer.enums import DynamoBackend
 from trainer.names import bare_names
 from trainer.optim.clipping import clip_
 from trainer.optim.finite import find_non_finite
+from trainer.optim.lomo import is_lomo
 from trainer.optim.weighting import scale_
 from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
 from trainer.state import PartialState
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_NEED_WHOLE_TENSORS = {"Adafactor", "LBFGS", "Rprop"}
 _GRADIENT = attrgetter("grad")
 
 
@@ -47,6 +51,7 @@ class FullyShard(SingleDevice):
     """Engine on torch's FSDP2; see `trainer.engines.base.Engine` for the methods."""
 
     forward_is_collective = True
+    compiles_units = True
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -67,13 +72,26 @@ class FullyShard(SingleDevice):
         self.counts_data = self._tp_mesh is None or self._tp_mesh.get_local_rank() == 0
         # By the id of each parameter that was replaced; the old ones are kept so that no id recurs.
         self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._roots: list[Any] = []  # which gather their parameters and those of units inside them
+        self._units: list[Any] = []  # roots and the units inside them, in the same order everywhere
+        self._ran: list[int] = []  # the units that ran in this window or evaluation, by index
+        self._checked: tuple[HostCopy, list[int]] | None = None
         self._dummy = False
         self._handles: list[Any] = []
-        self._order: list[Any] = []
-        self._noting: list[Any] = []
+        self._undo: list[Callable[[], Any]] = []
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Put the sharded parameters into an optimizer that was made with the whole ones."""
+        """Put the sharded parameters into an optimizer that was made with the whole ones.
+
+        Raises:
+            ValueError: It needs whole tensors.
+        """
+        names = {kind.__name__ for kind in type(optimizer).__mro__} & _NEED_WHOLE_TENSORS
+        if names or is_lomo(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot update sharded parameters, because it needs "
+                "whole tensors. Use AdamW or SGD, or train without fsdp_plugin."
+            )
         mixed = False
         for group in optimizer.param_groups:
             group["params"] = [self._replaced.get(id(p), (p, p))[1] for p in group["params"]]
@@ -95,15 +113,16 @@ class FullyShard(SingleDevice):
     ) -> nn.Module:
         """Shard a module in place."""
         if not isinstance(module, FSDPModule):
-            self._shard(module)
+            self._shard(module, [module])
         return module
 
-    def _shard(self, module: nn.Module) -> None:
+    def _shard(self, module: nn.Module, roots: list[nn.Module]) -> None:
         plugin = self.plugin
+        _check_dense(module)
         before = dict(module.named_parameters(remove_duplicate=False))
         whole = self._rank_0s_weights(module)
         split_layers(module, self._tp_mesh)
-        units: list[Any] = list(units_of(module, plugin))
+        units: list[Any] = [unit for unit in units_of(module, plugin) if unit not in roots]
         if plugin.activation_checkpointing:
             for unit in units:
                 _checkpoint_activations(unit)
@@ -122,25 +141,32 @@ class FullyShard(SingleDevice):
             )
         arguments: dict[str, Any] = {
             "mesh": self._data_mesh,
-            "mp_policy": plugin.policy(),
+            "mp_policy": plugin.policy(self.options.mixed_precision),
             "offload_policy": plugin.offload(self.options.device),
             "ignored_params": ignored,
         }
         for unit in reversed(units):  # inner ones first
             fully_shard(unit, reshard_after_forward=plugin.reshard_after_forward, **arguments)
-        fully_shard(module, **arguments)
+        for root in roots:
+            # Others than the whole module may run forward without backward, and are stepped then.
+            released = None if root is module else True
+            fully_shard(root, reshard_after_forward=released, **arguments)
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 # A process may leave out a parameter that others use: all reduce the same tensors.
                 part.set_reduce_scatter_unused_params(True)
-        if plugin.forward_prefetch:
-            for unit, following in pairwise(units):
-                unit.set_modules_to_forward_prefetch([following])
+        self._prefetch(units)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if name in before:
                 self._replaced[id(before[name])] = before[name], parameter
         if whole is not None:
             self._materialise(module, whole)
+
+    def _prefetch(self, units: list[Any]) -> None:
+        """Gather the next unit's parameters while a unit runs, if the plugin says so."""
+        if self.plugin.forward_prefetch:
+            for unit, following in pairwise(units):
+                unit.set_modules_to_forward_prefetch([following])
 
     def _rank_0s_weights(self, module: nn.Module) -> dict[str, Tensor] | None:
         """Make rank 0's weights everybody's, before the module is sharded; collective.
@@ -250,27 +276,64 @@ class FullyShard(SingleDevice):
     # -- the steps of a fit ------------------------------------------------------------------------
 
     def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
-        """Shard the module, and gather its parameters around its steps."""
+        """Shard the module, and gather its parameters around its steps.
+
+        In manual optimisation ``training_step`` may run several forward and backward passes, so
+        that each child of the module gathers its own parameters.
+
+        Raises:
+            ValueError: In manual optimisation, the module has trained parameters of its own.
+        """
         self.module = module
         if step_sync is not None:
             self.step_sync = step_sync
-        if not isinstance(module, FSDPModule):
-            self._shard(module)
-        self._noting = [
-            unit.register_forward_pre_hook(lambda part, _: self._note(part))
-            for unit in self._all_units()
-            if unit is not module
-        ]
-        for name in _STEPS:
-            vars(module)[name] = self._watched(getattr(type(module), name).__get__(module))
-            register_fsdp_forward_method(module, name)
+        automatic = getattr(module, "automatic_optimization", True)
+        self._roots = [module] if automatic else list(_children_of_manual(module))
+        if not any(isinstance(part, FSDPModule) for part in module.modules()):
+            self._shard(module, self._roots)
+        self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for root in self._roots:
+            # `unshard` of a unit inside does not do it; there is no public name.
+            root._get_fsdp_state()._lazy_init()
+        for index, unit in enumerate(self._units):
+            if unit is not module:
+                note = partial(self._note, index)
+                self._undo.append(unit.register_forward_pre_hook(note, prepend=True).remove)
+        self._compile_units()
+        if automatic:
+            for name in _STEPS:
+                vars(module)[name] = self._watched(getattr(module, name))
+                register_fsdp_forward_method(module, name)
+                self._undo.append(partial(vars(module).pop, name))
+
+    def _compile_units(self) -> None:
+        """Compile the forward of each unit, which FSDP's hooks surround.
+
+        Raises:
+            ValueError: There are no units besides the whole module.
+        """
+        compiler = self.options.dynamo_plugin
+        if compiler is None or compiler.backend == DynamoBackend.NO or compiler.disable:
+            return
+        arguments = torch_arguments(compiler)
+        units = [unit for unit in self._units if unit is not self.module]
+        if not units:
+            raise ValueError(
+                f"dynamo_backend is {str(compiler.backend).lower()!r}, which compiles each unit "
+                "of a sharded model, but the plugin wraps none: choose an auto_wrap_policy, such "
+                "as transformer_cls_names_to_wrap, or leave dynamo_backend out."
+            )
+        for unit in units:
+            before = vars(unit).get("forward")
+            unit.forward = torch.compile(unit.forward, **arguments)
+            put_back = partial(vars(unit).update, forward=before)
+            self._undo.append(put_back if before else partial(vars(unit).pop, "forward"))
 
     def _watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a step so that the gradients of a dummy batch are zero."""
 
         @wraps(step)
         def run(*args: Any) -> Any:
-            self._note(self.module)
             output = step(*args)
             if self._dummy:
                 self._zero_gradients_of(self.module)
@@ -291,68 +354,158 @@ class FullyShard(SingleDevice):
         """Reduce gradients only in the last backward of a window."""
         root: Any = self.module
         root.set_requires_gradient_sync(sync)
+        root.reshard()  # a hook may have run forward before the parameters were updated
 
     def dummy_step(
         self, rerun: Callable[[], Tensor], stats: StepStats | None = None
     ) -> float | Tensor:
         """Run the dummy batch with zero gradients, to join the collectives of the others."""
+        with self.dummy():
+            rerun().backward()
+        return 0.0 if stats is None else self.sync_stats(stats)
+
+    @contextmanager
+    def dummy(self) -> Iterator[None]:
+        """Make the gradients of all parameters zero in backward passes inside the block."""
         self._dummy = True
         # They run before FSDP's own hooks, which release the gathered parameters.
         self._handles = [
             unit.register_forward_hook(lambda part, *_: self._zero_gradients_of(part), prepend=True)
-            for unit in self._all_units()
+            for unit in self._units
             if unit is not self.module
         ]
         try:
-            rerun().backward()
+            yield
         finally:
             self._dummy = False
             for handle in self._handles:
                 handle.remove()
-        return 0.0 if stats is None else self.sync_stats(stats)
 
     def sync_stats(self, stats: StepStats) -> float | Tensor:
-        """All-reduce the step stats of a window."""
-        total = self.step_sync.sync_vector(stats)
+        """All-reduce the step stats of a window, and compare which units ran."""
+        vector = self.step_sync.sync_vector(stats)
+        total = torch.cat([vector, self._digest()])
         sum_numbers(total)
-        return self.step_sync.count(total)
+        ran, self._ran = self._ran, []
+        self._check_units()
+        if total.is_cpu:
+            self._compare(total, ran)
+        else:
+            self._checked = HostCopy(total), ran
+        return self.step_sync.count(total[:-2])
+
+    # -- that all processes run the same units -----------------------------------------------------
+
+    def _note(self, index: int, *_: Any) -> None:
+        self._ran.append(index)
+
+    def _digest(self) -> Tensor:
+        """Return a hash of the units that ran, and its square, whose sums float64 holds exactly."""
+        digest = hash(tuple(self._ran)) % 2**20
+        return torch.tensor([digest, digest**2], dtype=torch.float64).to(self.options.device)
+
+    def _check_units(self) -> None:
+        """Compare the units of the last window, if they are still on an accelerator."""
+        if self._checked is not None:
+            (copied, ran), self._checked = self._checked, None
+            self._compare(copied.read(), ran)
+
+    def _compare(self, sums: Tensor, ran: list[int]) -> None:
+        """Raise if processes ran different units; collective.
+
+        Numbers are equal only if the square of their sum is their count times the sum of squares.
+
+        Args:
+            sums: The sums of `_digest` over the processes, at the end of the tensor.
+            ran: The units that ran here.
+
+        Raises:
+            RuntimeError: They ran different ones: parameters of different units were mixed.
+        """
+        first, squares = map(int, sums[-2:].tolist())
+        if first * first == self.options.world_size * squares:
+            return
+        names = {part: name for name, part in self.module.named_modules()}
+        own = [names[self._units[index]] for index in ran]
+        everybody = all_gather_object(own)
+        other = next(rank for rank, theirs in enumerate(everybody) if theirs != everybody[0])
+        pairs = zip_longest(everybody[0], everybody[other])
+        start = next(number for number, pair in enumerate(pairs) if len({*pair}) > 1)
+        shown = "; ".join(
+            f"rank {rank}: {', '.join(everybody[rank][start : start + 3]) or 'none'}"
+            for rank in (0, other)
+        )
+        raise RuntimeError(
+            f"The processes ran different units of the sharded model (from call {start + 1} on, "
+            f"{shown}), so that they gathered each other's parameters. Every process must run each "
+            "unit in the same order: wrap larger units, which contain the branches "
+            '(transformer_cls_names_to_wrap, or auto_wrap_policy="no_wrap").'
+        )
 
     # -- evaluation --------------------------------------------------------------------------------
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Release gathered parameters at the end: a callback may change the sharded ones."""
-        self._order = []
+        self._check_units()
+        self._ran = []
+        try:
+            yield
+            sums = self._digest()
+            sum_numbers(sums)
+            self._compare(sums, self._ran)
+        finally:
+            self._ran = []
+            for unit in self._units:
+                unit.reshard()
+
+    @contextmanager
+    def evaluate_for_others(self) -> Iterator[None]:
+        """Announce each unit before it gathers its parameters."""
+        units = [unit for unit in self._units if unit is not self.module]
+        handles = [
+            unit.register_forward_pre_hook(partial(self._announce, index), prepend=True)
+            for index, unit in enumerate(self._units)
+            if unit is not self.module
+        ]
+        for unit in units:
+            unit.set_modules_to_forward_prefetch([])
         try:
             yield
         finally:
-            for unit in self._all_units():
-                unit.reshard()
+            for handle in handles:
+                handle.remove()
+            self._prefetch(units)
+        self._announce(-1)
+
+    def _announce(self, index: int, *_: Any) -> None:
+        """Send the index of a unit from rank 0, which has a batch if any process has one."""
+        send(torch.tensor([index], device=self.options.device), 0)
 
     def evaluate_without_batch(self) -> None:
-        """Gather and release the parameters of all units, in the order of the last forward pass."""
-        for unit in self._order or self._all_units():
-            unit.unshard()
-            if unit is not self.module:  # whose parameters stay gathered between forward passes
-                unit.reshard()
-
-    def _all_units(self) -> list[Any]:
-        return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
-
-    def _note(self, unit: nn.Module) -> None:
-        """Note the order in which units run in a forward pass."""
-        if unit is self.module:
-            self._order = []
-        self._order.append(unit)
+        """Gather and release the parameters of the units that rank 0 announces."""
+        if self._roots == [self.module]:
+            root: Any = self.module
+            root.unshard()  # which stays gathered between forward passes
+        announced = torch.tensor([-1], device=self.options.device)
+        while True:
+            send(announced, 0)
+            if (index := int(announced)) < 0:
+                break
+            self._ran.append(index)
+            self._units[index].unshard()
+            if self.plugin.reshard_after_forward:
+                self._units[index].reshard()
 
     def broadcast_buffers(self) -> None:
         """Broadcast rank 0's buffers to all processes."""
+        self._check_units()
         broadcast(list(self.module.buffers()))
 
     def close(self) -> None:
-        """Stop to note the order of units; the module stays sharded."""
-        for handle in self._noting:
-            handle.remove()
+        """Leave the module sharded, and undo everything else."""
+        while self._undo:
+            self._undo.pop()()
 
     # -- the update --------------------------------------------------------------------------------
 
@@ -514,6 +667,36 @@ def _unsynced(module: FSDPModule) -> Iterator[None]:
         yield
     finally:
         module.set_requires_gradient_sync(True)
+
+
+def _children_of_manual(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children that have parameters and a forward method.
+
+    Raises:
+        ValueError: A trained parameter is outside them.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.requires_grad:
+            raise ValueError(
+                f"{type(module).__name__} has a trained parameter {name!r} of its own. In manual "
+                "optimisation on shards each submodule gathers its parameters around its forward, "
+                "so move it into a submodule that uses it there."
+            )
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+            yield from _children_of_manual(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def _check_dense(module: nn.Module) -> None:
+    """Raise a ValueError for embeddings whose gradients are sparse."""
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+            raise ValueError(
+                f"{name or type(part).__name__} has sparse gradients, which FSDP cannot reduce: "
+                "pass sparse=False."
+            )
 
 
 def own_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:

@@ -33,6 +33,7 @@ class SingleDevice:
     mesh: Any = None
     counts_data = True
     forward_is_collective = False
+    compiles_units = False
     reduce_gradients: Callable[[Optimizer], None] | None = None
     module: nn.Module
     step_sync: StepSync
@@ -114,6 +115,10 @@ class SingleDevice:
             give_nothing(self.module)
         return self.sync_stats(stats)
 
+    def dummy(self) -> AbstractContextManager[None]:
+        """Do nothing: the loop keeps the gradients of a dummy batch out."""
+        return nullcontext()
+
     def sync_stats(self, stats: StepStats) -> float | Tensor:
         """Record the step stats: there are no other processes."""
         self.step_sync.count_alone(stats)
@@ -121,6 +126,10 @@ class SingleDevice:
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Do nothing: a step changes nothing that the engine has to put back."""
+        return nullcontext()
+
+    def evaluate_for_others(self) -> AbstractContextManager[None]:
+        """Do nothing: nobody waits for this process."""
         return nullcontext()
 
     def evaluate_without_batch(self) -> None:

@@ -6,13 +6,13 @@ Every sample counts once. Metrics are (sum, count) pairs, summed over all ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainer.data.epoch_iterator import EpochIterator
+from trainer.data.epoch_iterator import EpochIterator, GlobalBatch
 from trainer.distributed.objects import all_gather_object
 from trainer.loops.device_transfer import items_of, without_collectives
 from trainer.loops.state import FitRun, Run
@@ -152,12 +152,19 @@ def evaluate_loader(
             batch, items = items_of(current)
             run.metrics.begin_batch(items, suffix)
             where = (batch_idx, index) if several else (batch_idx,)
-            with without_collectives(phase, epoch_iterator, current):
+            with without_collectives(phase, epoch_iterator, current), leading(run, current):
                 start(batch, *where)
                 with run.precision.autocast():
                     outputs = step(batch, *where)
                 end(outputs, batch, *where)
     return read_here
+
+
+def leading(run: Run, current: GlobalBatch) -> AbstractContextManager[None]:
+    """Return a context for the step of a batch, which ranks without a batch follow."""
+    if current.batches == run.data_size:
+        return nullcontext()
+    return run.engine.evaluate_for_others()
 
 
 def check_all_have_batches(run: Run, phase: str, global_batches: list[int]) -> None:

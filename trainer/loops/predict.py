@@ -30,7 +30,7 @@ from trainer.distributed.objects import all_gather_object
 from trainer.distributed.process_control import on_main
 from trainer.files import regular
 from trainer.loops.device_transfer import without_collectives
-from trainer.loops.evaluate import PREDICT, check_all_have_batches, evaluation_mode
+from trainer.loops.evaluate import PREDICT, check_all_have_batches, evaluation_mode, leading
 from trainer.loops.state import Run
 from trainer.strict_json import dumps, to_json
 from trainer.tree import as_bytes, children, to_host
@@ -488,7 +488,7 @@ def predict_loader(
             run.batch_idx = batch_idx
             batch = current.batch
             where = (batch_idx, index) if several else (batch_idx,)
-            with without_collectives(PREDICT, epoch_iterator, current):
+            with without_collectives(PREDICT, epoch_iterator, current), leading(run, current):
                 run.hooks.on_predict_batch_start(batch, *where)
                 with run.precision.autocast():
                     output = to_host(step(batch, *where))

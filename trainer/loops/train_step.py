@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any
@@ -92,7 +91,8 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         known = count_global_batch(run, micro, known)
         stats = run.own_stats(items_here, largest) if sync else None
         if loss is None:
-            total = dummy_step(run, batch_idx, stats)
+            ran, total = dummy_step(run, micro, batch_idx, stats)
+            outputs = ran if micro.present and engine.forward_is_collective else outputs
         else:
             total = engine.backward(run.precision.scale(weighting.weigh(loss, items)), stats)
             of_backward.on_after_backward()
@@ -108,22 +108,38 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     return True
 
 
-def dummy_step(run: FitRun, batch_idx: int, stats: StepStats | None) -> float | Tensor:
+def dummy_step(
+    run: FitRun, micro: GlobalBatch, batch_idx: int, stats: StepStats | None
+) -> tuple[Any, float | Tensor]:
     """Run the engine's dummy step on a rank without a batch or without items.
 
-    Where the engine's forward is collective, the dummy batch is the one without items, or else
-    this rank's latest one.
+    Where the engine's forward is collective, a batch without items is the dummy batch, and its step
+    may log values, which have weight 0. A rank without a batch runs its latest one.
 
     Args:
         run: The fit.
+        micro: The global batch.
         batch_idx: The index of the batch.
-        stats: See `Engine.backward`, also for the result.
+        stats: See `Engine.backward`.
+
+    Returns:
+        What `training_step` returned, None if it did not run; and the result of `Engine.backward`.
     """
     if stats is not None:
         run.precision.scale_nothing(run.device)
-    rerun = partial(run.engine.forward, "training_step", run.step.dummy_batch, batch_idx)
-    with isolated_dummy(run) if run.engine.forward_is_collective else nullcontext():
-        return run.engine.dummy_step(lambda: loss_of(rerun()), stats)
+    outputs: Any = None
+
+    def rerun() -> Tensor:
+        nonlocal outputs
+        outputs = run.engine.forward("training_step", run.step.dummy_batch, batch_idx)
+        return loss_of(outputs)
+
+    context: AbstractContextManager[Any] = nullcontext()
+    if run.engine.forward_is_collective:
+        context = run.precision.autocast() if micro.present else isolated_dummy(run)
+    with context:
+        total = run.engine.dummy_step(rerun, stats)
+    return outputs, total
 
 
 def guarded(run: FitRun, micro: GlobalBatch) -> tuple[Any, Any, Callable[..., Any]]:
@@ -579,7 +595,7 @@ def dummy_batch(run: FitRun, batch_idx: int) -> None:
     for optimizer in run.optim.optimizers:
         optimizer.is_dummy = True
     try:
-        with isolated_dummy(run):
+        with isolated_dummy(run), run.engine.dummy():
             run.engine.forward("training_step", run.step.dummy_batch, batch_idx)
     finally:
         run.step.is_dummy = False

@@ -1,0 +1,408 @@
+"""The promises of the Trainer hold on shards: each run equals that of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.distributed import test_fsdp
+from tests.distributed.test_fsdp import Block, X, Y, plugin, whole
+from tests.helpers.ranks import RankError
+from trainer import GradScalerKwargs, Trainer, TrainModule
+
+DATA = TensorDataset(X, Y)
+
+
+class Net(test_fsdp.Net):
+    """With SGD, since Adam inflates the rounding of gradients that are nearly 0."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def trainer(folder: Path, **options: Any) -> Trainer:
+    """Return a Trainer that shards the model if there are several processes."""
+    sharded = {"fsdp_plugin": plugin()} if world() > 1 else {}
+    defaults = {"max_epochs": 2, "checkpointing": False, "log_every": 1, "seed": 3}
+    return Trainer(
+        cpu=True, progress_bar=False, project_dir=folder, **{**defaults, **sharded, **options}
+    )
+
+
+def loader(data: Any = DATA, batch: int = 8) -> DataLoader[Any]:
+    """Return a loader whose batches are as large over all processes."""
+    return DataLoader(data, batch // world())
+
+
+def metrics_of(trainer: Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def fit(folder: Path, module: type[Net] = Net, data: Any = DATA, **options: Any) -> Any:
+    batch = options.pop("batch", 8)
+    own, model = trainer(folder, **options), module()
+    own.fit(model, loader(data, batch), loader(data, batch))
+    return whole(model), metrics_of(own)
+
+
+def assert_equal(
+    ranks: Callable[..., list[Any]],
+    run: Callable[[str], Any],
+    tolerance: float = 1e-5,
+    *,
+    only_on_rank_0: int = 0,
+) -> Any:
+    """Assert that `run` returns on each rank what it returns here; the last values on rank 0."""
+    expected = run("one")
+    for index, found in enumerate(ranks(lambda: run("shards"))):
+        if index and only_on_rank_0:
+            found, expected = found[:-only_on_rank_0], expected[:-only_on_rank_0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    return expected
+
+
+# -- the gradient is that of the whole batch ----------------------------------------------------
+
+
+class Tokens(Net):
+    """A mean over the items that are not masked: those whose label is 1 or whose x is large."""
+
+    def mask(self, batch: Any) -> Tensor:
+        return batch[0][:, 0] > 0.3
+
+    def count_items(self, batch: Any) -> Tensor:
+        return self.mask(batch).sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        kept = self.mask(batch)
+        loss = nn.functional.cross_entropy(self(batch[0])[kept], batch[1][kept])
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        kept = self.mask(batch)
+        loss = nn.functional.cross_entropy(self(batch[0])[kept], batch[1][kept])
+        self.log("val/loss", loss)
+
+
+class NoItemsOnRank1(Tokens):
+    """The batches of rank 1 have no items, from the first one on."""
+
+    def mask(self, batch: Any) -> Tensor:
+        return torch.arange(len(X))[torch.cdist(batch[0], X).argmin(1)] % 8 < 4
+
+
+CASES: dict[str, tuple[type[Net], int, dict[str, Any]]] = {
+    "tokens": (Tokens, 44, {}),
+    "tokens accumulated": (Tokens, 44, {"gradient_accumulation_steps": 4, "max_grad_norm": 0.2}),
+    "rank without items": (NoItemsOnRank1, 44, {"gradient_accumulation_steps": 2}),
+    "rank without a batch in the first step": (Net, 4, {}),
+    "rank with a short batch in the first step": (Net, 6, {}),
+    "short last window": (Net, 44, {"gradient_accumulation_steps": 5}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_the_whole_batch(ranks2, case, tmp_path):
+    module, samples, options = CASES[case]
+    data = TensorDataset(X[:samples], Y[:samples])
+    assert_equal(ranks2, lambda name: fit(tmp_path / name, module, data, **options))
+
+
+# -- evaluation is exact ------------------------------------------------------------------------
+
+
+class Evaluated(Net):
+    """Blocks are called in another order than that of their definition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(Block(), Block(), Block())
+        self.early = Block(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks[0](self.blocks[2](self.blocks[1](self.first(self.early(x))))))
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        out = self(batch[0])
+        self.log("val/loss", nn.functional.cross_entropy(out, batch[1]))
+        self.log("val/accuracy", (out.argmax(1) == batch[1]).float().mean())
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test/loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+@pytest.mark.parametrize("fits", [0, 1, 2])
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_evaluation_of_batches_that_do_not_divide_is_exact(ranks2, fits, sharding, tmp_path):
+    def run(name: str) -> Any:
+        given = plugin(sharding_strategy=sharding, forward_prefetch=True)
+        options = {"fsdp_plugin": given} if world() > 1 else {}
+        own, model = trainer(tmp_path / name, **options), Evaluated()
+        several = [loader(TensorDataset(X[:n], Y[:n])) for n in (3, 20, 44)]
+        for _ in range(fits):
+            own.fit(model, loader(), several)
+        metrics = own.validate(model, several), own.test(model, several[0])
+        predicted = own.predict(model, several[1])
+        return whole(model), metrics, None if predicted is None else torch.cat(predicted)
+
+    assert_equal(ranks2, run, only_on_rank_0=1)
+
+
+# -- numbers that are not finite, and mixed precision -------------------------------------------
+
+SPOILT = X[13, 0]  # in the second batch of 8, in the half of rank 1
+
+
+class Nan(Net):
+    """The loss, or only its gradient, is NaN in one step, by a sample of rank 1."""
+
+    spoils = "loss"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        bad = bool((batch[0][:, 0] == SPOILT).any())
+        if bad and self.spoils == "gradient":
+            loss.register_hook(lambda gradient: gradient * torch.nan)
+        return loss + torch.nan if bad and self.spoils == "loss" else loss
+
+
+class NanGradient(Nan):
+    spoils = "gradient"
+
+
+@pytest.mark.parametrize("module", [Nan, NanGradient])
+def test_a_bad_number_on_one_rank_skips_or_stops_all(ranks2, module, tmp_path):
+    assert_equal(ranks2, lambda name: fit(tmp_path / name, module, non_finite="skip"))
+
+    def stopped() -> int:
+        own, model = trainer(tmp_path / "stops"), module()
+        with pytest.raises(FloatingPointError):
+            own.fit(model, loader())
+        return own.global_step
+
+    assert ranks2(stopped) == [1, 1]
+
+
+class Dtypes(Net):
+    """Logs the dtypes in a forward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen = {batch[0].dtype, *(p.dtype for p in self.blocks[0].parameters())}
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), ("fp16", 2e-3)])
+def test_mixed_precision_trains_alike(ranks2, precision, tolerance, tmp_path):
+    options = {"mixed_precision": precision, "max_epochs": 1, "gradient_accumulation_steps": 2}
+    options |= {"max_grad_norm": 1.0}
+    if precision == "fp16":  # the first updates overflow
+        options["kwargs_handlers"] = [GradScalerKwargs(init_scale=2.0**24, growth_interval=2)]
+
+    def run(name: str) -> Any:
+        own, model = trainer(tmp_path / name, **options), Net()
+        own.fit(model, loader())
+        return whole(model), own.skipped_updates
+
+    expected = assert_equal(ranks2, run, tolerance)
+    assert (expected[1] > 0) == (precision == "fp16")
+
+
+def test_parameters_are_gathered_in_the_precision_and_gradients_reduced_in_float32(
+    ranks2, tmp_path
+):
+    def dtypes() -> Any:
+        own, model, seen = trainer(tmp_path, mixed_precision="bf16", max_steps=1), Net(), {}
+
+        def look(block: nn.Module, args: Any) -> None:
+            seen["gathered"], seen["input"] = block.first.weight.dtype, args[0].dtype
+
+        model.blocks[0].register_forward_pre_hook(look)
+        model.blocks[0].norm.register_forward_pre_hook(
+            lambda part, args: seen.update(batch=part.weight.dtype)
+        )
+        own.fit(model, loader())
+        return seen, {p.dtype for p in model.parameters()}
+
+    (seen, kept), _ = ranks2(dtypes)
+    assert (seen["batch"], kept) == (torch.bfloat16, {torch.float32})
+
+
+# -- what cannot work is refused ----------------------------------------------------------------
+
+
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 4, sparse=True)
+
+
+def optimized(make: Any) -> type[Net]:
+    class Optimized(Net):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            optimizer: torch.optim.Optimizer = make(self.parameters())
+            return optimizer
+
+    return Optimized
+
+
+REFUSED = {
+    "LBFGS": (optimized(torch.optim.LBFGS), "LBFGS"),
+    "Rprop": (optimized(torch.optim.Rprop), "Rprop cannot update sharded"),
+    "Adafactor": (optimized(torch.optim.Adafactor), "Adafactor cannot update sharded"),
+    "sparse": (Sparse, "table has sparse gradients"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_work_on_shards_is_refused_by_name(ranks2, what, tmp_path):
+    module, message = REFUSED[what]
+    with pytest.raises(RankError, match=message):
+        ranks2(lambda: fit(tmp_path, module))
+
+
+class LayerDrop(Net):
+    """Each rank leaves out another block, from the second step on, or in validation."""
+
+    drops_in = "training"
+
+    def run(self, x: Tensor, *, drops: bool) -> Tensor:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            if not drops or index != rank():
+                x = block(x)
+        return self.last(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        drops = self.drops_in == "training" and batch_idx > 0
+        return nn.functional.cross_entropy(self.run(batch[0], drops=drops), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/out", self.run(batch[0], drops=self.drops_in == "validation").mean())
+
+
+class DropInValidation(LayerDrop):
+    drops_in = "validation"
+
+
+@pytest.mark.parametrize("module", [LayerDrop, DropInValidation])
+def test_ranks_that_run_different_units_are_told_before_they_step(ranks2, module, tmp_path):
+    def drop() -> tuple[str, int]:
+        own, model = trainer(tmp_path, num_sanity_val_steps=0), module()
+        with pytest.raises(RuntimeError) as caught:
+            own.fit(model, loader(), loader())
+        return str(caught.value), own.global_step
+
+    (found, steps), other = ranks2(drop)
+    assert other == (found, steps)
+    assert "rank 0: blocks.1, " in found
+    assert "rank 1: blocks.0, " in found
+    assert "wrap larger units" in found
+    assert steps == (1 if module is LayerDrop else 6)
+
+
+# -- manual optimisation ------------------------------------------------------------------------
+
+
+class Gan(TrainModule):
+    """Two optimizers in one step, of which one waits for a forward pass without backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.makes = nn.Sequential(nn.Linear(8, 16), Block(), nn.Linear(16, 8))
+        self.judges = nn.ModuleList([nn.Linear(8, 16), nn.Sequential(Block(), nn.Linear(16, 1))])
+
+    def judge(self, x: Tensor) -> Tensor:
+        return self.judges[1](self.judges[0](x).relu())
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        makes, judges = self.optimizers()
+        real, made = batch[0], self.makes(batch[0].flip(1))
+        for optimizer, loss in (
+            (judges, lambda: (self.judge(made.detach()) - self.judge(real)).mean()),
+            (judges, lambda: self.judge(self.makes(real).detach()).square().mean()),
+            (makes, lambda: -self.judge(made).mean()),
+            (makes, lambda: (self.makes(real) - real).square().mean()),
+        ):
+            value = loss()
+            optimizer.zero_grad()
+            self.manual_backward(value)
+            self.clip_gradients(optimizer, max_grad_norm=0.5)
+            optimizer.step()
+            self.log("train/loss", value)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/judged", self.judge(self.makes(batch[0])).mean())
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        parts = (self.makes, self.judges)
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+
+
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_two_optimizers_in_one_step_train_as_one_process(ranks2, sharding, tmp_path):
+    def run(name: str) -> Any:
+        given = plugin(sharding_strategy=sharding)
+        options = {"fsdp_plugin": given} if world() > 1 else {}
+        own, model = trainer(tmp_path / name, **options), Gan()
+        data = TensorDataset(X[:40], Y[:40])
+        own.fit(model, loader(data), loader())
+        return whole(model), metrics_of(own)
+
+    assert_equal(ranks2, run)
+
+
+class ManualNet(Net):
+    """The mean of the losses over the ranks is that of 8 samples, also where a rank has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum")
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss * world() / 8)
+        optimizer.step()
+
+
+def test_a_rank_without_a_batch_gives_nothing_in_manual_optimisation(ranks2, tmp_path):
+    def run(name: str) -> Any:
+        own, model = trainer(tmp_path / name), ManualNet()
+        own.fit(model, loader(), loader())
+        return whole(model), metrics_of(own)
+
+    assert_equal(ranks2, run)
+
+
+class OwnParameter(Gan):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+def test_trained_parameters_of_the_module_itself_are_refused_in_manual(ranks2, tmp_path):
+    with pytest.raises(RankError, match="OwnParameter has a trained parameter 'scale' of its own"):
+        ranks2(lambda: trainer(tmp_path).fit(OwnParameter(), loader()))

@@ -66,10 +66,12 @@ class BaseFinetuning(Callback):
             modules: A module, or an iterable of modules, nested to any depth.
             train_bn: False leaves batch normalisation frozen.
         """
+        names = {parameter: name for name, parameter in self._parameters()}
         for module in _all_modules(modules):
             if train_bn or not isinstance(module, _BatchNorm):
                 for parameter in module.parameters(recurse=False):
-                    parameter.requires_grad = self._trainable.get(parameter, True)
+                    name = names.get(parameter, "")
+                    parameter.requires_grad = self._trainable.get(name, True)
                 self._unfreeze_statistics(module)
 
     def unfreeze_and_add_param_group(
@@ -130,7 +132,8 @@ class BaseFinetuning(Callback):
         if stage != "fit":
             return
         self._trainer, self._module = trainer, module
-        self._trainable = {p: p.requires_grad for p in module.parameters()}
+        # By name: an engine may replace parameters.
+        self._trainable = {name: p.requires_grad for name, p in self._parameters()}
         # If the whole module is in evaluation mode, `fit` puts all of it into training mode.
         self._modes = {part: part.training or not module.training for part in module.modules()}
         self._norms: dict[nn.Module, RemovableHandle] = {}
@@ -171,8 +174,8 @@ class BaseFinetuning(Callback):
         if self._trainer is None:
             return
         self._final = self.state_dict()  # for a checkpoint that is saved after the fit
-        for parameter, trainable in self._trainable.items():
-            parameter.requires_grad = trainable
+        for name, parameter in self._parameters():
+            parameter.requires_grad = self._trainable.get(name, parameter.requires_grad)
         for norm in list(self._norms):
             self._unfreeze_statistics(norm)
         self._trainer = None
@@ -303,7 +306,11 @@ class BackboneFinetuning(BaseFinetuning):
         """
         part = self._part(module)
         own = {id(p) for p in part.parameters()}
-        waiting = {id(p) for p in part.parameters() if self._trainable[p] and not p.requires_grad}
+        waiting = {
+            id(p)
+            for name, p in self._parameters()
+            if id(p) in own and self._trainable.get(name, True) and not p.requires_grad
+        }
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 ids = {id(p) for p in group["params"]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
 
+from callbacks import (
+    BackboneFinetuning,
+    GradientAccumulationScheduler,
+    GradientNormMonitor,
+    ModelSummary,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from tests.distributed import test_fsdp
 from tests.distributed.test_fsdp import Block, X, Y, plugin, whole
 from tests.helpers.ranks import RankError
-from trainer import GradScalerKwargs, Trainer, TrainModule
+from trainer import GradScalerKwargs, Preempted, Trainer, TrainModule
+from trainer.tuning import Tuner
 
 DATA = TensorDataset(X, Y)
 
@@ -406,3 +418,105 @@ class OwnParameter(Gan):
 def test_trained_parameters_of_the_module_itself_are_refused_in_manual(ranks2, tmp_path):
     with pytest.raises(RankError, match="OwnParameter has a trained parameter 'scale' of its own"):
         ranks2(lambda: trainer(tmp_path).fit(OwnParameter(), loader()))
+
+
+# -- callbacks ----------------------------------------------------------------------------------
+
+
+class Scheduled(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+
+
+CALLBACKS: dict[str, tuple[type[Net], Callable[[], Any]]] = {
+    "average": (Net, lambda: WeightAveraging(decay=0.7)),
+    "swa": (Net, lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)),
+    "norms": (Net, lambda: GradientNormMonitor(per="module")),
+    "accumulation": (Net, lambda: GradientAccumulationScheduler({0: 1, 1: 3})),
+    "finetuning": (
+        Scheduled,
+        lambda: BackboneFinetuning(backbone="blocks", unfreeze_backbone_at_epoch=1),
+    ),
+    "summary": (Net, lambda: ModelSummary()),
+}
+
+
+@pytest.mark.parametrize("callback", CALLBACKS)
+def test_callbacks_do_on_shards_what_they_do_on_one_process(ranks2, callback, tmp_path):
+    module, make = CALLBACKS[callback]
+    options = {"max_epochs": 3, "checkpointing": True}
+
+    def run(name: str) -> Any:
+        own, model = trainer(tmp_path / name, callbacks=[make()], **options), module()
+        own.fit(model, loader(), loader())
+        return whole(model), metrics_of(own)
+
+    def resumed(name: str) -> Any:
+        folder = tmp_path / f"cut {name}"
+        for epochs in (2, 3):
+            own = trainer(folder, callbacks=[make()], **{**options, "max_epochs": epochs})
+            model = module()
+            own.fit(model, loader(), loader(), ckpt_path="auto")
+        return whole(model), metrics_of(own)
+
+    expected = assert_equal(ranks2, run)
+    if callback in ("average", "finetuning"):  # SWA's plan depends on max_epochs
+        for found in ranks2(lambda: resumed("shards")):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+class Terminated(Net):
+    """One rank receives SIGTERM in the fourth step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if (
+            rank() == 1
+            and self.trainer.global_step == 3
+            and not self.trainer.checkpoint_dir.exists()
+        ):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_on_one_rank_saves_shards_and_the_run_resumes(ranks2, tmp_path):
+    expected = fit(tmp_path / "one")
+
+    def preempted() -> Any:
+        options = {"checkpointing": True}
+        with pytest.raises(Preempted):
+            fit(tmp_path / "shards", Terminated, **options)
+        own, model = trainer(tmp_path / "shards", **options), Net()
+        own.fit(model, loader(), loader(), ckpt_path="auto")
+        return whole(model), metrics_of(own)
+
+    for found in ranks2(preempted):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch asks for it itself
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=str)
+def test_units_are_compiled(ranks2, options, tmp_path):
+    expected = fit(tmp_path / "one")
+
+    def compiled() -> Any:
+        tqdm.monitor_interval = 0  # torch makes bars that it does not show
+        own = trainer(tmp_path / "two", fsdp_plugin=plugin(**options), dynamo_backend="aot_eager")
+        model, forward = Net(), []
+        model.on_train_start = lambda: forward.append(model.blocks[0].forward)
+        own.fit(model, loader(), loader())
+        made = hasattr(forward[0], "_torchdynamo_orig_callable")
+        return made, (whole(model), metrics_of(own))
+
+    for made, found in ranks2(compiled, timeout=150):
+        assert made
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_the_learning_rate_finder_tries_the_same_on_shards(ranks2, tmp_path):
+    def find(name: str) -> Any:
+        own, model = trainer(tmp_path / name), Net()
+        found = Tuner(own).lr_find(model, loader(), num_training=8)
+        own.fit(model, loader(), loader())
+        return found.losses, whole(model)
+
+    assert_equal(ranks2, find)

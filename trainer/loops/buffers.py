@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from trainer.checkpoint.sharded_state import is_sharded
 from trainer.data.seeding import equal, isolated_generators
 from trainer.distributed.collectives import broadcast, reduce
 from trainer.distributed.objects import all_gather_object
@@ -51,7 +52,9 @@ def sync_buffers(run: FitRun) -> None:
     frozen = {
         name: parameter
         for name, parameter in bare_names(run.module, run.module.named_parameters())
-        if not (parameter.requires_grad and id(parameter) in trained) and not is_lazy(parameter)
+        if not (parameter.requires_grad and id(parameter) in trained)
+        and not is_lazy(parameter)
+        and not is_sharded(parameter)  # of which each process has its own part
     }
     everybody = all_gather_object(_digests(frozen))
     differing = [

@@ -302,9 +302,9 @@ class FullyShard(SingleDevice):
         self._compile_units()
         if automatic:
             for name in _STEPS:
+                self._undo.append(_putting_back(module, name))
                 vars(module)[name] = self._watched(getattr(module, name))
                 register_fsdp_forward_method(module, name)
-                self._undo.append(partial(vars(module).pop, name))
 
     def _compile_units(self) -> None:
         """Compile the forward of each unit, which FSDP's hooks surround.
@@ -324,10 +324,8 @@ class FullyShard(SingleDevice):
                 "as transformer_cls_names_to_wrap, or leave dynamo_backend out."
             )
         for unit in units:
-            before = vars(unit).get("forward")
+            self._undo.append(_putting_back(unit, "forward"))
             unit.forward = torch.compile(unit.forward, **arguments)
-            put_back = partial(vars(unit).update, forward=before)
-            self._undo.append(put_back if before else partial(vars(unit).pop, "forward"))
 
     def _watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a step so that the gradients of a dummy batch are zero."""
@@ -667,6 +665,12 @@ def _unsynced(module: FSDPModule) -> Iterator[None]:
         yield
     finally:
         module.set_requires_gradient_sync(True)
+
+
+def _putting_back(module: nn.Module, name: str) -> Callable[[], Any]:
+    """Return a function that puts a module's own attribute back, or removes a later one."""
+    own = vars(module)
+    return partial(own.update, {name: own[name]}) if name in own else partial(own.pop, name)
 
 
 def _children_of_manual(module: nn.Module) -> Iterator[nn.Module]:

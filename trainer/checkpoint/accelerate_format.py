@@ -42,9 +42,17 @@ def read(path: Path, rank: int, local_rank: int) -> dict[str, Any]:
         local_rank: The index of this rank's accelerator on its machine.
 
     Raises:
-        CheckpointError: If a file is damaged or holds objects that are not plain values; the
-            message names it.
+        CheckpointError: If it holds shards of FSDP, or if a file is damaged or holds objects that
+            are not plain values; the message names it.
     """
+    if sharded := sorted(file.parent for file in path.glob("*/.metadata")):
+        raise CheckpointError(
+            f"{path} holds a sharded model in torch.distributed.checkpoint's format "
+            f"({', '.join(each.name for each in sharded)}), whose .metadata is a pickle: reading "
+            "it can run any code. If you trust it, convert the weights where accelerate is "
+            f"installed (accelerate merge-weights {path / 'pytorch_model_fsdp_0'} OUT), and load "
+            "them: load_checkpoint_in_model(model, 'OUT'). The optimizers begin anew."
+        )
     ranks = sorted(
         int(match[1]) for file in path.iterdir() if (match := _RANK.fullmatch(file.name))
     )

@@ -193,6 +193,14 @@ def test_what_cannot_be_taken_over_is_told(copy, name, caplog):
     assert "skip_first_batches" in caplog.text
 
 
+def test_shards_of_fsdp_are_refused_with_the_command_that_converts_them(copy):
+    folder = copy / "pytorch_model_fsdp_0"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=rf"is a pickle.*accelerate merge-weights {folder}"):
+        load_state(copy, make(), processes(0, 1))
+
+
 def test_a_damaged_file_is_named(copy):
     (copy / "optimizer.bin").write_bytes((copy / "optimizer.bin").read_bytes()[:2000])
     with pytest.raises(CheckpointError, match=r"optimizer\.bin"):

@@ -466,6 +466,26 @@ def test_callbacks_do_on_shards_what_they_do_on_one_process(ranks2, callback, tm
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+
+
+def test_batch_statistics_of_averaged_weights_are_those_of_ddp(ranks2, tmp_path):
+    def run(name: str, **options: Any) -> Any:
+        averages = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)
+        own = trainer(tmp_path / name, callbacks=[averages], max_epochs=3, **options)
+        model = Normed()
+        own.fit(model, loader())
+        return whole(model)
+
+    expected = ranks2(lambda: run("ddp", fsdp_plugin=None))
+    found = ranks2(lambda: run("shards"))
+    for part in ("first.1.running_mean", "first.1.running_var", "blocks.1.first.weight"):
+        torch.testing.assert_close(found[1][part], expected[1][part], rtol=0, atol=1e-5)
+
+
 class Terminated(Net):
     """One rank receives SIGTERM in the fourth step."""
 

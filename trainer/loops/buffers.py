@@ -22,6 +22,7 @@ from trainer.distributed.collectives import broadcast, reduce
 from trainer.distributed.objects import all_gather_object
 from trainer.errors import module_logger
 from trainer.loops.device_transfer import items_of
+from trainer.loops.evaluate import leading
 from trainer.loops.module_state import metric_states, of_module, put_metrics_back
 from trainer.loops.state import FitRun
 from trainer.names import bare_names
@@ -193,14 +194,19 @@ def update_batch_norm(run: FitRun) -> None:
         isolated_rng(seed),
         isolated_generators(generators, mix(seed, 1), equal(generators)),
         run.metrics.muted(),
+        run.engine.evaluating(),
         epoch_iterator.isolated_epoch(run.counters.epoch),
         closing(run.device_transfer.global_batches(epoch_iterator)) as global_batches,
     ):
         for batch_idx, current in enumerate(global_batches):
-            if current.present and (current.batches == run.data_size or not is_collective):
-                batch, _ = items_of(current)
-                with run.precision.autocast():
-                    run.module.training_step(batch, batch_idx)
+            if is_collective and current.batches != run.data_size:
+                continue
+            if not current.present:
+                run.engine.evaluate_without_batch()
+                continue
+            batch, _ = items_of(current)
+            with leading(run, current), run.precision.autocast():
+                run.module.training_step(batch, batch_idx)
     for norm, earlier in zip(norms, before, strict=True):
         _average(norm, earlier)
 

@@ -1025,7 +1025,8 @@ class Trainer:
     @property
     def log_due(self) -> bool:
         """Whether the values of this update will be logged (`log_every`)."""
-        return self._fitting is not None and self._fitting.plan.log_due
+        run = self._run  # progress bars ask at each batch
+        return isinstance(run, FitRun) and run.plan.log_due
 
     def progress_values(self, *, wait: bool = False) -> dict[str, float]:
         """Return the latest values logged with ``prog_bar=True``; also after a fit.

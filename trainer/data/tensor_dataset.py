@@ -17,7 +17,6 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from trainer.data.inline_pickling import sent
 from trainer.data.sampler import BatchIndices
 from trainer.data.seeding import SeededDataset
-from trainer.tree import is_plain
 
 
 def wrapped(loader: Any) -> SeededDataset:
@@ -55,5 +54,11 @@ class TensorRows(SeededDataset):
 
 def _is_rows(tensor: Tensor) -> bool:
     """Return whether ``index_select`` gives what indexing row by row and stacking give."""
-    plain = type(tensor) is Tensor and is_plain(tensor) and tensor.is_contiguous()
-    return plain and 0 < tensor.ndim < 5  # torch.stack keeps other memory formats of more
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_nested or tensor.is_quantized)
+        and tensor.is_contiguous()
+        and 0 < tensor.ndim < 5  # torch.stack keeps other memory formats of more
+    )

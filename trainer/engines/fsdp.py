@@ -527,6 +527,8 @@ class FullyShard(SingleDevice):
     ) -> Tensor:
         """Scale the gradients to a total norm of at most `max_norm`; return the norm before."""
         groups = by_mesh(parameters)
+        if not groups:
+            return torch.zeros((), device=self.options.device)
         norms = [
             torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None], norm_type)
             for group in groups

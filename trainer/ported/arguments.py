@@ -10,7 +10,8 @@ from typing import Any
 from trainer.ported.hooks import MANUAL
 
 _NOTHING = "leave it out"
-_NO_ENGINE = f"{_NOTHING}: models that are divided over devices are not supported yet"
+_NO_ENGINE = f"{_NOTHING}: DeepSpeed is not supported yet; fsdp_plugin shards a model"
+_SHARDED = "fsdp_plugin=FullyShardedDataParallelPlugin(...), under trainer launch"
 _NO_SUCH_DEVICE = f"{_NOTHING}: such devices are not supported"
 _FIND_UNUSED = "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
 
@@ -46,7 +47,9 @@ def _strategy(given: Any) -> str:
     words = str(given).lower()
     if words in ("auto", "single_device"):
         return f"{_NOTHING}: the number of processes decides"
-    if any(word in words for word in ("fsdp", "deepspeed")):
+    if "fsdp" in words:
+        return _SHARDED
+    if "deepspeed" in words:
         return _NO_ENGINE
     if "notebook" in words:
         return "notebook_launcher(function, num_processes=N): several processes train with DDP"
@@ -261,8 +264,8 @@ _OF_HUGGING_FACE: dict[str, str | Callable[[Any], str]] = {
     "evaluation_strategy": _evaluates,
     "fp16": "mixed_precision='fp16'",
     "fp16_full_eval": f"{_NOTHING}: evaluations have the precision of the training",
-    "fsdp": _NO_ENGINE,
-    "fsdp_config": _NO_ENGINE,
+    "fsdp": _SHARDED,
+    "fsdp_config": _SHARDED,
     "full_determinism": "deterministic=True and seed",
     "gradient_checkpointing": _OF_MODEL.format("gradient_checkpointing_enable()"),
     "gradient_checkpointing_kwargs": _OF_MODEL.format("gradient_checkpointing_enable(...)"),

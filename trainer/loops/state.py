@@ -29,7 +29,7 @@ from trainer.loops.preemption import ExitVote
 from trainer.loops.recorder import Recorder
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
-from trainer.optim.clipping import Limits
+from trainer.optim.clipping import NO_LIMITS, Limits
 from trainer.optim.configure import SchedulerEntry
 from trainer.optim.finite import FiniteGuard, is_non_finite
 from trainer.optim.optimizer import AcceleratedOptimizer
@@ -184,6 +184,7 @@ class Optimization:
         guard: Finds non-finite gradients; None if they are ignored.
         limits: Gradient clipping limits for all parameters.
         own_limits: Optimizers with clipping limits of their own.
+        clips: Whether there is any limit.
         accumulation: Micro-batches in the next gradient accumulation window.
         fingerprint: The options of optimizers and schedulers as text; see
             `trainer.loops.fit_state.options_of`.
@@ -210,6 +211,10 @@ class Optimization:
     unregistered: list[nn.Parameter] = field(default_factory=list)
     warned_of_unregistered: bool = False
     parameter_fingerprint: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """See once whether gradients are clipped: every update asks."""
+        self.clips = bool(self.own_limits) or self.limits != NO_LIMITS
 
 
 @dataclass(kw_only=True)

@@ -29,7 +29,7 @@ from trainer.loops.module_state import warn_of_dropout_off
 from trainer.loops.profiler import OPTIMIZER
 from trainer.loops.state import FitRun
 from trainer.metrics import to_floats
-from trainer.optim.clipping import NO_LIMITS, clip_each_
+from trainer.optim.clipping import clip_each_
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.rng import isolated_rng
 from trainer.tree import detach, to_host
@@ -282,26 +282,28 @@ def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
     Raises:
         FloatingPointError: A gradient is not finite; see `trainer.optim.finite`.
     """
+    optim = run.optim
     refresh_parameter_lists(run)
     # No optimizer zeroes the gradients of parameters that none of them has. They would accumulate
     # from update to update, and raise the total norm by which all gradients are clipped.
-    for parameter in run.optim.unused:
+    for parameter in optim.unused:
         parameter.grad = None
     if run.precision.scales:
-        run.precision.unscale_together([optimizer.optimizer for optimizer in run.optim.optimizers])
-    factor = run.optim.weighting.factor(total)
+        run.precision.unscale_together([optimizer.optimizer for optimizer in optim.optimizers])
+    factor = optim.weighting.factor(total)
     if factor is not None:
-        run.engine.scale_gradients_(run.optim.parameters, factor)
+        run.engine.scale_gradients_(optim.parameters, factor)
     see_if_log_is_due(run)
-    for optimizer in run.optim.optimizers:
+    for optimizer in optim.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)
     if should_step(run, seen):
-        clip(run)
-        for optimizer in run.optim.optimizers:
+        if optim.clips:
+            clip(run)
+        for optimizer in optim.optimizers:
             optimizer.step()
-    if run.optim.guard is not None and run.precision.scales:
-        skipped = [optimizer.skipped for optimizer in run.optim.optimizers]
-        run.optim.guard.count_scaled(skipped, run.counters.global_step + 1)
+    if optim.guard is not None and run.precision.scales:
+        skipped = [optimizer.skipped for optimizer in optim.optimizers]
+        optim.guard.count_scaled(skipped, run.counters.global_step + 1)
     tick(run, "step", run.counters.global_step + 1, by_metric=False)
     run.counters.global_step += 1
 
@@ -390,9 +392,8 @@ def clip(run: FitRun) -> None:
     The optimizers' parameters are listed each time, since the user may add a parameter group at any
     time.
     """
-    if run.optim.own_limits or run.optim.limits != NO_LIMITS:
-        apart = [(parameters_of([optimizer]), limits) for optimizer, limits in run.optim.own_limits]
-        clip_each_(run.engine, run.optim.parameters, apart, run.optim.limits)
+    apart = [(parameters_of([optimizer]), limits) for optimizer, limits in run.optim.own_limits]
+    clip_each_(run.engine, run.optim.parameters, apart, run.optim.limits)
 
 
 def should_step(run: FitRun, seen: Tensor | None) -> bool:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +87,7 @@ def test_the_defaults_are_the_documented_ones():
     assert accelerator.step_scheduler_with_optimizer
     assert accelerator.scheduler_tick == "process"
     assert accelerator.rng_types == ["generator"]
+    assert accelerate(rng_types="torch").rng_types == ["torch"]
     assert accelerator.dataloader_config == DataLoaderConfiguration()
     assert accelerator.project_configuration == ProjectConfiguration()
     assert (accelerator.project_dir, accelerator.logging_dir) == (None, None)
@@ -102,7 +101,7 @@ def test_the_defaults_are_the_documented_ones():
     assert accelerator.gradient_state.__dict__ is GradientState().__dict__
 
 
-def test_the_window_is_the_last_one_that_was_asked_for():
+def test_the_accumulation_window_is_the_last_one_that_was_asked_for():
     plugin = GradientAccumulationPlugin(num_steps=3)
     state = accelerate(gradient_accumulation_plugin=plugin).gradient_state
     assert state.initialized
@@ -113,32 +112,21 @@ def test_the_window_is_the_last_one_that_was_asked_for():
     assert not state.initialized
 
 
-def test_options_of_the_constructor_win_over_a_configuration_that_stays():
+def test_options_of_the_constructor_win_over_those_of_a_configuration():
     options = {"dispatch_batches": True, "non_blocking": True, "use_stateful_dataloader": True}
     config = DataLoaderConfiguration(**options)
     accelerator = accelerate(
-        dataloader_config=config,
-        split_batches=True,
-        dispatch_batches=False,
-        even_batches=False,
-        use_seedable_sampler=True,
+        dataloader_config=config, dispatch_batches=False, even_batches=False, split_batches=True
     )
     assert config == DataLoaderConfiguration(**options)
     assert accelerator.use_stateful_dataloader
     assert accelerator.split_batches
     assert accelerator.dispatch_batches is False
     assert not accelerator.even_batches
-    assert accelerator.use_seedable_sampler
+    assert not accelerator.use_seedable_sampler
     assert accelerator.non_blocking
     accelerator.even_batches = True
     assert accelerator.dataloader_config.even_batches
-
-
-def test_options_that_are_not_said_leave_the_configuration_alone():
-    config = DataLoaderConfiguration(split_batches=True, even_batches=False)
-    accelerator = accelerate(dataloader_config=config, use_seedable_sampler=True)
-    assert accelerator.split_batches
-    assert not accelerator.even_batches
 
 
 @pytest.mark.parametrize(
@@ -158,7 +146,7 @@ def test_the_folder_is_the_configurations_or_else_the_arguments(given, expected)
     assert (accelerator.project_dir, accelerator.logging_dir) == expected
 
 
-def test_generators_to_synchronise_reach_the_loaders():
+def test_rng_types_reach_the_loaders():
     accelerator = accelerate(rng_types=["torch", "generator"])
     read(accelerator.prepare(loader()))
     with pytest.raises(ValueError, match="rng_types is 'cuda'"):  # said by the pass
@@ -174,7 +162,7 @@ def test_generators_to_synchronise_reach_the_loaders():
         ("megatron_lm_plugin", MegatronLMPlugin()),
     ],
 )
-def test_engines_that_are_not_there_are_refused(argument, plugin, monkeypatch):
+def test_missing_engines_are_refused(argument, plugin, monkeypatch):
     with pytest.raises(NotImplementedError, match=f"{argument} asks for"):
         accelerate(**{argument: plugin})
     with pytest.raises(TypeError, match=f"{argument} is 3"):
@@ -188,45 +176,33 @@ def test_engines_that_are_not_there_are_refused(argument, plugin, monkeypatch):
 @pytest.mark.parametrize(
     "arguments", [{"mixed_precision": "fp8"}, {"kwargs_handlers": [FP8RecipeKwargs()]}]
 )
-def test_eight_bits_are_refused(arguments):
+def test_fp8_is_refused(arguments):
     with pytest.raises(NotImplementedError, match="8-bit training, which this release does not"):
         accelerate(**arguments)
 
 
-def test_models_are_compiled_by_the_backend_or_the_plugin(monkeypatch):
+def test_dynamo_settings_are_those_of_each_accelerator_or_of_the_environment(monkeypatch):
+    def compiles(accelerator: Accelerator) -> bool:
+        return accelerator.prepare(network())._compiled_call_impl is not None
+
     plugin = TorchDynamoPlugin(backend="eager")
     for arguments in ({"dynamo_backend": "eager"}, {"dynamo_plugin": plugin}):
-        accelerator = accelerate(**arguments)
-        assert accelerator.dynamo_plugin.backend == "EAGER"
-        assert accelerator.prepare(network())._compiled_call_impl is not None
+        first = accelerate(**arguments)
+        assert first.dynamo_plugin.backend == "EAGER"
+        assert compiles(first)
+    for backend, compiled in ((None, False), ("no", False), ("aot_eager", True)):
+        other = accelerate(dynamo_backend=backend)
+        assert other.dynamo_plugin.backend == (backend or "no").upper()
+        assert compiles(other) == compiled
+    assert compiles(first)
+    assert AcceleratorState().dynamo_plugin.backend == "EAGER"  # what the first was made with
     with pytest.raises(ValueError, match="dynamo_backend or dynamo_plugin, not both"):
         accelerate(dynamo_backend="eager", dynamo_plugin=plugin)
     with pytest.raises(ValueError, match="backend is 'eagre'"):
         accelerate(dynamo_backend="eagre")
-    AcceleratorState._reset_state()
-    assert accelerate().prepare(network())._compiled_call_impl is None
-    AcceleratorState._reset_state()
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
-    assert accelerate().prepare(network())._compiled_call_impl is not None
-    assert AcceleratorState().dynamo_plugin.backend == "EAGER"
-
-
-def test_each_accelerator_compiles_as_it_was_told_itself(monkeypatch):
-    first = accelerate(dynamo_backend="eager")
-    others = {backend: accelerate(dynamo_backend=backend) for backend in (None, "no", "aot_eager")}
-    assert [each.dynamo_plugin.backend for each in (first, *others.values())] == [
-        *("EAGER", "NO", "NO", "AOT_EAGER")
-    ]
-    compiled = [
-        each.prepare(network())._compiled_call_impl is not None
-        for each in (first, *others.values())
-    ]
-    assert compiled == [True, False, False, True]
-    assert AcceleratorState().dynamo_plugin.backend == "EAGER"  # what the first was made with
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")  # that of a launcher is for all
     assert accelerate().dynamo_plugin.backend == "AOT_EAGER"
-    with pytest.raises(ValueError, match="backend is 'eagre'"):
-        accelerate(dynamo_backend="eagre")
+    assert compiles(accelerate())
 
 
 def test_a_trainer_that_compiles_leaves_others_as_they_are(tmp_path):
@@ -237,7 +213,7 @@ def test_a_trainer_that_compiles_leaves_others_as_they_are(tmp_path):
     assert accelerate().prepare(network())._compiled_call_impl is None
 
 
-def test_an_accelerator_that_failed_leaves_the_process_to_the_next(monkeypatch):
+def test_an_accelerator_that_failed_to_start_leaves_no_state(monkeypatch):
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         raise RuntimeError("no bfloat16 here")
 
@@ -252,7 +228,7 @@ def test_an_accelerator_that_failed_leaves_the_process_to_the_next(monkeypatch):
     assert first.mixed_precision == AcceleratorState().mixed_precision == "no"
 
 
-def test_handlers_are_kept_by_their_names():
+def test_kwargs_handlers_are_kept_by_their_names():
     handlers = [
         AutocastKwargs(),
         DistributedDataParallelKwargs(),
@@ -273,7 +249,7 @@ def test_handlers_are_kept_by_their_names():
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_names_that_scripts_ask_the_precision_by(precision):
+def test_earlier_names_of_the_precision(precision):
     accelerator = accelerate(mixed_precision=precision)
     optimizer = accelerator.prepare(torch.optim.SGD(network().parameters()))
     assert accelerator.native_amp == (precision != "no")
@@ -284,34 +260,31 @@ def test_names_that_scripts_ask_the_precision_by(precision):
         assert optimizer.is_overflow is False
 
 
-def test_mixed_precision_may_be_turned_off():
+def test_native_amp_turns_mixed_precision_off_and_on():
     accelerator = accelerate(mixed_precision="bf16")
     x, exact = torch.ones(1, 1), network(1 / 3)(torch.ones(1, 1))
     before = accelerator.prepare(network(1 / 3))
     assert not torch.equal(before(x), exact)  # rounded to bf16
     accelerator.native_amp = False
     assert torch.equal(before(x), exact)
-    after = accelerator.prepare(network(1 / 3))
-    assert torch.equal(after(x), exact)
+    assert torch.equal(accelerator.prepare(network(1 / 3))(x), exact)
     with accelerator.autocast():
         assert not torch.is_autocast_enabled("cpu")
     accelerator.native_amp = True
     assert not torch.equal(before(x), exact)
     with accelerator.autocast():
         assert torch.is_autocast_enabled("cpu")
-
-
-def test_mixed_precision_needs_a_precision():
-    accelerator = accelerate(mixed_precision="no")
-    accelerator.native_amp = False  # as scripts say for MPS, whatever the precision
+    AcceleratorState._reset_state()
+    plain = accelerate(mixed_precision="no")
+    plain.native_amp = False  # as scripts say for MPS, whatever the precision
     with pytest.raises(ValueError, match="native_amp=True has no precision"):
-        accelerator.native_amp = True
+        plain.native_amp = True
 
 
 # -- who runs what -----------------------------------------------------------------------------
 
 
-def test_each_decorator_chooses_its_process():
+def test_each_decorator_runs_its_function_on_its_process():
     accelerator = accelerate()
     ran: list[str] = []
     functions = {
@@ -337,31 +310,11 @@ def test_each_decorator_chooses_its_process():
     assert run(process_index=3, local_process_index=1) == ["last", "local second"]
 
 
-def test_indexed_decorators_take_their_function_later():
-    accelerator = accelerate()
-
-    @accelerator.on_process(process_index=0)
-    def first() -> str:
-        return "first"
-
-    @accelerator.on_local_process(local_process_index=0)
-    def local_first() -> str:
-        return "local first"
-
-    assert (first(), local_first()) == ("first", "local first")
-
-
-def test_going_first_runs_the_block_and_passes_its_error_on():
+def test_going_first_and_splitting_inputs_are_those_of_the_state():
     accelerator = accelerate()
     for turn in (accelerator.main_process_first, accelerator.local_main_process_first):
-        with turn():
-            pass
         with pytest.raises(KeyError, match="missing"), turn():
             raise KeyError("missing")
-
-
-def test_inputs_are_split_with_and_without_padding():
-    accelerator = accelerate()
     pretend(num_processes=2, process_index=1)
     with accelerator.split_between_processes(["a", "b", "c"]) as part:
         assert part == ["c"]
@@ -376,15 +329,6 @@ def test_print_is_silent_beside_the_first_of_a_machine(capsys):
     pretend(process_index=2, local_process_index=0)
     accelerator.print("here", "we are", sep=", ")
     assert capsys.readouterr().out == "here, we are\n"
-
-
-def test_a_trigger_is_seen_once():
-    accelerator = accelerate()
-    assert not accelerator.check_trigger()
-    accelerator.set_trigger()
-    assert not accelerate().check_trigger()  # each has one of its own
-    assert accelerator.check_trigger()
-    assert not accelerator.check_trigger()
 
 
 # -- one kind at a time ------------------------------------------------------------------------
@@ -415,7 +359,7 @@ def test_each_kind_can_be_prepared_by_itself():
         accelerator.prepare_scheduler(optimizer)
 
 
-def test_each_kind_can_be_left_where_it_is():
+def test_device_placement_false_leaves_objects_where_they_are():
     accelerator = accelerate()
     pretend(device=torch.device("meta"))
     assert accelerator.device.type == "meta"
@@ -436,7 +380,7 @@ def test_each_kind_can_be_left_where_it_is():
     assert (momentum(None), momentum(True), momentum(False)) == ("meta", "meta", "cpu")
 
 
-def test_a_function_of_ones_own_cuts_what_is_dispatched():
+def test_slice_fn_for_dispatch_cuts_what_is_dispatched():
     def cut(batch: Any, part: slice, process_index: int, num_processes: int) -> Any:
         return [tensor + 100 for tensor in batch]
 
@@ -446,22 +390,14 @@ def test_a_function_of_ones_own_cuts_what_is_dispatched():
     assert read(data) == [[100, 101], [102, 103]]
 
 
-def test_the_first_batches_can_be_skipped():
+def test_skip_first_batches():
     accelerator = accelerate()
     data = accelerator.prepare(loader())
     assert read(accelerator.skip_first_batches(data, num_batches=3)) == [[3]]
     assert read(accelerator.skip_first_batches(data)) == [[0], [1], [2], [3]]
 
 
-def test_nobody_is_joined_by_one_process():
-    accelerator = accelerate()
-    model, data = accelerator.prepare(network(), loader())
-    with accelerator.join_uneven_inputs([model], even_batches=False):
-        accelerator.backward(model(next(iter(data))[0]).sum())
-    assert model.weight.grad is not None
-
-
-def test_a_model_that_is_spread_over_devices_is_known():
+def test_verify_device_map_knows_a_model_over_several_devices():
     accelerator = accelerate()
     model = nn.Sequential(network())
     assert not accelerator.verify_device_map(model)
@@ -469,7 +405,7 @@ def test_a_model_that_is_spread_over_devices_is_known():
     assert accelerator.verify_device_map(model)
 
 
-def test_a_model_comes_out_of_its_wrappers():
+def test_unwrap_model_removes_every_wrapper():
     accelerator = accelerate(mixed_precision="bf16")
     own = network()
     plain = own.forward
@@ -488,60 +424,11 @@ def test_a_model_comes_out_of_its_wrappers():
     assert accelerator.unwrap_model(wrapped, keep_torch_compile=False)._compiled_call_impl is None
 
 
-@pytest.mark.parametrize("name", ["free_memory", "clear"])
-def test_what_was_prepared_is_forgotten_and_what_was_registered_is_not(name):
-    accelerator = accelerate(gradient_accumulation_steps=3)
-    model = network()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared = accelerator.prepare(model, sgd, StepLR(sgd, 1), loader())
-    gone = [weakref.ref(each) for each in (model, sgd, *prepared)]
-    counter = Counter()
-    accelerator.register_for_checkpointing(counter)
-    with accelerator.accumulate(model):
-        pass
-    assert accelerator.step == 1
-    del model, sgd
-    prepared = getattr(accelerator, name)(*prepared)
-    assert prepared == [None] * 4
-    assert [ref() for ref in gone] == [None] * 6
-    assert accelerator.step == 0
-    counter.count = 3
-    accelerator.save_state("saved")  # the counter alone
-    counter.count = 0
-    accelerator.load_state("saved")
-    assert counter.count == 3
-
-
 # -- the step ----------------------------------------------------------------------------------
 
 
-def test_without_a_model_every_prepared_one_holds_its_gradients_back():
-    class Model(nn.Linear):
-        inside = 0
-
-        def no_sync(self) -> Any:
-            owner = self
-
-            class Context:
-                def __enter__(self) -> None:
-                    owner.inside += 1
-
-                def __exit__(self, *_: object) -> None:
-                    owner.inside -= 1
-
-            return Context()
-
-    accelerator = accelerate()
-    models = accelerator.prepare(Model(1, 1), Model(1, 1))
-    with accelerator.no_sync():
-        assert [model.inside for model in models] == [1, 1]
-    with accelerator.no_sync(models[1]):
-        assert [model.inside for model in models] == [0, 1]
-    assert [model.inside for model in models] == [0, 0]
-
-
 @pytest.mark.parametrize("wrong", ["model", [nn.Linear(1, 1)]])
-def test_what_is_no_model_cannot_hold_its_gradients_back(wrong: Any) -> None:
+def test_accumulate_and_no_sync_take_models_alone(wrong: Any) -> None:
     accelerator = accelerate(gradient_accumulation_steps=2)
     with pytest.raises(TypeError, match="accumulate was given"), accelerator.accumulate(wrong):
         pass
@@ -549,7 +436,7 @@ def test_what_is_no_model_cannot_hold_its_gradients_back(wrong: Any) -> None:
         pass
 
 
-def test_a_sync_of_one_process_may_be_triggered():
+def test_trigger_sync_in_backward_on_one_process():
     accelerator = accelerate()
     model = accelerator.prepare(network())
     loss = model(torch.ones(1, 1)).sum()
@@ -568,26 +455,7 @@ def test_lomo_needs_a_rate_and_an_optimizer_of_its_kind():
         accelerator.lomo_backward(loss, learning_rate=0.1)
 
 
-def test_the_scaler_is_there_in_fp16_alone():
-    assert accelerate().scaler is None
-    AcceleratorState._reset_state()
-    assert accelerate(mixed_precision="fp16").scaler.get_scale() == 65536
-
-
 # -- together ----------------------------------------------------------------------------------
-
-
-def test_one_process_pads_nothing_and_gathers_its_own():
-    accelerator = accelerate()
-    tensor = torch.ones(2, 3)
-    assert accelerator.pad_across_processes(tensor, dim=1, pad_index=7, pad_first=True) is tensor
-    seen = []
-    for batch in accelerator.prepare(loader(5, batch_size=2)):
-        seen += accelerator.gather_for_metrics(batch)[0].flatten().tolist()
-    assert seen == [0, 1, 2, 3, 4]
-    assert accelerator.gather_for_metrics(["a", "b"]) == ["a", "b"]
-    pair = (torch.ones(1), torch.ones(2))
-    assert accelerator.gather_for_metrics(pair, use_gather_object=True) == list(pair)
 
 
 # -- saving ------------------------------------------------------------------------------------
@@ -611,7 +479,7 @@ def test_an_object_is_saved_by_the_main_process_or_that_of_each_machine():
 
 @pytest.mark.parametrize("given", ["a", 3, nn.Linear, None])
 @pytest.mark.parametrize("kind", ["model", "optimizer", "scheduler"])
-def test_what_is_prepared_by_itself_is_of_its_kind(kind, given):
+def test_prepare_methods_refuse_other_objects(kind, given):
     accelerator = Accelerator(cpu=True)
     with pytest.raises(TypeError, match=rf"^prepare_{kind} was given .* as its {kind}; .*torch\."):
         getattr(accelerator, f"prepare_{kind}")(given)
@@ -649,10 +517,10 @@ def trained(**kwargs: Any) -> tuple[Accelerator, tuple[Any, ...], Counter]:
     return accelerator, accelerator.prepare(model, sgd, StepLR(sgd, 1, gamma=0.5), data), counter
 
 
-def epoch(accelerator: Accelerator, prepared: tuple[Any, ...], skip: int = 0) -> list[Any]:
+def epoch(accelerator: Accelerator, prepared: tuple[Any, ...]) -> list[Any]:
     model, optimizer, scheduler, data = prepared
     seen = []
-    for batch in accelerator.skip_first_batches(data, skip) if skip else data:
+    for batch in data:
         with accelerator.accumulate(model):
             accelerator.backward((model(batch[0]) * torch.rand(2, 1)).square().mean())
             optimizer.step()
@@ -663,7 +531,7 @@ def epoch(accelerator: Accelerator, prepared: tuple[Any, ...], skip: int = 0) ->
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_a_loaded_state_goes_on_as_the_one_that_was_saved(safe, caplog):
+def test_load_state_resumes_exactly(safe, caplog):
     accelerator, prepared, counter = trained()
     epoch(accelerator, prepared)
     counter.count = 7
@@ -763,7 +631,7 @@ def test_gradients_that_an_optimizer_has_not_used_yet_are_saved_without_a_window
     assert b"gradients" not in Path("idle/random_states_0.safetensors").read_bytes()
 
 
-def test_gradients_that_nobody_may_want_do_not_hinder_another_precision(caplog):
+def test_gradients_outside_a_window_do_not_hinder_another_precision(caplog):
     def make(precision: str) -> Any:
         accelerator, nets = accelerate(mixed_precision=precision), [network(), network()]
         return accelerator, *accelerator.prepare(
@@ -833,28 +701,7 @@ def test_gradients_of_a_window_need_the_precision_they_were_saved_in():
         again.load_state("saved", strict=False)
 
 
-def test_states_are_numbered_where_the_project_says_so():
-    project = ProjectConfiguration(
-        project_dir="run", automatic_checkpoint_naming=True, total_limit=2
-    )
-    accelerator, _, counter = trained(project_config=project)
-    for number in range(3):
-        counter.count = number
-        assert accelerator.save_state() == Path(f"run/checkpoints/checkpoint_{number}")
-    assert accelerator.save_iteration == 3
-    assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == [
-        "checkpoint_1",
-        "checkpoint_2",
-    ]
-    counter.count = 0
-    accelerator.load_state()
-    assert counter.count == 2
-    project.iteration = 1
-    with pytest.raises(ValueError, match="checkpoint_1"):
-        accelerator.save_state()
-
-
-def test_another_runs_numbers_are_refused_and_nothing_is_deleted():
+def test_checkpoint_numbers_of_another_run_are_refused_and_nothing_is_deleted():
     def make(**kwargs: Any) -> Accelerator:
         project = {"project_dir": "run", "automatic_checkpoint_naming": True, "total_limit": 2}
         return accelerate(project_config=ProjectConfiguration(**project, **kwargs))
@@ -874,23 +721,6 @@ def test_another_runs_numbers_are_refused_and_nothing_is_deleted():
     assert names() == ["checkpoint_2", "checkpoint_3"]
     make(iteration=4).save_state()
     assert names() == ["checkpoint_3", "checkpoint_4"]
-
-
-def test_a_checkpoint_with_other_files_in_it_is_not_deleted(caplog):
-    project = ProjectConfiguration(
-        project_dir="run", automatic_checkpoint_naming=True, total_limit=1
-    )
-    accelerator = accelerate(project_config=project)
-    note = accelerator.save_state() / "note.txt"
-    note.write_text("mine")
-    for _ in range(2):
-        accelerator.save_state()
-    assert note.read_text() == "mine"
-    assert "checkpoint_0 holds files that are not the checkpoint's" in caplog.text
-    assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == [
-        "checkpoint_0",
-        "checkpoint_2",
-    ]
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -919,7 +749,7 @@ def test_compiled_submodules_leave_no_trace_in_names(compiled_then, safe):
         assert [value.item() for value in fresh.state_dict().values()] == [2, 2]
 
 
-def test_hooks_take_part_in_saving_and_loading_until_they_are_removed():
+def test_state_hooks_take_part_in_saving_and_loading_until_they_are_removed():
     accelerator, prepared, _ = trained()
     seen: list[Any] = []
 
@@ -933,25 +763,20 @@ def test_hooks_take_part_in_saving_and_loading_until_they_are_removed():
     saving = accelerator.register_save_state_pre_hook(before_save)
     loading = accelerator.register_load_state_pre_hook(before_load)
     accelerator.save_state("saved")
-    assert not Path("saved/model.safetensors").exists()
     accelerator.load_state("saved")
-    assert seen == [("save", 1, ["bias", "weight"]), ("load", True, "mine")]
+    assert not Path("saved/model.safetensors").exists()
     saving.remove()
     loading.remove()
     accelerator.save_state("saved")
     accelerator.load_state("saved")
-    assert len(seen) == 2
+    assert seen == [("save", 1, ["bias", "weight"]), ("load", True, "mine")]
     assert Path("saved/model.safetensors").exists()
-
-
-def test_what_has_no_state_cannot_be_registered():
-    accelerator = accelerate()
-    with pytest.raises(ValueError, match="these lack one: number 1, a int; number 2, a dict"):
-        accelerator.register_for_checkpointing(Counter(), 3, {})
 
 
 def test_states_that_cannot_be_saved_or_loaded():
     accelerator, _, _ = trained()
+    with pytest.raises(ValueError, match="these lack one: number 1, a int; number 2, a dict"):
+        accelerator.register_for_checkpointing(Counter(), 3, {})
     with pytest.raises(TypeError, match="save_state got exclude_frozen"):
         accelerator.save_state("saved", exclude_frozen=True)
     with pytest.raises(ValueError, match="output_dir is None"):
@@ -971,11 +796,20 @@ def test_states_that_cannot_be_saved_or_loaded():
 # -- tracking ----------------------------------------------------------------------------------
 
 
+def keeping(kind: str) -> Any:
+    def method(self: Any, values: Any, step: Any = None, **kwargs: Any) -> None:
+        self.seen.append((kind, values, step, kwargs))
+
+    return method
+
+
 class Listed(GeneralTracker):
     """Keeps what it is told."""
 
     name = "listed"
     requires_logging_directory = False
+    log, log_images, log_histogram = keeping("log"), keeping("images"), keeping("histogram")
+    log_figure, log_text = keeping("figure"), keeping("text")
 
     def __init__(self, run_name: str, colour: str = "none") -> None:
         super().__init__()
@@ -988,25 +822,10 @@ class Listed(GeneralTracker):
     def store_init_configuration(self, values: Any) -> None:
         self.seen.append(values)
 
-    def log(self, values: Any, step: Any = None, **kwargs: Any) -> None:
-        self.seen.append(("log", values, step, kwargs))
-
-    def log_images(self, values: Any, step: Any = None, **kwargs: Any) -> None:
-        self.seen.append(("images", values, step, kwargs))
-
     def log_table(
         self, table_name: Any, columns: Any, data: Any, dataframe: Any, step: Any, **kwargs: Any
     ) -> None:
         self.seen.append(("table", table_name, columns, data, dataframe, step, kwargs))
-
-    def log_histogram(self, values: Any, step: Any = None, **kwargs: Any) -> None:
-        self.seen.append(("histogram", values, step, kwargs))
-
-    def log_figure(self, values: Any, step: Any = None, **kwargs: Any) -> None:
-        self.seen.append(("figure", values, step, kwargs))
-
-    def log_text(self, values: Any, step: Any = None, **kwargs: Any) -> None:
-        self.seen.append(("text", values, step, kwargs))
 
     def log_artifact(
         self, path: Any, name: Any = None, kind: Any = "file", step: Any = None, **kwargs: Any
@@ -1020,7 +839,7 @@ class Listed(GeneralTracker):
         self.seen.append("finished")
 
 
-def test_trackers_are_told_everything():
+def test_tracking_methods_pass_all_arguments_to_trackers():
     accelerator = accelerate(log_with=Listed)
     assert accelerator.log_with == [Listed]
     accelerator.init_trackers("digits", {"lr": 0.1}, {"listed": {"colour": "red"}})
@@ -1075,26 +894,9 @@ def test_rich_values_are_checked_at_once(call, error, message):
     accelerator.end_training()
 
 
-def test_trackers_that_write_files_are_given_the_logging_dir():
-    accelerator = accelerate(log_with="tensorboard", project_dir="run")
-    accelerator.init_trackers("digits")
-    accelerator.log({"loss": 0.5}, step=1)
-    accelerator.end_training()
-    assert list(Path("run").rglob("events.out.*"))
-
-
 # -- the object --------------------------------------------------------------------------------
 
 
 def test_a_copy_is_the_accelerator_itself():
     accelerator = accelerate()
     assert copy.deepcopy({"a": accelerator})["a"] is accelerator
-
-
-def test_prepared_objects_can_be_pickled():
-    accelerator, prepared, _ = trained()
-    model, optimizer, scheduler, data = pickle.loads(pickle.dumps(prepared))
-    assert model.weight.item() == 1
-    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 0.01
-    assert sorted(x for batch in read(data) for x in batch) == [0, 1, 2, 3, 4, 5]
-    assert accelerator.num_processes == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from datetime import timedelta
-from math import inf, nan
+from math import inf
 
 import pytest
 import torch
@@ -56,20 +56,6 @@ CONFIGURATIONS = [
 ]
 
 
-def test_choice_members_compare_and_print_as_their_values():
-    assert PrecisionType.BF16 == "bf16"
-    assert f"{PrecisionType.BF16}" == str(PrecisionType.BF16) == "bf16"
-    assert DistributedType.MULTI_CPU == "MULTI_CPU"
-    assert f"{DistributedType.MULTI_CPU}" == "DistributedType.MULTI_CPU"
-    assert PrecisionType.list() == ["no", "fp8", "fp16", "bf16"]
-    assert {PrecisionType.NO: 1}["no"] == 1
-
-
-def test_choices_are_parsed_from_values_and_members():
-    assert SchedulerTick.parse("update", "tick") == "update"
-    assert SchedulerTick.parse(SchedulerTick.PROCESS, "tick") == "process"
-
-
 @pytest.mark.parametrize("value", ["updates", None, 1])
 def test_invalid_choice_error_lists_the_choices(value):
     with pytest.raises(ValueError, match=rf"tick is {value!r}; .* 'process', 'update'"):
@@ -104,18 +90,6 @@ def test_data_loader_configuration_defaults():
         DataLoaderConfiguration(data_seed=True)
 
 
-@pytest.mark.parametrize("steps", [0, -3])
-def test_accumulation_steps_below_one_raise(steps):
-    with pytest.raises(ValueError, match=f"num_steps is {steps}; it must be at least 1"):
-        GradientAccumulationPlugin(num_steps=steps)
-
-
-@pytest.mark.parametrize("steps", [2.0, "2", True])
-def test_accumulation_steps_must_be_an_int(steps):
-    with pytest.raises(TypeError, match=r"num_steps is .*; it must be an int"):
-        GradientAccumulationPlugin(num_steps=steps)
-
-
 @pytest.mark.parametrize("kind", HANDLERS)
 def test_default_handlers_pass_no_arguments(kind):
     assert kind().to_kwargs() == {}
@@ -126,6 +100,9 @@ def test_handlers_pass_non_default_arguments():
     assert GradScalerKwargs(init_scale=8.0, growth_factor=2.0).to_kwargs() == {"init_scale": 8.0}
     limit = timedelta(seconds=5)
     assert InitProcessGroupKwargs(timeout=limit).to_kwargs() == {"timeout": limit}
+    plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=True, sync_each_batch=True)
+    assert plugin.to_kwargs() == {"num_steps": 2, "sync_each_batch": True}
+    assert isinstance(plugin, KwargsHandler)
 
 
 @pytest.mark.parametrize(
@@ -202,69 +179,50 @@ def test_bool_fields_accept_only_bools(kind, name):
             kind(**{name: value})
 
 
+DDP = DistributedDataParallelKwargs
+POWER_SGD = {"comm_hook": "power_sgd"}
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments", "error", "message"),
     [
+        (GradientAccumulationPlugin, {"num_steps": 0}, ValueError, "num_steps is 0; .* at least 1"),
+        (GradientAccumulationPlugin, {"num_steps": 2.0}, TypeError, "num_steps is .* be an int"),
+        (GradientAccumulationPlugin, {"num_steps": True}, TypeError, "num_steps is .* be an int"),
         (ProjectConfiguration, {"total_limit": 0}, ValueError, "total_limit is 0; .* at least 1"),
         (ProjectConfiguration, {"total_limit": "3"}, TypeError, "total_limit is '3'"),
         (ProjectConfiguration, {"iteration": -1}, ValueError, "iteration is -1; .* at least 0"),
         (ProjectConfiguration, {"project_dir": 3}, TypeError, "project_dir is 3; .* a path"),
         (ProjectConfiguration, {"logging_dir": 3}, TypeError, "logging_dir is 3; .* a path"),
+        (DDP, {"comm_hook": "powersgd"}, ValueError, "is 'powersgd'; .* Did you mean 'power_sgd'"),
         (
-            DistributedDataParallelKwargs,
-            {"comm_hook": "powersgd"},
-            ValueError,
-            "comm_hook is 'powersgd'; .* 'batched_power_sgd', 'bf16', 'fp16', 'no', 'power_sgd'. "
-            "Did you mean 'power_sgd'",
-        ),
-        (
-            DistributedDataParallelKwargs,
+            DDP,
             {"comm_hook": "fp16", "comm_wrapper": "power_sgd"},
             ValueError,
-            "comm_wrapper is <.*; it must be one of 'bf16', 'fp16', 'no'"
-            "|comm_wrapper is 'power_sgd'; it must be one of 'bf16', 'fp16', 'no'",
+            "comm_wrapper is .*; it must be one of 'bf16', 'fp16', 'no'",
         ),
+        (DDP, {"comm_wrapper": "fp16"}, ValueError, "without a comm_hook .* comm_hook='fp16'"),
         (
-            DistributedDataParallelKwargs,
-            {"comm_wrapper": "fp16"},
-            ValueError,
-            "without a comm_hook .* pass comm_hook='fp16'",
-        ),
-        (
-            DistributedDataParallelKwargs,
+            DDP,
             {"comm_hook": "fp16", "comm_state_option": {"matrix_approximation_rank": 2}},
             ValueError,
             "comm_hook='fp16' has no state",
         ),
+        (DDP, POWER_SGD | {"comm_state_option": {"rank": 2}}, TypeError, "argument 'rank'"),
         (
-            DistributedDataParallelKwargs,
-            {"comm_hook": "power_sgd", "comm_state_option": {"rank": 2}},
-            TypeError,
-            "unexpected keyword argument 'rank'",
-        ),
-        (
-            DistributedDataParallelKwargs,
-            {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 1}},
+            DDP,
+            POWER_SGD | {"comm_state_option": {"start_powerSGD_iter": 1}},
             ValueError,
             "start_powerSGD_iter",
         ),
         (GradScalerKwargs, {"init_scale": 0.0}, ValueError, "init_scale is 0.0; .* above 0"),
-        (GradScalerKwargs, {"growth_factor": 1.0}, ValueError, "growth_factor is 1.0; .* above 1"),
-        (
-            GradScalerKwargs,
-            {"backoff_factor": 1.0},
-            ValueError,
-            "backoff_factor is 1.0; .* 0 and 1",
-        ),
-        (GradScalerKwargs, {"backoff_factor": 0.0}, ValueError, "backoff_factor is 0.0"),
         (GradScalerKwargs, {"init_scale": inf}, ValueError, "init_scale is inf; .* finite"),
-        (GradScalerKwargs, {"init_scale": nan}, ValueError, "init_scale is nan"),
+        (GradScalerKwargs, {"growth_factor": 1.0}, ValueError, "growth_factor is 1.0; .* above 1"),
         (GradScalerKwargs, {"growth_factor": inf}, ValueError, "growth_factor is inf; .* finite"),
+        (GradScalerKwargs, {"backoff_factor": 1.0}, ValueError, "backoff_factor is 1.0; .* 0 and"),
         (GradScalerKwargs, {"growth_interval": 0}, ValueError, "growth_interval is 0"),
         (FP8RecipeKwargs, {"backend": "TF"}, ValueError, "backend is 'TF'; .* 'MSAMP', 'TE'"),
         (FP8RecipeKwargs, {"fp8_format": "E4M4"}, ValueError, "fp8_format is 'E4M4'; .* 'E4M3'"),
-        (FP8RecipeKwargs, {"optimization_level": "O3"}, ValueError, "optimization_level is 'O3'"),
-        (FP8RecipeKwargs, {"amax_compute_algo": "min"}, ValueError, "amax_compute_algo is 'min'"),
     ],
 )
 def test_invalid_configuration_values_raise(kind, arguments, error, message):
@@ -304,12 +262,6 @@ def test_accumulation_steps_default_to_the_environment(monkeypatch):
         monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", text)
         with pytest.raises(ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS is"):
             GradientAccumulationPlugin()
-
-
-def test_accumulation_plugin_passes_non_default_arguments():
-    plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=True, sync_each_batch=True)
-    assert plugin.to_kwargs() == {"num_steps": 2, "sync_each_batch": True}
-    assert isinstance(plugin, KwargsHandler)
 
 
 def test_handler_to_dict_returns_a_deep_copy():

@@ -9,9 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from callbacks import Callback, ModelCheckpoint
-from trainer import Preempted, Trainer, TrainModule
+from trainer import DataModule, Preempted, Trainer, TrainModule
 from trainer.errors import CheckpointError
-from trainer.hooks import HookTable
 
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 SHARED = [name for name in HOOKS if hasattr(TrainModule, name)]
@@ -183,6 +182,20 @@ def evaluation(phase, batches):
     ]
 
 
+def whole_fit(*calls, resumed=False, ended=True, data=False):
+    """The calls of a fit around those of its epochs."""
+    return [
+        *begin(data=data),
+        *(["m on_load_checkpoint"] if resumed else []),
+        *([*c("load_state_dict"), *c("on_load_checkpoint")] if resumed else []),
+        *cm("on_fit_start"),
+        *cm("on_train_start"),
+        *calls,
+        *([*mc("on_train_end"), *mc("on_fit_end")] if ended else []),
+        *end(data=data),
+    ]
+
+
 def test_fit_calls_the_hooks_of_two_epochs_in_the_order_of_the_loop():
     module, heard = listening()
     trainer = trainer_for(heard, max_epochs=2, gradient_accumulation_steps=2)
@@ -196,32 +209,7 @@ def test_fit_calls_the_hooks_of_two_epochs_in_the_order_of_the_loop():
         *mc("on_train_epoch_end"),
         *c("on_boundary"),
     ]
-    assert names(module) == [
-        *begin(data=True),
-        *cm("on_fit_start"),
-        *cm("on_train_start"),
-        *epoch * 2,
-        *mc("on_train_end"),
-        *mc("on_fit_end"),
-        *end(data=True),
-    ]
-
-
-def test_a_validation_inside_an_epoch_comes_before_the_boundary_of_its_update():
-    module, heard = listening()
-    trainer_for(heard, val_every=1, max_steps=1).fit(module, loader(2), loader(2))
-    assert names(module) == [
-        *begin(),
-        *cm("on_fit_start"),
-        *cm("on_train_start"),
-        *cm("on_train_epoch_start"),
-        *window(1),
-        *evaluation("validation", 2),
-        *c("on_boundary"),
-        *mc("on_train_end"),
-        *mc("on_fit_end"),
-        *end(),
-    ]
+    assert names(module) == whole_fit(*epoch * 2, data=True)
 
 
 def test_the_sanity_check_is_a_validation_between_fit_start_and_train_start():
@@ -240,16 +228,7 @@ def test_the_sanity_check_is_a_validation_between_fit_start_and_train_start():
     ]
 
 
-@pytest.mark.parametrize(
-    ("method", "phase"), [("validate", "validation"), ("test", "test"), ("predict", "predict")]
-)
-def test_evaluations_call_their_own_hooks(method, phase):
-    module, heard = listening()
-    getattr(trainer_for(heard), method)(module, loader(2))
-    assert names(module) == [*begin(()), *evaluation(phase, 2), *end()]
-
-
-def test_setup_and_teardown_are_told_the_stage():
+def test_setup_and_teardown_receive_the_stage():
     for stage in ("fit", "validate", "test", "predict"):
         module, heard = listening()
         getattr(trainer_for(heard), stage)(module, loader(1))
@@ -271,29 +250,23 @@ def test_manual_optimisation_leaves_the_update_to_the_step():
         *cm("on_train_step_start"),
         *cm("on_train_batch_start"),
         "m training_step",
-        *update,
-        *update,
+        *update * 2,
         *mc("on_train_batch_end"),
         *mc("on_train_step_end"),
     ]
-    assert names(module) == [
-        *begin(),
-        *cm("on_fit_start"),
-        *cm("on_train_start"),
+    assert names(module) == whole_fit(
         *cm("on_train_epoch_start"),
         *batch,
         *c("on_boundary"),
         *batch,
         *mc("on_train_epoch_end"),
         *c("on_boundary"),
-        *mc("on_train_end"),
-        *mc("on_fit_end"),
-        *end(),
-    ]
+    )
 
 
-def test_by_hand_hooks_see_the_gradients_of_all_processes_before_the_step(ranks2):
-    def body(closure):
+@pytest.mark.parametrize("closure", [False, True])
+def test_manual_hooks_see_the_averaged_gradients_before_the_step(ranks2, closure):
+    def body():
         class ByHand(Quiet):
             automatic_optimization = False
 
@@ -321,13 +294,11 @@ def test_by_hand_hooks_see_the_gradients_of_all_processes_before_the_step(ranks2
         trainer_for([]).fit(ByHand(), loader(3))  # of which the last is one process's alone
         return seen
 
-    seen, other = ranks2(body, False)
+    seen, other = ranks2(body)
     assert len(seen) == 2
     assert other == seen[:1]  # for the other process it is no update of a batch of its own
     assert seen[0] != seen[1]
-    alone = body(True)
-    assert alone == body(False)
-    assert len(alone) == 3
+    assert len(body()) == 3
 
 
 def test_a_manual_batch_without_a_step_is_no_update_and_has_no_boundary():
@@ -346,37 +317,8 @@ def test_a_manual_batch_without_a_step_is_no_update_and_has_no_boundary():
     assert names(module).count("a on_boundary") == 2
 
 
-def test_a_resumed_fit_restores_the_callbacks_before_it_starts_and_checks_nothing():
-    module, heard = listening()
-    trainer_for([*heard, ModelCheckpoint()]).fit(module, loader(1), loader(1))
-    saved = names(module)
-    at = saved.index("a on_save_checkpoint")
-    assert saved[at - 2 : at + 3] == [*c("on_boundary"), *cm("on_save_checkpoint")]
-
-    module, heard = listening()
-    trainer = trainer_for([*heard, ModelCheckpoint()], max_epochs=2, num_sanity_val_steps=2)
-    trainer.fit(module, loader(1), loader(1), ckpt_path="last")
-    assert names(module) == [
-        *begin(),
-        "m on_load_checkpoint",
-        *c("load_state_dict"),
-        *c("on_load_checkpoint"),
-        *cm("on_fit_start"),
-        *cm("on_train_start"),
-        *cm("on_train_epoch_start"),
-        *window(1),
-        *evaluation("validation", 1),
-        *mc("on_train_epoch_end"),
-        *c("on_boundary"),
-        *cm("on_save_checkpoint"),
-        *mc("on_train_end"),
-        *mc("on_fit_end"),
-        *end(),
-    ]
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError("boom"), KeyboardInterrupt()])
-def test_an_error_in_a_step_is_told_to_the_callbacks_and_raised_after_teardown(error):
+def test_an_error_in_a_step_reaches_on_exception_and_is_raised_after_teardown(error):
     module, heard = listening()
 
     def training_step(batch, batch_idx):
@@ -386,16 +328,14 @@ def test_an_error_in_a_step_is_told_to_the_callbacks_and_raised_after_teardown(e
     with pytest.raises(type(error)) as raised:
         trainer_for(heard).fit(module, datamodule=Data(module.calls))
     assert raised.value is error
-    assert names(module) == [
-        *begin(data=True),
-        *cm("on_fit_start"),
-        *cm("on_train_start"),
+    assert names(module) == whole_fit(
         *cm("on_train_epoch_start"),
         *cm("on_train_step_start"),
         *cm("on_train_batch_start"),
         *c("on_exception"),
-        *end(data=True),
-    ]
+        ended=False,
+        data=True,
+    )
     messages = [args for name, args in module.calls if name.endswith("on_exception")]
     assert [args[2] for args in messages] == [error, error]
 
@@ -419,18 +359,20 @@ def test_the_first_error_of_a_teardown_is_raised_and_the_others_are_logged(caplo
         assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [second]
 
 
-def test_an_error_of_the_teardown_after_a_failed_run_is_logged(caplog):
+@pytest.mark.parametrize("hook", ["on_exception", "teardown"])
+def test_an_error_is_not_hidden_by_one_in_the_clean_up_after_it(caplog, hook):
     class Failing(Callback):
-        def teardown(self, trainer, module, stage):
-            raise CheckpointError("A background save failed: OSError(28)")
-
         def on_train_start(self, trainer, module):
             raise ZeroDivisionError
 
+    def fail(*args):
+        raise CheckpointError("A background save failed: OSError(28)")
+
+    failing = Failing()
+    setattr(failing, hook, fail)
     with pytest.raises(ZeroDivisionError):
-        trainer_for([Failing()]).fit(listening()[0], Data([]).train_dataloader())
+        trainer_for([failing]).fit(Quiet(), loader(1))
     (record,) = [each for each in caplog.records if each.levelname == "ERROR"]
-    assert record.getMessage() == "The teardown after fit failed."
     assert isinstance(record.exc_info[1], CheckpointError)
 
 
@@ -445,31 +387,6 @@ def test_an_error_in_setup_tears_down_too(stage):
     with pytest.raises(ZeroDivisionError):
         getattr(trainer_for(heard), stage)(module, loader(1))
     assert names(module) == ["m prepare_data", *c("setup"), *c("on_exception"), *end()]
-
-
-@pytest.mark.parametrize(
-    "hook",
-    [
-        "on_exception",
-        "teardown",
-    ],
-)
-def test_an_error_is_not_hidden_by_one_in_the_clean_up_after_it(hook):
-    class Worse(Callback):
-        pass
-
-    def fail(self, *args):
-        raise OSError
-
-    setattr(Worse, hook, fail)
-
-    def training_step(batch, batch_idx):
-        raise ZeroDivisionError
-
-    module = Quiet()
-    module.training_step = training_step
-    with pytest.raises(ZeroDivisionError):
-        trainer_for([Worse()]).fit(module, loader(1))
 
 
 def test_a_module_is_usable_again_after_an_error():
@@ -488,26 +405,33 @@ def test_hooks_that_nobody_overrides_are_never_called(monkeypatch):
     def called(self, *args):
         raise AssertionError("a hook that nobody overrides was called")
 
-    for name in HOOKS:
-        monkeypatch.setattr(Callback, name, called)
-    for name in SHARED:
-        monkeypatch.setattr(TrainModule, name, called)
-    loop_hooks = [name for name in HOOKS if "checkpoint" not in name]
+    batch_hooks = (
+        "on_before_batch_transfer",
+        "transfer_batch_to_device",
+        "on_after_batch_transfer",
+    )
+    for owner, names_of in (
+        (Callback, HOOKS),
+        (TrainModule, [*SHARED, *batch_hooks]),
+        (DataModule, batch_hooks),
+    ):
+        for name in names_of:
+            monkeypatch.setattr(owner, name, called)
 
     class One(Callback):
-        def __init__(self):
-            self.steps = 0
+        steps = 0
 
         def on_train_step_end(self, trainer, module):
             self.steps += 1
 
-    assert "on_train_batch_start" in loop_hooks
+    class Loaders(DataModule):
+        train_dataloader = val_dataloader = lambda self: loader(2)
+
     one = One()
     trainer = trainer_for([one], num_sanity_val_steps=1)
-    trainer.fit(Quiet(), loader(2), loader(1))
-    trainer.validate(Quiet(), loader(1))
-    trainer.test(Quiet(), loader(1))
-    trainer.predict(Quiet(), loader(1))
+    trainer.fit(Quiet(), datamodule=Loaders())
+    for evaluate in (trainer.validate, trainer.test, trainer.predict):
+        evaluate(Quiet(), loader(1))
     assert one.steps == 2
 
 
@@ -547,7 +471,7 @@ def test_hooks_get_the_arguments_that_their_signatures_name():
     assert loaders == [0, 1]
 
 
-def test_with_one_loader_evaluation_hooks_and_steps_are_not_told_its_number():
+def test_with_one_loader_evaluation_hooks_and_steps_get_no_dataloader_idx():
     seen = []
 
     class Plain(Quiet):
@@ -565,24 +489,18 @@ def test_the_state_that_each_hook_finds():
     """Where the counters, the gradients, the mode and the metrics stand."""
     states = {}
 
-    class Watch(Callback):
-        def watch(self, name, trainer, module):
-            states.setdefault(name, []).append(
-                (
-                    trainer.global_step,
-                    module.layer.weight.grad is not None,
-                    module.training,
-                    torch.is_grad_enabled(),
-                    sorted(trainer.callback_metrics),
-                )
-            )
+    def watching(name):
+        def method(trainer, module, *args):
+            gradients = module.layer.weight.grad is not None
+            mode = module.training and torch.is_grad_enabled()
+            state = (trainer.global_step, gradients, mode, sorted(trainer.callback_metrics))
+            states.setdefault(name, []).append(state)
 
+        return method
+
+    watch = Callback()
     for hook in HOOKS:
-
-        def method(self, trainer, module, *args, _hook=hook):
-            self.watch(_hook, trainer, module)
-
-        setattr(Watch, hook, method)
+        setattr(watch, hook, watching(hook))
 
     class Logging(Quiet):
         def training_step(self, batch, batch_idx):
@@ -596,24 +514,24 @@ def test_the_state_that_each_hook_finds():
         def on_train_epoch_end(self):
             states["module"] = sorted(self.trainer.callback_metrics)
 
-    trainer_for([Watch()]).fit(Logging(), loader(1), loader(1))
-    on, train, both = (True, True), ["train"], ["train", "val"]  # this process's, then reduced
+    trainer_for([watch]).fit(Logging(), loader(1), loader(1))
+    train, both = ["train"], ["train", "val"]  # this process's, then reduced
     expected = {
-        "on_train_start": (0, False, *on, []),
-        "on_train_batch_start": (0, False, *on, []),
-        "on_before_backward": (0, False, *on, train),
-        "on_after_backward": (0, True, *on, train),
-        "on_before_optimizer_step": (0, True, *on, train),
-        "on_train_batch_end": (1, True, *on, train),
-        "on_train_step_end": (1, True, *on, train),
-        "on_before_zero_grad": (1, True, *on, train),
-        "on_validation_start": (1, False, False, False, train),
-        "on_validation_batch_end": (1, False, False, False, both),
-        "on_validation_epoch_end": (1, False, False, False, both),
-        "on_validation_end": (1, False, False, False, both),
-        "on_train_epoch_end": (1, False, *on, both),
-        "on_boundary": (1, False, *on, both),
-        "on_train_end": (1, False, *on, both),
+        "on_train_start": (0, False, True, []),
+        "on_train_batch_start": (0, False, True, []),
+        "on_before_backward": (0, False, True, train),
+        "on_after_backward": (0, True, True, train),
+        "on_before_optimizer_step": (0, True, True, train),
+        "on_train_batch_end": (1, True, True, train),
+        "on_train_step_end": (1, True, True, train),
+        "on_before_zero_grad": (1, True, True, train),
+        "on_validation_start": (1, False, False, train),
+        "on_validation_batch_end": (1, False, False, both),
+        "on_validation_epoch_end": (1, False, False, both),
+        "on_validation_end": (1, False, False, both),
+        "on_train_epoch_end": (1, False, True, both),
+        "on_boundary": (1, False, True, both),
+        "on_train_end": (1, False, True, both),
     }
     assert {name: states[name] for name in expected} == {k: [v] for k, v in expected.items()}
     assert states["module"] == both
@@ -684,24 +602,10 @@ def test_a_hook_set_on_the_instance_counts_as_overridden():
     assert seen == ["train start", "train end"]
 
 
-def whole_fit(*calls, resumed=False, ended=True, data=False):
-    """The calls of a fit around those of its epochs."""
-    return [
-        *begin(data=data),
-        *(["m on_load_checkpoint"] if resumed else []),
-        *([*c("load_state_dict"), *c("on_load_checkpoint")] if resumed else []),
-        *cm("on_fit_start"),
-        *cm("on_train_start"),
-        *calls,
-        *([*mc("on_train_end"), *mc("on_fit_end")] if ended else []),
-        *end(data=data),
-    ]
-
-
 @pytest.mark.parametrize(
     ("method", "phase"), [("validate", "validation"), ("test", "test"), ("predict", "predict")]
 )
-def test_several_loaders_are_evaluated_one_after_another_in_one_epoch(method, phase):
+def test_evaluations_call_their_own_hooks_for_one_loader_after_another(method, phase):
     module, heard = listening()
     getattr(trainer_for(heard), method)(module, [loader(2), loader(1)])
     assert names(module) == [*begin(()), *evaluation(phase, 3), *end()]
@@ -712,7 +616,7 @@ def test_several_loaders_are_evaluated_one_after_another_in_one_epoch(method, ph
 @pytest.mark.parametrize(
     ("method", "phase"), [("validate", "validation"), ("test", "test"), ("predict", "predict")]
 )
-def test_an_error_in_an_evaluation_is_told_and_torn_down(method, phase):
+def test_an_error_in_an_evaluation_reaches_on_exception_and_is_raised_after_teardown(method, phase):
     module, heard = listening()
 
     def step(batch, batch_idx):
@@ -732,26 +636,6 @@ def test_an_error_in_an_evaluation_is_told_and_torn_down(method, phase):
         *end(data=True),
     ]
     assert module.training
-
-
-def test_an_error_in_a_validation_of_a_fit_ends_it_without_a_boundary():
-    module, heard = listening()
-
-    def validation_step(batch, batch_idx):
-        raise ZeroDivisionError
-
-    module.validation_step = validation_step
-    with pytest.raises(ZeroDivisionError):
-        trainer_for(heard).fit(module, loader(1), loader(1))
-    assert names(module) == whole_fit(
-        *cm("on_train_epoch_start"),
-        *window(1),
-        *cm("on_validation_start"),
-        *cm("on_validation_epoch_start"),
-        *cm("on_validation_batch_start"),
-        *c("on_exception"),
-        ended=False,
-    )
 
 
 def test_validations_inside_an_epoch_under_accumulation():
@@ -800,35 +684,6 @@ def test_a_fit_resumed_inside_an_epoch_goes_on_with_the_next_window():
         *boundary,
         *window(1),
         *evaluation("validation", 1),
-        *mc("on_train_epoch_end"),
-        *boundary,
-        resumed=True,
-    )
-
-
-def test_a_manual_fit_resumed_inside_an_epoch_goes_on_with_the_next_batch():
-    def start(**arguments):
-        module, heard = listening(Manual)
-        trainer_for([*heard, ModelCheckpoint(every=1)], **arguments).fit(
-            module, loader(2), ckpt_path="auto"
-        )
-        return names(module)
-
-    backward = [*cm("on_before_backward"), *mc("on_after_backward")]
-    batch = [
-        *cm("on_train_step_start"),
-        *cm("on_train_batch_start"),
-        "m training_step",
-        *[*backward, *cm("on_before_optimizer_step")] * 2,
-        *mc("on_train_batch_end"),
-        *mc("on_train_step_end"),
-    ]
-    boundary = [*c("on_boundary"), *cm("on_save_checkpoint")]
-    first = start(max_steps=1)
-    assert first == whole_fit(*cm("on_train_epoch_start"), *batch, *boundary)
-    assert start() == whole_fit(
-        *cm("on_train_epoch_start"),
-        *batch,
         *mc("on_train_epoch_end"),
         *boundary,
         resumed=True,
@@ -930,44 +785,3 @@ def test_batches_are_moved_one_ahead_of_their_use():
     messages = [args for name, args in module.calls if name in moved]
     device = torch.device("cpu")
     assert messages == [(0,), (device, 0), (0,), (1,), (device, 1), (1,)]
-
-
-def test_the_state_of_a_datamodule_is_restored_after_setup_and_before_its_loaders():
-    def start():
-        module, heard = listening()
-        data = Data(module.calls, train=1)
-        data.state_dict = lambda: {"words": 3}
-        data.load_state_dict = recorder("load_state_dict", "d", module.calls)
-        made = data.train_dataloader
-
-        def train_dataloader():
-            module.calls.append(("d train_dataloader", ()))
-            return made()
-
-        data.train_dataloader = train_dataloader
-        data.val_dataloader = lambda: None
-        trainer_for([*heard, ModelCheckpoint()], max_epochs=len(epochs)).fit(
-            module, datamodule=data, ckpt_path="auto"
-        )
-        return names(module)
-
-    epochs = [1]
-    start()
-    epochs.append(2)
-    calls = start()
-    at = calls.index("m configure_optimizers")
-    assert calls[: at + 1] == [
-        *begin((), data=True),
-        "d load_state_dict",
-        "d train_dataloader",
-        "m configure_optimizers",
-    ]
-
-
-def test_an_empty_hook_that_cannot_be_called_is_refused():
-    class Wrong(Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx, too, many):
-            pass
-
-    with pytest.raises(TypeError, match="on_train_batch_end"):
-        HookTable(object(), Net(), [Wrong()], TrainModule)

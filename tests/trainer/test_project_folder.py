@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
@@ -20,7 +19,7 @@ from trackers import JsonlTracker, read_metrics
 from trainer import Trainer, TrainModule
 from trainer.checkpoint import storage
 from trainer.checkpoint.lock import LOCK, alone_in, holder_of
-from trainer.checkpoint.storage import checkpoint_name, open_staging, verify
+from trainer.checkpoint.storage import checkpoint_name, verify
 from trainer.checkpoint.weights import load_weights
 from trainer.errors import CheckpointError, LaterReleaseError
 from trainer.rng import isolated_rng
@@ -160,16 +159,7 @@ def test_a_damaged_checkpoint_is_set_aside_when_its_step_is_saved_again(run, who
     assert contents(aside) == before
 
 
-def test_a_folder_of_the_user_with_the_name_of_a_step_loses_nothing():
-    step(4).mkdir(parents=True)
-    (step(4) / "model.safetensors").write_text("mine")
-    fit("run")
-    aside = CHECKPOINTS / "damaged-step-00000004"
-    assert contents(aside) == {"model.safetensors": b"mine"}
-    verify(step(4))
-
-
-def test_a_later_release_is_neither_damaged_nor_gone_back_behind(run):
+def test_a_checkpoint_of_a_later_release_is_neither_damaged_nor_passed_over(run):
     rewritten(lambda manifest: manifest | {"format_version": 2})(step(12))
     before = contents(CHECKPOINTS)
     for word in ("auto", "last"):
@@ -190,26 +180,22 @@ def refused(start):
 
 
 def test_a_second_fit_in_the_folder_is_refused_and_leaves_the_first_alone():
-    saver = ModelCheckpoint(every=4, save_top_k=-1)
-    beside = [
-        lambda: refused(lambda: fit("run", ckpt_path="auto")),
-        lambda: refused(lambda: fit("elsewhere/../run")),
-    ]
-    fit("run", At({2: beside[0], 6: beside[1]}), saver)
+    beside = {
+        2: lambda: refused(lambda: fit("run", ckpt_path="auto")),
+        6: lambda: refused(lambda: fit("elsewhere/../run")),
+        7: lambda: fit("run", fast_dev_run=True),  # writes nothing and needs no lock
+    }
+    fit("run", At(beside), ModelCheckpoint(every=4, save_top_k=-1))
     trainer = fit("whole")
     assert same_weights(step(12), trainer.checkpoint_dir / "step-00000012")
     assert LOCK not in names("run")
-    fit("run", ckpt_path="auto", max_epochs=2)  # the same process may go on when it is over
-
-
-def test_a_fit_that_fails_frees_the_folder():
     with pytest.raises(ZeroDivisionError):
-        fit("run", At({2: lambda: 1 / 0}))
-    assert holder_of(Path("run")) is None
-    fit("run")
+        fit("run", At({14: lambda: 1 / 0}), ckpt_path="auto", max_epochs=2)
+    assert holder_of(Path("run")) is None  # freed by a failure too
+    fit("run", ckpt_path="auto", max_epochs=2)
 
 
-def test_a_folder_of_checkpoints_that_two_projects_share_is_theirs_one_after_the_other():
+def test_two_projects_may_share_a_checkpoint_folder_one_after_the_other():
     def saver():
         return ModelCheckpoint(every=4, dirpath="shared")
 
@@ -250,19 +236,7 @@ def test_a_new_run_clears_what_a_run_without_checkpoints_has_left():
     assert names() == [step(4).name]
 
 
-def test_trials_that_write_nothing_need_no_lock_and_clear_nothing():
-    def beside():
-        staging = open_staging(step(16))  # as the save that is about to begin
-        assert fit("run", fast_dev_run=True, ckpt_path="auto").global_step == 12
-        assert staging.is_dir()
-
-    saver = ModelCheckpoint(every=4, save_top_k=-1, background=False)
-    fit("run", At({14: beside}), saver, max_epochs=2)
-    fit("elsewhere", fast_dev_run=True)
-    assert not Path("elsewhere").exists()
-
-
-def test_all_ranks_are_refused_alike_and_none_keeps_the_others_waiting(ranks2):
+def test_a_folder_in_use_is_refused_on_all_ranks(ranks2):
     def attempt():
         try:
             fit("run")
@@ -344,7 +318,7 @@ def interrupted():
     raise KeyboardInterrupt
 
 
-def test_a_record_whose_length_was_not_known_is_cut_by_its_steps(monkeypatch):
+def test_a_record_of_unknown_length_is_cut_by_its_steps(monkeypatch):
     def refused(self):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -362,7 +336,7 @@ def test_a_record_whose_length_was_not_known_is_cut_by_its_steps(monkeypatch):
 
 
 @pytest.mark.parametrize("relative", [True, False])
-def test_going_back_sets_the_later_checkpoints_aside(run, whole, relative, caplog):
+def test_resuming_an_earlier_checkpoint_sets_the_later_ones_aside(run, whole, relative, caplog):
     before = {number: contents(step(number)) for number in (8, 12)}
     trainer = fit("run", ckpt_path=step(4) if relative else step(4).absolute(), max_steps=6)
     aside = [f"abandoned-step-{number:08d}" for number in (8, 12)]
@@ -379,7 +353,7 @@ def test_going_back_sets_the_later_checkpoints_aside(run, whole, relative, caplo
     assert records() == records(whole / "metrics.jsonl")
 
 
-def test_a_kill_while_going_back_loses_no_record(run, whole, monkeypatch):
+def test_a_kill_while_later_checkpoints_are_set_aside_loses_no_record(run, whole, monkeypatch):
     real, moved = storage.os.rename, []
 
     def rename(source, target):  # killed behind the last checkpoint that is set aside
@@ -397,7 +371,7 @@ def test_a_kill_while_going_back_loses_no_record(run, whole, monkeypatch):
     assert records("run/metrics.1.jsonl") == records(whole / "metrics.jsonl")
 
 
-def test_the_best_of_the_branch_that_was_left_is_forgotten():
+def test_scores_of_checkpoints_that_were_set_aside_are_forgotten():
     best = ModelCheckpoint(monitor="score", mode="max", every=2, save_top_k=2)
     trainer = make("run", best)
     trainer.fit(Net(), loader(), loader(1))
@@ -412,20 +386,6 @@ def test_the_best_of_the_branch_that_was_left_is_forgotten():
     assert set(joined.best_k_models) == {step(8), step(12)}
 
 
-def test_best_goes_back_too(run):
-    saver = ModelCheckpoint(monitor="score", mode="max", every=4, save_top_k=-1)
-    assert fit("run", saver, ckpt_path="best", max_steps=5).global_step == 5
-    aside = [f"abandoned-step-{number:08d}" for number in (8, 12)]
-    assert names() == [*aside, step(4).name, step(5).name]
-
-
-def test_names_that_are_taken_are_numbered(run):
-    for _ in range(2):
-        fit("run", ckpt_path=step(8))
-    assert names()[:2] == ["abandoned-step-00000012", "abandoned-step-00000012-2"]
-    assert Path("run/metrics.2.jsonl").is_file()
-
-
 def test_a_checkpoint_that_a_killed_save_had_replaced_does_not_come_back(run):
     step(12).rename(CHECKPOINTS / ".cadence-replaced-step-00000012")
     fit("run", ckpt_path=step(4), max_steps=6)
@@ -433,7 +393,7 @@ def test_a_checkpoint_that_a_killed_save_had_replaced_does_not_come_back(run):
     assert "abandoned-step-00000012" in names()
 
 
-def test_every_folder_of_the_run_is_gone_back_in():
+def test_later_checkpoints_are_set_aside_in_every_folder_of_the_run():
     savers = [ModelCheckpoint(every=4, save_top_k=-1, dirpath=name) for name in ("a", "b")]
     fit("run", savers[0])
     shutil.copytree("a", "b")
@@ -447,10 +407,11 @@ def test_every_folder_of_the_run_is_gone_back_in():
 def test_a_checkpoint_of_another_folder_changes_nothing_there(run):
     before = contents("run")
     fit("other", ckpt_path=step(4))
-    assert contents("run") == before
     assert names("other/checkpoints") == ["step-00000008", "step-00000012"]
-    fit("other", ckpt_path=step(4), max_steps=6)  # the same command once more
-    assert names("other/checkpoints")[:2] == ["abandoned-step-00000008", "abandoned-step-00000012"]
+    for _ in range(2):  # the same command once more
+        fit("other", ckpt_path=step(4), max_steps=8)
+    aside = [name for name in names("other/checkpoints") if name.startswith("abandoned")]
+    assert aside == [f"abandoned-step-{name}" for name in ("00000008", "00000008-2", "00000012")]
     assert contents("run") == before
 
 
@@ -462,23 +423,19 @@ def test_going_on_where_another_run_has_its_checkpoints_is_refused(run):
     assert (contents("run"), contents("other")) == before
 
 
-def test_what_fails_before_the_first_update_goes_back_nowhere(run):
-    before = contents("run")
+def test_a_start_that_fails_before_its_first_update_sets_nothing_aside(run):
+    before = contents("run/checkpoints")
     with pytest.raises(CheckpointError, match="does not fit"):
         fit("run", module=Net(width=7), ckpt_path=step(4))
     for stage in ("validate", "test"):
         evaluate(stage, ckpt_path=step(4))
     with pytest.raises(ValueError, match=r"and fast_dev_run; an iterator"):
         fit("run", ckpt_path=step(4), fast_dev_run=True)
-    assert contents("run/checkpoints") == {
-        name.removeprefix("checkpoints/"): data
-        for name, data in before.items()
-        if name.startswith("checkpoints/")
-    }
+    assert contents("run/checkpoints") == before
     assert not Path("run/metrics.1.jsonl").exists()
 
 
-def test_two_ranks_go_back_together(ranks2):
+def test_two_ranks_set_later_checkpoints_aside_together(ranks2):
     def body(ckpt_path=None, **arguments):
         fit("run", ckpt_path=ckpt_path, **arguments)
         return names()
@@ -494,44 +451,22 @@ class FailsOnOne(Net):
             raise ArithmeticError("here alone")
 
 
-def test_what_fails_to_load_on_one_rank_keeps_no_other_waiting(ranks2):
-    def body(module):
+@pytest.mark.parametrize("entry", ["fit", "test"])
+def test_a_failed_load_on_one_rank_raises_on_all(ranks2, entry):
+    def body():
         try:
-            fit("run", module=module, ckpt_path="auto", max_steps=5)
+            if entry == "fit":
+                fit("run", module=FailsOnOne(), ckpt_path="auto", max_steps=5)
+            else:
+                make("run").test(FailsOnOne(), loader(), ckpt_path="last")
         except (ArithmeticError, RuntimeError) as error:
             return str(error)
-        return None
 
-    assert ranks2(lambda: body(Net())) == [None, None]
-    first, second = ranks2(lambda: body(FailsOnOne()))
+    fit("run", max_steps=4)
+    first, second = ranks2(body, timeout=30)
     assert second == "here alone"
     assert "Rank 1 failed" in first
     assert "here alone" in first
-
-    def tested():
-        try:
-            make("run").test(FailsOnOne(), loader(), ckpt_path="last")
-        except (ArithmeticError, RuntimeError) as error:
-            return str(error)
-
-    assert ranks2(tested, timeout=30) == [first, second]
-
-
-def test_neither_a_fit_that_fails_to_load_nor_a_save_after_one_leaves_a_process_group(ranks2):
-    fit("run")
-
-    def more_groups():
-        groups = dist.distributed_c10d._world.pg_map
-        before = len(groups)
-        with pytest.raises(CheckpointError, match="of another shape"):
-            fit("run", module=Net(width=6), ckpt_path="auto")
-        failed = len(groups) - before
-        trainer = fit("other")
-        trainer.save_checkpoint("after")
-        return failed, len(groups) - before
-
-    assert ranks2(more_groups) == [(0, 0)] * 2
-    assert verify(Path("after"))["step"] == 6
 
 
 @pytest.mark.parametrize("entry", ["fit", "test"])
@@ -596,20 +531,6 @@ def test_weights_beside_whole_checkpoints_are_passed_over():
     assert fit("run", *savers, ckpt_path="auto", max_epochs=2).global_step == 24
 
 
-def test_weights_alone_are_told_to_all_ranks(ranks2):
-    def attempt(ckpt_path=None):
-        try:
-            fit("run", weights_only(), ckpt_path=ckpt_path)
-        except CheckpointError as error:
-            return str(error)
-        return "done"
-
-    assert ranks2(attempt) == ["done", "done"]
-    first, second = ranks2(lambda: attempt("auto"), timeout=60)
-    assert first == second
-    assert "holds only weights" in first
-
-
 def test_a_later_releases_checkpoint_is_not_gone_back_behind_in_another_folder():
     best = {"every": 2, "save_top_k": -1, "dirpath": "best"}
     fit("run", ModelCheckpoint(every=4, save_top_k=-1), ModelCheckpoint(**best))
@@ -624,15 +545,15 @@ def test_a_later_releases_checkpoint_is_not_gone_back_behind_in_another_folder()
 
 
 @pytest.mark.parametrize("first", ["run", "other"])
-def test_a_run_that_saves_into_anothers_folder_is_not_beside_it(first):
+def test_a_run_may_not_save_into_the_folder_of_one_that_runs(first):
     inside = ModelCheckpoint(every=4, dirpath=CHECKPOINTS)
-    started = {
-        "run": lambda: fit("run", At({6: lambda: second["run"]()})),
-        "other": lambda: fit("other", inside, At({6: lambda: second["other"]()})),
-    }
-    second = {"run": lambda: fit("other", inside), "other": lambda: fit("run")}
+
+    def start(folder, *callbacks):
+        fit(folder, *callbacks, *([inside] if folder == "other" else []))
+
+    second = "other" if first == "run" else "run"
     with pytest.raises(ValueError, match=rf"is in use by process {os.getpid()}"):
-        started[first]()
+        start(first, At({6: lambda: start(second)}))
 
 
 WITHOUT_GUARD = """

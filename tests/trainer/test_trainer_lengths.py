@@ -1,6 +1,5 @@
 """How long a run is, how much of the data it sees, and when something is due."""
 
-import math
 import random
 import time
 from collections import UserList
@@ -9,12 +8,12 @@ from datetime import timedelta
 import numpy
 import pytest
 import torch
+import torchmetrics
 from torch.utils.data import DataLoader, IterableDataset
 
-from callbacks import Callback, Interval, ModelCheckpoint, Progress
+from callbacks import Callback, ModelCheckpoint
 from trackers import read_metrics
 from trainer import Trainer, TrainModule
-from trainer.loops.config import Schedule
 
 
 class Net(TrainModule):
@@ -166,17 +165,19 @@ def test_max_time_counts_the_time_before_a_resume(clock):
     assert trainer.global_step == 5
 
 
-def test_should_stop_ends_the_run_at_once():
-    for hook in ("on_train_batch_start", "on_train_step_end", "on_boundary"):
-        _, trainer = fit(loader(4), max_epochs=3, callbacks=Stop(hook, at=2))
-        assert trainer.global_step in (2, 3), hook
-        assert trainer.global_step == (3 if hook == "on_train_batch_start" else 2)
-
-
-def test_should_stop_in_a_validation_ends_the_run_at_its_update():
-    stop = Stop("on_validation_epoch_end", at=1)
-    _, trainer = fit(loader(4), loader(1), max_epochs=3, callbacks=stop, val_every=3)
-    assert trainer.global_step == 3
+@pytest.mark.parametrize(
+    ("hook", "at", "steps"),
+    [
+        ("on_train_batch_start", 2, 3),
+        ("on_train_step_end", 2, 2),
+        ("on_boundary", 2, 2),
+        ("on_validation_epoch_end", 1, 3),  # that of its update
+    ],
+)
+def test_should_stop_ends_the_run_at_the_next_boundary(hook, at, steps):
+    options = {"max_epochs": 3, "val_every": 3, "callbacks": Stop(hook, at)}
+    _, trainer = fit(loader(4), loader(1), **options)
+    assert trainer.global_step == steps
 
 
 def test_should_stop_in_the_step_of_the_module_ends_the_run():
@@ -194,7 +195,7 @@ def test_should_stop_in_the_step_of_the_module_ends_the_run():
     ("minimum", "steps"),
     [({"min_steps": 3}, 3), ({"min_steps": 6}, 6), ({"min_epochs": 1}, 4), ({"min_epochs": 2}, 8)],
 )
-def test_nobody_stops_the_run_before_its_minimum(minimum, steps):
+def test_min_steps_and_min_epochs_hold_against_should_stop(minimum, steps):
     stop = Stop("on_boundary", at=1)
     _, trainer = fit(loader(4), max_epochs=3, callbacks=stop, **minimum)
     assert trainer.global_step == steps
@@ -256,48 +257,28 @@ def test_log_every_chooses_the_updates_that_are_recorded(every, steps):
 
 @pytest.mark.parametrize("limit", [2, 0.5, 0.74])
 def test_limits_keep_the_first_batches(limit):
-    trainer = make(
-        max_epochs=2,
-        limit_train_batches=limit,
-        limit_val_batches=limit,
-        limit_test_batches=limit,
-        limit_predict_batches=limit,
-    )
+    kinds = ("train", "val", "test", "predict")
+    trainer = make(max_epochs=2, **{f"limit_{kind}_batches": limit for kind in kinds})
     module = Net()
     trainer.fit(module, loader(4), loader(4))
     (tested,) = trainer.test(module, loader(4))
     predicted = trainer.predict(module, loader(4))
     assert trainer.global_step == 4
-    assert module.seen == {
-        "train": FOUR[:2] * 2,
-        "validation": FOUR[:2] * 2,
-        "test": FOUR[:2],
-        "predict": FOUR[:2],
-    }
+    first = FOUR[:2]
+    assert list(module.seen.values()) == [first * 2, first * 2, first, first]
     assert tested["test"] == 1.5
-    assert [batch.flatten().tolist() for batch in predicted] == FOUR[:2]
+    assert [batch.flatten().tolist() for batch in predicted] == first
 
 
-def test_a_fraction_that_is_a_little_less_than_a_whole_number_is_that_number():
-    module, _ = fit(loader(50), max_epochs=1, limit_train_batches=0.58)
-    assert len(module.seen["train"]) == 29
-
-
-@pytest.mark.parametrize("limit", [None, 1.0, 4, 99])
-def test_a_limit_above_the_data_keeps_all_of_it(limit):
-    module, trainer = fit(
-        loader(4), loader(4), max_epochs=1, limit_train_batches=limit, limit_val_batches=limit
-    )
-    assert module.seen["train"] == module.seen["validation"] == FOUR
-    assert trainer.global_step == 4
-
-
-def test_a_limit_ends_a_window_as_the_data_would():
-    module, trainer = fit(
-        loader(4), max_epochs=2, limit_train_batches=3, gradient_accumulation_steps=2
-    )
-    assert trainer.global_step == 4
-    assert module.seen["train"] == FOUR[:3] * 2
+@pytest.mark.parametrize(
+    ("limit", "batches", "kept"),
+    [(None, 4, 4), (1.0, 4, 4), (4, 4, 4), (99, 4, 4), (0.58, 50, 29)],  # 0.58 × 50 is 28.99…
+)
+def test_a_limit_is_rounded_and_cut_to_the_data(limit, batches, kept):
+    options = {"limit_train_batches": limit, "limit_val_batches": limit}
+    module, trainer = fit(loader(batches), loader(batches), max_epochs=1, **options)
+    assert len(module.seen["train"]) == len(module.seen["validation"]) == kept
+    assert trainer.global_step == kept
 
 
 @pytest.mark.parametrize("zero", [0, 0.0])
@@ -361,21 +342,16 @@ def test_fast_dev_run_tries_everything_and_writes_nothing(tmp_path, run, batches
     trainer.fit(module, loader(4), loader(4))
     assert trainer.global_step == batches
     assert {"loss", "val"} <= trainer.callback_metrics.keys()
-    trainer.validate(module, loader(4))
-    trainer.test(module, loader(4))
-    trainer.predict(module, loader(4))
-    assert {name: len(seen) for name, seen in module.seen.items()} == {
-        "train": batches,
-        "validation": 2 * batches,
-        "test": batches,
-        "predict": batches,
-    }
+    for method in (trainer.validate, trainer.test, trainer.predict):
+        method(module, loader(4))
+    lengths = {"train": 1, "validation": 2, "test": 1, "predict": 1}
+    assert {name: len(seen) / batches for name, seen in module.seen.items()} == lengths
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"project_dir": "run"}])
 @pytest.mark.parametrize("word", ["best", "last"])
-def test_a_dry_run_uses_the_module_as_it_is_where_a_checkpoint_is_named(caplog, word, options):
+def test_fast_dev_run_ignores_ckpt_path_with_a_warning(caplog, word, options):
     saves = ModelCheckpoint(monitor="val")
     trainer = Trainer(fast_dev_run=True, progress_bar=False, callbacks=saves, **options)
     module, copy = Net(), Net()
@@ -417,60 +393,40 @@ class Draws(Net):
 
 
 @pytest.mark.parametrize(("steps", "batches"), [(0, 0), (1, 1), (2, 2), (9, 3), (-1, 3)])
-def test_the_sanity_check_tries_so_many_batches(steps, batches):
+def test_num_sanity_val_steps_batches_are_tried(steps, batches):
     module, trainer = fit(loader(1), loader(3), max_epochs=0, num_sanity_val_steps=steps)
     assert len(module.seen["validation"]) == batches
     assert trainer.validations == 0
 
 
 def test_the_sanity_check_leaves_generators_order_metrics_and_limits_alone():
-    class Count:
-        """A metric object: how many batches it saw."""
-
-        seen = 0
-
-        def update(self):
-            self.seen += 1
-
-        def compute(self):
-            return float(self.seen)
-
-        def reset(self):
-            self.seen = 0
-
     class Counts(Draws):
         def __init__(self):
             super().__init__()
-            self.count = Count()
+            self.count = torchmetrics.SumMetric()
 
         def validation_step(self, batch, batch_idx):
             super().validation_step(batch, batch_idx)
-            self.count.update()
+            self.count.update(1.0)
             self.log("count", self.count)
 
         def on_train_start(self):
             assert self.trainer.callback_metrics == {}
             assert not self.trainer.sanity_checking
 
-    runs = {}
+    runs = []
     for steps in (0, 2):
         torch.manual_seed(0)
         module = Counts()
-        _, trainer = fit(
-            loader(4, shuffle=True),
-            loader(3, shuffle=True),
-            module=module,
-            max_epochs=2,
-            seed=3,
-            num_sanity_val_steps=steps,
-            log_every=1,
-        )
+        loaders = loader(4, shuffle=True), loader(3, shuffle=True)
+        options = {"max_epochs": 2, "seed": 3, "num_sanity_val_steps": steps, "log_every": 1}
+        _, trainer = fit(*loaders, module=module, **options)
         records = read_metrics(trainer.metrics_path)
         for record in records:
             del record["time"]
         assert trainer.callback_metrics["count"] == 3.0
-        runs[steps] = module.draws, module.seen["train"], records
-    assert runs[0] == runs[2]
+        runs.append((module.draws, module.seen["train"], records))
+    assert runs[0] == runs[1]
 
 
 def test_an_error_in_validation_shows_before_training():
@@ -499,6 +455,9 @@ class Stream(IterableDataset):
 class Batches:
     """An iterable of ready batches that does not know its length."""
 
+    def __init__(self, batches=None):
+        pass
+
     def __iter__(self):
         yield from (torch.tensor(batch).reshape(-1, 1) for batch in FOUR)
 
@@ -526,19 +485,18 @@ def test_a_stream_can_be_limited_by_a_number_but_not_by_a_fraction():
         fit(DataLoader(Stream(8), batch_size=2), max_epochs=2, limit_train_batches=0.5)
 
 
-def test_plain_iterables_of_batches_are_loaders():
+@pytest.mark.parametrize("kind", [list, tuple, Batches, "nested", DataLoader])
+def test_plain_iterables_of_batches_are_loaders(kind):
+    class Flat(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(torch.as_tensor(batch[0]).reshape(-1, 1), batch_idx)
+
     batches = list(Batches())
-    for data in (batches, tuple(batches), Batches(), [[b] for b in batches], DataLoader(batches)):
-
-        class Flat(Net):
-            def training_step(self, batch, batch_idx):
-                return super().training_step(torch.as_tensor(batch[0]).reshape(-1, 1), batch_idx)
-
-        nested = isinstance(data, list) and isinstance(data[0], list)
-        one_more = nested or isinstance(data, DataLoader)
-        module, trainer = fit(data, module=Flat() if one_more else Net(), max_epochs=2)
-        assert module.seen["train"] == FOUR * 2
-        assert trainer.global_step == 8
+    data = [[each] for each in batches] if kind == "nested" else kind(batches)
+    one_more = kind in ("nested", DataLoader)  # a dimension
+    module, trainer = fit(data, module=Flat() if one_more else Net(), max_epochs=2)
+    assert module.seen["train"] == FOUR * 2
+    assert trainer.global_step == 8
 
 
 def test_a_list_of_dicts_is_one_loader_and_a_list_of_loaders_several():
@@ -572,7 +530,7 @@ def test_a_loader_of_ready_made_batches_weighs_them_by_their_size():
     assert (trainer.batches_seen, trainer.samples_seen) == (2, 4)
 
 
-def test_the_module_and_a_datamodule_may_have_the_loaders():
+def test_the_module_may_have_the_loaders():
     class Own(Net):
         def train_dataloader(self):
             return loader(2)
@@ -586,29 +544,14 @@ def test_the_module_and_a_datamodule_may_have_the_loaders():
         def predict_dataloader(self):
             return loader(4)
 
-    module = Own()
-    trainer = make(max_epochs=1)
-    trainer.fit(module)
-    trainer.validate(module)
-    trainer.test(module)
-    trainer.predict(module)
-    assert {name: len(seen) for name, seen in module.seen.items()} == {
-        "train": 2,
-        "validation": 2,
-        "test": 3,
-        "predict": 4,
-    }
-
-    class Data:
-        def train_dataloader(self):
-            return loader(3)
-
     module, trainer = Own(), make(max_epochs=1)
-    trainer.fit(module, datamodule=Data())
-    assert [len(module.seen[phase]) for phase in ("train", "validation")] == [3, 1]
+    for method in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
+        method(module)
+    lengths = {"train": 2, "validation": 2, "test": 3, "predict": 4}
+    assert {name: len(seen) for name, seen in module.seen.items()} == lengths
 
 
-def test_the_number_of_updates_is_known_when_the_schedule_is_made():
+def test_estimated_stepping_batches_is_known_in_configure_optimizers():
     known = []
 
     class Asks(Net):
@@ -642,36 +585,4 @@ def test_validate_and_test_return_the_metrics_of_each_loader():
         {"test/dataloader_idx_1": 1.5, "shared": 5.0},
     ]
     assert make().validate(Net(), loader(2)) == [{"val": 1.5}]
-    assert math.isclose(make().validate(Net(), loader(3))[0]["val"], 2.5)
-
-
-def test_predictions_are_one_entry_a_batch_and_a_list_for_each_loader():
-    class Several(Net):
-        def predict_step(self, batch, batch_idx, dataloader_idx=0):
-            return {"x": batch.flatten().tolist(), "loader": dataloader_idx}
-
-    one = make().predict(Several(), loader(2))
-    assert one == [{"x": FOUR[0], "loader": 0}, {"x": FOUR[1], "loader": 0}]
-    assert make().predict(Several(), [loader(2), loader(1)]) == [
-        one,
-        [{"x": FOUR[0], "loader": 1}],
-    ]
-
-
-def test_predict_calls_the_module_where_it_has_no_predict_step():
-    class Plain(TrainModule):
-        def forward(self, batch):
-            return batch * 2
-
-    assert make().predict(Plain(), [torch.ones(2)])[0].tolist() == [2.0, 2.0]
-
-
-@pytest.mark.parametrize("every", [1, 4])
-def test_in_steps_it_may_be_due_just_when_it_is(every):
-    interval = Interval.parse(every)
-    for before in range(9):
-        schedule = Schedule(interval, Progress(steps=before))
-        for step in range(before + 1, before + 10):
-            due = interval.due(Progress(steps=before), Progress(steps=step))
-            assert schedule.may_be_due(step) == due
-    assert Schedule(Interval.parse("1 epoch")).may_be_due(1)
+    assert make().validate(Net(), loader(3)) == [{"val": pytest.approx(2.5)}]

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from tests.helpers.datasets import Numbers, SizedStream, Stream
 from tests.helpers.ranks import RankError
 from trainer.accelerator import Accelerator
 from trainer.configuration import DataLoaderConfiguration
@@ -25,36 +26,17 @@ from trainer.data.dispatcher import DataLoaderDispatcher
 from trainer.data.prepare import prepare_data_loader, skip_first_batches
 from trainer.distributed.collectives import gather
 from trainer.rng import set_seed
-from trainer.state import GradientState, PartialState
+from trainer.state import GradientState
 from trainer.utils import slice_tensors
 
 
-class Numbers(Dataset):
-    def __init__(self, size: int):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return index
-
-
-class Stream(IterableDataset):
-    """Numbers, which only rank 0 may read if it is `private`."""
-
-    def __init__(self, size: int, *, private: bool = False):
-        self.size, self.private = size, private
+class PrivateStream(Stream):
+    """A stream that only rank 0 may read."""
 
     def __iter__(self):
-        if self.private and dist.get_rank() != 0:
+        if dist.get_rank() != 0:
             raise AssertionError("another rank reads")
-        return iter(range(self.size))
-
-
-class SizedStream(Stream):
-    def __len__(self):
-        return self.size
+        return super().__iter__()
 
 
 def dispatched(source: DataLoader[Any], **options: Any) -> DataLoaderDispatcher:
@@ -117,67 +99,20 @@ def read_all(kind: type, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [Numbers, SizedStream])
-def test_two_processes_get_what_is_documented(ranks2, kind):
+def test_dispatched_batches_on_two_processes(ranks2, kind):
     assert ranks2(read_all, kind, 2) == [[], []]
 
 
-def test_four_processes_get_what_is_documented(ranks4):
+def test_dispatched_batches_on_four_processes(ranks4):
     assert ranks4(read_all, Stream, 4) == [[]] * 4
-
-
-def test_the_documented_table_for_two_processes(ranks2):
-    def table() -> list[Any]:
-        found = []
-        for source, options in (
-            (DataLoader(Numbers(9), 2), {}),
-            (DataLoader(Numbers(3), 4), {}),
-            (DataLoader(Numbers(9), 2), {"even_batches": False}),
-            (DataLoader(Numbers(9), 2, drop_last=True), {}),
-            (DataLoader(Numbers(10), 4), {"split_batches": True}),
-            (DataLoader(Numbers(9), 2), {"dispatch_batches": True}),
-            (DataLoader(Stream(9), 2), {}),
-            (DataLoader(Stream(9), 2), {"dispatch_batches": False}),
-        ):
-            loader = prepare_data_loader(source, put_on_device=True, **options)
-            batches, kept = [], None
-            for batch in loader:
-                batches.append(batch.tolist())
-                if loader.end_of_dataloader and options.get("even_batches", True):
-                    kept = gather(batch).tolist()
-                    kept = kept[: loader.remainder] if loader.remainder > 0 else kept
-            found.append((batches, kept))
-        return found
-
-    first, second = ranks2(table)
-    assert first == [
-        ([[0, 1], [4, 5], [8, 0]], [8]),
-        ([[0, 1, 2, 0]], [0, 1, 2]),
-        ([[0, 1], [4, 5], [8]], None),
-        ([[0, 1], [4, 5]], [4, 5, 6, 7]),
-        ([[0, 1], [4, 5], [8, 9]], [8, 9]),
-        ([[0, 1], [4, 5], [8]], [8]),
-        ([[0, 1], [4, 5], [8]], [8]),
-        ([[0, 1], [4, 5], [8, 0]], [8]),
-    ]
-    assert [batches for batches, _ in second] == [
-        [[2, 3], [6, 7], [1, 2]],
-        [[1, 2, 0, 1]],
-        [[2, 3], [6, 7]],
-        [[2, 3], [6, 7]],
-        [[2, 3], [6, 7], [0, 1]],
-        [[2, 3], [6, 7], [0]],
-        [[2, 3], [6, 7], [0]],
-        [[2, 3], [6, 7], [1, 2]],
-    ]
-    assert [kept for _, kept in second] == [kept for _, kept in first]
 
 
 # -- dispatching -------------------------------------------------------------------------------
 
 
-def test_only_the_first_process_reads_also_with_workers(ranks2):
+def test_dispatching_reads_on_rank_0_only(ranks2):
     def read() -> list[Any]:
-        loader = dispatched(DataLoader(Stream(5, private=True), 2, shuffle=False))
+        loader = dispatched(DataLoader(PrivateStream(5), 2, shuffle=False))
         found = [batch.tolist() for batch in loader]
         staying = DataLoader(Stream(5), 2, num_workers=1, persistent_workers=True)
         again = dispatched(staying)
@@ -190,7 +125,7 @@ def test_only_the_first_process_reads_also_with_workers(ranks2):
     assert second == [[[2, 3], [0]]] * 3 + [False]
 
 
-def test_batches_hold_whatever_they_hold(ranks2):
+def test_dispatched_batches_may_hold_any_objects(ranks2):
     def read() -> list[str]:
         data = [
             {"x": torch.full((2,), n), "name": f"n{n}", "flag": n > 2, "pair": (n, float(n))}
@@ -212,7 +147,7 @@ def test_batches_hold_whatever_they_hold(ranks2):
     assert ranks2(read) == [[expected(0, 1), expected(4)], [expected(2, 3), expected(0)]]
 
 
-def test_samples_of_a_round_that_does_not_divide_go_to_the_next(ranks2):
+def test_samples_left_of_uneven_batches_go_to_the_next_round(ranks2):
     def read(batches: list[list[int]], even: bool) -> tuple[list[list[int]], int]:
         source = DataLoader(Numbers(20), batch_sampler=batches)
         loader = dispatched(source, even_batches=even)
@@ -232,7 +167,7 @@ def test_samples_of_a_round_that_does_not_divide_go_to_the_next(ranks2):
     assert ranks2(read, [[0], [1], [2]], False) == [([[0], [2]], 1), ([[1]], 2)]
 
 
-def test_a_function_of_ones_own_cuts_the_batches(ranks2):
+def test_slice_fn_for_dispatch(ranks2):
     def read() -> list[list[int]]:
         def every_other(batch, part, process_index, num_processes):
             assert part == slice(process_index * 2, process_index * 2 + 2)
@@ -244,19 +179,11 @@ def test_a_function_of_ones_own_cuts_the_batches(ranks2):
     assert ranks2(read) == [[[4, 6]], [[5, 7]]]
 
 
-def test_the_helper_that_slices_is_such_a_function(ranks2):
-    def read() -> list[list[int]]:
-        loader = dispatched(DataLoader(Numbers(7), 2), slice_fn_for_dispatch=slice_tensors)
-        return [batch.tolist() for batch in loader]
-
-    assert ranks2(read) == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
-
-
 @pytest.mark.parametrize("options", [
     {}, {"dispatch_batches": False}, {"even_batches": False},
     {"slice_fn_for_dispatch": slice_tensors},
 ])  # fmt: skip  # a table
-def test_what_is_a_column_is_decided_for_each_batch_as_it_is_read(ranks2, options):
+def test_lists_that_are_no_columns_stay_whole(ranks2, options):
     """A list that is as long as a round, but not as a batch, belongs to the whole batch."""
 
     def collate(samples):
@@ -302,9 +229,7 @@ class Onward(IterableDataset):
     ("dispatch", "even", "stateful"),
     [(True, True, False), (True, False, True), (False, True, True), (False, False, False)],
 )
-def test_a_stream_with_a_state_is_taken_back_on_all_processes(
-    ranks2, tmp_path, dispatch, even, stateful
-):
+def test_a_stateful_stream_resumes_on_all_processes(ranks2, tmp_path, dispatch, even, stateful):
     def job():
         config = DataLoaderConfiguration(
             dispatch_batches=dispatch, even_batches=even, use_stateful_dataloader=stateful
@@ -326,7 +251,7 @@ def test_a_stream_with_a_state_is_taken_back_on_all_processes(
         assert again == [second[1:], third]
 
 
-def test_a_dispatcher_has_the_length_of_what_its_sampler_gives(ranks2):
+def test_the_length_of_a_dispatcher_is_that_of_its_sampler(ranks2):
     def lengths() -> tuple[int, int]:
         source = DataLoader(Numbers(12), 4, sampler=range(10))
         loader = dispatched(source, split_batches=True, even_batches=False)
@@ -335,7 +260,7 @@ def test_a_dispatcher_has_the_length_of_what_its_sampler_gives(ranks2):
     assert ranks2(lengths) == [(3, 3), (2, 2)]
 
 
-def test_a_skipped_dispatcher_goes_on_with_the_same_batches(ranks2):
+def test_skip_first_batches_of_a_dispatcher(ranks2):
     def read() -> tuple[bool, list[int]]:
         reads: list[int] = []
 
@@ -367,7 +292,7 @@ def test_a_skipped_dispatcher_goes_on_with_the_same_batches(ranks2):
     assert ranks2(read) == [(True, 5), (True, 0)]
 
 
-def test_a_loop_left_by_break_and_nested_loops_keep_the_processes_together(ranks2):
+def test_broken_and_nested_loops_over_dispatchers(ranks2):
     def read() -> list[Any]:
         outer, inner = dispatched(DataLoader(Numbers(8), 2)), dispatched(DataLoader(Stream(6), 1))
         found = []
@@ -387,7 +312,7 @@ def test_a_loop_left_by_break_and_nested_loops_keep_the_processes_together(ranks
 
 
 @pytest.mark.parametrize("place", ["at once", "later", "unlike", "unpicklable"])
-def test_an_error_on_the_first_process_is_raised_by_all(ranks2, place):
+def test_a_reading_error_on_rank_0_raises_on_all(ranks2, place):
     class Breaking(IterableDataset):
         def __iter__(self):
             if place == "at once":
@@ -431,7 +356,7 @@ def test_an_error_on_the_first_process_is_raised_by_all(ranks2, place):
 # -- on every process --------------------------------------------------------------------------
 
 
-def test_all_processes_share_an_order_that_does_not_depend_on_their_number(ranks2, ranks4):
+def test_the_shuffled_order_is_the_same_on_any_number_of_processes(ranks2, ranks4):
     def read() -> list[list[int]]:
         set_seed(3, device_specific=True)  # rank 0's seed counts
         source = DataLoader(Numbers(16), 2, shuffle=True)
@@ -446,23 +371,7 @@ def test_all_processes_share_an_order_that_does_not_depend_on_their_number(ranks
     assert ranks4(read) == [alone] * 4
 
 
-def test_further_loaders_have_an_order_that_all_processes_share(ranks2):
-    def read() -> list[list[int]]:
-        set_seed(3, device_specific=True)
-        source = DataLoader(Numbers(16), 2, shuffle=True)
-        if PartialState().process_index == 1:
-            prepare_data_loader(source, num_processes=1, process_index=0)
-        loaders = [prepare_data_loader(source, put_on_device=True) for _ in range(3)]
-        return [torch.cat([gather(batch) for batch in loader]).tolist() for loader in loaders]
-
-    set_seed(3)
-    source = DataLoader(Numbers(16), 2, shuffle=True)
-    alone = [torch.cat(list(prepare_data_loader(source))).tolist() for _ in range(3)]
-    assert len({tuple(order) for order in alone}) == 3
-    assert ranks2(read) == [alone] * 2
-
-
-def test_one_process_may_prepare_a_loader_for_itself(ranks2):
+def test_one_rank_may_prepare_a_loader_for_itself(ranks2):
     def read() -> list[list[int]]:
         if dist.get_rank() == 1:
             return []
@@ -472,7 +381,7 @@ def test_one_process_may_prepare_a_loader_for_itself(ranks2):
     assert ranks2(read) == [[[0, 1], [2, 3], [4]], []]
 
 
-def test_generators_are_synchronised_when_a_pass_begins(ranks2):
+def test_rng_types_are_synchronised_at_the_start_of_a_pass(ranks2):
     class Shuffling(Stream):
         def __init__(self, size: int):
             super().__init__(size)
@@ -498,7 +407,7 @@ def test_generators_are_synchronised_when_a_pass_begins(ranks2):
     assert [seen for _, seen in ranks2(draw, [])] == [ours, theirs]  # it is seeded as the order is
 
 
-def test_a_stream_that_differs_between_the_processes_is_refused(ranks2):
+def test_a_stream_that_differs_between_ranks_raises(ranks2):
     class Own(Stream):
         def __iter__(self):
             return iter(range(dist.get_rank(), self.size))
@@ -510,18 +419,6 @@ def test_a_stream_that_differs_between_the_processes_is_refused(ranks2):
         ranks2(read)
 
 
-def test_the_table_of_two_processes_holds_for_uneven_ends_of_three(ranks3):
-    def read() -> list[Any]:
-        loader = prepare_data_loader(DataLoader(Stream(7), 2), dispatch_batches=False)
-        return [(b.tolist(), loader.end_of_dataloader, loader.remainder) for b in loader]
-
-    assert ranks3(read) == [
-        [([0, 1], False, -1), ([6, 0], True, 1)],
-        [([2, 3], False, -1), ([1, 2], True, 1)],
-        [([4, 5], False, -1), ([3, 4], True, 1)],
-    ]
-
-
 old_forks = pytest.mark.skipif(
     sys.version_info >= (3, 11, 8), reason="this Python's forks cannot hang so"
 )
@@ -529,7 +426,7 @@ old_forks = pytest.mark.skipif(
 
 @old_forks
 @pytest.mark.parametrize("late", ["forever", "a little"])
-def test_a_worker_that_does_not_begin_is_forked_again(ranks2, late):
+def test_a_worker_that_hangs_in_its_fork_is_forked_again(ranks2, late):
     def read() -> tuple[list[int], int, list[str]]:
         forks: list[int] = []
         messages: list[str] = []
@@ -561,7 +458,7 @@ def test_a_worker_that_does_not_begin_is_forked_again(ranks2, late):
 
 
 @old_forks
-def test_an_interrupt_while_a_worker_is_awaited_leaves_no_process(ranks2):
+def test_an_interrupt_while_workers_start_leaves_no_process(ranks2):
     def interrupted() -> list[str]:
         hangs: list[bool] = []
 
@@ -592,7 +489,7 @@ def test_an_interrupt_while_a_worker_is_awaited_leaves_no_process(ranks2):
 
 
 @pytest.mark.parametrize("how", [None, "fork", "spawn"])
-def test_how_workers_start_is_as_the_user_says(monkeypatch, how):
+def test_the_users_multiprocessing_context_is_kept_where_it_is_safe(monkeypatch, how):
     context = None if how is None else multiprocessing.get_context(how)
     assert workers.safe_context(context) is context  # without a process group
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

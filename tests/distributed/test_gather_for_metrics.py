@@ -12,8 +12,9 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
+from tests.helpers.datasets import Stream
 from tests.helpers.ranks import RankError
 from trainer.data.prepare import prepare_data_loader
 from trainer.distributed.metrics import gather_for_metrics
@@ -29,14 +30,6 @@ class Pair(NamedTuple):
 class Output:
     scores: Any
     names: Any
-
-
-class Stream(IterableDataset):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __iter__(self):
-        return iter(range(self.size))
 
 
 class Loader:
@@ -72,24 +65,26 @@ def loader(source: Any, batch_size: int, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_sample_comes_once_in_its_order(ranks, size):
-    modes: list[Any] = [({}, (1, 2, 3, 4)), ({"split_batches": True}, (2,))]
-    modes.append(({"dispatch_batches": True}, (2,)))
+def test_every_sample_is_gathered_once_and_in_order(ranks, size):
+    modes: list[Any] = [({}, range, (1, 2, 3, 4)), ({"split_batches": True}, range, (2,))]
+    modes += [({"dispatch_batches": True}, kind, (2,)) for kind in (range, Stream)]
+    modes.append(({"dispatch_batches": True, "split_batches": True}, Stream, (2,)))
 
     def evaluate(modes: list[Any]) -> list[Any]:
         wrong = []
-        for (mode, batch_sizes), samples in product(modes, range(1, 14)):
+        for (mode, kind, batch_sizes), samples in product(modes, (1, 2, 3, 5, 8, 12, 13)):
             for batch_size in batch_sizes:
                 split = dist.get_world_size() if "split_batches" in mode else 1
                 found: list[int] = []
                 names: list[str] = []
-                for batch in loader(range(samples), batch_size * split, **mode):
-                    found += gather_for_metrics(batch).tolist()
-                    if not mode:
-                        names += gather_for_metrics([f"{each}" for each in batch.tolist()])
+                for batch in loader(kind(samples), batch_size * split, **mode):
+                    output = Output(batch, [f"{each}" for each in batch.tolist()])
+                    output = gather_for_metrics(output)
+                    found += output.scores.tolist()
+                    names += output.names
                 expected = list(range(samples))
-                if found != expected or (not mode and names != [f"{each}" for each in expected]):
-                    wrong.append((mode, samples, batch_size, found, names))
+                if found != expected or names != [f"{each}" for each in expected]:
+                    wrong.append((mode, kind, samples, batch_size, found, names))
         return wrong
 
     assert ranks(size)(evaluate, modes) == [[]] * size
@@ -109,7 +104,7 @@ class Ready(Dataset):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_ready_made_batches_that_are_repeated_whole_count_once(ranks, size):
+def test_repeated_batches_of_a_loader_without_a_batch_size_count_once(ranks, size):
     def evaluate() -> list[Any]:
         wrong = []
         for sizes in ([4, 4, 2], [3, 3, 3, 2], [1, 3, 2, 4, 1], [5], [2, 2, 2, 2], [2, 1, 3]):
@@ -137,7 +132,7 @@ def test_ready_made_batches_that_are_repeated_whole_count_once(ranks, size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_batches_of_unequal_size_lose_nothing(ranks, size):
+def test_even_batches_false_loses_nothing(ranks, size):
     def evaluate() -> list[Any]:
         wrong, rounds = [], 0
         for samples, batch_size in product(range(1, 14), range(1, 5)):
@@ -155,34 +150,6 @@ def test_batches_of_unequal_size_lose_nothing(ranks, size):
     assert ranks(size)(evaluate) == [[[], True]] * size
 
 
-@pytest.mark.parametrize(
-    ("samples", "batch_size", "mode", "last"),
-    [
-        (9, 2, {}, [8]),
-        (3, 4, {}, [0, 1, 2]),
-        (10, 4, {"split_batches": True}, [8, 9]),
-        (9, 2, {"dispatch_batches": True}, [8]),
-        (8, 2, {}, [4, 5, 6, 7]),  # nothing is repeated
-    ],
-)
-def test_the_last_gathering_holds_what_is_left(ranks2, samples, batch_size, mode, last):
-    def evaluate() -> list[int]:
-        found = [gather_for_metrics(each) for each in loader(range(samples), batch_size, **mode)]
-        return found[-1].tolist()
-
-    assert ranks2(evaluate) == [last] * 2
-
-
-def test_streams_are_cut_too(ranks2):
-    def evaluate() -> list[int]:
-        found: list[int] = []
-        for batch in loader(Stream(9), 2):
-            found += gather_for_metrics(batch).tolist()
-        return found
-
-    assert ranks2(evaluate) == [list(range(9))] * 2
-
-
 # -- which part is cut, by loaders whose batches are given here
 
 
@@ -196,7 +163,7 @@ ROUNDS = [
     ("remainder", "last"),
     [(1, [4]), (3, [4, 0, 1]), (4, [4, 0, 1, 2]), (0, [4, 0, 1, 2]), (-1, [4, 0, 1, 2])],
 )
-def test_only_the_end_is_cut_and_only_to_what_is_known(ranks2, remainder, last):
+def test_the_last_batch_is_cut_to_the_remainder(ranks2, remainder, last):
     def evaluate() -> list[Any]:
         found = [gather_for_metrics(batch).tolist() for batch in Loader(ROUNDS, remainder)]
         outside = gather_for_metrics(torch.tensor([dist.get_rank()] * 2)).tolist()
@@ -205,7 +172,7 @@ def test_only_the_end_is_cut_and_only_to_what_is_known(ranks2, remainder, last):
     assert ranks2(evaluate) == [[[0, 1, 2, 3], last, [0, 0, 1, 1]]] * 2
 
 
-def test_an_unknown_remainder_is_said(ranks2):
+def test_an_unknown_remainder_is_logged(ranks2):
     def evaluate() -> list[str]:
         messages: list[str] = []
         handler = logging.Handler()
@@ -224,7 +191,7 @@ def test_an_unknown_remainder_is_said(ranks2):
         assert "does not know how many" in messages[0]
 
 
-def test_of_nested_loops_the_inner_loader_counts(ranks2):
+def test_the_inner_loader_of_nested_loops_counts(ranks2):
     def evaluate() -> list[Any]:
         found = []
         for outer in Loader(ROUNDS, 3):
@@ -237,7 +204,7 @@ def test_of_nested_loops_the_inner_loader_counts(ranks2):
     assert ranks2(evaluate) == [[[4], [0, 1, 2, 3], [4], [4, 0, 1]]] * 2
 
 
-def test_values_of_a_process_are_not_cut(ranks2):
+def test_scalars_are_not_cut(ranks2):
     def evaluate() -> list[Any]:
         rank = dist.get_rank()
         found: list[Any] = []
@@ -250,7 +217,7 @@ def test_values_of_a_process_are_not_cut(ranks2):
     assert ranks2(evaluate) == [[[0, 1], [4], [0.5, 1.5], ["ab", "ab"]]] * 2
 
 
-def test_sizes_may_differ_in_any_round_and_tensor(ranks3):
+def test_sizes_may_differ_between_ranks(ranks3):
     def evaluate() -> list[Any]:
         rank = dist.get_rank()
         rows = torch.full((rank, 2), rank, dtype=torch.int16)
@@ -266,58 +233,11 @@ def test_sizes_may_differ_in_any_round_and_tensor(ranks3):
 # -- objects
 
 
-def test_lists_of_objects_are_cut_at_the_end(ranks2):
-    def evaluate(rounds: list[Any]) -> list[Any]:
-        return [gather_for_metrics(batch) for batch in Loader(rounds, 3)]
-
-    rounds = [[("a", "b"), ("c", "d")], [[[1], []], [[2, 3], [4]]]]
-    assert ranks2(evaluate, rounds) == [[["a", "b", "c", "d"], [[1], [], [2, 3]]]] * 2
-
-
-def test_an_empty_list_of_one_process_does_not_part_them(ranks2):
+def test_an_empty_list_on_one_rank(ranks2):
     def evaluate() -> Any:
         return gather_for_metrics(["a"] if dist.get_rank() else [])
 
     assert ranks2(evaluate) == [["a"]] * 2
-
-
-def test_each_entry_of_a_record_is_gathered_in_its_own_way(ranks2):
-    def evaluate() -> Any:
-        found = []
-        for batch in Loader(ROUNDS[1:], 3):
-            names = [f"{each}" for each in batch.tolist()]
-            output = gather_for_metrics(Output(batch, names))
-            both = gather_for_metrics((names, batch))
-            pair = gather_for_metrics(Pair({"a": names}, 1))
-            assert type(both) is tuple
-            assert type(output) is Output
-            assert type(pair) is Pair
-            found += [output.scores.tolist(), output.names, both[0], both[1].tolist(), *pair]
-        return found
-
-    names, numbers = ["4", "0", "1"], [4, 0, 1]
-    expected = [numbers, names, names, numbers, {"a": names}, [1, 1]]
-    assert ranks2(evaluate) == [expected] * 2
-
-
-def test_tensors_are_gathered_as_objects_where_asked(ranks2):
-    def evaluate() -> Any:
-        rank = dist.get_rank()
-        found: list[Any] = []
-        for _ in Loader(ROUNDS[1:], 3):
-            ragged = torch.full((2, 1 + rank), rank)
-            samples = [torch.full((1 + i,), rank) for i in range(2)]
-            found += [
-                gather_for_metrics(ragged, use_gather_object=True),
-                gather_for_metrics(samples, use_gather_object=True),
-                gather_for_metrics({"x": samples}, use_gather_object=True)["x"],
-                gather_for_metrics([samples[0], "a"], use_gather_object=True),
-            ]
-        return [[getattr(s, "tolist", lambda s=s: s)() for s in each] for each in found]
-
-    samples = [[0], [0, 0], [1]]
-    expected = [[[0], [0], [1, 1]], samples, samples, [[0], "a", [1]]]
-    assert ranks2(evaluate) == [expected] * 2
 
 
 @pytest.mark.parametrize(
@@ -328,7 +248,7 @@ def test_tensors_are_gathered_as_objects_where_asked(ranks2):
         ({"a": ["x"]}, {"b": ["x"]}, r"gather_for_metrics \(dict of 'b'\)"),
     ],
 )
-def test_what_does_not_fit_is_an_error_of_all(ranks2, first, second, text):
+def test_mismatched_structures_raise_on_all(ranks2, first, second, text):
     def evaluate(*both: Any) -> None:
         gather_for_metrics(both[dist.get_rank()])
 
@@ -337,7 +257,7 @@ def test_what_does_not_fit_is_an_error_of_all(ranks2, first, second, text):
     assert found.value.failures.keys() == {0, 1}
 
 
-def test_one_process_gets_its_own_back():
+def test_gather_for_metrics_on_one_process():
     tensors = {"a": torch.ones(2), "b": [torch.tensor(1.0)]}
     assert gather_for_metrics(tensors) is tensors
     assert gather_for_metrics(["a", "b"]) == ["a", "b"]
@@ -345,7 +265,7 @@ def test_one_process_gets_its_own_back():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_value_repeated_for_each_sample_of_a_batch_counts_each_sample_once(ranks, size):
+def test_a_loss_repeated_for_each_sample_is_cut_as_the_samples(ranks, size):
     def evaluate() -> list[int]:
         counts = [0, 0]
         for batch in loader(range(45), 8):
@@ -362,12 +282,10 @@ Structure = Callable[[list[int]], Any]
 
 COLUMNS: dict[str, Structure] = {  # what a metric may need of some samples
     "text": lambda own: (texts(own), [f"reference {each}" for each in own]),
-    "text in a list": lambda own: [texts(own), [f"reference {each}" for each in own]],
     "text in a dict": lambda own: {"deep": (texts(own), torch.tensor(own))},
     "token lists": lambda own: [[each] * (each % 3) for each in own],
     "arrays": lambda own: (numpy.array(own), numpy.array([[each] for each in own])),
     "boxes": lambda own: [boxes(each) for each in own],
-    "boxes in a tuple": lambda own: tuple(boxes(each) for each in own),
     "boxes and labels": lambda own: [tuple(boxes(each).values()) for each in own],
     "boxes and names": lambda own: ([boxes(each) for each in own], texts(own)),
     "equal boxes": lambda own: [{"boxes": torch.full((7, 4), each)} for each in own],
@@ -377,7 +295,6 @@ COLUMNS: dict[str, Structure] = {  # what a metric may need of some samples
 
 OBJECTS: dict[str, Structure] = {
     "boxes": lambda own: [boxes(each)["boxes"] for each in own],
-    "boxes in a tuple": lambda own: tuple(boxes(each)["boxes"] for each in own),
     "boxes and names": lambda own: ([boxes(each)["boxes"] for each in own], texts(own)),
     "two tensors": lambda own: (torch.tensor([own] * 2).T, torch.tensor(own)),
     "text": lambda own: (texts(own), texts(own)),
@@ -414,7 +331,7 @@ def join(first: Any, second: Any, whole: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "as_objects"), [*product(COLUMNS, [False]), *product(OBJECTS, [True])]
 )
-def test_several_processes_return_what_one_does(ranks, size, name, as_objects):
+def test_any_structure_is_gathered_as_on_one_process(ranks, size, name, as_objects):
     def evaluate(name: str, as_objects: bool) -> Any:
         structure = (OBJECTS if as_objects else COLUMNS)[name]
         whole = plain(structure(list(range(9))))
@@ -429,7 +346,7 @@ def test_several_processes_return_what_one_does(ranks, size, name, as_objects):
 
 @pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("rows", [[3, 5, 3, 5], [7, 7, 7, 7]])
-def test_tensors_that_may_be_samples_are_refused(ranks2, kind, rows):
+def test_a_list_of_tensors_that_may_be_samples_raises(ranks2, kind, rows):
     def evaluate() -> Any:
         for _ in loader(range(9), 4):
             gather_for_metrics(kind(torch.zeros(each) for each in rows))
@@ -441,7 +358,7 @@ def test_tensors_that_may_be_samples_are_refused(ranks2, kind, rows):
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 5)])
-def test_as_many_single_values_as_samples_are_refused(ranks2, shape):
+def test_as_many_single_values_as_samples_raise(ranks2, shape):
     def evaluate() -> Any:
         for _ in loader(range(9), 4):
             gather_for_metrics([torch.zeros(shape)] * 4)
@@ -450,17 +367,7 @@ def test_as_many_single_values_as_samples_are_refused(ranks2, shape):
         ranks2(evaluate)
 
 
-def test_one_process_returns_them(ranks):
-    def evaluate() -> Any:
-        return [
-            [len(each) for each in gather_for_metrics([torch.zeros(3), torch.zeros(5)])]
-            for _ in loader(range(6), 4)
-        ]
-
-    assert ranks(1)(evaluate) == [[[3, 5], [3, 5]]]
-
-
-def test_a_column_of_another_length_is_not_cut(ranks2):
+def test_a_column_of_another_length_raises(ranks2):
     def evaluate() -> list[int]:
         found: list[int] = []
         for batch in loader(range(9), 4):
@@ -479,7 +386,7 @@ def test_a_column_of_another_length_is_not_cut(ranks2):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("mode", [{}, {"dispatch_batches": True}])
-def test_a_batch_taken_out_of_its_loop_is_cut_until_another_loader_is_read(ranks, size, mode):
+def test_a_batch_kept_after_its_loop_is_cut_until_another_loader_is_read(ranks, size, mode):
     def evaluate(mode: dict[str, bool]) -> list[Any]:
         nine, many = loader(range(9), 9, **mode), loader(range(99), 3, **mode)
         found = []
@@ -498,7 +405,7 @@ def test_a_batch_taken_out_of_its_loop_is_cut_until_another_loader_is_read(ranks
     assert ranks(size)(evaluate, mode) == [expected] * size
 
 
-def test_what_was_collected_before_a_loop_was_left_is_not_cut(ranks2):
+def test_batches_collected_before_a_break_are_not_cut(ranks2):
     def evaluate() -> list[int]:
         found, collected = [], []
         numbers = loader(range(9), 2)

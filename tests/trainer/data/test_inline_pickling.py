@@ -4,7 +4,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import warnings
 from collections import namedtuple
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from trainer.data import inline_pickling
 from trainer.data.epoch_iterator import EpochIterator
@@ -43,16 +42,12 @@ def batches(dataset, size=4, workers=1, **kwargs) -> list:
 
 
 TENSORS = [
-    torch.arange(12.0).reshape(3, 4).t(),
     torch.arange(20)[3:9:2],
     torch.tensor(3.5, dtype=torch.bfloat16),
-    torch.empty(0),
     torch.empty(3, 0, dtype=torch.int8),
-    torch.tensor([True, False]),
     torch.zeros(1).expand(1000, 1000),
     torch.tensor([1 + 2j, 3 - 4j]).conj(),
     torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
-    torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
     torch.arange(96.0).reshape(2, 3, 4, 4).to(memory_format=torch.channels_last),
     torch.ones(2).share_memory_(),
     torch.ones(LIMIT // 4),
@@ -60,7 +55,7 @@ TENSORS = [
 
 
 @pytest.mark.parametrize("tensor", TENSORS, ids=range(len(TENSORS)))
-def test_a_tensor_arrives_as_it_is(there_and_back, tensor):
+def test_tensors_arrive_unchanged(there_and_back, tensor):
     found = there_and_back(tensor)
     assert (type(found), found.dtype, found.shape) == (type(tensor), tensor.dtype, tensor.shape)
     assert found.stride() == tensor.stride() or tensor.is_neg()  # a copy then
@@ -70,9 +65,7 @@ def test_a_tensor_arrives_as_it_is(there_and_back, tensor):
         assert found.data_ptr() % 64 == 0  # some kernels add in another order elsewhere
 
 
-def test_what_is_no_plain_tensor_is_left_to_torch(there_and_back):
-    parameter = there_and_back(torch.nn.Parameter(torch.ones(2)))
-    assert type(parameter) is torch.nn.Parameter
+def test_other_kinds_of_tensors_are_left_to_torch(there_and_back):
     assert there_and_back(torch.ones(2, requires_grad=True)).requires_grad
     assert there_and_back(torch.empty(2, device="meta")).is_meta
     with torch.sparse.check_sparse_tensor_invariants():
@@ -81,15 +74,12 @@ def test_what_is_no_plain_tensor_is_left_to_torch(there_and_back):
     assert torch.equal(sparse.to_dense(), torch.eye(3))
     ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
     assert there_and_back(ragged).is_nested
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torch is going to drop them
-        quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
-    assert there_and_back(quantized).is_quantized
+
     with torch.device("meta"):  # what new tensors are on by default
         assert there_and_back([torch.ones(2, device="cpu")])[0].tolist() == [1, 1]
 
 
-def test_what_shares_memory_here_shares_it_there(there_and_back):
+def test_shared_memory_stays_shared(there_and_back):
     whole = torch.arange(6.0)
     batch = there_and_back(Pair(x=[whole, whole[2:]], y={"again": whole, "other": whole.clone()}))
     assert type(batch) is Pair
@@ -97,11 +87,6 @@ def test_what_shares_memory_here_shares_it_there(there_and_back):
     batch.x[0][3] = 9
     assert (batch.x[1][1], batch.y["other"][3]) == (9, 3)
     assert whole[3] == 3
-
-
-def test_without_workers_nothing_is_done():
-    batch = [torch.ones(1)]
-    assert sent(batch) is batch
 
 
 class Samples(Dataset):
@@ -122,7 +107,7 @@ class Samples(Dataset):
         }
 
 
-def test_workers_give_what_is_given_without_them():
+def test_small_tensors_are_inlined_and_large_ones_shared():
     assert all(
         repr(one) == repr(two)
         and {key: type(one[key]) for key in one} == {k: type(two[k]) for k in two}
@@ -131,17 +116,6 @@ def test_workers_give_what_is_given_without_them():
     for batch in batches(Samples()):
         shared = {key: value.is_shared() for key, value in batch.items() if key != "name"}
         assert shared == {"number": False, "array": False, "small": False, "large": True}
-
-
-def test_rows_of_tensors_and_samples_without_batches_go_so_too():
-    data = TensorDataset(torch.arange(8), torch.zeros(8, LIMIT // 16 + 1))
-    for x, y in batches(data):
-        assert (x.is_shared(), y.is_shared()) == (False, True)
-    odd = TensorDataset(torch.arange(8), torch.rand(2, 8).t())
-    assert not any(x.is_shared() or y.is_shared() for x, y in batches(odd))  # taken one by one
-    single = batches(Samples(), None)
-    assert [batch["small"].tolist() for batch in single] == [[index] for index in range(8)]
-    assert not any(batch["small"].is_shared() for batch in single)
 
 
 class Buffered(Dataset):
@@ -160,7 +134,7 @@ class Buffered(Dataset):
         return self.buffer.copy_(torch.tensor(indices))
 
 
-def test_memory_that_a_dataset_uses_again_has_been_read():
+def test_a_buffer_that_the_dataset_overwrites():
     found = batches(Buffered(), 2, collate_fn=as_it_is, prefetch_factor=10)
     assert torch.stack(found).flatten().tolist() == list(range(40))
 
@@ -170,7 +144,7 @@ class Unfit(Samples):
         return lambda: index
 
 
-def test_a_batch_that_cannot_be_pickled_is_an_error():
+def test_a_batch_that_cannot_be_pickled_raises():
     """With a plain loader one waits for it for ever."""
     with pytest.raises(Exception, match=r"worker process 0[^$]*local object"):
         batches(Unfit(), collate_fn=as_it_is)
@@ -186,7 +160,7 @@ class Broken(Samples):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_end_with_an_error_and_the_next_pass_has_new_ones(persistent):
+def test_workers_end_with_an_error_and_are_replaced(persistent):
     epoch_iterator = EpochIterator(
         DataLoader(data := Broken(), 4, num_workers=1, persistent_workers=persistent)
     )
@@ -202,25 +176,8 @@ def test_workers_end_with_an_error_and_the_next_pass_has_new_ones(persistent):
     epoch_iterator.close()
 
 
-class Short(Broken):
-    """Ends the epoch by itself."""
-
-    def __getitem__(self, index):
-        if index == 4:
-            raise StopIteration
-        return index
-
-
-def test_workers_end_with_an_epoch_that_the_dataset_ends():
-    epoch_iterator = EpochIterator(DataLoader(Short(), 4, num_workers=1))
-    epoch_iterator.set_epoch(0)
-    global_batches = epoch_iterator.global_batches()
-    assert [current.batch.tolist() for current in global_batches] == [[0, 1, 2, 3]]
-    assert multiprocessing.active_children() == []
-
-
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
-def test_batches_that_are_kept_hold_no_descriptors():
+def test_kept_batches_hold_no_file_descriptors():
     before = len(os.listdir("/proc/self/fd"))
     kept = batches(Buffered(), 2, collate_fn=as_it_is)
     assert len(kept) == 20
@@ -232,7 +189,7 @@ class Frozen(Samples):
         return gc.get_freeze_count()
 
 
-def test_workers_leave_garbage_of_the_main_process_alone():
+def test_workers_freeze_the_objects_of_the_main_process():
     before = gc.get_freeze_count()
     (found,) = batches(Frozen(), 1, collate_fn=as_it_is)[:1]
     assert min(found) > 1000
@@ -256,7 +213,7 @@ class Collecting:
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_a_worker_collects_nothing_that_its_fork_has_brought_along(collects):
+def test_a_worker_collects_no_garbage_of_its_parent(collects):
     """A process group among it would wait for threads that are not in the worker."""
     collecting = Collecting()
 

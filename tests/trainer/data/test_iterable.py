@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import random
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,7 @@ def shard(samples: int) -> range:
     return range(cuts[info.id], cuts[info.id + 1])
 
 
-class Onward(IterableDataset):
+class Stateful(IterableDataset):
     """Its place is its own: a pass begins where the last one was left, at 0 after its end."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
@@ -65,7 +63,7 @@ class Onward(IterableDataset):
         self.at, self.passes = state["at"], state["passes"]
 
 
-class Anew(Onward):
+class Anew(Stateful):
     """Each pass begins at 0, but for the one after a state was loaded."""
 
     begin = 0
@@ -86,24 +84,6 @@ class Shuffling(Anew):
     def __iter__(self) -> Iterator[Any]:
         order = torch.randperm(self.samples).tolist()
         return ((order[item[0]], *item[1:]) for item in super().__iter__())
-
-
-class Summing(Onward):
-    """What a pass leaves behind depends on its epoch."""
-
-    sum = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in super().__iter__():
-            self.sum += self.epoch + 1
-            yield self.sum, *item
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"sum": self.sum}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.sum = state["sum"]
 
 
 class Drawing(IterableDataset):
@@ -142,20 +122,7 @@ class Plain(IterableDataset):
         for sample in shard(self.samples):
             yield sample, self.epoch, *noise()
 
-    set_epoch = Onward.set_epoch
-
-
-class Held(IterableDataset):
-    """Has a state, and hears of no epoch."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+    set_epoch = Stateful.set_epoch
 
 
 class Draws(IterableDataset):
@@ -191,7 +158,7 @@ class Batches:
             yield [(self.at, self.epoch, *noise())]
         self.at = 0
 
-    set_epoch = Onward.set_epoch
+    set_epoch = Stateful.set_epoch
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}
@@ -212,7 +179,7 @@ def loader(dataset: Any, batch_size: int | None = 2, **kwargs: Any) -> DataLoade
     return DataLoader(dataset, batch_size, **{"collate_fn": listed, **kwargs})
 
 
-def feed_of(
+def iterator_of(
     source: Any, rank: int = 0, world: int = 1, *, limit: int | None = None
 ) -> EpochIterator:
     epoch_iterator = EpochIterator(source, rank=rank, world_size=world, seed=5, remember=True)
@@ -266,11 +233,11 @@ def assert_resumes(
     """Stopped after any round, in any epoch, on any process, the rest is as if it had not been."""
     for rank in range(world):
         torch.manual_seed(rank)
-        whole = read(feed_of(make(), rank, world, limit=limit), epochs=epochs)
+        whole = read(iterator_of(make(), rank, world, limit=limit), epochs=epochs)
         assert [epoch for epoch, batches, *_ in whole if batches == 0] == [*range(1, epochs + 1)]
         for number, (epoch, batches, _, position) in enumerate(whole, 1):
             torch.manual_seed(99)
-            epoch_iterator = feed_of(make(), rank, world, limit=limit)
+            epoch_iterator = iterator_of(make(), rank, world, limit=limit)
             epoch_iterator.resume_at(through_disk(position))
             assert plain(epoch_iterator.position()) == plain(
                 position
@@ -294,29 +261,25 @@ def samples_of(seen: Seen, epoch: int = 0) -> list[Any]:
 # -- exactness ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dataset", [Onward, Anew, Drawing])
+@pytest.mark.parametrize("dataset", [Stateful, Anew, Drawing])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_dataset_with_a_state_goes_on(dataset, workers):
+def test_resume_of_a_stateful_dataset(dataset, workers):
     epochs = 2 if workers else 3
     seen = assert_resumes(lambda: loader(dataset(), num_workers=workers), epochs=epochs)
     if dataset is not Drawing:
         assert sorted(samples_of(seen)) == list(range(SAMPLES))
 
 
-@pytest.mark.parametrize("dataset", [Onward, Anew, Summing, Shuffling])
-@pytest.mark.parametrize(("samples", "limit"), [(11, 3), (12, 5), (12, None), (2, None), (9, 1)])
-def test_epochs_end_at_a_limit_or_at_the_data(dataset, samples, limit):
+@pytest.mark.parametrize("dataset", [Stateful, Anew, Shuffling])
+@pytest.mark.parametrize(("samples", "limit"), [(11, 3), (12, None), (2, None), (9, 1)])
+def test_resume_with_a_limit(dataset, samples, limit):
     assert_resumes(lambda: loader(dataset(samples)), limit=limit)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("limit", [None, 5])
-def test_each_of_several_processes_goes_on(world, limit):
-    assert_resumes(lambda: loader(Onward()), world, limit)
-
-
-def test_workers_on_two_processes_go_on():
-    assert_resumes(lambda: loader(Onward(), num_workers=3), 2, epochs=2)
+def test_resume_on_several_ranks(world, limit):
+    assert_resumes(lambda: loader(Stateful()), world, limit)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -328,13 +291,15 @@ def test_workers_on_two_processes_go_on():
         {"batch_size": None, "collate_fn": lambda item: [item]},
     ],
 )
-def test_loaders_of_every_kind_go_on(workers, options):
+def test_resume_with_loader_options(workers, options):
     epochs = 1 if workers else 3
-    assert_resumes(lambda: loader(Onward(), num_workers=workers, **options), epochs=epochs)
+    assert_resumes(lambda: loader(Stateful(), num_workers=workers, **options), epochs=epochs)
 
 
-def test_workers_that_would_stay_begin_every_epoch_afresh():
-    seen = assert_resumes(lambda: loader(Onward(), num_workers=2, persistent_workers=True), limit=3)
+def test_persistent_workers_restart_in_every_epoch():
+    seen = assert_resumes(
+        lambda: loader(Stateful(), num_workers=2, persistent_workers=True), limit=3
+    )
     assert {item[2] for _, _, batch, _ in seen for item in batch} == {0, 1, 2}  # set_epoch arrived
     # Without a state too: the workers of a resumed run would know an epoch that others did not.
     staying = {"num_workers": 1, "persistent_workers": True}
@@ -343,7 +308,7 @@ def test_workers_that_would_stay_begin_every_epoch_afresh():
     assert {item[1] for _, _, batch, _ in seen for item in batch} == {0, 1}
 
 
-def test_what_a_stream_draws_for_an_epoch_is_the_same_on_all_processes():
+def test_draws_in_set_epoch_of_a_stream_follow_the_epoch():
     def seen(state, **settings):
         torch.manual_seed(state)
         epoch_iterator = EpochIterator(loader(Ordered(), **settings))
@@ -360,18 +325,18 @@ def test_what_a_stream_draws_for_an_epoch_is_the_same_on_all_processes():
 
 
 @pytest.mark.parametrize("limit", [None, 4, 1])
-def test_a_source_with_a_state_goes_on(limit):
+def test_resume_of_a_stateful_iterable_of_batches(limit):
     assert_resumes(Batches, limit=limit)
     assert_resumes(Batches, 2, limit=limit)
 
 
 @pytest.mark.parametrize("limit", [None, 4])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_without_a_state_is_read_again(workers, limit):
+def test_resume_of_a_stream_without_a_state(workers, limit):
     assert_resumes(lambda: loader(Plain(), num_workers=workers), limit=limit, epochs=2)
 
 
-def test_a_prepared_loader_whose_state_is_its_pass_is_read_again():
+def test_resume_of_a_prepared_loader():
     def make() -> Any:
         options = {"seed": 1, "even_batches": False, "device": None, "non_blocking": False}
         source = DataLoader(Numbers(), 2, shuffle=True, collate_fn=listed)
@@ -397,29 +362,6 @@ class Silent(Anew):
             yield item[:3]
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("limit", [None, 3])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("dataset", [Silent, Numbers])
-def test_torchdata_goes_on(dataset, workers, limit):
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    loaders = []
-
-    def make() -> Any:
-        for each in loaders:
-            each._iterator = None  # ends its workers
-        shuffle = {"shuffle": True} if dataset is Numbers else {}
-        made = StatefulDataLoader(dataset(), 2, collate_fn=listed, num_workers=workers, **shuffle)
-        loaders.append(made)
-        return made
-
-    seen = assert_resumes(make, limit=limit, epochs=2, positions=False)  # it keeps unused seeds
-    make()
-    if limit is None:
-        assert sorted(samples_of(seen)) == list(range(SAMPLES))
-
-
 class Masking:
     """A collate function that draws from a generator of its own, or from one of its dataset."""
 
@@ -441,9 +383,9 @@ class Augmented(Numbers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("dataset", [Onward, Drawing])
-def test_what_a_collate_function_draws_from_its_own_generator_is_resumed(dataset, workers):
-    """The state of the dataset does not hold it."""
+@pytest.mark.parametrize("dataset", [Stateful, Drawing])
+def test_resume_of_a_collate_fn_with_a_generator(dataset, workers):
+
     seen = assert_resumes(
         lambda: loader(dataset(), collate_fn=Masking(), num_workers=workers), epochs=2
     )
@@ -451,28 +393,13 @@ def test_what_a_collate_function_draws_from_its_own_generator_is_resumed(dataset
     assert len(set(drawn)) == len(drawn)
 
 
-def test_a_generator_that_the_dataset_saves_is_not_seeded():
+def test_a_generator_in_the_dataset_state_is_not_seeded():
     def make() -> Any:
         dataset = Drawing()
         return loader(dataset, collate_fn=Masking(dataset.generator))
 
     seen = assert_resumes(make)
     assert [batch[-1] for _, _, batch, _ in seen[:3]] == [batch[-1] for batch in make()][:3]
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("dataset", [Augmented, Numbers, Silent])
-def test_what_torchdata_draws_from_generators_beside_its_state_is_resumed(dataset):
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    shuffle = {"shuffle": dataset is not Silent}
-    seen = assert_resumes(
-        lambda: StatefulDataLoader(dataset(), 2, collate_fn=Masking(), **shuffle),
-        epochs=2,
-        positions=False,
-    )
-    drawn = [batch[-1] for _, _, batch, _ in seen]
-    assert len(set(drawn)) == len(drawn)
 
 
 class Shuffled(IterableDataset):
@@ -487,159 +414,97 @@ class Shuffled(IterableDataset):
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_that_torchdata_would_read_again_is_read_as_it_was(workers):
+@pytest.mark.parametrize(
+    ("dataset", "workers", "limit", "masks"),
+    [
+        (Silent, 0, None, False),
+        (Silent, 2, 3, False),
+        (Numbers, 0, 3, False),
+        (Numbers, 2, None, False),
+        (Shuffled, 0, None, False),
+        (Shuffled, 2, None, False),
+        (Silent, 0, None, True),  # from a generator of the collate function
+        (Numbers, 0, None, True),
+        (Augmented, 0, None, True),
+    ],
+)
+def test_resume_of_torchdata_loaders(dataset, workers, limit, masks):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     loaders = []
+    streams = issubclass(dataset, IterableDataset)
+    options = {"num_workers": workers, "shuffle": None if streams else True}
 
     def make() -> Any:
         for each in loaders:
             each._iterator = None  # ends its workers
-        loaders.append(StatefulDataLoader(Shuffled(), 2, collate_fn=listed, num_workers=workers))
+        collate = Masking() if masks else listed
+        loaders.append(StatefulDataLoader(dataset(), 2, collate_fn=collate, **options))
         return loaders[-1]
 
-    seen = assert_resumes(make, epochs=2, positions=False)
+    seen = assert_resumes(make, limit=limit, epochs=2, positions=False)  # it keeps unused seeds
     make()
-    if not workers:
-        assert sorted(samples_of(seen, 1)) == list(range(SAMPLES))
-
-
-class LateMasking(Masking):
-    """Makes its generator in its first call."""
-
-    def __init__(self) -> None:
-        self.generator = None
-
-    def __call__(self, items: list[Any]) -> list[Any]:
-        self.generator = self.generator or torch.Generator().manual_seed(1)
-        return super().__call__(items)
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("kind", ["stateful", "torchdata", "plain"])
-def test_a_generator_that_a_streams_collate_function_makes_late_is_told_and_seeded(kind, caplog):
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    datasets = {"stateful": Onward, "torchdata": Numbers, "plain": Shuffled}
-
-    def drawn() -> list[float]:
-        loader_of = StatefulDataLoader if kind == "torchdata" else DataLoader
-        epoch_iterator = feed_of(loader_of(datasets[kind](), 2, collate_fn=LateMasking()))
-        return [
-            batch[-1] for _, _, batch, _ in read(epoch_iterator, epochs=2 if kind == "plain" else 1)
-        ]
-
-    first = drawn()
-    (text,) = [each.getMessage() for each in caplog.records]
-    assert re.search(r"created a random generator \((loader\.)?collate_fn.generator\) in its", text)
-    plain = torch.Generator().manual_seed(1)
-    inherited = [torch.rand((), generator=plain).item() for _ in first]
-    assert first[0] == (inherited[0],)
-    if kind == "plain":  # whose generators are seeded for a pass, not for a batch
-        return
-    assert not {each for (each,) in first[1:]} & set(inherited)
-
-
-class LateBatches:
-    """An iterable of batches, which names what it reads; it makes its generator late."""
-
-    dataset, generator = "digits", None
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for _ in range(3):
-            self.generator = self.generator or torch.Generator().manual_seed(1)
-            yield torch.rand(2, generator=self.generator)
-
-
-def test_an_iterable_of_batches_is_called_by_its_own_name(caplog):
-    read(feed_of(LateBatches()), epochs=2)
-    (text,) = [each.getMessage() for each in caplog.records]
-    assert text.startswith("The stream (LateBatches) or its collate_fn created")
-
-
-class EachPass(Shuffled):
-    """Makes its generator anew in each pass, and keeps it."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[tuple[int]]:
-        self.generator = torch.Generator().manual_seed(self.epoch)
-        return super().__iter__()
-
-
-def test_a_generator_that_a_stream_makes_in_each_pass_is_not_told_of(caplog):
-    assert_resumes(lambda: loader(EachPass()), positions=False)
-    assert "created a random generator" not in caplog.text
+    if masks:
+        drawn = [batch[-1] for _, _, batch, _ in seen]
+        assert len(set(drawn)) == len(drawn)
+    elif limit is None and not (dataset is Shuffled and workers):
+        assert sorted(samples_of(seen)) == list(range(SAMPLES))
 
 
 # -- what is drawn and read --------------------------------------------------------------------
 
 
-def test_draws_are_alike_without_workers_and_with_one():
-    alone = [each[:3] for each in read(feed_of(loader(Onward())), epochs=1)]
-    assert [each[:3] for each in read(feed_of(loader(Onward(), num_workers=1)), epochs=1)] == alone
+def test_draws_are_the_same_with_no_worker_and_one():
+    alone = [each[:3] for each in read(iterator_of(loader(Stateful())), epochs=1)]
+    assert [
+        each[:3] for each in read(iterator_of(loader(Stateful(), num_workers=1)), epochs=1)
+    ] == alone
     drawn = [item[3:] for _, _, batch in alone for item in batch]
     assert len(set(drawn)) == SAMPLES
-    other = feed_of(loader(Onward()))
+    other = iterator_of(loader(Stateful()))
     other.reseed(6)
     seen = read(other, epochs=1)
     assert not {item[3:] for _, _, batch, _ in seen for item in batch} & set(drawn)
 
 
 def test_every_worker_and_epoch_draws_differently():
-    seen = read(feed_of(loader(Onward(), num_workers=3)))
+    seen = read(iterator_of(loader(Stateful(), num_workers=3)))
     drawn = [item[3:] for _, _, batch, _ in seen for item in batch]
     assert len(drawn) == len(set(drawn)) == 3 * SAMPLES
 
 
-@pytest.mark.parametrize("source", [lambda: loader(Onward()), Batches, lambda: loader(Plain())])
-def test_reading_leaves_the_generators_alone(source):
-    state = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state()
-    whole = read(feed_of(source()))
-    for at in (1, -4):
-        epoch_iterator = feed_of(source())
-        epoch_iterator.resume_at(whole[at][3])
-        read(epoch_iterator, whole[at][:2])
-    assert random.getstate() == state[0]
-    assert numpy.random.get_state()[1].tolist() == state[1]
-    assert torch.equal(torch.get_rng_state(), state[2])
-
-
-def test_the_order_is_that_of_the_loader():
+def test_the_order_is_that_of_a_plain_loader():
     for workers in (0, 2, 3):
-        expected = [[item[0] for item in batch] for batch in loader(Onward(), num_workers=workers)]
-        seen = read(feed_of(loader(Onward(), num_workers=workers)), epochs=1)
+        expected = [
+            [item[0] for item in batch] for batch in loader(Stateful(), num_workers=workers)
+        ]
+        seen = read(iterator_of(loader(Stateful(), num_workers=workers)), epochs=1)
         assert [[item[0] for item in batch] for _, _, batch, _ in seen] == expected
 
 
-def test_nothing_is_read_again(caplog):
-    whole = read(feed_of(loader(Onward(20))), epochs=1)
-    dataset = Onward(20)
-    epoch_iterator = feed_of(loader(dataset))
+def test_resume_of_a_stateful_dataset_reads_nothing_again(caplog):
+    whole = read(iterator_of(loader(Stateful(20))), epochs=1)
+    dataset = Stateful(20)
+    epoch_iterator = iterator_of(loader(dataset))
     epoch_iterator.resume_at(whole[6][3])
     read(epoch_iterator, whole[6][:2], epochs=1)
     assert dataset.reads == 20 - 14
     assert caplog.text == ""
 
 
-def test_what_is_read_ahead_is_not_counted():
-    epoch_iterator = feed_of(loader(dataset := Onward()))
+def test_the_position_excludes_batches_read_ahead():
+    epoch_iterator = iterator_of(loader(dataset := Stateful()))
     epoch_iterator.set_epoch(0)
     global_batches = epoch_iterator.global_batches()
     next(global_batches)
     assert dataset.at == 4
-    assert epoch_iterator.position()["states"] == [{"Onward": {"at": 2, "passes": 0}}]
+    assert epoch_iterator.position()["states"] == [{"Stateful": {"at": 2, "passes": 0}}]
     global_batches.close()
 
 
-def test_a_stream_without_a_state_says_what_it_costs(caplog):
-    whole = read(feed_of(loader(Plain())))
-    epoch_iterator = feed_of(loader(Plain()))
+def test_resume_of_a_stream_without_a_state_warns_of_its_cost(caplog):
+    whole = read(iterator_of(loader(Plain())))
+    epoch_iterator = iterator_of(loader(Plain()))
     epoch_iterator.resume_at(whole[2][3])
     read(epoch_iterator, whole[2][:2])
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -652,13 +517,13 @@ def test_a_stream_without_a_state_says_what_it_costs(caplog):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2)])
-def test_another_number_of_processes_goes_on(before, after, workers):
-    whole = read(feed_of(loader(Onward(), num_workers=workers)), epochs=1)
-    stopped = read(feed_of(loader(Onward(), num_workers=workers), 0, before), epochs=1)
+def test_resume_on_another_number_of_ranks(before, after, workers):
+    whole = read(iterator_of(loader(Stateful(), num_workers=workers)), epochs=1)
+    stopped = read(iterator_of(loader(Stateful(), num_workers=workers), 0, before), epochs=1)
     _, batches, _, position = stopped[0]
     rest = {}
     for rank in range(after):
-        epoch_iterator = feed_of(loader(Onward(), num_workers=workers), rank, after)
+        epoch_iterator = iterator_of(loader(Stateful(), num_workers=workers), rank, after)
         epoch_iterator.resume_at(through_disk(position))
         for number, (*_, batch, _) in enumerate(read(epoch_iterator, (0, batches), epochs=1)):
             rest[batches + number * after + rank] = batch
@@ -666,24 +531,24 @@ def test_another_number_of_processes_goes_on(before, after, workers):
     assert found == [batch for _, _, batch, _ in whole[batches:]]
 
 
-@pytest.mark.parametrize("dataset", [Onward, Plain])
+@pytest.mark.parametrize("dataset", [Stateful, Plain])
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])
-def test_no_worker_and_one_are_alike(dataset, before, after):
-    whole = read(feed_of(loader(dataset(), num_workers=before)), epochs=2)
+def test_resume_with_one_worker_instead_of_none(dataset, before, after):
+    whole = read(iterator_of(loader(dataset(), num_workers=before)), epochs=2)
     for epoch, batches, _, position in whole[:-1]:
-        epoch_iterator = feed_of(loader(dataset(), num_workers=after))
+        epoch_iterator = iterator_of(loader(dataset(), num_workers=after))
         epoch_iterator.resume_at(position)
         rest = read(epoch_iterator, (epoch, batches), epochs=epoch + 1)
         expected = samples_of(whole, epoch)[2 * batches :]
         assert samples_of([(0, *each[1:]) for each in rest]) == expected
 
 
-@pytest.mark.parametrize("dataset", [Onward, Plain])
+@pytest.mark.parametrize("dataset", [Stateful, Plain])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 0), (0, 2)])
-def test_another_number_of_workers_goes_on_between_epochs_only(dataset, before, after):
-    whole = read(feed_of(loader(dataset(), num_workers=before)), epochs=2)
+def test_resume_with_another_number_of_workers_between_epochs_only(dataset, before, after):
+    whole = read(iterator_of(loader(dataset(), num_workers=before)), epochs=2)
     inside = whole[1]
-    epoch_iterator = feed_of(loader(dataset(), num_workers=after))
+    epoch_iterator = iterator_of(loader(dataset(), num_workers=after))
     with pytest.raises(CheckpointError, match=f"{before} workers.*{after}.*num_workers={before}"):
         epoch_iterator.resume_at(inside[3])
     end = next(each for each in whole if each[1] == 0)
@@ -692,11 +557,11 @@ def test_another_number_of_workers_goes_on_between_epochs_only(dataset, before, 
     assert sorted(samples_of(rest)) == list(range(SAMPLES))
 
 
-def test_a_position_of_another_kind_or_none_is_reached_by_reading_again(caplog):
-    positions = [None, read(feed_of(Batches()))[2][3], read(feed_of(loader(Plain())))[2][3]]
-    whole = read(feed_of(loader(Onward())))
+def test_resume_from_the_position_of_another_kind_of_stream(caplog):
+    positions = [None, read(iterator_of(Batches()))[2][3], read(iterator_of(loader(Plain())))[2][3]]
+    whole = read(iterator_of(loader(Stateful())))
     for number, position in enumerate(positions, 1):
-        epoch_iterator = feed_of(loader(Onward()))
+        epoch_iterator = iterator_of(loader(Stateful()))
         epoch_iterator.resume_at(position)
         assert [each[:3] for each in read(epoch_iterator, (0, 3))] == [
             each[:3] for each in whole[3:]
@@ -708,73 +573,47 @@ def test_a_position_of_another_kind_or_none_is_reached_by_reading_again(caplog):
 
 
 @pytest.mark.parametrize("said", [4, SAMPLES, 40])
-def test_a_wrong_length_changes_nothing(said):
-    class Sized(Onward):
+def test_a_stream_whose_length_is_wrong(said):
+    class Sized(Stateful):
         def __len__(self):
             return said
 
     seen = assert_resumes(lambda: loader(Sized()))
     assert samples_of(seen) == list(range(SAMPLES))
-    assert feed_of(loader(Sized())).num_batches == said // 2 + said % 2
+    assert iterator_of(loader(Sized())).num_batches == said // 2 + said % 2
 
 
 # -- errors ------------------------------------------------------------------------------------
 
 
-class Failing(Onward):
+class Failing(Stateful):
     def state_dict(self) -> dict[str, Any]:
         raise LookupError("lost")
 
 
-class Strange(Onward):
+class Strange(Stateful):
     def state_dict(self) -> dict[str, Any]:
         return {"at": lambda: 0}
 
 
 @pytest.mark.parametrize(("dataset", "why"), [(Failing, "LookupError: lost"), (Strange, "lambda")])
-def test_a_state_that_cannot_be_had_is_an_error(dataset, why):
-    epoch_iterator = feed_of(loader(dataset()))
+def test_a_state_dict_that_fails_raises(dataset, why):
+    epoch_iterator = iterator_of(loader(dataset()))
     epoch_iterator.set_epoch(0)
     with pytest.raises(RuntimeError, match=rf"{dataset.__name__}.state_dict\(\) gave .*{why}"):
         next(epoch_iterator.global_batches())
 
 
-def test_nobody_asks_for_the_state_where_it_is_not_needed():
+def test_the_state_is_not_asked_for_without_checkpoints():
     epoch_iterator = EpochIterator(loader(Failing()))
     epoch_iterator.set_epoch(0)
     assert len(list(epoch_iterator.global_batches())) == 6
     assert epoch_iterator.position() is None
 
 
-def test_a_map_style_dataset_has_no_position():
-    epoch_iterator = feed_of(DataLoader(torch.arange(8), 2))
-    epoch_iterator.set_epoch(0)
-    assert [current.place for current in epoch_iterator.global_batches()] == [None] * 4
-    assert epoch_iterator.position() is None
-    epoch_iterator.resume_at(None)
-
-
-def test_the_users_worker_init_fn_finds_the_users_dataset():
-    def begin_later(worker: int) -> None:
-        dataset = get_worker_info().dataset
-        assert type(dataset) is Onward
-        dataset.samples = 4
-
-    (epoch_iterator,) = [feed_of(loader(Onward(), num_workers=1, worker_init_fn=begin_later))]
-    assert samples_of(read(epoch_iterator, epochs=1)) == [0, 1, 2, 3]
-
-
-def test_the_users_objects_are_left_as_they_are():
-    source = loader(Onward(), num_workers=1)
-    before = copy.copy(source.__dict__), copy.copy(source.dataset.__dict__)
-    read(feed_of(source), epochs=1)
-    assert source.__dict__ == before[0]
-    assert source.dataset.__dict__ == before[1]
-
-
 @pytest.mark.parametrize(("epoch", "logged"), [(0, False), (2, True)])
-def test_an_iterator_that_goes_on_behind_an_epoch_is_told_of(caplog, epoch, logged):
-    epoch_iterator = feed_of(itertools.cycle([torch.zeros(1)]), limit=2)
+def test_resume_of_an_iterator_warns(caplog, epoch, logged):
+    epoch_iterator = iterator_of(itertools.cycle([torch.zeros(1)]), limit=2)
     epoch_iterator.set_epoch(epoch)
     epoch_iterator.resume_at(None)
     assert len(list(epoch_iterator.global_batches())) == 2

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 import random
-import weakref
 from collections import deque
-from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy
 import pytest
@@ -76,7 +72,7 @@ def read(epoch_iterator, *epochs, start=0):
     return found
 
 
-def feed_of(dataset, *, rank=0, world_size=1, seed=3, **kwargs):
+def iterator_of(dataset, *, rank=0, world_size=1, seed=3, **kwargs):
     options = {"batch_size": 2, "collate_fn": plain, **kwargs}
     return EpochIterator(
         DataLoader(dataset, **options), rank=rank, world_size=world_size, seed=seed
@@ -87,9 +83,9 @@ def feed_of(dataset, *, rank=0, world_size=1, seed=3, **kwargs):
 
 
 @pytest.mark.parametrize(("make", "draw"), KINDS, ids=NAMES)
-def test_what_is_drawn_from_a_datasets_own_generator_follows_from_the_seed(make, draw):
+def test_draws_from_a_datasets_own_generator_follow_the_seed(make, draw):
     def epoch_iterator(**kwargs):
-        return feed_of(Jittered(Jitter(make, draw)), **kwargs)
+        return iterator_of(Jittered(Jitter(make, draw)), **kwargs)
 
     whole = read(epoch_iterator(), 0, 1, 2)
     drawn = [value for epoch in whole for batch in epoch for _, value in batch]
@@ -103,11 +99,11 @@ def test_what_is_drawn_from_a_datasets_own_generator_follows_from_the_seed(make,
 
 
 @pytest.mark.parametrize(("make", "draw"), KINDS, ids=NAMES)
-def test_a_generator_that_the_training_draws_from_too_is_left_where_it_is(make, draw):
+def test_the_state_of_a_datasets_generator_is_restored_for_the_training(make, draw):
     transform = Jitter(make, draw)
     twin = copy.deepcopy(transform.rng)
     assert draw(transform.rng) == draw(twin)  # half a pair of numpy's older kind is left over
-    for epoch in read(feed_of(Jittered(transform)), 0, 1):
+    for epoch in read(iterator_of(Jittered(transform)), 0, 1):
         assert len(epoch) == 6
         assert draw(transform.rng) == draw(twin)
 
@@ -116,7 +112,7 @@ def at(kind, seed):
     return kind().manual_seed(seed) if kind is torch.Generator else kind(seed)
 
 
-def test_generators_of_one_dataset_draw_apart():
+def test_generators_of_one_dataset_draw_independently():
     seeds = range(len(KINDS) * 2)
     seeded = [
         torch.Generator,
@@ -134,7 +130,7 @@ def test_generators_of_one_dataset_draw_apart():
         every += [torch.rand(()).item(), random.random(), numpy.random.rand()]
         return [round(value, 6) for value in every]
 
-    ((batch, *_),) = read(feed_of(Jittered(transform)), 0)
+    ((batch, *_),) = read(iterator_of(Jittered(transform)), 0)
     for drawn in batch:
         assert len(set(drawn)) == len(drawn) == 11
 
@@ -149,37 +145,14 @@ class Collating:
         return [(index, self.rng.random()) for index, _ in items]
 
 
-def test_a_collate_function_with_a_generator_follows_from_the_seed():
+def test_draws_from_the_generator_of_a_collate_fn_follow_the_seed():
     def epoch_iterator(**workers):
         dataset = Jittered(lambda index: (index, 0))
-        return feed_of(dataset, collate_fn=Collating(), **workers)
+        return iterator_of(dataset, collate_fn=Collating(), **workers)
 
     (whole,) = read(epoch_iterator(), 1)
     assert len({value for batch in whole for _, value in batch}) == 12
     assert read(epoch_iterator(num_workers=2), 1, start=3) == [whole[3:]]
-
-
-class Reseeding(Jittered):
-    """Draws an offset when it is told of the epoch, and seeds its generator then."""
-
-    offset = 0.0
-
-    def set_epoch(self, epoch):
-        self.offset = self.transform.rng.random()
-
-    def __getitem__(self, index):
-        return self.offset
-
-
-def test_what_a_dataset_draws_for_an_epoch_from_its_own_generator_is_the_same_in_all_workers():
-    def epoch_iterator(**workers):
-        return feed_of(Reseeding(Jitter(*KINDS[2])), **workers)
-
-    whole = read(epoch_iterator(), 0, 1)
-    assert len({value for epoch in whole for batch in epoch for value in batch}) == 2
-    for workers in WORKERS[1:]:
-        assert read(epoch_iterator(**workers), 0, 1) == whole
-        assert read(epoch_iterator(**workers), 1) == whole[1:]
 
 
 class Late(Jittered):
@@ -200,10 +173,8 @@ def shown(worker):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("every", [False, True])
-def test_a_generator_that_is_made_while_the_first_batch_is_read_is_told_of(
-    capfd, caplog, every, workers
-):
-    epoch_iterator = feed_of(Late(every=every), num_workers=workers, worker_init_fn=shown)
+def test_a_lazy_generator_warns(capfd, caplog, every, workers):
+    epoch_iterator = iterator_of(Late(every=every), num_workers=workers, worker_init_fn=shown)
     with caplog.at_level("WARNING"):
         read(epoch_iterator, 0)
     said = capfd.readouterr().err + caplog.text
@@ -212,7 +183,7 @@ def test_a_generator_that_is_made_while_the_first_batch_is_read_is_told_of(
     assert ("first batch. In each worker, what" in said) == (not every and bool(workers))
 
 
-def test_generators_are_found_wherever_a_dataset_may_keep_them():
+def test_where_generators_are_found():
     rngs = [random.Random(number) for number in range(13)]
     linked = SimpleNamespace(rng=rngs[0])
     linked.itself = linked
@@ -244,30 +215,6 @@ def test_generators_are_found_wherever_a_dataset_may_keep_them():
     assert len(found) == len(rngs)
 
 
-@dataclass(slots=True)
-class Slotted:
-    rng: Any
-    unset: Any = field(init=False)
-
-
-class Decoding(list):
-    def __iter__(self):
-        raise RuntimeError("nobody decodes")
-
-    __len__ = __iter__
-
-
-def test_what_is_found_stays_found_where_samples_come_and_go():
-    rngs = [random.Random(number) for number in range(3)]
-    samples = [[[number, [number]] for number in range(60)] for _ in range(900)]
-    dataset = SimpleNamespace(samples=samples, slotted=Slotted(rngs[0]), deep=[[rngs[1]]])
-    found = generators_in(dataset=dataset)
-    assert found == {"dataset.slotted.rng": rngs[0], "dataset.deep.[0].[0]": rngs[1]}
-    dataset = SimpleNamespace(opened=rngs[2], **vars(dataset))
-    assert generators_in(dataset=dataset).items() >= found.items()
-    assert generators_in(decoding=Decoding([rngs[0]])) == {"decoding.[0]": rngs[0]}
-
-
 class Paired(Jittered):
     """An image and its mask, changed alike by generators that were made alike."""
 
@@ -279,24 +226,15 @@ class Paired(Jittered):
         return index, self.image.random(), self.mask.random(), self.other.random()
 
 
-def test_generators_that_were_made_alike_draw_alike():
-    whole = read(feed_of(Paired()), 0, 1)
+def test_generators_with_equal_states_stay_equal():
+    whole = read(iterator_of(Paired()), 0, 1)
     for _, image, mask, other in [item for epoch in whole for batch in epoch for item in batch]:
         assert image == mask != other
-    assert read(feed_of(Paired(), num_workers=2), 0, 1) == whole
-    assert read(feed_of(Paired(), num_workers=2), 1, start=3) == [whole[1][3:]]
+    assert read(iterator_of(Paired(), num_workers=2), 0, 1) == whole
+    assert read(iterator_of(Paired(), num_workers=2), 1, start=3) == [whole[1][3:]]
 
 
-class Untouchable:
-    @property
-    def __class__(self):
-        raise RuntimeError("nobody asks a proxy")
-
-    def __getattr__(self, name):
-        raise RuntimeError(name)
-
-
-def test_what_cannot_be_seeded_or_is_everybodys_is_left_alone():
+def test_global_and_system_generators_are_not_seeded():
     def unbound():
         return later  # has no value yet
 
@@ -306,9 +244,6 @@ def test_what_cannot_be_seeded_or_is_everybodys_is_left_alone():
         numpy.random.mtrand._rand,
         numpy.random.rand,
         torch.default_generator,
-        random,
-        Jitter,
-        Untouchable(),
         unbound,
         [random.Random(1)] * (LONGEST + 1),
     ]
@@ -348,7 +283,7 @@ class Noise(Dataset):
         return self.draw()
 
 
-def test_validation_data_are_drawn_apart_from_the_training_data():
+def test_validation_data_are_drawn_independently_of_training_data():
     rng = random.Random(1)
     for draw in (lambda: torch.rand(()), lambda: torch.tensor(rng.random())):
         module = Keeping()
@@ -395,7 +330,7 @@ class Stateful(Stream):
 
 
 @pytest.mark.parametrize("make", [lambda: DataLoader(Stream(), 2, collate_fn=plain), Batches])
-def test_an_order_drawn_from_a_streams_own_generator_goes_on_the_same(make):
+def test_resume_of_a_stream_with_its_own_generator(make):
     def epoch_iterator(**kwargs):
         return EpochIterator(make(), seed=3, **kwargs)
 
@@ -406,17 +341,17 @@ def test_an_order_drawn_from_a_streams_own_generator_goes_on_the_same(make):
     assert shares == [whole[1][0::2], whole[1][1::2]]
 
 
-def test_the_workers_of_a_stream_draw_the_same_order_and_another_in_each_epoch():
-    whole = read(feed_of(Stream(), num_workers=2), 0, 1)
+def test_workers_of_a_stream_draw_one_order_per_epoch():
+    whole = read(iterator_of(Stream(), num_workers=2), 0, 1)
     for epoch in whole:
         assert sorted(index for batch in epoch for index in batch) == list(range(12))
     assert whole[0] != whole[1]
-    assert read(feed_of(Stream(), num_workers=2), 1) == whole[1:]
+    assert read(iterator_of(Stream(), num_workers=2), 1) == whole[1:]
 
 
-def test_a_stream_with_a_state_looks_after_its_own_generators():
+def test_generators_of_a_stateful_stream_are_left_alone():
     twin = numpy.random.default_rng(1)
-    for epoch in read(feed_of(Stateful()), 0, 1):
+    for epoch in read(iterator_of(Stateful()), 0, 1):
         assert [index for batch in epoch for index in batch] == twin.permutation(12).tolist()
 
 
@@ -443,7 +378,7 @@ class Own(SequentialSampler):
     [torch.Generator, random.Random, numpy.random.default_rng, numpy.random.RandomState],
 )
 @pytest.mark.parametrize("batched", [True, False])
-def test_an_order_from_a_samplers_own_generator_goes_on_the_same(make, batched):
+def test_resume_of_a_sampler_with_its_own_generator(make, batched):
     def epoch_iterator(world_size=1, rank=0):
         source = DataLoader(range(12), batch_size=2 if batched else None, sampler=Own(make))
         return EpochIterator(source, seed=3, world_size=world_size, rank=rank)
@@ -464,59 +399,10 @@ def test_an_order_from_a_samplers_own_generator_goes_on_the_same(make, batched):
     assert [read(epoch_iterator(2, rank), 1) for rank in (0, 1)] == [second[0::2], second[1::2]]
 
 
-@pytest.mark.parametrize(
-    "generator", [torch.default_generator, numpy.random.mtrand._rand], ids=["torch", "numpy"]
-)
-def test_a_sampler_that_keeps_a_global_generator_leaves_it_alone(generator):
-    before = torch.get_rng_state(), numpy.random.get_state()[1].tolist()
-    sampler = Own(lambda: generator)
-    epoch_iterator = EpochIterator(DataLoader(range(12), batch_size=2, sampler=sampler))
-    first = [each.batch.tolist() for each in epoch_iterator.global_batches()]
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert numpy.random.get_state()[1].tolist() == before[1]
-    generator.manual_seed(5) if isinstance(generator, torch.Generator) else generator.seed(5)
-    assert [each.batch.tolist() for each in epoch_iterator.global_batches()] == first
-
-
-class Drawn(SequentialSampler):
-    """Pairs of indices, one of each of two generators."""
-
-    def __init__(self, first, second):
-        super().__init__(range(12))
-        self.first, self.second = first, second
-
-    def __iter__(self):
-        for _ in range(6):
-            yield int(self.first.integers(6))
-            yield 6 + int(self.second.randint(6))
-
-
-def test_a_samplers_generators_draw_apart():
-    second = numpy.random.RandomState(numpy.random.PCG64(1))  # a kind that cannot be re-seeded
-    sampler = Drawn(numpy.random.default_rng(1), second)
-    epoch_iterator = EpochIterator(
-        DataLoader(range(12), batch_size=12, sampler=sampler), rank=0, world_size=1, seed=0
-    )
-    epoch_iterator.set_epoch(0)
-    (round_,) = epoch_iterator.global_batches()
-    pairs = round_.batch.reshape(6, 2)
-    assert not torch.equal(pairs[:, 0] + 6, pairs[:, 1])
-    assert epoch_iterator.mark is not None  # of numpy's integers too
-
-
-@pytest.mark.parametrize(
-    ("generator", "draw"),
-    [
-        (random.Random(1), lambda g: g.random()),
-        (numpy.random.default_rng(1), lambda g: g.random()),
-        (numpy.random.RandomState(1), lambda g: g.standard_normal()),
-        (torch.Generator().manual_seed(1), lambda g: torch.rand((), generator=g).item()),
-    ],
-    ids=["python", "numpy", "numpy's older", "torch"],
-)
-def test_a_pass_beside_another_leaves_the_generators_that_both_have(generator, draw):
+@pytest.mark.parametrize(("make", "draw"), KINDS, ids=NAMES)
+def test_an_isolated_epoch_restores_the_generators(make, draw):
     sampler = SequentialSampler(range(2))
-    sampler.mine = generator
+    sampler.mine = generator = make()
     epoch_iterator = EpochIterator(
         DataLoader(range(2), sampler=sampler), rank=0, world_size=1, seed=0
     )
@@ -526,17 +412,3 @@ def test_a_pass_beside_another_leaves_the_generators_that_both_have(generator, d
         assert len(list(epoch_iterator.global_batches())) == 2
         draw(generator)
     assert draw(generator) == draw(twin)
-
-
-def test_a_search_keeps_nothing_of_what_it_has_looked_at():
-    class Slotted:
-        __slots__ = ("__weakref__", "random")
-
-        def __init__(self):
-            self.random = random.Random(1)
-
-    kind, thing = weakref.ref(Slotted), Slotted()
-    assert list(generators_in(dataset=thing)) == ["dataset.random"]
-    del Slotted, thing
-    gc.collect()
-    assert kind() is None

@@ -62,18 +62,6 @@ class Opaque:
         return Opaque(self.x.to(device))
 
 
-@dataclass
-class DeviceTransfer:
-    """Its fields are not all that it may make on its way."""
-
-    x: Any
-
-    def to(self, device):
-        moved = DeviceTransfer(self.x.to(device))
-        moved.mask = moved.x > 0
-        return moved
-
-
 class Wrapper(torch.Tensor):
     """On the host as far as it says, and something else inside."""
 
@@ -86,13 +74,6 @@ class Wrapper(torch.Tensor):
         raise NotImplementedError
 
 
-class OpaqueDict(dict):
-    """Moves itself; what it does not show may be on the device too."""
-
-    def to(self, device):
-        return OpaqueDict({key: value.to(device) for key, value in self.items()})
-
-
 def x(*size):
     return torch.ones(*(size or (3,)))
 
@@ -101,39 +82,23 @@ def packed():
     return pack_sequence([x(3), x(2)])
 
 
-def shuffled():
-    return pack_sequence([x(2), x(3)], enforce_sorted=False)
-
-
-def moved(streams, batch):
-    flight = send(batch, lambda each: to_device(each, META, non_blocking=True), streams)
-    return flight, flight.arrive()
-
-
-ASIDE = {
-    "a tensor": (x, 1),
-    "a list": (lambda: [x(), x()], 2),
+ON_SIDE_STREAM = {
+    "tensor": (x, 1),
     "nested": (lambda: {"a": [x(), (x(), 3)], "b": "text", "c": None, "d": torch.Tensor}, 2),
-    "a named tuple": (lambda: Pair(x(), x()), 2),
-    "a dataclass": (lambda: Fields(x(), "name"), 1),
-    "packed": (packed, 1),
-    "packed in another order": (shuffled, 3),
-    "an encoding": (lambda: Encoding(ids=x(), mask=x()), 2),
-    "what keeps itself": (lambda: [Graph(x()), x()], 2),
-    "a list in an encoding": (lambda: [Encoding(ids=x()), {"labels": x()}], 2),
+    "named tuple": (lambda: Pair(x(), x()), 2),
+    "dataclass": (lambda: Fields(x(), "name"), 1),
+    "packed sequence": (packed, 1),
+    "record_stream": (lambda: [Graph(x()), x()], 2),
+    "encoding": (lambda: [Encoding(ids=x()), {"labels": x()}], 2),
 }
-STAY = {
-    "what moves itself": lambda: Opaque(x()),
-    "what moves itself in a list": lambda: [x(), {"a": Opaque(x())}],
-    "a dataclass that moves itself": lambda: DeviceTransfer(x()),
-    "a dict that moves itself": lambda: OpaqueDict(a=x()),
-    "an encoding of what moves itself": lambda: Encoding(ids=Opaque(x())),
-    "a tensor of a device": lambda: [x(), x().to(META)],
-    "packed on a device": lambda: packed().to(META),
-    "a leaf of a graph": lambda: x().requires_grad_(),
-    "a sparse tensor": lambda: torch.eye(3).to_sparse(),
-    "nested tensors": lambda: torch.nested.nested_tensor([x(2), x(3)], layout=torch.jagged),
-    "a tensor that dispatches": Wrapper,
+ON_COMPUTING_STREAM = {
+    "object with to": lambda: [x(), {"a": Opaque(x())}],
+    "encoding of such objects": lambda: Encoding(ids=Opaque(x())),
+    "tensor on a device": lambda: [x(), x().to(META)],
+    "leaf of a graph": lambda: x().requires_grad_(),
+    "sparse tensor": lambda: torch.eye(3).to_sparse(),
+    "nested tensor": lambda: torch.nested.nested_tensor([x(2), x(3)], layout=torch.jagged),
+    "tensor subclass": Wrapper,
 }
 
 
@@ -144,14 +109,14 @@ def types_of(tree):
         return type(tree), {key: types_of(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         return type(tree), [types_of(value) for value in tree]
-    if isinstance(tree, (Fields, Graph, Opaque, DeviceTransfer)):
+    if isinstance(tree, (Fields, Graph, Opaque)):
         return type(tree), types_of(tree.x)
     return tree
 
 
-@pytest.mark.parametrize("kind", ASIDE)
-def test_a_copy_is_made_aside_and_waited_for_by_the_device(kind):
-    make, held = ASIDE[kind]
+@pytest.mark.parametrize("kind", ON_SIDE_STREAM)
+def test_batches_are_copied_on_a_side_stream(kind):
+    make, held = ON_SIDE_STREAM[kind]
     streams = LateStreams()
     flight = send(make(), lambda batch: to_device(batch, META, non_blocking=True), streams)
     assert streams.log == [("event", 0, "side")]
@@ -162,30 +127,20 @@ def test_a_copy_is_made_aside_and_waited_for_by_the_device(kind):
     tensors = [each for each in streams.kept if isinstance(each, torch.Tensor)]
     assert len({id(each) for each in streams.kept}) == held
     assert all(tensor.device == META for tensor in tensors)
-    assert len(tensors) == held - (kind == "what keeps itself")
+    assert len(tensors) == held - (kind == "record_stream")
 
 
-@pytest.mark.parametrize("kind", STAY)
-def test_what_cannot_be_kept_is_copied_by_the_computing_stream(kind):
+@pytest.mark.parametrize("kind", ON_COMPUTING_STREAM)
+def test_tensors_whose_memory_cannot_be_kept_are_copied_on_the_computing_stream(kind):
     streams = LateStreams()
-    batch = STAY[kind]()
+    batch = ON_COMPUTING_STREAM[kind]()
     flight = send(batch, lambda each: (each, streams.current().name), streams)
     assert flight.arrive()[0] is batch
     assert flight.arrive()[1] == "computing"
     assert streams.log == []
 
 
-def test_a_batch_waits_for_its_own_copy_alone():
-    streams = LateStreams()
-    first, second = (send(x(), lambda each: each.to(META), streams) for _ in range(2))
-    streams.log.clear()
-    first.arrive()
-    assert streams.log == [("wait", 0, "computing"), ("keep", "computing")]
-    second.arrive()
-    assert streams.log[2:] == [("wait", 1, "computing"), ("keep", "computing")]
-
-
-def test_what_computes_on_its_way_follows_what_was_computed():
+def test_a_transfer_that_computes_waits_for_the_computing_stream():
     streams = LateStreams()
     found = []
     send(
@@ -195,16 +150,11 @@ def test_what_computes_on_its_way_follows_what_was_computed():
     assert streams.log == [("follow", "computing", "side"), ("event", 0, "side")]
 
 
-def test_a_copy_that_fails_leaves_the_computing_stream_current():
+def test_a_failed_copy_restores_the_current_stream():
     streams = LateStreams()
     with pytest.raises(ZeroDivisionError):
         send(x(), lambda _: 1 / 0, streams)
     assert streams.current().name == "computing"
-
-
-def test_only_accelerators_with_streams_have_them():
-    for name in ("cpu", "meta", "mps"):
-        assert streams_for(torch.device(name)) is None
 
 
 # -- prepared loaders --------------------------------------------------------------------------
@@ -268,7 +218,7 @@ SOURCES = [
 
 @pytest.mark.parametrize(("kind", "source"), SOURCES)
 @pytest.mark.parametrize("skip", [0, 1])
-def test_a_prepared_loader_copies_a_batch_ahead(streams, kind, source, skip):
+def test_a_prepared_loader_copies_one_batch_ahead(streams, kind, source, skip):
     found = values(prepared(kind, source, skip=skip), streams)
     assert found == [[0, 1], [2, 3], [4, 5], [6]][skip:]
     last = len(found) - 1
@@ -287,7 +237,7 @@ def test_without_non_blocking_the_computing_stream_copies(streams, kind, source)
 
 
 @pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher])
-def test_an_error_comes_behind_the_batches_before_it(streams, kind):
+def test_an_error_comes_after_the_batches_before_it(streams, kind):
     found = []
     batches = iter(prepared(kind, DataLoader(Failing(), 2)))
     with pytest.raises(OSError, match="no such sample"):
@@ -296,14 +246,14 @@ def test_an_error_comes_behind_the_batches_before_it(streams, kind):
 
 
 @pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher])
-def test_a_pass_that_was_left_changes_nothing_in_the_next(streams, kind):
+def test_a_pass_after_one_that_was_left(streams, kind):
     loader = prepared(kind, DataLoader(TensorDataset(VALUES), 2))
     for _ in loader:
         break
     assert values(loader, streams) == [[0, 1], [2, 3], [4, 5], [6]]
 
 
-def test_a_round_without_a_batch_here_has_nothing_to_wait_for(streams):
+def test_a_rank_without_a_batch_copies_nothing(streams):
     epoch_iterator = EpochIterator(DataLoader(TensorDataset(VALUES), 3), rank=1, world_size=2)
     device_transfer = moving.DeviceTransfer(
         TrainModule(), None, device=DEVICE, rank=1, world_size=2
@@ -317,23 +267,7 @@ def test_a_round_without_a_batch_here_has_nothing_to_wait_for(streams):
     assert values(shard, streams) == [[3, 4, 5]]
 
 
-@pytest.mark.parametrize("data", [TensorDataset(VALUES), Failing(), Stream(VALUES)])
-def test_the_depth_on_the_host_is_that_of_the_users_loader(data):
-    for depth, shown in ((5, 5), (None, 2)):
-        source = DataLoader(data, 2, num_workers=1, prefetch_factor=depth, pin_memory=True)
-        for world_size in (1, 2):
-            loader = EpochIterator(source, world_size=world_size, remember=True).loader
-            assert (loader.prefetch_factor, loader.pin_memory) == (shown, True)
-
-
-def test_a_device_may_be_given_by_its_name(streams):
-    loader = prepared(DataLoaderShard, DataLoader(TensorDataset(VALUES), 7))
-    loader.device = "meta"
-    assert values(loader, streams) == [VALUES.tolist()]
-    assert ("wait", 0, "computing") in streams.log
-
-
-def test_the_streams_of_torch_take_what_is_asked_of_them():
+def test_streams_of_torch():
     """The CPU's have the same methods; there is nothing to wait for or to keep."""
     streams = Streams(torch.device("cpu"))
     found = []
@@ -349,7 +283,7 @@ def test_the_streams_of_torch_take_what_is_asked_of_them():
 
 
 @requires_cuda
-def test_a_device_has_one_side_stream_and_keeps_what_is_copied_by_it():
+def test_copied_memory_is_kept_until_it_was_used():
     device = torch.device("cuda", torch.cuda.current_device())
     streams = streams_for(device)
     assert streams is streams_for(torch.device(device))
@@ -369,7 +303,7 @@ def test_a_device_has_one_side_stream_and_keeps_what_is_copied_by_it():
     assert float(total) == float(host.double().sum())
 
 
-def test_the_host_does_not_run_far_ahead():
+def test_lead_limits_how_far_the_host_runs_ahead():
     waited = []
 
     class Event:

@@ -11,52 +11,28 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
-    WeightedRandomSampler,
 )
 
+from tests.helpers.datasets import Numbers, SizedStream, Stream
 from trainer.accelerator import Accelerator
 from trainer.data.dataloader import DataLoaderShard
 from trainer.data.dispatcher import DataLoaderDispatcher
 from trainer.data.prepare import prepare_data_loader, skip_first_batches
 from trainer.data.sampler import ShardedSampler
 from trainer.rng import set_seed
-from trainer.state import AcceleratorState, GradientState
+from trainer.state import AcceleratorState
 
 CPU = torch.device("cpu")
 
 
-class Numbers(Dataset):
-    """Each index is its own sample; a number drawn from the global generator beside it."""
-
-    def __init__(self, size: int, *, noise: bool = False):
-        self.size, self.noise, self.epoch = size, noise, None
-
-    def __len__(self):
-        return self.size
+class NoisyNumbers(Numbers):
+    """A number drawn from the global generator beside each."""
 
     def __getitem__(self, index):
-        return (index, float(torch.rand(()))) if self.noise else index
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-
-class Stream(IterableDataset):
-    def __init__(self, size: int):
-        self.size = size
-
-    def __iter__(self):
-        return iter(range(self.size))
-
-
-class SizedStream(Stream):
-    def __len__(self):
-        return self.size
+        return index, float(torch.rand(()))
 
 
 class OddSampler(BatchSampler):
@@ -116,7 +92,7 @@ CASES = [
 ]
 
 
-def test_every_process_gets_the_indices_that_are_documented():
+def test_sharded_indices_against_arithmetic():
     for (split, even, drop_last, world_size, batch_size), items in product(CASES, range(18)):
         if world_size == 1:
             continue  # nothing is shared out
@@ -133,7 +109,7 @@ def test_every_process_gets_the_indices_that_are_documented():
 
 
 @pytest.mark.parametrize("kind", [Numbers, Stream, SizedStream])
-def test_every_process_reads_what_is_documented(kind):
+def test_prepared_loaders_against_arithmetic(kind):
     few = [case for case in CASES if case[3:] in [(1, 2), (2, 2), (2, 4), (3, 3), (4, 1)]]
     for (split, even, drop_last, world_size, batch_size), items in product(few, [0, 1, 3, 8, 13]):
         prepared = each(
@@ -163,7 +139,7 @@ def test_every_process_reads_what_is_documented(kind):
             assert list(chain(*global_batches)) == list(range(items)), where
 
 
-def test_samplers_of_ones_own_are_shared_out():
+def test_custom_samplers_are_sharded():
     ready = DataLoader(Numbers(5), batch_size=None, sampler=[4, 3, 2, 1, 0])
     assert [list(own) for own in each(ready)] == [[4, 2, 0], [3, 1, 4]]
     backwards = DataLoader(Numbers(5), 2, sampler=[4, 3, 2, 1, 0])
@@ -174,14 +150,14 @@ def test_samplers_of_ones_own_are_shared_out():
     assert [len(own) for own in each(odd, split_batches=True, even_batches=False)] == [3, 3]
 
 
-def test_batches_of_a_stream_that_cannot_be_cut_are_repeated_whole():
+def test_stream_batches_without_samples_are_repeated_whole():
     loader = DataLoader(Stream(3), 2, collate_fn=str)
     assert [list(own) for own in each(loader)] == [["[0, 1]"], ["[2]"]]
     loader = DataLoader(Stream(5), 2, collate_fn=str)
     assert [list(own) for own in each(loader)] == [["[0, 1]", "[4]"], ["[2, 3]", "[0, 1]"]]
 
 
-def test_only_the_last_round_of_a_stream_is_filled():
+def test_only_the_last_global_batch_of_a_stream_is_filled():
     # The ends of two workers' parts are short, and lie in the middle.
     class Parts(IterableDataset):
         def __iter__(self):
@@ -209,7 +185,7 @@ def order(world_size: int = 1, source=None, **options) -> list[list[int]]:
     return passes
 
 
-def test_the_seed_decides_the_order_on_any_number_of_processes():
+def test_the_seed_decides_the_order_on_any_number_of_ranks():
     set_seed(5)
     first = order()
     assert first[0] != first[1] != sorted(first[1])
@@ -223,7 +199,7 @@ def test_the_seed_decides_the_order_on_any_number_of_processes():
 @pytest.mark.parametrize("seedable", [True, False])
 def test_every_loader_has_an_order_and_noise_of_its_own(seedable):
     def passes(count: int) -> list[list]:
-        source = DataLoader(Numbers(16, noise=True), 16, shuffle=True)
+        source = DataLoader(NoisyNumbers(16), 16, shuffle=True)
         options = {"use_seedable_sampler": seedable}
         loaders = [each(source, 1, **options)[0] for _ in range(count)]
         return [[value.tolist() for value in batch] for loader in loaders for batch in loader]
@@ -240,7 +216,7 @@ def test_every_loader_has_an_order_and_noise_of_its_own(seedable):
     assert passes(2) == found[:2]
 
 
-def test_loaders_are_counted_anew_for_a_new_accelerator_and_not_after_freeing_memory():
+def test_a_new_accelerator_repeats_the_orders_and_free_memory_does_not():
     def orders(accelerator: Accelerator) -> list[list[int]]:
         found = []
         for _ in range(3):  # folds, one after the other
@@ -260,7 +236,7 @@ def test_loaders_are_counted_anew_for_a_new_accelerator_and_not_after_freeing_me
     assert orders(Accelerator(cpu=True)) == folds
 
 
-def test_a_loader_with_a_generator_is_not_counted():
+def test_a_loader_with_a_generator_does_not_change_the_order_of_others():
     source = DataLoader(range(16), 16, shuffle=True)
     own = DataLoader(range(16), 16, shuffle=True, generator=torch.Generator().manual_seed(1))
     set_seed(9)
@@ -271,7 +247,7 @@ def test_a_loader_with_a_generator_is_not_counted():
 
 
 @pytest.mark.parametrize("seedable", [True, False])
-def test_a_generator_of_ones_own_decides_unless_the_sampler_is_to_be_seedable(seedable):
+def test_use_seedable_sampler_ignores_the_generator_of_the_loader(seedable):
     def source(seed: int) -> DataLoader:
         generator = torch.Generator().manual_seed(seed)
         return DataLoader(Numbers(16), 2, shuffle=True, generator=generator)
@@ -284,27 +260,7 @@ def test_a_generator_of_ones_own_decides_unless_the_sampler_is_to_be_seedable(se
     assert (found(5, 1) == found(5, 2)) is seedable
 
 
-def test_the_generator_of_a_sampler_comes_before_that_of_the_loader():
-    def source(sampler: int, loader: int) -> DataLoader:
-        own = RandomSampler(range(16), generator=torch.Generator().manual_seed(sampler))
-        other = torch.Generator().manual_seed(loader)
-        return DataLoader(Numbers(16), 2, sampler=own, generator=other)
-
-    assert order(1, source(1, 2)) == order(1, source(1, 3)) != order(1, source(4, 2))
-
-
-def test_an_order_drawn_from_a_samplers_own_generator_can_be_read_again():
-    generator = torch.Generator()
-    sampler = WeightedRandomSampler([1.0] * 16, 16, generator=generator)
-    (loader,) = each(DataLoader(Numbers(16), 2, sampler=sampler), 1)
-    first = read([loader])
-    assert read([loader]) != first
-    generator.manual_seed(99)
-    loader.set_epoch(0)
-    assert read([loader]) == first
-
-
-def test_a_pass_left_by_break_is_followed_by_another_order():
+def test_the_order_after_a_pass_left_by_break():
     (loader,) = each(DataLoader(Numbers(16), 2, shuffle=True), 1)
     first = read([loader])
     loader.set_epoch(0)
@@ -319,18 +275,26 @@ def test_a_pass_left_by_break_is_followed_by_another_order():
     assert read([loader]) == first
 
 
-def test_everybody_hears_of_the_epoch():
-    class Hearing(SequentialSampler):
-        epoch = None
+class Epoch:
+    """Keeps the epoch that it is told."""
 
-        def set_epoch(self, epoch):
-            self.epoch = epoch
+    epoch = None
 
-    class HearingBatches(OddSampler):
-        def set_epoch(self, epoch):
-            self.epoch = epoch
+    def set_epoch(self, epoch):
+        self.epoch = epoch
 
-    sampler, dataset, batches = Hearing(range(5)), Numbers(5), HearingBatches()
+
+def test_set_epoch_reaches_sampler_and_dataset():
+    class EpochSampler(Epoch, SequentialSampler):
+        pass
+
+    class EpochBatches(Epoch, OddSampler):
+        pass
+
+    class EpochNumbers(Epoch, Numbers):
+        pass
+
+    sampler, dataset, batches = EpochSampler(range(5)), EpochNumbers(5), EpochBatches()
     (loader,) = each(DataLoader(dataset, 2, sampler=sampler), 1)
     loader.set_epoch(3)
     assert (sampler.epoch, dataset.epoch) == (3, 3)
@@ -350,7 +314,7 @@ def collate(samples: list) -> torch.Tensor:
 
 
 def test_a_prepared_loader_has_the_users_settings():
-    dataset, generator = Numbers(10, noise=True), torch.Generator()
+    dataset, generator = NoisyNumbers(10), torch.Generator()
     source = DataLoader(
         dataset,
         4,
@@ -382,12 +346,12 @@ def test_a_prepared_loader_has_the_users_settings():
     assert each(DataLoader(dataset, batch_size=None))[0].total_batch_size is None
 
 
-def test_a_prepared_loader_is_returned_as_it_is():
+def test_a_prepared_loader_is_returned_unchanged():
     (loader,) = each(DataLoader(Numbers(4), 2), 1)
     assert prepare_data_loader(loader) is loader
 
 
-def test_which_kind_of_loader_reads():
+def test_dispatch_batches_chooses_the_class():
     stream, numbers = DataLoader(Stream(4), 2), DataLoader(Numbers(4), 2)
     assert type(prepare_data_loader(numbers, put_on_device=True)) is DataLoaderShard
     assert type(prepare_data_loader(stream)) is DataLoaderShard
@@ -398,7 +362,7 @@ def test_which_kind_of_loader_reads():
     assert type(prepare_data_loader(numbers, **options)) is DataLoaderDispatcher
 
 
-def test_batches_go_where_they_are_wanted():
+def test_put_on_device():
     source, meta = DataLoader(Numbers(4), 2), torch.device("meta")
     assert {b.device for b in prepare_data_loader(source, meta, put_on_device=True)} == {meta}
     assert {b.device for b in prepare_data_loader(source, meta)} == {CPU}
@@ -406,18 +370,7 @@ def test_batches_go_where_they_are_wanted():
     assert prepare_data_loader(source).device is None
 
 
-@pytest.mark.parametrize("source", [Numbers(5), SizedStream(5)])
-def test_one_process_reads_what_the_loader_reads(source):
-    for dispatch in (True, False):
-        loader = prepare_data_loader(
-            DataLoader(source, 2), put_on_device=True, dispatch_batches=dispatch
-        )
-        seen = [(b.tolist(), loader.end_of_dataloader, loader.remainder) for b in loader]
-        assert seen == [([0, 1], False, -1), ([2, 3], False, -1), ([4], True, 1)]
-        assert len(loader) == 3
-
-
-def test_even_batches_can_be_switched_off_for_a_while():
+def test_even_batches_can_be_switched():
     first, second = each(DataLoader(Numbers(9), 2))
     assert (first.even_batches, len(second)) == (True, 3)
     for loader in (first, second):
@@ -432,7 +385,7 @@ def test_even_batches_can_be_switched_off_for_a_while():
     assert read([alone]) == [[[0, 1], [2]]]
 
 
-def test_the_sampler_can_be_replaced():
+def test_set_sampler():
     sampler = SequentialSampler(range(6))
     first, second = each(DataLoader(Numbers(6), 2, sampler=sampler))
     assert first.get_sampler() is sampler
@@ -455,7 +408,7 @@ def test_the_sampler_can_be_replaced():
     assert [batch.tolist() for batch in rest] == [[2, 3], [4, 5]]  # it stays as it was
 
 
-def test_a_sampler_that_is_not_there_cannot_be_replaced():
+def test_set_sampler_without_a_sampler_raises():
     (odd,) = each(DataLoader(Numbers(5), batch_sampler=OddSampler()), 1)
     assert isinstance(odd.get_sampler(), OddSampler)
     with pytest.raises(ValueError, match="OddSampler makes its batches without a sampler"):
@@ -469,7 +422,7 @@ def test_a_sampler_that_is_not_there_cannot_be_replaced():
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_prepared_loader_can_be_copied(copied, dispatch):
     loader = prepare_data_loader(
-        DataLoader(Numbers(9, noise=True), 2, shuffle=True),
+        DataLoader(NoisyNumbers(9), 2, shuffle=True),
         put_on_device=True,
         dispatch_batches=dispatch,
     )
@@ -484,8 +437,8 @@ def test_a_prepared_loader_can_be_copied(copied, dispatch):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_may_be_read_inside_itself(workers):
-    source = DataLoader(Numbers(6, noise=True), 2, shuffle=True, num_workers=workers)
+def test_a_loader_inside_itself(workers):
+    source = DataLoader(NoisyNumbers(6), 2, shuffle=True, num_workers=workers)
     (loader,) = each(source, 1)
     passes = [list(loader) for _ in range(4)]
     loader.set_epoch(0)
@@ -497,45 +450,7 @@ def test_a_loader_may_be_read_inside_itself(workers):
     torch.testing.assert_close(outer, passes[0], rtol=0, atol=0)
 
 
-def test_loaders_may_be_read_side_by_side():
-    state = GradientState()
-    (one,), (other,) = each(DataLoader(Numbers(4), 2), 1), each(DataLoader(Numbers(3), 1), 1)
-    found = []
-    for a, b in zip(one, other, strict=False):
-        found.append((a.tolist(), b.tolist(), one.end_of_dataloader, other.end_of_dataloader))
-    assert found == [([0, 1], [0], False, False), ([2, 3], [1], True, False)]
-    del a, b
-    assert state.end_of_dataloader is False
-
-
-def test_an_error_leaves_no_active_loader():
-    (loader,) = each(DataLoader([0, 1, "x", 2], 1), 1)
-
-    def fail() -> None:
-        for _ in loader:
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert not GradientState().in_dataloader
-
-
-def test_an_error_of_the_dataset_comes_after_what_was_read_before():
-    class Breaking(Numbers):
-        def __getitem__(self, index):
-            if index == 4:
-                raise KeyError("no such sample")
-            return index
-
-    (loader,) = each(DataLoader(Breaking(6), 2), 1)
-    seen = []
-    with pytest.raises(KeyError, match="no such sample"):
-        seen.extend((batch.tolist(), loader.end_of_dataloader) for batch in loader)
-    assert seen == [([0, 1], False), ([2, 3], False)]
-    assert not GradientState().in_dataloader
-
-
-def test_a_batch_is_read_ahead_and_no_more():
+def test_one_batch_is_read_ahead():
     reads = []
 
     class Noting(Numbers):
@@ -546,20 +461,6 @@ def test_a_batch_is_read_ahead_and_no_more():
     (loader,) = each(DataLoader(Noting(6), 2), 1)
     seen = [(batch.tolist(), len(reads)) for batch in loader]
     assert seen == [([0, 1], 4), ([2, 3], 6), ([4, 5], 6)]
-
-
-def test_workers_that_stay_serve_every_pass():
-    set_seed(1)
-    source = DataLoader(Numbers(8), 2, shuffle=True, num_workers=1, persistent_workers=True)
-    (loader,) = each(source, 1)
-    for _ in loader:
-        break
-    set_seed(torch.initial_seed())
-    (plain,) = each(DataLoader(Numbers(8), 2, shuffle=True), 1)
-    for _ in plain:
-        break
-    assert read([loader]) == read([plain])
-    loader.epoch_iterator.close()
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -595,18 +496,6 @@ def test_workers_that_stay_serve_every_pass():
             r"processes \(2\), such as 4; or pass",
         ),
         (
-            DataLoader(Numbers(4), 1),
-            {"split_batches": True, "num_processes": 2},
-            ValueError,
-            r"batch size 1.*such as 2; or pass split_batches=False",
-        ),
-        (
-            DataLoader(Numbers(4), batch_size=None),
-            {"split_batches": True},
-            ValueError,
-            r"needs a batch size to split, and a loader without batches has batch_size=None",
-        ),
-        (
             DataLoader(Numbers(4), batch_sampler=[[0], [1]]),
             {"split_batches": True},
             ValueError,
@@ -620,12 +509,12 @@ def test_workers_that_stay_serve_every_pass():
         ),
     ],
 )
-def test_what_cannot_be_prepared_is_refused(source, options, error, text):
+def test_arguments_that_do_not_fit_raise(source, options, error, text):
     with pytest.raises(error, match=text):
         prepare_data_loader(source, **options)
 
 
-def test_the_length_of_a_stream_without_one_is_asked_in_vain():
+def test_the_length_of_a_stream_without_one_raises():
     for dispatch in (True, False):
         loader = prepare_data_loader(
             DataLoader(Stream(4), 2), put_on_device=True, dispatch_batches=dispatch
@@ -634,7 +523,7 @@ def test_the_length_of_a_stream_without_one_is_asked_in_vain():
             len(loader)
 
 
-def test_an_unknown_generator_to_synchronise_is_refused_when_a_pass_begins():
+def test_an_unknown_rng_type_raises():
     (loader,) = each(DataLoader(Numbers(4), 2), 1, rng_types="torhc")
     with pytest.raises(ValueError, match="torhc"):
         list(loader)
@@ -642,7 +531,7 @@ def test_an_unknown_generator_to_synchronise_is_refused_when_a_pass_begins():
     assert len(list(loader)) == 2  # there is none to synchronise
 
 
-def test_what_scripts_read_of_a_batch_sampler_is_the_users():
+def test_batch_sampler_attributes_are_the_users():
     source = DataLoader(range(10), batch_size=4, drop_last=True)
     batches = prepare_data_loader(source).batch_sampler
     assert (batches.sampler, batches.batch_size, batches.drop_last) == (source.sampler, 4, True)

@@ -13,7 +13,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    RandomSampler,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -106,7 +105,7 @@ def one(item):
     return [item]
 
 
-def test_samples_without_batches_are_seeded_one_by_one():
+def test_samples_without_batches_are_seeded():
     alone = drawn(loader(Noisy(), batch_size=None, collate_fn=one))
     assert len(set(alone.values())) == 12
     assert drawn(loader(Noisy(), batch_size=None, collate_fn=one, num_workers=2)) == alone
@@ -125,7 +124,7 @@ class Bulk(Dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_samples_read_in_bulk_are_seeded_and_converted(workers):
+def test_samples_read_in_bulk_are_seeded(workers):
     sampler = BatchSampler(SequentialSampler(range(5)), 2, drop_last=False)
     bulk = DataLoader(Bulk(), sampler=sampler, batch_size=None, num_workers=workers)
     batches = []
@@ -143,30 +142,6 @@ def test_samples_read_in_bulk_are_seeded_and_converted(workers):
     whole = [current.batch["noise"].tolist() for current in epoch_iterator.global_batches()]
     assert [b["noise"].tolist() for b in batches[0]] == whole[0::2]
     assert [b["noise"].tolist() for b in batches[1]] == whole[1::2]
-
-
-def test_reading_leaves_the_generators_of_the_process_alone():
-    states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state()
-    epoch_iterator = EpochIterator(loader(Noisy()))
-    epoch_iterator.set_epoch(0)
-    list(epoch_iterator.global_batches())
-    assert random.getstate() == states[0]
-    assert numpy.random.get_state()[1].tolist() == states[1]
-    assert torch.equal(torch.get_rng_state(), states[2])
-
-
-def test_an_error_in_the_dataset_leaves_the_generators_alone():
-    class Broken(Noisy):
-        def __getitem__(self, index):
-            torch.rand(())
-            raise LookupError(index)
-
-    state = torch.get_rng_state()
-    epoch_iterator = EpochIterator(loader(Broken()))
-    epoch_iterator.set_epoch(0)
-    with pytest.raises(LookupError):
-        next(epoch_iterator.global_batches())
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def from_python():
@@ -231,11 +206,9 @@ def same_states(one, two) -> bool:
 
 
 @pytest.mark.parametrize("first", [0, 22])
-@pytest.mark.parametrize(
-    "draw", [from_python, from_numpy, from_torch, from_all, after_seeding_itself, in_a_thread]
-)
+@pytest.mark.parametrize("draw", [from_all, after_seeding_itself, in_a_thread])
 @pytest.mark.parametrize("left_over", [0, 1])
-def test_batches_draw_what_their_seeds_say_beside_a_training_that_draws(draw, first, left_over):
+def test_batches_and_training_draw_independently(draw, first, left_over):
     dataset = Drawing(draw, first)
     expected = drawn_by_hand(dataset, 7, 2)
     seed_generators(1)
@@ -264,7 +237,7 @@ def from_a_copy():
     return copy.random(), numpy.random.default_rng(numpy.random.get_state()[1][:2]).random()
 
 
-def and_back_again():
+def and_restore():
     state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     drawn = from_all()
     random.setstate(state[0])
@@ -273,8 +246,8 @@ def and_back_again():
     return drawn
 
 
-@pytest.mark.parametrize("draw", [from_a_copy, and_back_again, torch.initial_seed])
-def test_who_reads_a_generator_without_moving_it_reads_a_seeded_one(draw):
+@pytest.mark.parametrize("draw", [from_a_copy, and_restore, torch.initial_seed])
+def test_a_generator_that_is_read_without_moving_it_is_seeded(draw):
     dataset = Drawing(draw)
     expected = drawn_by_hand(dataset, 7, 2)
     assert len({str(batch[0][1]) for batch in expected}) == 10
@@ -286,7 +259,7 @@ def test_who_reads_a_generator_without_moving_it_reads_a_seeded_one(draw):
 
 
 @pytest.mark.parametrize("start", [6, 7, 8])
-def test_a_pass_that_goes_on_where_a_dataset_begins_to_draw_is_the_same(start):
+def test_resume_where_a_dataset_begins_to_draw(start):
     dataset = Drawing(from_all, 22)
     expected = drawn_by_hand(dataset, 7, 2)[start:]
     for workers in (0, 2) if start == 7 else (0,):
@@ -296,7 +269,7 @@ def test_a_pass_that_goes_on_where_a_dataset_begins_to_draw_is_the_same(start):
         assert [current.batch for current in epoch_iterator.global_batches()] == expected
 
 
-def test_a_fetch_that_fails_leaves_all_generators_alone_and_the_next_is_the_same():
+def test_a_failed_fetch_restores_the_generators():
     class Failing(Drawing):
         fails = True
 
@@ -319,7 +292,7 @@ def test_a_fetch_that_fails_leaves_all_generators_alone_and_the_next_is_the_same
     assert [current.batch for current in epoch_iterator.global_batches()] == expected
 
 
-def test_only_rows_of_tensors_are_not_seeded():
+def test_only_tensor_datasets_are_not_seeded():
     def kind(dataset, **kwargs):
         return type(EpochIterator(DataLoader(dataset, 2, **kwargs)).loader.dataset)
 
@@ -335,24 +308,18 @@ def test_only_rows_of_tensors_are_not_seeded():
     assert kind(Augmented(torch.arange(4))) is SeededDataset
 
 
-def test_a_seeded_dataset_has_the_users_attributes():
-    dataset = Noisy(7)
-    seeded = SeededDataset(dataset, default_collate)
+def test_a_seeded_dataset_has_the_users_attributes_and_can_be_pickled():
+    seeded = pickle.loads(pickle.dumps(SeededDataset(Noisy(7), default_collate)))
     assert seeded.size == 7
     with pytest.raises(AttributeError, match="'Noisy' object has no attribute 'nothing'"):
         seeded.nothing
-
-
-def test_a_seeded_dataset_travels_to_workers():
-    copy = pickle.loads(pickle.dumps(SeededDataset(RandomSampler(range(3)), default_collate)))
-    assert copy.replacement is False
 
 
 def itself(batch):
     return batch
 
 
-KEYS = ["0007", 2.7, (1, 2), numpy.int64(3), True, slice(1, 3), 5, "x"]
+KEYS = ["0007", (1, 2), numpy.int64(3), slice(1, 3), 5]
 
 
 class Shifted(Noisy):
@@ -373,7 +340,7 @@ def shift(worker):
 
 @pytest.mark.parametrize("dataset", [Shifted(4), TensorDataset(torch.arange(4))])
 @pytest.mark.parametrize("batch_size", [2, None])
-def test_the_users_worker_init_fn_finds_the_users_dataset(dataset, batch_size):
+def test_worker_init_fn_gets_the_users_dataset(dataset, batch_size):
     loader = DataLoader(dataset, batch_size, num_workers=1, worker_init_fn=shift)
     expected = [str(batch) for batch in loader]
     assert "100" in expected[0]
@@ -387,7 +354,7 @@ class Lookup(Dataset):
         return type(key).__name__, repr(key), torch.rand(()).item()
 
 
-class Asked:
+class KeySampler:
     def __iter__(self):
         return iter(KEYS)
 
@@ -395,9 +362,10 @@ class Asked:
         return len(KEYS)
 
 
-def test_a_dataset_is_asked_by_the_very_keys_of_its_sampler():
+def test_a_dataset_gets_the_keys_of_its_sampler():
     def found(workers, world_size=1):
-        loader = DataLoader(Lookup(), None, sampler=Asked(), num_workers=workers, collate_fn=itself)
+        options = {"sampler": KeySampler(), "num_workers": workers, "collate_fn": itself}
+        loader = DataLoader(Lookup(), None, **options)
         parts = []
         for rank in range(world_size):
             epoch_iterator = EpochIterator(loader, rank=rank, world_size=world_size, seed=3)
@@ -436,7 +404,7 @@ class Epochs(Dataset):
         {"batch_size": None, "sampler": ["a", "b"]},
     ],
 )
-def test_a_dataset_hears_of_the_epoch_in_workers_that_stay(how):
+def test_set_epoch_reaches_persistent_workers(how):
     def seen(*epochs, **workers):
         epoch_iterator = EpochIterator(DataLoader(Epochs(), collate_fn=itself, **how, **workers))
         found = []
@@ -496,7 +464,7 @@ def repaired(*epochs, start=0, seed=0, reseed=None, **workers):
     return found
 
 
-def test_what_a_dataset_draws_for_an_epoch_is_the_same_in_all_workers():
+def test_draws_in_set_epoch_are_the_same_in_all_workers():
     expected = repaired(0, 1, 2)
     orders = [[index for batch in epoch for index, _ in batch] for epoch in expected]
     assert len({tuple(order) for order in orders}) == 3
@@ -507,12 +475,12 @@ def test_what_a_dataset_draws_for_an_epoch_is_the_same_in_all_workers():
 
 
 @pytest.mark.parametrize("workers", [{}, *WORKERS])
-def test_an_epoch_that_is_resumed_has_what_was_drawn_for_it(workers):
+def test_draws_in_set_epoch_are_resumed(workers):
     # With one batch left, the second worker has none until the next epoch.
     first, *others = repaired(1, 2, 3)
     assert repaired(1, 2, 3, start=3, **workers) == [first[3:], *others]
 
 
-def test_workers_that_stay_hear_of_another_seed():
+def test_reseed_reaches_persistent_workers():
     expected = [*repaired(1), *repaired(1, seed=5)]
     assert repaired(1, 1, reseed=5, **WORKERS[1]) == expected

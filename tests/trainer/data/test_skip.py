@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import pickle
-from itertools import islice
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
+from tests.helpers.datasets import SizedStream, Stream
 from trainer.data.dataloader import DataLoaderShard
 from trainer.data.prepare import (
     SkipBatchSampler,
@@ -17,7 +17,7 @@ from trainer.data.prepare import (
     prepare_data_loader,
     skip_first_batches,
 )
-from trainer.state import GradientState, PartialState
+from trainer.state import GradientState
 
 
 class Noisy(Dataset):
@@ -34,19 +34,6 @@ class Noisy(Dataset):
         return index, float(torch.rand(()))
 
 
-class Stream(IterableDataset):
-    def __init__(self, size: int):
-        self.size = size
-
-    def __iter__(self):
-        return iter(range(self.size))
-
-
-class SizedStream(Stream):
-    def __len__(self):
-        return self.size
-
-
 def prepared(source, world_size: int = 1, rank: int = 0, **options) -> DataLoaderShard:
     return prepare_data_loader(source, num_processes=world_size, process_index=rank, **options)
 
@@ -61,7 +48,7 @@ def alike(found, expected) -> bool:
 
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_rest_of_a_pass_is_that_of_the_whole_one(workers, dispatch):
+def test_skip_first_batches_gives_the_rest_of_the_pass(workers, dispatch):
     source = DataLoader(Noisy(13), 2, shuffle=True, num_workers=workers)
     loader = prepared(source, put_on_device=True, dispatch_batches=dispatch)
     list(loader)
@@ -77,7 +64,7 @@ def test_the_rest_of_a_pass_is_that_of_the_whole_one(workers, dispatch):
 
 @pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"even_batches": False}])
 @pytest.mark.parametrize("source", [Noisy(21), SizedStream(21)])
-def test_a_part_of_a_pass_is_skipped_on_every_process(source, options, caplog):
+def test_skip_first_batches_on_every_rank(source, options, caplog):
     for rank in (0, 1):
         loader = prepared(DataLoader(source, 4), 2, rank, **options)
         whole = list(loader)
@@ -90,57 +77,12 @@ def test_a_part_of_a_pass_is_skipped_on_every_process(source, options, caplog):
     assert said == isinstance(source, Stream)
 
 
-def test_what_is_skipped_is_not_read():
+def test_skipped_samples_are_not_read():
     for dispatch in (False, True):
         dataset = Noisy(9)
         loader = prepared(DataLoader(dataset, 2), put_on_device=True, dispatch_batches=dispatch)
         list(skip_first_batches(loader, 3))
         assert dataset.reads == [6, 7, 8]
-
-
-def test_batches_of_the_users_own_are_skipped_by_a_dispatcher():
-    sampler = [[0], [1, 2], [3, 4, 5]]
-    loader = prepared(
-        DataLoader(Noisy(9), batch_sampler=sampler), put_on_device=True, dispatch_batches=True
-    )
-    assert [batch[0].tolist() for batch in skip_first_batches(loader, 2)] == [[3, 4, 5]]
-    assert len(skip_first_batches(loader, 2)) == 1
-
-
-def test_a_pass_that_was_left_is_gone_on_with():
-    loader = prepared(DataLoader(Noisy(12), 2, shuffle=True))
-    whole = list(loader)
-    loader.set_epoch(0)
-    begun = list(islice(loader, 2))
-    assert alike(begun + list(skip_first_batches(loader, 2)), whole)
-    following = list(loader)
-    loader.set_epoch(0)
-    skipped = skip_first_batches(skip_first_batches(loader, 1), 1)
-    assert alike(list(skipped), whole[2:])
-    assert alike(list(loader), following)
-
-
-def test_a_loader_goes_on_from_its_state():
-    source = DataLoader(Noisy(12), 2, shuffle=True)
-    torch.manual_seed(1)
-    loader = prepared(source)
-    list(loader)
-    states = []
-    for number, _ in enumerate(loader):
-        if number == 2:
-            states.append(loader.state_dict())  # inside the second pass
-            break
-    states.append(loader.state_dict())  # which was left
-    assert [state["iteration"] for state in states] == [1, 2]
-    loader.set_epoch(1)
-    second, third = list(loader), list(loader)
-    torch.manual_seed(2)
-    inside, behind = prepared(source), prepared(source)
-    inside.load_state_dict(states[0])
-    behind.load_state_dict(states[1])
-    assert alike(list(skip_first_batches(inside, 3)), second[3:])
-    assert alike(list(inside), third)
-    assert alike(list(behind), third)
 
 
 def resumed(source, state, **options) -> DataLoaderShard:
@@ -153,7 +95,7 @@ KINDS = [{}, {"put_on_device": True, "dispatch_batches": True}]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_may_be_gone_on_with_more_than_once(kind):
+def test_a_pass_resumed_more_than_once(kind):
     source = DataLoader(Noisy(12), 2, shuffle=True)
     loader = prepared(source, **kind)
     first, second, third = (list(loader) for _ in range(3))
@@ -173,23 +115,8 @@ def test_a_pass_may_be_gone_on_with_more_than_once(kind):
     assert [batch[0].tolist() for batch in first] != [batch[0].tolist() for batch in second]
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_is_of_the_data_that_there_are_when_it_begins(kind, shuffle):
-    source = DataLoader(Noisy(9), 2, shuffle=shuffle)
-    loader = prepared(source, **kind)
-    for size in (9, 12, 5):
-        source.dataset.size = size
-        assert len(loader) == -(-size // 2)
-        batches = []
-        for batch in loader:
-            batches.append(batch)
-            source.dataset.size += 1  # as a buffer that the loop fills: for the next pass
-        assert sorted(torch.cat([x for x, _ in batches]).tolist()) == list(range(size))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_is_gone_on_with_in_the_order_of_its_beginning(kind):
+def test_a_resumed_pass_keeps_the_length_of_its_beginning(kind):
     source = DataLoader(Noisy(9), 2, shuffle=True)
     loader = prepared(source, **kind)
     whole = list(loader)
@@ -210,7 +137,7 @@ def test_a_pass_is_gone_on_with_in_the_order_of_its_beginning(kind):
     assert sorted(torch.cat([x for x, _ in following]).tolist()) == list(range(12))
 
 
-class Onward(IterableDataset):
+class StatefulStream(IterableDataset):
     """Goes on where it is, and begins again once it is over; both are its state."""
 
     def __init__(self, size: int):
@@ -232,9 +159,9 @@ class Onward(IterableDataset):
 @pytest.mark.parametrize("new", [False, True], ids=["the same process", "a new one"])
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_with_a_state_is_taken_back(kind, epoch, new, caplog):
+def test_a_stateful_stream_resumes(kind, epoch, new, caplog):
     def source():
-        return DataLoader(Onward(9), 2)
+        return DataLoader(StatefulStream(9), 2)
 
     loader = prepared(source(), **kind)
     states = [loader.state_dict()]
@@ -256,9 +183,9 @@ def test_a_stream_with_a_state_is_taken_back(kind, epoch, new, caplog):
     assert "A dataset with state_dict" not in caplog.text
 
 
-@pytest.mark.parametrize("dataset", [Noisy, Onward])
+@pytest.mark.parametrize("dataset", [Noisy, StatefulStream])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stateful_loader_continues_by_itself(kind, dataset):
+def test_use_stateful_dataloader_resumes_without_skipping(kind, dataset):
     def source():
         return DataLoader(dataset(9), 2, shuffle=dataset is Noisy or None)
 
@@ -291,7 +218,7 @@ def test_a_stateful_loader_continues_by_itself(kind, dataset):
         other.load_state_dict(states[3])
 
 
-def test_the_order_may_have_a_seed_of_its_own():
+def test_data_seed():
     def order(manual: int, seed: int | None, **options) -> list[int]:
         torch.manual_seed(manual)
         generator = torch.Generator().manual_seed(manual)
@@ -302,34 +229,20 @@ def test_the_order_may_have_a_seed_of_its_own():
     assert len({tuple(order(1, seed)) for seed in (None, 5, 6)}) == 3
 
 
-def test_a_stream_with_a_state_is_not_read_again():
-    source = DataLoader(Onward(9), 2)
+def test_skipped_batches_of_a_stateful_stream_are_not_read():
+    source = DataLoader(StatefulStream(9), 2)
     loader = prepared(source)
     for number, _ in enumerate(loader):
         if number == 2:
             break
-    again = resumed(DataLoader(Onward(9), 2), loader.state_dict() | {"iteration": 0})
+    again = resumed(DataLoader(StatefulStream(9), 2), loader.state_dict() | {"iteration": 0})
     assert len(list(skip_first_batches(again, 3))) == 2
     assert again.source.dataset.given == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rest_that_was_left_counts_and_one_that_was_kept_changes_no_later_pass(kind):
-    loader = prepared(DataLoader(Noisy(12), 2), **kind)
-    for _ in skip_first_batches(loader, 1):
-        break
-    assert loader.state_dict()["iteration"] == 1
-    kept = iter(skip_first_batches(loader, 1))
-    next(kept)
-    for number, _ in enumerate(loader):
-        assert loader.state_dict()["iteration"] == 1 + (number == 5)
-        if number == 2:
-            kept = None
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rest", [False, True])
-def test_a_state_with_the_last_batch_at_hand_goes_on_with_the_next_pass(rest, kind):
+def test_a_state_of_the_last_batch_resumes_with_the_next_pass(rest, kind):
     source = DataLoader(Noisy(12), 2, shuffle=True)
     loader = prepared(source, **kind)
     passes, states = [], []
@@ -342,7 +255,7 @@ def test_a_state_with_the_last_batch_at_hand_goes_on_with_the_next_pass(rest, ki
             if epoch == 1 and state["iteration"] not in [each["iteration"] for each in states]:
                 states.append(state)
     assert [state["iteration"] for state in states] == [1, 2]
-    for skips in ([0], [], [6], [7], [2, 4]):  # none of the next pass, or all of the one before
+    for skips in ([], [6], [2, 4]):  # none of the next pass, or all of the one before
         again = resumed(source, states[1], **kind)
         batches = again
         for skip in skips:
@@ -356,9 +269,7 @@ def test_a_state_with_the_last_batch_at_hand_goes_on_with_the_next_pass(rest, ki
     again.set_epoch(2)  # said by the script, it is the pass whose batches are left out
     list(skip_first_batches(again, 6))
     assert alike(list(again), passes[3])
-    again = resumed(source, {**states[1], "iteration": 0}, **kind)
-    list(skip_first_batches(again, 6))  # there is none before the first
-    assert again.iteration == 1
+
     again = resumed(source, states[1], **kind)
     list(again)
     list(skip_first_batches(again, 6))  # no longer as it was loaded
@@ -367,7 +278,7 @@ def test_a_state_with_the_last_batch_at_hand_goes_on_with_the_next_pass(rest, ki
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("source", [Noisy(12), Stream(12)], ids=["sized", "stream"])
-def test_a_pass_that_was_left_at_its_last_batch_has_ended(kind, source):
+def test_a_pass_left_at_its_last_batch_has_ended(kind, source):
     loader = prepared(DataLoader(source, 2), **kind)
     for number in (1, 2, 3, 4, 5, 6):
         list(loader)
@@ -381,7 +292,7 @@ def test_a_pass_that_was_left_at_its_last_batch_has_ended(kind, source):
     assert again.iteration == 13
 
 
-def test_a_stream_without_length_goes_on_from_its_state():
+def test_resume_of_a_stream_without_a_length():
     source = DataLoader(Stream(6), 2)
     again = prepared(source)
     again.load_state_dict({"iteration": 1, "seed": 3})
@@ -389,7 +300,7 @@ def test_a_stream_without_length_goes_on_from_its_state():
     assert again.iteration == 2
 
 
-class Told(Stream):
+class EpochStream(Stream):
     """Yields other numbers in each pass."""
 
     epoch = 0
@@ -403,13 +314,13 @@ class Told(Stream):
 
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("at", ["the last batch", "the end"])
-def test_all_batches_of_the_pass_that_a_state_ended_are_skipped_in_a_stream_too(at, dispatch):
+def test_skipping_a_whole_pass_of_a_stream(at, dispatch):
     options = {"put_on_device": True, "dispatch_batches": dispatch}
 
     def firsts(batches):
         return [int(batch[0]) for batch in batches]
 
-    loader = prepared(DataLoader(Told(6), 2), **options)
+    loader = prepared(DataLoader(EpochStream(6), 2), **options)
     list(loader)
     if at == "the last batch":
         for _ in loader:
@@ -418,7 +329,7 @@ def test_all_batches_of_the_pass_that_a_state_ended_are_skipped_in_a_stream_too(
         list(loader)
         state = loader.state_dict()
     for skip in (0, 3):
-        again = prepared(DataLoader(Told(6), 2), **options)
+        again = prepared(DataLoader(EpochStream(6), 2), **options)
         again.load_state_dict(state)
         if skip:
             assert firsts(skip_first_batches(again, skip)) == []
@@ -426,29 +337,17 @@ def test_all_batches_of_the_pass_that_a_state_ended_are_skipped_in_a_stream_too(
         assert firsts(again) == [300, 302, 304]
 
 
-def test_a_state_inside_a_streams_pass_skips_in_that_pass():
-    loader = prepared(DataLoader(Told(6), 2))
+def test_a_state_inside_a_pass_of_a_stream():
+    loader = prepared(DataLoader(EpochStream(6), 2))
     list(loader)
     states = [loader.state_dict() for _ in loader]
-    again = prepared(DataLoader(Told(6), 2))
+    again = prepared(DataLoader(EpochStream(6), 2))
     again.load_state_dict(states[1])
     assert [int(batch[0]) for batch in skip_first_batches(again, 2)] == [104]
     assert [int(batch[0]) for batch in again] == [200, 202, 204]
 
 
-def test_after_a_restart_the_epoch_is_told():
-    source = DataLoader(Noisy(12), 2, shuffle=True)
-    loader = prepared(source)
-    passes = [list(loader) for _ in range(3)]
-    PartialState._reset_state()
-    restarted = prepared(source)
-    restarted.set_epoch(1)
-    assert alike(list(skip_first_batches(restarted, 4)), passes[1][4:])
-    restarted.set_epoch(2)
-    assert alike(list(restarted), passes[2])
-
-
-def test_the_end_is_known_with_the_last_batch_of_the_rest():
+def test_end_of_dataloader_in_a_skipped_pass():
     state = GradientState()
     skipped = skip_first_batches(prepared(DataLoader(Noisy(9), 2), 2, 1), 1)
     seen = [(state.end_of_dataloader, state.remainder) for _ in skipped]
@@ -473,12 +372,6 @@ def test_a_plain_loader_is_skipped_without_reading(workers):
     assert len(skip_first_batches(skipped, 1)) == 1
 
 
-def test_a_plain_loader_of_ready_made_batches_is_skipped():
-    loader = DataLoader([10, 11, 12], batch_size=None)
-    skipped = skip_first_batches(loader, 2)
-    assert (list(skipped), len(skipped)) == ([12], 1)
-
-
 @pytest.mark.parametrize("batch_size", [2, None])
 def test_a_plain_stream_is_skipped_by_reading(batch_size):
     loader = DataLoader(SizedStream(5), batch_size, drop_last=batch_size is not None)
@@ -491,7 +384,7 @@ def test_a_plain_stream_is_skipped_by_reading(batch_size):
     assert len(skip_first_batches(loader, 9)) == 0
 
 
-def test_a_skipping_sampler_shows_what_it_holds_and_can_be_pickled():
+def test_skip_batch_sampler():
     inner = BatchSampler(RandomSampler(range(9)), 2, drop_last=True)
     sampler = pickle.loads(pickle.dumps(SkipBatchSampler(inner, 1)))
     assert (sampler.batch_size, sampler.drop_last, len(sampler)) == (2, True, 3)
@@ -531,12 +424,12 @@ class Behind(DataLoader):
         ((Behind([1]), 1), TypeError, "A Behind overrides how a DataLoader reads"),
     ],
 )
-def test_what_cannot_be_skipped_is_refused(arguments, error, text):
+def test_skip_first_batches_of_other_objects_raises(arguments, error, text):
     with pytest.raises(error, match=text):
         skip_first_batches(*arguments)
 
 
-def test_a_loader_of_a_kind_of_its_own_is_skipped_once_prepared(caplog):
+def test_a_custom_loader_is_skipped_once_prepared(caplog):
     caplog.set_level(logging.WARNING)
 
     class Doubling(DataLoader):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,6 +82,16 @@ def on_processes(
     isolation.reset_trainer_state()
     isolation.reset_torch()
     return [function(*args)]
+
+
+def cut_back(whole: Path, folder: Path, step: int) -> Path:
+    """Copy a run as if it had been killed after the checkpoint of this update."""
+    shutil.copytree(whole, folder)
+    for path in (folder / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    assert (folder / "checkpoints" / f"step-{step:08d}").is_dir()
+    return folder
 
 
 def assert_same(actual: Any, expected: Any) -> None:

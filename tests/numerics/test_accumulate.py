@@ -7,7 +7,7 @@ each process reads, and which of them end a window, is written down by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -46,10 +46,6 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
 def flat(tensors: Sequence[Tensor | None]) -> Tensor:
     return torch.cat([torch.zeros(0) if t is None else t.detach().flatten() for t in tensors])
 
@@ -62,7 +58,7 @@ def gradients(model: nn.Module) -> Tensor:
     return flat([parameter.grad for parameter in model.parameters()])
 
 
-def dealt(samples: int, world: int, epochs: int = 1) -> Batches:
+def sharded(samples: int, world: int, epochs: int = 1) -> Batches:
     """The rows of each batch that each process reads: every `world`-th, the last round filled."""
     order = list(range(samples))
     if world > 1:
@@ -85,20 +81,18 @@ def plain(
     data: TensorDataset,
     batches: Batches,
     marks: str,
-    steps: int | Sequence[int],
+    steps: int,
     *,
-    make: Callable[[nn.Module], torch.optim.Optimizer] = momentum,
     clip: float | None = None,
 ) -> dict[str, list[Any]]:
-    """The weights after each update and the gradients before it; `steps` may be each batch's."""
+    """The weights after each update and the gradients before it."""
     world = len(batches)
-    divisors = [steps] * len(marks) if isinstance(steps, int) else steps
     model = network()
-    optimizer = make(model)
+    optimizer = momentum(model)
     trace: dict[str, list[Any]] = {"gradients": [], "norms": [], "weights": []}
     for window in windows(marks):
         total = sum(
-            loss_of(model, data[batches[rank][at]]) / (divisors[at] * world)
+            loss_of(model, data[batches[rank][at]]) / (steps * world)
             for rank in range(world)
             for at in window
         )
@@ -120,7 +114,6 @@ def accumulated(
     samples: int,
     *,
     epochs: int = 2,
-    make: Callable[[nn.Module], torch.optim.Optimizer] = momentum,
     clip: float | None = None,
     plugin: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -130,7 +123,7 @@ def accumulated(
         kwargs["gradient_accumulation_plugin"] = GradientAccumulationPlugin(**plugin)
     accelerator = Accelerator(cpu=True, **kwargs)
     model = network()
-    optimizer = make(model)
+    optimizer = momentum(model)
     loader = DataLoader(rows(samples), SIZE)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     trace: dict[str, Any] = {"marks": "", "gradients": [], "norms": [], "weights": [], "own": []}
@@ -207,11 +200,9 @@ TABLE = [  # micro-batches of a process in an epoch, arguments, divisor of the l
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("missing", [0, 1], ids=["full", "uneven"])
 @pytest.mark.parametrize(("count", "kwargs", "steps", "marks"), TABLE)
-def test_every_window_is_the_update_of_its_batches(
-    ranks, world, missing, count, kwargs, steps, marks
-):
+def test_every_window_is_one_update(ranks, world, missing, count, kwargs, steps, marks):
     samples = count * SIZE * world - missing
-    expected = plain(rows(samples), dealt(samples, world, epochs=2), marks, steps)
+    expected = plain(rows(samples), sharded(samples, world, epochs=2), marks, steps)
     for found in on_processes(ranks, world, lambda: accumulated(samples, **kwargs)):
         assert found["marks"] == marks
         assert_close(found["gradients"], expected["gradients"])
@@ -220,7 +211,7 @@ def test_every_window_is_the_update_of_its_batches(
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("blocks", ["nested", "again", "after one another"])
-def test_two_blocks_a_batch_are_one_micro_batch(ranks, world, blocks):
+def test_two_blocks_of_a_batch_are_one_micro_batch(ranks, world, blocks):
     samples = 5 * SIZE * world
     one = on_processes(ranks, world, two_models, "one", 2, samples)
     two = on_processes(ranks, world, two_models, blocks, 2, samples)
@@ -228,11 +219,11 @@ def test_two_blocks_a_batch_are_one_micro_batch(ranks, world, blocks):
         assert found["marks"] == expected["marks"] == ".!.!!" * 2
         torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=0)
     torch.testing.assert_close(two[0]["weights"][-1], two[-1]["weights"][-1], rtol=0, atol=0)
-    reference = plain(rows(samples), dealt(samples, world, epochs=2), ".!.!!" * 2, 2)
+    reference = plain(rows(samples), sharded(samples, world, epochs=2), ".!.!!" * 2, 2)
     assert_close(two[0]["weights"][-1][0], reference["weights"][-1])
 
 
-def test_a_model_that_comes_again_in_a_batch_begins_another_micro_batch():
+def test_a_model_used_again_begins_a_new_micro_batch():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     first, second = network(), network()
     marks = ""
@@ -243,19 +234,10 @@ def test_a_model_that_comes_again_in_a_batch_begins_another_micro_batch():
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_adaptive_optimizers_see_each_window_once(ranks, world):
-    samples = 4 * SIZE * world
-    expected = plain(rows(samples), dealt(samples, world, epochs=2), "..!!..!!", 3, make=adamw)
-    kwargs = {"gradient_accumulation_steps": 3, "make": adamw}
-    for found in on_processes(ranks, world, lambda: accumulated(samples, **kwargs)):
-        assert_close(found["weights"], expected["weights"])
-
-
-@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("each", [False, True])
-def test_gradients_in_an_open_window_are_a_processes_own(ranks, world, each):
+def test_gradients_in_an_open_window_are_not_averaged(ranks, world, each):
     samples, marks, steps = 4 * SIZE * world, "..!!", 3
-    data, batches = rows(samples), dealt(samples, world)
+    data, batches = rows(samples), sharded(samples, world)
     plugin = {"num_steps": steps, "sync_each_batch": each}
     found = on_processes(ranks, world, lambda: accumulated(samples, epochs=1, plugin=plugin))
     model = network()
@@ -275,115 +257,7 @@ def test_gradients_in_an_open_window_are_a_processes_own(ranks, world, each):
                 assert_close(found[rank]["own"][at], expected)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_environment_sets_the_window_where_the_script_does_not(ranks, world):
-    def loop(**kwargs: Any) -> str:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
-            return accumulated(5 * SIZE * world, epochs=1, **kwargs)["marks"]
-
-    assert on_processes(ranks, world, loop) == [".!.!!"] * world
-    own = {"gradient_accumulation_steps": 3}
-    assert on_processes(ranks, world, lambda: loop(**own)) == ["..!.!"] * world
-    assert on_processes(ranks, world, lambda: loop(plugin={})) == [".!.!!"] * world
-    own = {"plugin": {"num_steps": 3}}
-    assert on_processes(ranks, world, lambda: loop(**own)) == ["..!.!"] * world
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_window_may_grow_during_training(ranks, world):
-    samples = 4 * SIZE * world
-    data = rows(samples)
-
-    def loop() -> tuple[str, Tensor]:
-        accelerator = Accelerator(gradient_accumulation_steps=1, cpu=True)
-        model = network()
-        model, optimizer, loader = accelerator.prepare(
-            model, momentum(model), DataLoader(data, SIZE)
-        )
-        marks = ""
-        for epoch in range(2):
-            accelerator.gradient_accumulation_steps = 2 + epoch
-            for batch in loader:
-                with accelerator.accumulate(model):
-                    accelerator.backward(loss_of(model, batch))
-                    marks += "!" if accelerator.sync_gradients else "."
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return marks, weights(model)
-
-    marks = ".!.!..!!"
-    expected = plain(data, dealt(samples, world, 2), marks, [2] * 4 + [3] * 4)["weights"][-1]
-    for found in on_processes(ranks, world, loop):
-        assert found[0] == marks
-        assert_close(found[1], expected)
-
-
 # -- loops that are not simple -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_loop_left_by_break_leaves_its_window_to_the_next_loop(ranks, world):
-    samples = 5 * SIZE * world
-    data = rows(samples)
-
-    def loop() -> tuple[str, Tensor]:
-        accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
-        model = network()
-        model, optimizer, loader = accelerator.prepare(
-            model, momentum(model), DataLoader(data, SIZE)
-        )
-        marks = ""
-        for epoch in range(2):
-            for number, batch in enumerate(loader):
-                with accelerator.accumulate(model):
-                    accelerator.backward(loss_of(model, batch))
-                    marks += "!" if accelerator.sync_gradients else "."
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if epoch == 0 and number == 2:
-                    break
-            assert not accelerator.gradient_state.in_dataloader
-        return marks, weights(model)
-
-    # The third batch of the first loop and the first one of the second make one update.
-    batches = [own[:3] + own for own in dealt(samples, world)]
-    marks = ".!." + "!.!.!"
-    expected = plain(data, batches, marks, 2)["weights"][-1]
-    for found in on_processes(ranks, world, loop):
-        assert found[0] == marks
-        assert_close(found[1], expected)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_validation_inside_a_window_changes_nothing(ranks, world):
-    samples = 4 * SIZE * world
-    data = rows(samples)
-
-    def loop() -> tuple[str, Tensor]:
-        accelerator = Accelerator(gradient_accumulation_steps=3, cpu=True)
-        model = network()
-        model, optimizer, loader, held_out = accelerator.prepare(
-            model, momentum(model), DataLoader(data, SIZE), DataLoader(rows(world), 1)
-        )
-        marks = ""
-        for batch in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, batch))
-                with torch.no_grad():
-                    for other in held_out:
-                        assert accelerator.gradient_state.active_dataloader is held_out
-                        accelerator.gather_for_metrics(model(other[0]))
-                assert accelerator.gradient_state.active_dataloader is loader
-                marks += "!" if accelerator.sync_gradients else "."
-                optimizer.step()
-                optimizer.zero_grad()
-        return marks, weights(model)
-
-    expected = plain(data, dealt(samples, world), "..!!", 3)["weights"][-1]
-    for found in on_processes(ranks, world, loop):
-        assert found[0] == "..!!"
-        assert_close(found[1], expected)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -392,7 +266,7 @@ def test_a_validation_inside_a_window_changes_nothing(ranks, world):
     # Of two loaders read in turn the one begun last is the active one.
     [((3, 3), ".!!"), ((5, 3), ".!!"), ((3, 5), ".!.")],
 )
-def test_of_loaders_read_in_turn_the_one_begun_last_ends_the_window(ranks, world, lengths, marks):
+def test_the_loader_begun_last_ends_the_window(ranks, world, lengths, marks):
     def loop() -> str:
         accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
         first, second = accelerator.prepare(
@@ -412,48 +286,7 @@ def test_of_loaders_read_in_turn_the_one_begun_last_ends_the_window(ranks, world
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_two_models_accumulate_side_by_side(ranks, world):
-    samples, steps, marks = 4 * SIZE * world, 3, "..!!"
-    data = rows(samples)
-
-    def loop(both: bool) -> tuple[list[bool], list[Tensor]]:
-        accelerator = Accelerator(gradient_accumulation_steps=steps, cpu=True)
-        generator, judge = network(), network(5)
-        generator, judge, first, second, loader = accelerator.prepare(
-            generator, judge, momentum(generator), adamw(judge), DataLoader(data, SIZE)
-        )
-        synchronised = []
-        for batch in loader:
-            with accelerator.accumulate(*([generator, judge] if both else [generator])):
-                loss = loss_of(generator, batch) + 2 * loss_of(judge, batch)
-                accelerator.backward(loss)
-                for model in (generator, judge):
-                    everybodys = accelerator.gather(gradients(model)[None])
-                    synchronised.append(bool((everybodys == everybodys[0]).all()))
-                for optimizer in (first, second):
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return synchronised, [weights(generator), weights(judge)]
-
-    model, judge = network(), network(5)
-    optimizers = momentum(model), adamw(judge)
-    for window in windows(marks):
-        for one, factor in ((model, 1), (judge, 2)):
-            one.zero_grad()
-            losses = [loss_of(one, data[own[at]]) for own in dealt(samples, world) for at in window]
-            (factor * sum(losses) / steps / world).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    for both in (True, False):
-        for synchronised, found in on_processes(ranks, world, loop, both):
-            assert_close(found, [weights(model), weights(judge)])
-            if world > 1:  # a model that accumulate was not told of is synchronised every time
-                assert synchronised[::2] == [mark == "!" for mark in marks]
-                assert synchronised[1::2] == [mark == "!" or not both for mark in marks]
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_no_sync_and_a_triggered_sync_make_one_update(ranks, world):
+def test_no_sync_and_trigger_sync_in_backward(ranks, world):
     samples = 3 * SIZE * world
     data = rows(samples)
 
@@ -473,7 +306,7 @@ def test_no_sync_and_a_triggered_sync_make_one_update(ranks, world):
         optimizer.step()
         return own, weights(model)
 
-    batches = dealt(samples, world)
+    batches = sharded(samples, world)
     expected = plain(data, batches, "..!", 1)["weights"][-1]
     for named in (True, False):
         for rank, (own, found) in enumerate(on_processes(ranks, world, loop, named)):
@@ -486,10 +319,10 @@ def test_no_sync_and_a_triggered_sync_make_one_update(ranks, world):
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_accumulated_gradients_are_clipped_whole_and_unscaled(ranks, world, precision):
+def test_clipping_accumulated_gradients(ranks, world, precision):
     # Autocast leaves float64 alone, so that scaling and clipping alone are at work.
     samples, clip = 4 * SIZE * world, 0.4
-    expected = plain(rows(samples), dealt(samples, world, 2), "..!!..!!", 3, clip=clip)
+    expected = plain(rows(samples), sharded(samples, world, 2), "..!!..!!", 3, clip=clip)
     assert max(expected["norms"]) > clip > min(expected["norms"])
     kwargs = {
         "mixed_precision": precision,
@@ -503,7 +336,7 @@ def test_accumulated_gradients_are_clipped_whole_and_unscaled(ranks, world, prec
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_an_overflow_on_one_process_skips_the_update_and_the_tick_on_all(ranks, world):
+def test_an_overflow_on_one_rank_skips_update_and_tick_on_all(ranks, world):
     def loop() -> list[tuple[bool, float, float, float]]:
         accelerator = Accelerator(
             cpu=True,
@@ -545,7 +378,7 @@ def test_an_overflow_on_one_process_skips_the_update_and_the_tick_on_all(ranks, 
         ("process", False, False),
     ],
 )
-def test_the_rate_follows_the_updates(ranks, world, tick, split, follows):
+def test_scheduler_ticks_follow_the_updates(ranks, world, tick, split, follows):
     def loop() -> list[float]:
         accelerator = Accelerator(
             cpu=True,
@@ -578,7 +411,7 @@ def test_the_rate_follows_the_updates(ranks, world, tick, split, follows):
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("adjust", [True, False])
-def test_a_schedule_counts_the_calls_in_which_it_waits_where_asked(ranks, world, adjust):
+def test_adjust_scheduler(ranks, world, adjust):
     def loop() -> tuple[int, int]:
         plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=adjust)
         accelerator = Accelerator(gradient_accumulation_plugin=plugin, cpu=True)
@@ -593,113 +426,3 @@ def test_a_schedule_counts_the_calls_in_which_it_waits_where_asked(ranks, world,
 
     expected = (2 * world + (3 if adjust else 0), 2 * world)
     assert on_processes(ranks, world, loop) == [expected] * world
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_frozen_model_beside_the_trained_one_takes_no_part(ranks, world):
-    samples = 4 * SIZE * world
-    data = rows(samples)
-
-    def loss(student: nn.Module, teacher: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        return nn.functional.mse_loss(student(batch[0]), teacher(batch[0]))
-
-    def loop() -> tuple[bool, Tensor]:
-        accelerator = Accelerator(gradient_accumulation_steps=3, cpu=True)
-        student, teacher = network(), network(7).requires_grad_(False)
-        before = weights(teacher)
-        student, optimizer, teacher, loader = accelerator.prepare(
-            student, momentum(student), teacher, DataLoader(data, SIZE)
-        )
-        for batch in loader:
-            with accelerator.accumulate(student, teacher):
-                accelerator.backward(loss(student, teacher, batch))
-                optimizer.step()
-                optimizer.zero_grad()
-        return torch.equal(weights(teacher), before), weights(student)
-
-    student, teacher = network(), network(7)
-    optimizer = momentum(student)
-    for window in windows("..!!"):
-        student.zero_grad()
-        batches = [data[own[at]] for own in dealt(samples, world) for at in window]
-        (sum(loss(student, teacher, batch) for batch in batches) / 3 / world).backward()
-        optimizer.step()
-    for untouched, found in on_processes(ranks, world, loop):
-        assert untouched
-        assert_close(found, weights(student))
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_running_statistics_are_those_of_the_first_process(ranks, world):
-    samples = 4 * SIZE * world
-    data = rows(samples)
-
-    def loop() -> tuple[list[Tensor], Tensor]:
-        accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
-        model = network(middle=nn.BatchNorm1d(4))
-        model, optimizer, loader = accelerator.prepare(
-            model, momentum(model), DataLoader(data, SIZE)
-        )
-        for batch in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
-        with torch.no_grad():
-            model.eval()(data[[0]][0])  # the first forward pass after an update shares them
-        return [buffer.clone() for buffer in accelerator.unwrap_model(model).buffers()], weights(
-            model
-        )
-
-    replicas = [network(middle=nn.BatchNorm1d(4)) for _ in range(world)]
-    model = replicas[0]
-    optimizer = momentum(model)
-    for window in windows(".!.!"):
-        model.zero_grad()
-        for at in window:
-            for own, replica in zip(dealt(samples, world), replicas, strict=True):
-                state = {k: v for k, v in model.state_dict().items() if "running" not in k}
-                replica.load_state_dict(state, strict=False)
-                names = list(replica.parameters())
-                found = torch.autograd.grad(loss_of(replica, data[own[at]]) / 2 / world, names)
-                for parameter, gradient in zip(model.parameters(), found, strict=True):
-                    parameter.grad = gradient + (0 if parameter.grad is None else parameter.grad)
-        optimizer.step()
-    for buffers, found in on_processes(ranks, world, loop):
-        assert_close(buffers, list(model.buffers()))
-        assert_close(found, weights(model))
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_processes_with_fewer_batches_join_the_others(ranks, world):
-    # The last process has a batch less than the first one; alone there is nothing to join.
-    samples = 2 * SIZE * world + (SIZE if world > 1 else 0)
-    data = rows(samples)
-
-    def loop() -> tuple[int, Tensor, bool]:
-        accelerator = Accelerator(cpu=True)
-        model = network()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, loader = accelerator.prepare(model, sgd, DataLoader(data, SIZE))
-        with accelerator.join_uneven_inputs([model], even_batches=False):
-            count = 0
-            for batch in loader:
-                accelerator.backward(loss_of(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
-                count += 1
-        return count, weights(model), loader.even_batches
-
-    whole = [list(range(start, start + SIZE)) for start in range(0, samples, SIZE)]
-    model = network()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    for start in range(0, len(whole), world):
-        model.zero_grad()
-        batches = whole[start : start + world]
-        (sum(loss_of(model, data[own]) for own in batches) / world).backward()
-        sgd.step()
-    found = on_processes(ranks, world, loop)
-    assert [count for count, _, _ in found] == [len(whole[rank::world]) for rank in range(world)]
-    for _, own, even in found:
-        assert even
-        assert_close(own, weights(model))

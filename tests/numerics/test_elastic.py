@@ -133,7 +133,7 @@ def in_order(parts: list[Any]) -> list[Any]:
         ((1, 1), (2, None), (2, 1)),
     ],
 )
-def test_every_sample_once_in_the_same_order(ranks, tmp_path, worlds, updates, workers):
+def test_every_sample_is_seen_once_in_the_same_order(ranks, tmp_path, worlds, updates, workers):
     (whole,) = on_processes(ranks, 1, part, str(tmp_path / "whole"), None, 0)
     found, folder = [], str(tmp_path / "parts")
     for world, until, number in zip(worlds, updates, workers, strict=True):
@@ -157,7 +157,7 @@ def test_every_sample_once_in_the_same_order(ranks, tmp_path, worlds, updates, w
     assert [each["sum"] for each in both[0]] == [SAMPLES * (SAMPLES - 1) / 2] * EPOCHS
 
 
-def test_a_metric_object_whose_states_cannot_be_merged_is_refused_on_all_processes(ranks, tmp_path):
+def test_a_metric_object_that_cannot_be_merged_raises_on_all_ranks(ranks, tmp_path):
     on_processes(ranks, 2, part, str(tmp_path), 1, 0, Correlated)
     on_processes(ranks, 2, part, str(tmp_path), 2, 0, Correlated)
     with pytest.raises(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -180,7 +179,7 @@ def assert_equal_to_big_batches(ranks: Any, case: Case, *, world: int, accumulat
 @pytest.mark.parametrize(
     ("world", "accumulation", "size"), [(1, 1, 8), (1, 4, 2), (2, 1, 4), (2, 2, 2)]
 )
-def test_eight_samples_are_one_update_however_they_are_split(
+def test_a_batch_of_eight_split_over_ranks_and_micro_batches(
     ranks, world, accumulation, size, optimizer, dtype
 ):
     case = Case(equal(32, size), optimizer=optimizer, dtype=dtype)
@@ -214,13 +213,13 @@ def test_token_weighted_losses(ranks, world, accumulation, optimizer):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_token_weighted_losses_where_a_rank_has_no_token_in_a_window(ranks, world):
+def test_token_weighted_losses_with_a_rank_without_tokens(ranks, world):
     case = Case((1, 2, 1, 2, 2, 1, 1, 1, 3), Language, max_grad_norm=None)
     assert_equal_to_big_batches(ranks, case, world=world, accumulation=1)
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, SGD])
-def test_a_window_without_tokens_is_an_update_with_gradient_zero(ranks, optimizer):
+def test_a_window_without_tokens_has_zero_gradients(ranks, optimizer):
     case = Case((1, 1, 1, 1, 1, 1), SilentWindow, optimizer, epochs=1)
     results = [
         value
@@ -246,41 +245,6 @@ class SilentWindow(Language):
         return TensorDataset(tokens, labels)
 
 
-def seen_samples(seed: int | None, accumulation: int, size: int) -> list[list[float]]:
-    """The samples that this process trained on, by update, with shuffling."""
-
-    class Seeing(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            updates[-1] += batch[0][:, 0].tolist()
-            return super().training_step(batch, batch_idx)
-
-        def on_train_step_start(self) -> None:
-            updates.append([])
-
-    updates: list[list[float]] = []
-    loader = DataLoader(Regression.data(26, torch.float64), batch_size=size, shuffle=True)
-    watched_fit(
-        Seeing(SGD, torch.float64),
-        loader,
-        seed=seed,
-        max_epochs=2,
-        gradient_accumulation_steps=accumulation,
-    )
-    return updates
-
-
-def test_shuffled_updates_hold_the_same_samples_on_any_number_of_processes(ranks):
-    splits = [(1, 1, 8), (1, 4, 2), (2, 2, 2), (2, 1, 4)]
-    epochs = []
-    for world, accumulation, size in splits:
-        parts = on_processes(ranks, world, seen_samples, 5, accumulation, size)
-        epochs.append([sorted(chain(*update)) for update in zip(*parts, strict=True)])
-    everything = sorted(Regression.data(26, torch.float64).tensors[0][:, 0].tolist())
-    assert all(updates == epochs[0] for updates in epochs)
-    assert sorted(chain(*epochs[0][:4])) == everything
-    assert epochs[0][:4] != epochs[0][4:], "the second epoch has an order of its own"
-
-
 def shuffled_fit(accumulation: int, size: int) -> tuple[Watch, dict[str, Tensor]]:
     module = Regression(ADAMW, torch.float64)
     loader = DataLoader(Regression.data(26, torch.float64), batch_size=size, shuffle=True)
@@ -295,7 +259,7 @@ def shuffled_fit(accumulation: int, size: int) -> tuple[Watch, dict[str, Tensor]
     return watch, copy_of(module)
 
 
-def test_shuffled_training_is_the_same_on_any_number_of_processes(ranks):
+def test_shuffled_training_on_any_number_of_ranks(ranks):
     expected, weights = shuffled_fit(1, 12)
     for world, accumulation, size in [(1, 4, 3), (2, 2, 3), (2, 1, 6), (3, 2, 2), (3, 1, 4)]:
         for watch, trained in on_processes(ranks, world, shuffled_fit, accumulation, size):
@@ -305,7 +269,7 @@ def test_shuffled_training_is_the_same_on_any_number_of_processes(ranks):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_all_ranks_have_the_same_gradients_and_weights_to_the_last_bit(ranks, world):
+def test_ranks_stay_bit_identical(ranks, world):
     case = Case((1, 3, 2, 2, 5, 1, 1), dtype=torch.float32)
     (first, weights), *others = on_processes(ranks, world, split_fit, case, 2)
     for watch, trained in others:

@@ -124,68 +124,38 @@ def test_evaluation_of_any_dataset_size(ranks, world, stage, objects):
             assert_metrics(result[0], expected(numbers(samples), size, objects=objects))
 
 
-def fitted_with_an_object() -> dict[str, float]:
+def fitted_with_objects(samples: int) -> dict[str, float]:
     class Averaging(TrainModule):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.zeros(()))
-            self.average = MeanMetric()
+            self.weight = nn.Parameter(torch.ones(()))
+            self.average, self.loss = MeanMetric(), MeanMetric()
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             self.average.update(batch[0].sum(-1))
             self.log("average", self.average, on_step=True, on_epoch=True)
-            return self.weight * 0.0
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.0)
-
-    trainer = quiet_trainer(max_epochs=1, log_every=1)
-    trainer.fit(Averaging(), DataLoader(numbers(13), batch_size=2))
-    return dict(trainer.callback_metrics)
-
-
-@every_world
-def test_a_process_without_a_last_batch_computes_an_object_with_the_others(ranks, world):
-    """Of 7 batches; torchmetrics keeps what it computed for the step until the next update."""
-    mean = numbers(13).tensors[0].sum(-1).mean().item()
-    for actual in on_processes(ranks, world, fitted_with_an_object):
-        assert actual == pytest.approx({"average_step": mean, "average_epoch": mean}, rel=1e-6)
-
-
-def fitted_with_an_object_of_losses() -> dict[str, float]:
-    class Averaging(TrainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(()))
-            self.mean = MeanMetric()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = (self.weight * batch[0]).mean()
-            self.mean(loss)  # which keeps the graph
-            self.log("mean", self.mean, on_step=False, on_epoch=True)
+            self.loss(loss, weight=len(batch[0]))  # which keeps the graph
+            self.log("loss", self.loss, on_step=False, on_epoch=True)
             return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(Averaging(), DataLoader(numbers(2), batch_size=2))
+    trainer = quiet_trainer(max_epochs=1, log_every=1)
+    trainer.fit(Averaging(), DataLoader(numbers(samples), batch_size=2))
     return dict(trainer.callback_metrics)
 
 
 @every_world
-def test_a_process_without_any_batch_computes_an_object_that_was_given_losses(ranks, world):
-    mean = numbers(2).tensors[0].mean().item()
-    for actual in on_processes(ranks, world, fitted_with_an_object_of_losses):
-        assert actual == pytest.approx({"mean": mean}, rel=1e-6)
-
-
-@every_world
-def test_values_are_returned_in_the_order_of_logging(ranks, world):
-    """The same on a process without a batch."""
-    for results in on_processes(ranks, world, evaluations, "validate", [(4, 2)], False):
-        wanted = ["mean", "sum", "min", "max", "number", "classes", "of_class"]
-        assert list(results[0][0]) == wanted
+@pytest.mark.parametrize("samples", [2, 13])
+def test_metric_objects_in_training_where_a_rank_has_no_last_batch_or_none(ranks, world, samples):
+    """torchmetrics keeps what it computed for the step until the next update."""
+    values = numbers(samples).tensors[0]
+    mean = values.sum(-1).mean().item()
+    wanted = {"average_step": mean, "average_epoch": mean, "loss": values.mean().item()}
+    for actual in on_processes(ranks, world, fitted_with_objects, samples):
+        assert actual == pytest.approx(wanted, rel=1e-6)
 
 
 def several_loaders() -> list[dict[str, float]]:
@@ -224,7 +194,7 @@ def repeated_evaluations() -> list[dict[str, float]]:
 
 
 @every_world
-def test_validations_of_a_fit_start_anew_each_time(ranks, world):
+def test_each_validation_of_a_fit_starts_anew(ranks, world):
     # 7 samples are 2 batches: with 3 processes one never sees a metric object.
     for kept in on_processes(ranks, world, repeated_evaluations):
         assert len(kept) == 3
@@ -255,7 +225,7 @@ def logged_around() -> dict[str, float]:
 
 
 @every_world
-def test_values_around_a_validation_are_not_weighted_by_the_training_before_it(ranks, world):
+def test_values_logged_around_a_validation_have_equal_weights(ranks, world):
     # The last batch of the training is one sample, on one process of several.
     for metrics in on_processes(ranks, world, logged_around):
         for name in ("start", "epoch_start", "epoch_end"):
@@ -290,7 +260,7 @@ def training_records(samples: int, accumulation: int, project_dir: str) -> None:
 @every_world
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("samples", [3, 13])
-def test_training_metrics_are_over_the_window_and_over_the_epoch(
+def test_training_metrics_over_the_window_and_the_epoch(
     ranks, tmp_path, world, accumulation, samples
 ):
     on_processes(ranks, world, training_records, samples, accumulation, str(tmp_path / "run"))
@@ -345,27 +315,11 @@ def predictions(samples: int, size: int) -> Any:
 
 @every_world
 @pytest.mark.parametrize(("samples", "size"), [(1, 2), (4, 2), (7, 2), (13, 1), (13, 5)])
-def test_predictions_come_in_the_order_of_the_dataset_without_duplicates(
-    ranks, world, samples, size
-):
+def test_predictions_keep_the_order_without_duplicates(ranks, world, samples, size):
     first, *others = on_processes(ranks, world, predictions, samples, size)
     wanted = numbers(samples).tensors[0][:, 0]
     assert torch.equal(torch.cat(first), wanted)
     assert [len(batch) for batch in first] == [len(batch) for batch in wanted.split(size)]
-    assert others == [None] * (world - 1)
-
-
-def predictions_of_two() -> Any:
-    loaders = [DataLoader(numbers(n, n), batch_size=2) for n in (5, 8)]
-    return quiet_trainer().predict(Measuring(), loaders)
-
-
-@every_world
-def test_predictions_of_several_loaders(ranks, world):
-    first, *others = on_processes(ranks, world, predictions_of_two)
-    assert [torch.cat(outputs).tolist() for outputs in first] == [
-        numbers(n, n).tensors[0][:, 0].tolist() for n in (5, 8)
-    ]
     assert others == [None] * (world - 1)
 
 
@@ -377,7 +331,7 @@ def limited(limit: int | float) -> tuple[list[dict[str, float]], Any]:
 
 @every_world
 @pytest.mark.parametrize(("limit", "batches"), [(4, 4), (0.5, 3), (100, 7), (1.0, 7)])
-def test_limits_count_the_same_batches_on_any_number_of_processes(ranks, world, limit, batches):
+def test_limits_count_the_same_batches_on_any_number_of_ranks(ranks, world, limit, batches):
     whole = numbers(13)
     part = TensorDataset(*(tensor[: 2 * batches] for tensor in whole.tensors))
     for rank, (metrics, outputs) in enumerate(on_processes(ranks, world, limited, limit)):
@@ -394,7 +348,7 @@ def wide_total() -> float:
     return float(store.reduce_epoch("train")["n"])
 
 
-def test_totals_have_digits_that_float32_has_not(ranks2):
+def test_totals_are_summed_in_float64(ranks2):
     assert ranks2(wide_total) == [2.0**25 + 2] * 2
 
 
@@ -429,5 +383,5 @@ def statistic_seen() -> float:
     return trainer.callback_metrics["statistic"]
 
 
-def test_a_validation_is_with_the_buffers_of_the_first_process(ranks2):
+def test_validation_uses_the_buffers_of_rank_0(ranks2):
     assert ranks2(statistic_seen) == [2.0, 2.0]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers import isolation
@@ -112,9 +111,7 @@ def words_plainly(data: list[tuple[Tensor, ...]], window: int) -> list[dict[str,
     ],
     ids=["short", "branches", "silent"],
 )
-def test_sparse_words_among_parameters_that_not_every_loss_uses(
-    ranks, world, accumulation, flags, items
-):
+def test_sparse_gradients_beside_unused_parameters(ranks, world, accumulation, flags, items):
     data = rows(flags, items)
     expected = words_plainly(data, world * accumulation)
     for weights in on_processes(ranks, world, words_fit, data, accumulation):
@@ -194,7 +191,7 @@ def search_plainly(world: int, clips: bool) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_closures_have_the_mean_gradient_and_the_mean_loss(ranks, world, clips):
+def test_closures_get_the_mean_gradient_and_loss(ranks, world, clips):
     # Of five batches the last finds only one process at work; the others' count as zero.
     expected = search_plainly(world, clips)
     for weights in on_processes(ranks, world, search, clips):
@@ -237,7 +234,7 @@ def stepped_apart() -> tuple[list[Any], Tensor]:
     return returned, module.curve.net[0].weight.detach()
 
 
-def test_closures_return_a_loss_of_which_there_is_a_mean_or_nothing(ranks):
+def test_the_mean_of_what_closures_return(ranks):
     (first, here), (second, there) = on_processes(ranks, 2, stepped_apart)
     number, whole, tensor, none = first
     assert number == pytest.approx(0.1 + 0.5e-12, rel=0, abs=1e-16)
@@ -247,7 +244,7 @@ def test_closures_return_a_loss_of_which_there_is_a_mean_or_nothing(ranks):
     torch.testing.assert_close(here, there, rtol=0, atol=0)
 
 
-def test_alone_a_closure_returns_what_its_optimizer_takes():
+def test_closures_on_one_process():
     isolation.reset_trainer_state()
     returned, _ = stepped_apart()
     assert list(map(str, returned)) == list(map(str, values_of(0)))
@@ -288,38 +285,6 @@ class Growing(TrainModule):
         return torch.optim.SGD([*self.parameters(), *self.hidden], lr=0.1)
 
 
-class Exchanging(Growing):
-    """Has other parameters from its second update on, as many as before.
-
-    Args:
-        which: Those, by the beginning of their names.
-        anew: The optimizer gets a list of its own of them.
-        late: Not before the second epoch.
-    """
-
-    def __init__(self, which: str, anew: bool, late: bool) -> None:
-        super().__init__()
-        self.second = nn.Linear(3, 3, dtype=DOUBLE)
-        self.which, self.anew, self.late = which, anew, late
-
-    def on_train_epoch_start(self) -> None:
-        pass
-
-    def on_train_step_start(self) -> None:
-        if self.global_step != (2 if self.late else 1):
-            return
-        for name, parameter in list(self.named_parameters()):
-            if name.startswith(self.which):
-                part, _, last = name.rpartition(".")
-                other = nn.Parameter(torch.full_like(parameter, 0.5))
-                setattr(self.get_submodule(part), last, other)
-        group = self.optimizers().param_groups[0]
-        if self.anew:
-            group["params"] = list(self.parameters())
-        else:
-            group["params"][:] = self.parameters()
-
-
 def grow(module: TrainModule, batch_size: int, accumulation: int) -> list[Tensor]:
     trainer = quiet_trainer(
         max_epochs=2, gradient_accumulation_steps=accumulation, max_grad_norm=0.1
@@ -328,22 +293,8 @@ def grow(module: TrainModule, batch_size: int, accumulation: int) -> list[Tensor
     return [*module.state_dict().values(), *getattr(module, "hidden", [])]
 
 
-def test_a_part_that_is_added_later_is_weighted_and_clipped_with_the_rest():
+def test_a_layer_added_later_is_weighted_and_clipped():
     torch.testing.assert_close(grow(Growing(), 2, 3), grow(Growing(), 6, 1), **EXACT)
-
-
-@pytest.mark.parametrize(
-    ("which", "anew", "late"),
-    [
-        ("first", False, False),
-        ("second", False, False),
-        ("second.weight", True, False),  # neither the first nor the last
-        ("second.weight", False, True),
-    ],
-)
-def test_parameters_that_are_exchanged_are_weighted_and_clipped(which, anew, late):
-    made = [grow(Exchanging(which, anew, late), *split) for split in [(2, 3), (6, 1)]]
-    torch.testing.assert_close(made[0], made[1], **EXACT)
 
 
 def factor(kind: str) -> Tensor:
@@ -352,7 +303,7 @@ def factor(kind: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["parameter", "tensor"])
-def test_one_process_trains_what_is_not_the_modules_and_tells_it_once(kind, caplog):
+def test_unregistered_parameters_train_on_one_process_with_a_warning(kind, caplog):
     one, many = (Growing(factor(kind)) for _ in range(2))
     torch.testing.assert_close(grow(many, 2, 3), grow(one, 6, 1), **EXACT)
     assert not torch.equal(one.hidden[0], torch.ones(3, dtype=DOUBLE))
@@ -360,7 +311,7 @@ def test_one_process_trains_what_is_not_the_modules_and_tells_it_once(kind, capl
     assert ("in nn.Parameter first" in caplog.text) == (kind == "tensor")
 
 
-def strange_fit(kind: str) -> str:
+def unregistered_fit(kind: str) -> str:
     """What a fit says that trains what is not the module's, or did before its module changed."""
 
     class Left(Growing):
@@ -379,47 +330,23 @@ def strange_fit(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["trained", "left", "manual"])
-def test_several_processes_refuse_what_they_would_train_each_for_itself(ranks2, kind):
-    for text in ranks2(strange_fit, kind):  # in manual optimisation optimizers average theirs
+def test_unregistered_parameters_are_refused_on_several_processes(ranks2, kind):
+    for text in ranks2(unregistered_fit, kind):  # in manual optimisation optimizers average theirs
         refused = "averaged over the processes nor saved" in text
         assert refused if kind == "trained" else text == "fitted"
 
 
 @pytest.mark.parametrize(("kind", "times"), [("manual", 1), ("left", 0)])
-def test_one_process_tells_of_what_it_trains_alone(kind, times, caplog):
-    assert strange_fit(kind) == "fitted"
+def test_the_warning_of_unregistered_parameters(kind, times, caplog):
+    assert unregistered_fit(kind) == "fitted"
     assert caplog.text.count("that Growing does not have") == times
 
 
 # -- what a window asks of the device ---------------------------------------------------------
 
 
-class Calls(TorchDispatchMode):
-    """Counts calls of the operations by which a window knows its largest loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        self.count += function in (torch.ops.aten.abs.default, torch.ops.aten.maximum.default)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("accumulation", "non_finite", "count"), [(5, "stop", 5 + 4), (5, "ignore", 0), (1, "stop", 0)]
-)
-def test_the_largest_loss_is_looked_for_where_somebody_asks(accumulation, non_finite, count):
-    trainer = quiet_trainer(
-        max_epochs=1, gradient_accumulation_steps=accumulation, non_finite=non_finite
-    )
-    with Calls() as calls:
-        trainer.fit(Growing(), DataLoader(TensorDataset(points()), batch_size=2))
-    assert calls.count == count
-
-
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_loss_of_minus_infinity_is_found_wherever_in_the_window_it_is(at):
+def test_a_loss_of_minus_infinity_anywhere_in_the_window_raises(at):
     class Falling(Growing):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return super().training_step(batch, batch_idx) - (torch.inf if batch_idx == at else 0)
@@ -463,7 +390,7 @@ def tied_fit(sparse: bool, words_first: bool) -> Tensor:
 
 @pytest.mark.parametrize("words_first", [True, False])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_sparse_embedding_that_is_tied_to_a_line_has_dense_gradients(ranks, world, words_first):
+def test_a_sparse_embedding_tied_to_a_linear_layer(ranks, world, words_first):
     expected = on_processes(ranks, world, tied_fit, False, words_first)
     found = on_processes(ranks, world, tied_fit, True, words_first)
     torch.testing.assert_close(found, expected, **EXACT)
@@ -507,19 +434,19 @@ def fitted(
     return [*module.state_dict().values(), seen, trainer.callback_metrics["loss"]]
 
 
-def test_a_batch_without_samples_counts_for_nothing() -> None:
+def test_an_empty_batch_has_no_weight() -> None:
     whole = fitted([[0, 1, 2, 3]], 1, None)
     torch.testing.assert_close(fitted([[0], [], [1, 2, 3]], 3, None), whole, **EXACT)
     apart = fitted([[0, 1], [2, 3]], 1, None)
     torch.testing.assert_close(fitted([[0, 1], [], [2, 3]], 1, None), apart, rtol=0, atol=0)
 
 
-def test_a_batch_whose_first_tensor_is_no_row_a_sample_counts_for_its_samples() -> None:
+def test_a_batch_whose_first_tensor_has_no_rows() -> None:
     expected = fitted([[0, 1], [2, 3, 4]], 2, None)
     torch.testing.assert_close(fitted([[0, 1], [2, 3, 4]], 2, 0), expected, rtol=0, atol=0)
 
 
-def test_a_first_window_without_samples_can_be_unscaled() -> None:
+def test_a_first_window_without_samples_in_fp16() -> None:
     expected = fitted([[0, 1], [2, 3]], 1, None, mixed_precision="fp16")
     after_nothing = fitted([[], [0, 1], [2, 3]], 1, None, mixed_precision="fp16")
     torch.testing.assert_close(after_nothing, expected, rtol=0, atol=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     TensorDataset,
@@ -27,7 +25,14 @@ from torch.utils.data import (
 from torchmetrics import MeanMetric, SumMetric
 
 from callbacks import Callback, EarlyStopping, ModelCheckpoint
-from tests.numerics.running import Watch, assert_same, copy_of, on_processes, quiet_trainer
+from tests.numerics.running import (
+    Watch,
+    assert_same,
+    copy_of,
+    cut_back,
+    on_processes,
+    quiet_trainer,
+)
 from trackers import read_metrics
 from trainer import GradScalerKwargs, TrainModule
 from trainer.errors import Preempted
@@ -113,18 +118,18 @@ class Average(Callback):
         self.weights = state
 
 
-class Told(Callback):
-    """One process is told to end, once, at a hook of an update."""
+class SignalAt(Callback):
+    """Sends SIGTERM to one rank, once, at a hook of an update."""
 
     def __init__(self, hook: str, step: int, rank: int = 0) -> None:
-        def tell(trainer: Any, *_: Any) -> None:
+        def send(trainer: Any, *_: Any) -> None:
             here = trainer.accelerator.process_index == rank
-            if here and trainer.global_step == step and not self.messages:
-                self.messages = True
+            if here and trainer.global_step == step and not self.signals:
+                self.signals = True
                 signal.raise_signal(signal.SIGTERM)
 
-        self.messages = False
-        setattr(self, hook, tell)
+        self.signals = False
+        setattr(self, hook, send)
 
 
 def noisy_fit(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +140,7 @@ def noisy_fit(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any
     """
     options = dict(options)
     every, patience = options.pop("every", "1 epoch"), options.pop("patience", 50)
-    workers, messages = options.pop("workers"), options.pop("messages", None)
+    workers, signals = options.pop("workers"), options.pop("signals", None)
     monitor = options.pop("monitor", None)
     random.seed(begin)
     numpy.random.seed(begin)
@@ -145,7 +150,7 @@ def noisy_fit(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any
     early = EarlyStopping(monitor or "val/epoch", patience=patience)
     trainer = quiet_trainer(
         project_dir=folder,
-        callbacks=[watch, end, average, early, ranked, *([Told(*messages)] if messages else [])],
+        callbacks=[watch, end, average, early, ranked, *([SignalAt(*signals)] if signals else [])],
         num_sanity_val_steps=1,
         **options,
     )
@@ -228,38 +233,16 @@ def test_resume_between_epochs(ranks, tmp_path, world, workers):
     interrupted_at_epoch_two(ranks, world, tmp_path, workers=workers)
 
 
-@every_world
-def test_resume_between_epochs_with_a_seed_and_accumulation(ranks, tmp_path, world):
-    interrupted_at_epoch_two(
-        ranks, world, tmp_path, workers=0, seed=5, gradient_accumulation_steps=2, max_grad_norm=0.5
-    )
-
-
-def test_resume_between_epochs_in_bf16(ranks, tmp_path):
-    interrupted_at_epoch_two(ranks, 1, tmp_path, workers=0, mixed_precision="bf16")
-
-
-@every_world
-def test_early_stopping_counts_on_after_a_resume(ranks, tmp_path, world):
-    options = {"max_epochs": 9, "workers": 0, "patience": 3}
-    whole = on_processes(ranks, world, noisy_fit, str(tmp_path / "whole"), 1, options)
-    parts = str(tmp_path / "parts")
-    on_processes(ranks, world, noisy_fit, parts, 1, {**options, "max_epochs": 2})
-    resumed = on_processes(ranks, world, noisy_fit, parts, 99, options)
-    for one, other in zip(whole, resumed, strict=True):
-        assert one["counters"][1] == 3  # epochs 1, 2 and 3 were no better than epoch 0
-        assert one["callbacks"][0]["stopped_epoch"] == 3
-        assert_resumed(one, other, after=2 * len(one["losses"]) // 4)
-    assert_same_record(tmp_path / "whole", tmp_path / "parts")
-
-
-def cut_back(whole: Path, folder: Path, step: int) -> None:
-    """A copy of a run as if it had been killed after the checkpoint of this update."""
-    shutil.copytree(whole, folder)
-    for path in (folder / "checkpoints").glob("step-*"):
-        if int(path.name.removeprefix("step-")) > step:
-            shutil.rmtree(path)
-    assert (folder / "checkpoints" / f"step-{step:08d}").is_dir()
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {"seed": 5, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}),
+        (3, {"seed": 5, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}),
+        (1, {"mixed_precision": "bf16"}),
+    ],
+)
+def test_resume_between_epochs_with_options(ranks, tmp_path, world, options):
+    interrupted_at_epoch_two(ranks, world, tmp_path, workers=0, **options)
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
@@ -279,21 +262,21 @@ def test_resume_inside_an_epoch_in_fp16(ranks, tmp_path, world):
     assert whole["scaler"]["scale"] != 2.0**14
 
 
-def test_several_resumes_in_one_epoch_in_fp16(tmp_path):
+def test_several_resumes_inside_one_epoch_in_fp16(tmp_path):
     # Between the scale's growth and its overflow, with a validation and a log in between.
     scaler = GradScalerKwargs(init_scale=2.0**14, growth_interval=2)
     options = {"max_epochs": 2, "workers": 0, "val_every": 2, "log_every": 3, "every": 3}
     options |= {"mixed_precision": "fp16", "kwargs_handlers": [scaler]}
     (whole,) = on_processes(None, 1, noisy_fit, str(tmp_path / "whole"), 1, options)
     assert whole["counters"][0] == 14
-    folder, steps = str(tmp_path / "messages"), [0, 2, 4, 5, 9]
+    folder, steps = str(tmp_path / "signals"), [0, 2, 4, 5, 9]
     for begin, step in enumerate(steps, 1):
-        messages = {"messages": ("on_train_step_start", step)}
-        (ended,) = on_processes(None, 1, noisy_fit, folder, begin, options | messages)
+        signals = {"signals": ("on_train_step_start", step)}
+        (ended,) = on_processes(None, 1, noisy_fit, folder, begin, options | signals)
         assert ended["step"] == step + 1
     (resumed,) = on_processes(None, 1, noisy_fit, folder, 99, options)
     assert_resumed(whole, resumed, after=10, boundaries_after=9)
-    assert_same_record(tmp_path / "whole", tmp_path / "messages")
+    assert_same_record(tmp_path / "whole", tmp_path / "signals")
 
 
 def interrupted_inside(
@@ -317,7 +300,7 @@ def interrupted_inside(
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_decisions_by_steps_that_are_not_recorded_go_on(ranks, tmp_path, world):
+def test_resume_of_decisions_by_unrecorded_step_metrics(ranks, tmp_path, world):
     whole = interrupted_inside(ranks, world, tmp_path, 0, monitor="loss", log_every=50)
     early, ranked = whole["callbacks"]
     assert len(ranked["scores"]) == whole["counters"][0] // (3 if world == 1 else 1)
@@ -325,12 +308,12 @@ def test_decisions_by_steps_that_are_not_recorded_go_on(ranks, tmp_path, world):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_decisions_that_a_signal_leaves_due_judge_the_same(ranks, tmp_path, world):
+def test_resume_of_a_decision_that_a_signal_left_due(ranks, tmp_path, world):
     options = {"max_epochs": 2, "workers": 0, "log_every": 50, "every": 1, "monitor": "loss"}
     whole = on_processes(ranks, world, noisy_fit, str(tmp_path / "whole"), 1, options)
-    messages = options | {"messages": ("on_train_step_start", 2)}
-    on_processes(ranks, world, noisy_fit, str(tmp_path / "messages"), 1, messages)
-    resumed = on_processes(ranks, world, noisy_fit, str(tmp_path / "messages"), 99, options)
+    signals = options | {"signals": ("on_train_step_start", 2)}
+    on_processes(ranks, world, noisy_fit, str(tmp_path / "signals"), 1, signals)
+    resumed = on_processes(ranks, world, noisy_fit, str(tmp_path / "signals"), 99, options)
     for one, other in zip(whole, resumed, strict=True):
         after = len(one["rates"]) - len(other["rates"])
         assert_resumed(one, other, after=after, boundaries_after=after - 1)
@@ -368,7 +351,7 @@ def narrow_fit(folder: str, epochs: int) -> tuple[Any, Any]:
     return copy_of(module), product
 
 
-def test_optimizer_state_in_float32_of_narrow_weights_is_not_rounded(tmp_path):
+def test_float32_optimizer_state_of_bf16_weights_is_not_rounded(tmp_path):
     whole = narrow_fit(str(tmp_path / "whole"), 9)
     for epochs in (3, 5, 9):
         parts = narrow_fit(str(tmp_path / "parts"), epochs)
@@ -385,12 +368,10 @@ class Again(RandomSampler):
         return iter(self.order)
 
 
-@pytest.mark.parametrize(("sampler", "step", "messages"), [
+@pytest.mark.parametrize(("sampler", "step", "signals"), [
     (Again, 1, False), (Again, 3, False), (Again, 4, True), (RandomSampler, 4, False),
 ])  # fmt: skip  # a table
-def test_samples_that_a_resume_repeats_and_leaves_out_are_told(
-    tmp_path, caplog, sampler, step, messages
-):
+def test_a_sampler_that_depends_on_earlier_epochs_warns(tmp_path, caplog, sampler, step, signals):
     """An epoch is of 3 updates; the sampler's second order depends on its first."""
     data = TensorDataset(torch.randn(12, FEATURES), torch.arange(12) % CLASSES)
     for max_steps in (step, 6):
@@ -399,8 +380,8 @@ def test_samples_that_a_resume_repeats_and_leaves_out_are_told(
         )
         loader = DataLoader(data, batch_size=4, sampler=sampler(data))
         trainer.fit(Noisy(), loader, ckpt_path="auto")
-    assert ("the order of its Again depend on the global generators" in caplog.text) == messages
-    assert ("differs from before the resume" in caplog.text) == messages
+    assert ("the order of its Again depend on the global generators" in caplog.text) == signals
+    assert ("differs from before the resume" in caplog.text) == signals
 
 
 class Lazy(TrainModule):
@@ -419,7 +400,7 @@ class Lazy(TrainModule):
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_a_module_whose_shapes_the_first_batch_decides(tmp_path):
+def test_resume_of_lazy_modules(tmp_path):
     def fit(folder: str, epochs: int) -> dict[str, Tensor]:
         module = Lazy()
         trainer = quiet_trainer(
@@ -500,7 +481,7 @@ def drawing_fit(folder: str, steps: int, options: dict[str, Any], late: bool = F
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"val_every": 2, "gradient_accumulation_steps": 2}])
-def test_generators_that_a_module_keeps_go_on(ranks, tmp_path, world, options):
+def test_resume_of_generators_of_the_module(ranks, tmp_path, world, options):
     whole = on_processes(ranks, world, drawing_fit, str(tmp_path / "whole"), 8, options)
     on_processes(ranks, world, drawing_fit, str(tmp_path / "parts"), 2, options)
     on_processes(ranks, world, drawing_fit, str(tmp_path / "parts"), 5, options)
@@ -508,7 +489,7 @@ def test_generators_that_a_module_keeps_go_on(ranks, tmp_path, world, options):
     assert_same(resumed, whole)
 
 
-def test_a_generator_that_a_module_makes_late_is_told_of(tmp_path, caplog):
+def test_a_lazy_generator_of_the_module_warns(tmp_path, caplog):
     drawing_fit(str(tmp_path), 2, {}, late=True)
     assert "random generators when" not in caplog.text
     drawing_fit(str(tmp_path), 4, {}, late=False)
@@ -552,7 +533,7 @@ def switching_fit(folder: Path, steps: int, module: Noisy | None = None) -> Nois
     return module
 
 
-def test_what_is_frozen_or_in_evaluation_mode_stays_so(tmp_path, caplog):
+def test_resume_of_frozen_and_evaluated_layers(tmp_path, caplog):
     whole = switching_fit(tmp_path / "whole", 10)
     switching_fit(tmp_path / "parts", 6)
     resumed = switching_fit(tmp_path / "parts", 10)
@@ -569,7 +550,7 @@ class Still(Switching):
         self.net[1].eval()
 
 
-def test_what_is_done_to_a_module_after_its_fit_is_not_the_runs(tmp_path):
+def test_changes_to_a_module_after_its_fit_are_not_saved(tmp_path):
     module = Still()
     trainer = quiet_trainer(max_steps=2, seed=1, project_dir=tmp_path / "a")
     loader = DataLoader(Augmented(24), batch_size=2)
@@ -583,7 +564,7 @@ def test_what_is_done_to_a_module_after_its_fit_is_not_the_runs(tmp_path):
     assert torch.equal(again.net[1].running_mean, torch.zeros(16))
 
 
-def test_a_script_that_freezes_otherwise_than_before_is_followed(tmp_path, caplog):
+def test_a_script_that_changes_what_it_freezes(tmp_path, caplog):
     switching_fit(tmp_path, 6)
     module = Switching()
     module.net[0].requires_grad_(True)
@@ -601,45 +582,29 @@ def test_a_script_that_freezes_otherwise_than_before_is_followed(tmp_path, caplo
     assert not torch.equal(after["net.0.bias"], before["net.0.bias"])
 
 
-def test_a_start_may_freeze_otherwise_in_on_fit_start(tmp_path):
-    class Freed(Switching):
-        def on_fit_start(self) -> None:
-            self.net[4].bias.requires_grad_(True)
-
-    before = copy_of(switching_fit(tmp_path, 6))["net.4.bias"]
-    assert not torch.equal(copy_of(switching_fit(tmp_path, 8, Freed()))["net.4.bias"], before)
-
-
-HOOKS = [
-    "on_train_step_start",
-    "on_before_optimizer_step",
-    "on_validation_start",
-    "on_validation_batch_end",
-    "on_train_epoch_end",
-    "on_boundary",
-]
+HOOKS = ["on_before_optimizer_step", "on_validation_batch_end", "on_train_epoch_end", "on_boundary"]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_signal_changes_nothing_but_the_time(ranks, tmp_path, world, hook):
+def test_resume_after_signals_in_every_hook(ranks, tmp_path, world, hook):
     options = {"max_epochs": 3, "workers": 0, "val_every": 2, "log_every": 3, "every": 3}
     whole = on_processes(ranks, world, noisy_fit, str(tmp_path / "whole"), 1, options)
-    folder = str(tmp_path / "messages")
+    folder = str(tmp_path / "signals")
     at = {"on_train_epoch_end": 7 if world == 1 else 4}.get(hook, 2)
     starts = [(hook, at, world - 1), (hook, 2 * at, 0), None]
-    for begin, messages in enumerate(starts, 1):
+    for begin, signals in enumerate(starts, 1):
         results = on_processes(
-            ranks, world, noisy_fit, folder, begin, options | {"messages": messages}
+            ranks, world, noisy_fit, folder, begin, options | {"signals": signals}
         )
-        if messages is not None:
+        if signals is not None:
             (code,) = {result["code"] for result in results[world - 1 :][:1]}
             assert code == 128 + signal.SIGTERM
             (step,) = {result["step"] for result in results}
-            assert 0 <= step - messages[1] <= 2  # within two updates
+            assert 0 <= step - signals[1] <= 2  # within two updates
     for one, other in zip(whole, results, strict=True):
         assert_resumed(one, other, after=step, boundaries_after=step - 1)
-    assert_same_record(tmp_path / "whole", tmp_path / "messages")
+    assert_same_record(tmp_path / "whole", tmp_path / "signals")
 
 
 class Evaluating(TrainModule):
@@ -672,11 +637,11 @@ class Evaluating(TrainModule):
 
 
 @pytest.mark.parametrize("logs_object", [True, False])
-def test_what_a_validation_took_in_before_a_signal_counts_once(tmp_path, logs_object):
+def test_a_validation_interrupted_by_a_signal_counts_once(tmp_path, logs_object):
     class Signal(Callback):
         def on_validation_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
-            if trainer.global_step == 4 and not (tmp_path / "messages").exists():
-                (tmp_path / "messages").touch()
+            if trainer.global_step == 4 and not (tmp_path / "signals").exists():
+                (tmp_path / "signals").touch()
                 signal.raise_signal(signal.SIGTERM)
 
     def fit(folder: str, *callbacks: Callback) -> list[dict[str, Any]]:
@@ -719,7 +684,7 @@ class DrawingFirst(Noisy):
 
 
 @pytest.mark.parametrize("length", [{"max_epochs": 2}, {"max_steps": 10}])
-def test_the_draws_of_an_epochs_beginning_are_made_once(tmp_path, length):
+def test_draws_in_on_train_epoch_start_are_made_once(tmp_path, length):
     def weights(folder: str, *lengths: dict[str, int]) -> dict[str, Tensor]:
         for begin, each in enumerate(lengths, 1):
             torch.manual_seed(begin)
@@ -744,7 +709,7 @@ class Counting(Noisy):
         return self.counted[-1]
 
 
-def test_losses_are_weighed_by_the_items_of_the_first_start(tmp_path):
+def test_losses_are_scaled_by_the_items_of_the_first_start(tmp_path):
     def fits(folder: str, *lengths: int) -> list[Counting]:
         modules = []
         for begin, length in enumerate(lengths, 1):
@@ -765,36 +730,9 @@ def test_losses_are_weighed_by_the_items_of_the_first_start(tmp_path):
     assert_same(copy_of(resumed), copy_of(whole))
 
 
-def test_a_script_that_evaluates_otherwise_than_before_is_followed(tmp_path):
+def test_a_script_that_changes_what_it_evaluates(tmp_path):
     switching_fit(tmp_path, 6)
     module = Switching()
     module.net[3].eval()
     switching_fit(tmp_path, 8, module)
     assert [part.training for part in (module.net[1], module.net[3])] == [True, False]
-
-
-class Drawn(IterableDataset):
-    def __iter__(self):
-        for _ in range(4):
-            yield torch.rand(4)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_validation_stream_whose_workers_would_stay_is_read_the_same(tmp_path, workers):
-    class Net(Noisy):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val/mean", batch.mean())
-
-    def fit(folder: str, epochs: int) -> list[float]:
-        trainer = quiet_trainer(project_dir=tmp_path / folder, max_epochs=epochs)
-        validation = DataLoader(
-            Drawn(), batch_size=2, num_workers=workers, persistent_workers=bool(workers)
-        )
-        trainer.fit(Net(), DataLoader(Augmented(8), batch_size=4), validation, ckpt_path="auto")
-        found = read_metrics(tmp_path / folder / "metrics.jsonl")
-        return [record["val/mean"] for record in found if "val/mean" in record]
-
-    whole = fit("whole", 3)
-    fit("parts", 1)
-    assert len(whole) == 3
-    assert fit("parts", 3) == whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback, EarlyStopping, ModelCheckpoint
-from tests.numerics.running import assert_same, copy_of, on_processes, quiet_trainer
+from callbacks import Callback, ModelCheckpoint
+from tests.numerics.running import assert_same, copy_of, cut_back, on_processes, quiet_trainer
 from trainer import GradScalerKwargs, TrainModule
 from trainer.checkpoint.serialization import load_tree
 from trainer.checkpoint.storage import rank_stem
@@ -101,17 +100,8 @@ def assert_ends_alike(whole: list[Any], resumed: list[Any]) -> None:
             assert_same(other[name], one[name])
 
 
-def cut_back(whole: Path, folder: Path, step: int) -> Path:
-    """A copy of a run as if it had been killed after the checkpoint of this update."""
-    shutil.copytree(whole, folder)
-    for path in (folder / "checkpoints").glob("step-*"):
-        if int(path.name.removeprefix("step-")) > step:
-            shutil.rmtree(path)
-    return folder
-
-
 @pytest.mark.parametrize("world", [1, 2])
-def test_an_optimizer_that_steps_rarely_goes_on_at_every_update(ranks, tmp_path, world):
+def test_resume_between_the_steps_of_an_optimizer(ranks, tmp_path, world):
     options = {"samples": 2 * BATCHES * world}
     whole = on_processes(ranks, world, rare_fit, str(tmp_path / "whole"), 1, 2, options)
     assert whole[0]["steps"] == 2 * BATCHES
@@ -125,7 +115,7 @@ def test_an_optimizer_that_steps_rarely_goes_on_at_every_update(ranks, tmp_path,
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_window_that_the_epoch_left_open_goes_on_in_the_next(ranks, tmp_path, world):
+def test_resume_with_gradients_left_open_by_an_epoch(ranks, tmp_path, world):
     # Every third of 8 batches: two of them wait when the epoch ends.
     options = {"samples": 2 * BATCHES * world, "every": "1 epoch"}
     whole = on_processes(ranks, world, rare_fit, str(tmp_path / "whole"), 3, 3, options)
@@ -177,7 +167,7 @@ def centred_fit(folder: str, *callbacks: Callback, **options: Any) -> list[Any]:
     return [module.losses, copy_of(module.net)]
 
 
-def test_buffers_that_training_moves_do_not_depend_on_when_the_run_is_saved(ranks2, tmp_path):
+def test_saving_does_not_change_buffers(ranks2, tmp_path):
     whole = ranks2(centred_fit, str(tmp_path / "whole"))
     assert_same(ranks2(centred_fit, str(tmp_path / "saved"), SaveInBetween()), whole)
     ranks2(lambda: centred_fit(str(tmp_path / "parts"), max_steps=3, max_epochs=None))
@@ -185,41 +175,6 @@ def test_buffers_that_training_moves_do_not_depend_on_when_the_run_is_saved(rank
     for (losses, weights), (all_losses, all_weights) in zip(parts, whole, strict=True):
         assert_same(losses, all_losses[3:])
         assert_same(weights, all_weights)
-
-
-def test_epochs_without_an_update_are_remembered(tmp_path):
-    class Waiting(Rare):
-        """Its optimizers wait for longer than the run."""
-
-        validated = 0
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.manual_backward(self.second(self.first(self.table(batch[0]))).square().mean())
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.validated += 1
-            self.log("val", 1.0)
-
-    def fit(folder: str, epochs: int) -> tuple[Any, ...]:
-        early, module = EarlyStopping("val", patience=3), Waiting(1)
-        saver = ModelCheckpoint(monitor="val", save_top_k=-1)
-        trainer = quiet_trainer(
-            max_epochs=epochs,
-            project_dir=tmp_path / folder,
-            callbacks=[early, saver],
-            num_sanity_val_steps=1,
-        )
-        loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
-        trainer.fit(module, loader, loader, ckpt_path="auto")
-        assert trainer.global_step == 0
-        return early.state_dict(), saver.state_dict(), trainer.current_epoch, module.validated
-
-    *whole, validated = fit("whole", 9)
-    assert (whole[2], validated) == (3, 1 + 4 * 2)
-    fit("parts", 2)
-    *resumed, validated = fit("parts", 9)
-    assert resumed == whole
-    assert validated == 2 * 2  # without a trial before
 
 
 @pytest.mark.parametrize(
@@ -231,7 +186,7 @@ def test_epochs_without_an_update_are_remembered(tmp_path):
         (2, {"mixed_precision": "fp16"}),
     ],
 )
-def test_sparse_and_scaled_gradients_wait_too(ranks, tmp_path, world, options):
+def test_resume_with_sparse_or_scaled_gradients(ranks, tmp_path, world, options):
     if "mixed_precision" in options:  # the scale grows while gradients wait
         scaler = GradScalerKwargs(init_scale=2.0**8, growth_interval=2)
         options = {**options, "kwargs_handlers": [scaler]}
@@ -244,7 +199,7 @@ def test_sparse_and_scaled_gradients_wait_too(ranks, tmp_path, world, options):
 
 
 @pytest.mark.parametrize(("saved", "here"), [(2, 1), (1, 2), (3, 2)])
-def test_another_number_of_processes_begins_with_the_mean(ranks, tmp_path, saved, here):
+def test_resume_on_another_number_of_ranks_starts_with_the_mean(ranks, tmp_path, saved, here):
     options = {"samples": 2 * BATCHES * saved, "every": "1 epoch"}
     before = on_processes(ranks, saved, rare_fit, str(tmp_path), 3, 1, options)
     after = on_processes(ranks, here, rare_fit, str(tmp_path), 3, 2, options)
@@ -254,7 +209,7 @@ def test_another_number_of_processes_begins_with_the_mean(ranks, tmp_path, saved
             torch.testing.assert_close(each["first"][name], mean, rtol=1e-6, atol=1e-8)
 
 
-def test_no_gradients_are_saved_where_none_wait(tmp_path):
+def test_no_gradients_are_saved_between_windows(tmp_path):
     class Auto(Rare):
         automatic_optimization = True
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from callbacks import Callback, ModelCheckpoint
-from tests.numerics.running import Watch, assert_same, copy_of, on_processes, quiet_trainer
+from tests.numerics.running import (
+    Watch,
+    assert_same,
+    copy_of,
+    cut_back,
+    on_processes,
+    quiet_trainer,
+)
 from trackers import read_metrics
 from trainer import TrainModule
 from trainer.errors import CheckpointError
@@ -180,15 +186,6 @@ def stream_fit(folder: str, begin: int, name: str, workers: int, options: dict[s
     }
 
 
-def cut_back(whole: Path, folder: Path, step: int) -> None:
-    """A copy of a run as if it had been killed after the checkpoint of this update."""
-    shutil.copytree(whole, folder)
-    for path in (folder / "checkpoints").glob("step-*"):
-        if int(path.name.removeprefix("step-")) > step:
-            shutil.rmtree(path)
-    assert (folder / "checkpoints" / f"step-{step:08d}").is_dir()
-
-
 def record_of(folder: Path) -> list[dict[str, Any]]:
     records = read_metrics(folder / "metrics.jsonl")
     return [{name: value for name, value in each.items() if name != "time"} for each in records]
@@ -206,21 +203,17 @@ def assert_resumed(whole: Any, resumed: Any, step: int) -> None:
     [
         ("resumable", 1, 0, {}, 1),
         ("resumable", 1, 0, {"gradient_accumulation_steps": 2, "limit_train_batches": 5}, 1),
-        ("resumable", 1, 1, {}, 4),
         ("resumable", 1, 3, {"gradient_accumulation_steps": 2}, 3),
         ("resumable", 2, 0, {}, 1),
         ("resumable", 2, 3, {"max_epochs": 2}, 3),
         ("anew 4", 1, 0, {}, 2),
         (f"anew {SAMPLES}", 1, 0, {}, 1),  # one batch an epoch, at whose end nobody knows of it
-        (f"anew {SAMPLES + 1}", 1, 0, {}, 1),
         (f"anew {SAMPLES // 2}", 2, 0, {"limit_train_batches": 2}, 1),
         (f"anew {SAMPLES}", 1, 1, {}, 1),
         ("source", 1, 0, {"limit_train_batches": 7, "max_epochs": 2}, 3),
         ("source", 2, 0, {"max_epochs": 2}, 5),
-        ("plain", 1, 0, {}, 4),
         ("plain", 1, 3, {"max_epochs": 2}, 5),
         ("plain", 2, 0, {"max_epochs": 2}, 3),
-        ("keeping", 1, 0, {}, 4),
         ("keeping", 1, 2, {"max_epochs": 2}, 5),
         ("keeping", 2, 0, {"max_epochs": 2}, 3),
     ],
@@ -240,7 +233,7 @@ def test_resume_after_every_update(ranks, tmp_path, name, world, workers, option
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_another_number_of_processes_trains_on_the_same_samples(ranks, tmp_path, before, after):
+def test_resume_on_another_number_of_ranks_sees_the_same_samples(ranks, tmp_path, before, after):
     """The first epoch's samples do not depend on where in it the number changed."""
 
     def run(world: int, folder: str, begin: int, **options: Any) -> list[Any]:
@@ -256,7 +249,7 @@ def test_another_number_of_processes_trains_on_the_same_samples(ranks, tmp_path,
         assert part["counters"][2] == 2 * SAMPLES
 
 
-def test_another_number_of_workers_inside_an_epoch_is_refused(tmp_path):
+def test_resume_with_another_number_of_workers_raises(tmp_path):
     stream_fit(str(tmp_path), 1, "resumable", 2, {"max_steps": 2})
     with pytest.raises(CheckpointError, match="2 workers read, and this loader has 0"):
         stream_fit(str(tmp_path), 1, "resumable", 0, {})
@@ -267,7 +260,7 @@ class Unsaveable(Resumable):
         return {"at": self.at, "buffer": {"source": Path("here")}}
 
 
-def test_a_state_that_cannot_be_saved_is_named(tmp_path):
+def test_a_stream_state_that_cannot_be_saved_raises(tmp_path):
     trainer = quiet_trainer(
         project_dir=str(tmp_path), max_epochs=1, callbacks=[ModelCheckpoint(every=1)]
     )

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
 from tests.numerics.running import on_processes, quiet_trainer
-from trainer import Accelerator, Preempted, TrainModule
+from trainer import Preempted, TrainModule
 
 EPOCHS, SAMPLES = 3, 23
 WORLDS = (1, 2, 3)
@@ -118,7 +118,7 @@ def one_cycle(accumulation: int) -> Rates:
 
 @every_world
 @every_accumulation
-def test_one_cycle_over_the_estimated_updates_reaches_its_end_exactly(ranks, world, accumulation):
+def test_one_cycle_over_estimated_stepping_batches_ends_exactly(ranks, world, accumulation):
     updates = EPOCHS * updates_of(world, accumulation)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     schedule = OneCycleLR(optimizer, max_lr=0.5, total_steps=updates)
@@ -134,7 +134,7 @@ def test_one_cycle_over_the_estimated_updates_reaches_its_end_exactly(ranks, wor
 
 def resumed_one_cycle(folder: str, until: int | None, accumulation: int) -> tuple[Any, ...]:
     """Train to an update, or to the end; return the rates, and what the schedule warned of."""
-    reported = Told()
+    reported = Messages()
     logger = logging.getLogger("trainer.optim.configure")
     logger.addHandler(reported)
     seen = Rates()
@@ -142,7 +142,7 @@ def resumed_one_cycle(folder: str, until: int | None, accumulation: int) -> tupl
         max_epochs=EPOCHS,
         project_dir=folder,
         gradient_accumulation_steps=accumulation,
-        callbacks=[seen, Signal(until), ModelCheckpoint()],
+        callbacks=[seen, SignalAt(until), ModelCheckpoint()],
     )
     try:
         trainer.fit(Scheduled(one_cycle=True), loader(), ckpt_path="auto")
@@ -153,7 +153,7 @@ def resumed_one_cycle(folder: str, until: int | None, accumulation: int) -> tupl
     return seen.used, reported.messages
 
 
-class Told(logging.Handler):
+class Messages(logging.Handler):
     """Keeps the messages of a logger."""
 
     def __init__(self) -> None:
@@ -164,8 +164,8 @@ class Told(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-class Signal(Callback):
-    """Tells the run to end at an update."""
+class SignalAt(Callback):
+    """Sends SIGTERM at an update."""
 
     def __init__(self, at: int | None) -> None:
         self.at = at
@@ -175,7 +175,7 @@ class Signal(Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_one_cycle_outlived_on_fewer_processes_stays_at_its_end(ranks, tmp_path):
+def test_one_cycle_resumed_on_fewer_ranks_stays_at_its_end(ranks, tmp_path):
     ((whole, _), _) = on_processes(ranks, 2, resumed_one_cycle, str(tmp_path / "whole"), None, 1)
     assert len(whole) == 18
     for name in ("longer", "kept"):
@@ -197,97 +197,21 @@ def test_one_cycle_outlived_on_fewer_processes_stays_at_its_end(ranks, tmp_path)
     assert "raise gradient_accumulation_steps to keep the number of updates" in message
 
 
-def own_loop(tick: str, accumulation: int) -> list[float]:
-    """The learning rate after each micro-batch of a loop of one's own."""
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=accumulation, scheduler_tick=tick
-    )
-    net = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    net, optimizer, data, schedule = accelerator.prepare(
-        net, optimizer, loader(), halving(optimizer)
-    )
-    seen = []
-    for (x,) in data:
-        with accelerator.accumulate(net):
-            accelerator.backward(net(x).square().mean())
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        seen.append(optimizer.param_groups[0]["lr"])
-    return seen
-
-
-@every_world
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("tick", ["process", "update"])
-def test_own_loop_ticks_as_often_as_it_was_asked_to(ranks, world, accumulation, tick):
-    rounds = 12 // world
-    ticks = world if tick == "process" else 1
-    # The last micro-batch of the loader ends its window early.
-    updates = [
-        batch // accumulation if batch < rounds else -(-rounds // accumulation)
-        for batch in range(1, rounds + 1)
-    ]
-    for seen in on_processes(ranks, world, own_loop, tick, accumulation):
-        assert seen == [0.5 ** (ticks * made) for made in updates]
-
-
-def own_one_cycle(tick: str) -> list[float]:
-    accelerator = Accelerator(cpu=True, scheduler_tick=tick)
-    net = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    # In batches of one process, as scripts for the documented API count.
-    schedule: Any = OneCycleLR(optimizer, max_lr=0.5, total_steps=12)
-    net, optimizer, data, schedule = accelerator.prepare(net, optimizer, loader(), schedule)
-    for (x,) in data:
-        accelerator.backward(net(x).square().mean())
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return schedule.get_last_lr()
-
-
-@every_world
-def test_own_one_cycle_counted_in_batches_ends_with_the_data(ranks, world):
-    for last in on_processes(ranks, world, own_one_cycle, "process"):
-        assert last == pytest.approx([0.5 / 25 / 1e4], rel=1e-9)
-
-
-def step_lr(accumulation: int) -> list[float]:
-    class Stepping(Scheduled):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            return [optimizer], [{"scheduler": StepLR(optimizer, 4), "interval": "step"}]
-
-    seen = Rates()
-    quiet_trainer(max_steps=10, gradient_accumulation_steps=accumulation, callbacks=[seen]).fit(
-        Stepping(), loader()
-    )
-    return seen.used
-
-
-@every_world
-def test_max_steps_counts_updates_over_epochs(ranks, world):
-    for used in on_processes(ranks, world, step_lr, 2):
-        assert used == pytest.approx([1.0] * 4 + [0.1] * 4 + [0.01] * 2)
-
-
 class Watching(Scheduled):
     """Its rate follows a value of its validations, or of its training, by updates."""
 
     VALUES = (5.0, 4.0, 4.0, 3.0, 3.0, 3.0)  # validations: from the second on, one does not improve
 
-    def __init__(self, monitor: str, frequency: int, told_at: int | None = None) -> None:
+    def __init__(self, monitor: str, frequency: int, signal_at: int | None = None) -> None:
         super().__init__()
-        self.monitor, self.frequency, self.told_at = monitor, frequency, told_at
+        self.monitor, self.frequency, self.signal_at = monitor, frequency, signal_at
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("train", float(self.global_step))  # never improves
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == self.told_at:
+        if self.global_step == self.signal_at:
             os.kill(os.getpid(), signal.SIGTERM)
         self.log("val", self.VALUES[self.global_step // 4 - 1])
 
@@ -316,19 +240,19 @@ BY_TRAINING = [1.0] + [0.5**tick for tick in range(1, 24)]
 
 
 @every_world
-def test_a_schedule_of_steps_looks_at_the_validation_of_its_own_update(ranks, world):
+def test_a_step_schedule_uses_the_validation_of_its_update(ranks, world):
     for after in on_processes(ranks, world, watching_rates, "val", 4):
         assert after == BY_VALIDATION
 
 
 @every_world
-def test_a_schedule_of_steps_looks_at_what_its_own_update_logged(ranks, world):
+def test_a_step_schedule_uses_what_its_update_logged(ranks, world):
     for after in on_processes(ranks, world, watching_rates, "train", 1):
         assert after == BY_TRAINING
 
 
-@pytest.mark.parametrize("told_at", [12, 16])
-def test_a_validation_that_a_signal_cut_short_ticks_once(told_at):
+@pytest.mark.parametrize("signal_at", [12, 16])
+def test_a_validation_interrupted_by_a_signal_ticks_once(signal_at):
     with pytest.raises(Preempted):
-        watching_rates("val", 4, told_at, checkpointing=True)
-    assert watching_rates("val", 4, checkpointing=True) == BY_VALIDATION[told_at - 1 :]
+        watching_rates("val", 4, signal_at, checkpointing=True)
+    assert watching_rates("val", 4, checkpointing=True) == BY_VALIDATION[signal_at - 1 :]

@@ -107,7 +107,7 @@ every_world = pytest.mark.parametrize("world", [1, 2])
 @every_world
 @pytest.mark.parametrize("batches", [1, 2, 3, 5])
 @pytest.mark.parametrize("accumulation", [4, 7])
-def test_an_epoch_shorter_than_a_window_is_one_update_or_a_few(ranks, world, batches, accumulation):
+def test_an_epoch_shorter_than_the_accumulation_window(ranks, world, batches, accumulation):
     def run() -> dict[str, Any]:
         data = DataLoader(TensorDataset(samples(batches)), batch_size=SIZE)
         return fitted(data, gradient_accumulation_steps=accumulation)
@@ -124,9 +124,7 @@ STREAMS = [(5, 5), (3, 6), (6, 3), (1, 4), (4, 1)]
 @every_world
 @pytest.mark.parametrize(("batches", "claimed"), STREAMS)
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_stream_ends_where_it_ends_whatever_it_claims(
-    ranks, world, batches, claimed, accumulation
-):
+def test_a_stream_with_a_wrong_length(ranks, world, batches, claimed, accumulation):
     def run() -> dict[str, Any]:
         data = DataLoader(Claims(batches, claimed), batch_size=SIZE)
         return fitted(data, gradient_accumulation_steps=accumulation)
@@ -148,7 +146,7 @@ def test_a_stream_ends_where_it_ends_whatever_it_claims(
         (4, 8, "5 steps", {1: [5, 10], 2: [5]}),
     ],
 )
-def test_fractions_of_what_a_stream_claims(ranks, world, batches, claimed, every, expected):
+def test_val_every_in_a_stream_of_a_wrong_length(ranks, world, batches, claimed, every, expected):
     """Each half is due once, at the latest where the epoch really ends."""
 
     def run() -> dict[str, Any]:
@@ -157,19 +155,6 @@ def test_fractions_of_what_a_stream_claims(ranks, world, batches, claimed, every
     for one in on_processes(ranks, world, run):
         assert one["validations"] == expected[world]
         assert_is_plain(one, batches, world)
-
-
-@every_world
-@pytest.mark.parametrize(("limit", "kept"), [(0.5, 3), (2, 2), (99, 6)])
-def test_a_limit_shorter_than_a_window(ranks, world, limit, kept):
-    def run() -> dict[str, Any]:
-        data = DataLoader(TensorDataset(samples(6)), batch_size=SIZE)
-        return fitted(data, limit_train_batches=limit, gradient_accumulation_steps=8)
-
-    for one in on_processes(ranks, world, run):
-        assert one["updates"] == 3
-        assert one["validations"] == [1, 2, 3]
-        assert one["samples"] == 3 * len(samples(6)[: SIZE * kept])
 
 
 def collated(batch: list[Any]) -> Tensor:
@@ -183,7 +168,7 @@ def first_alone(batch: list[Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("collate_fn", [collated, first_alone])
-def test_every_process_counts_the_samples_and_batches_of_all(ranks3, collate_fn):
+def test_every_rank_counts_the_samples_and_batches_of_all(ranks3, collate_fn):
     """In a last round that not every process has a batch in, too."""
 
     def counted() -> tuple[int, int, float]:
@@ -198,7 +183,7 @@ def test_every_process_counts_the_samples_and_batches_of_all(ranks3, collate_fn)
     assert ranks3(counted) == [alone] * 3
 
 
-def test_a_round_of_ready_made_batches_is_taken_to_be_of_one_size(ranks2):
+def test_samples_of_ready_made_batches_are_estimated(ranks2):
     """Each process knows its own batch, and how many of them have one."""
 
     def counted() -> int:

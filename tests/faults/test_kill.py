@@ -46,12 +46,12 @@ def plan(seed: int, steps: list[int], calls: int, times: int) -> list[dict[str, 
 
 
 @pytest.mark.timeout(900)  # some forty starts, on a machine that may be busy with others
-def test_a_killed_run_ends_as_one_that_was_not(tmp_path):
+def test_killed_runs_equal_an_uninterrupted_one(tmp_path):
     assert sweep(tmp_path, plan(1, [0, 6, 10], calls=4, times=2), limit=840) >= 15
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_a_run_that_is_killed_anywhere_ends_as_one_that_was_not(tmp_path):
+def test_runs_killed_anywhere_equal_an_uninterrupted_one(tmp_path):
     steps = list(range(UPDATES))
     assert sweep(tmp_path, plan(2, steps, calls=150, times=100), limit=3500) >= 150

@@ -102,7 +102,7 @@ def record(folder: Path) -> list[dict[str, float]]:
     ("number", "workers", "context"),
     [(signal.SIGTERM, 0, "fork"), (signal.SIGINT, 2, "fork"), (signal.SIGTERM, 2, "spawn")],
 )
-def test_a_signal_to_everybody_saves_and_the_next_start_goes_on(tmp_path, number, workers, context):
+def test_a_signal_saves_and_the_next_start_resumes(tmp_path, number, workers, context):
     code, _, errors = finish(start(tmp_path, workers, -1, "whole", context))
     assert code == 0, errors
 
@@ -146,7 +146,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     assert "done" not in output
 
 
-def test_two_processes_end_together_and_go_on(tmp_path):
+def test_two_processes_save_and_resume_together(tmp_path):
     code, _, errors = finish(start(tmp_path, 0, -1, "whole", "fork", processes=2))
     assert code == 0, errors
     first = start(tmp_path, 0, 4, "run", "fork", processes=2)
@@ -191,7 +191,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_second_ctrl_c_ends_a_process_that_waits_for_another_in_vain(tmp_path):
+def test_a_second_ctrl_c_ends_a_process_blocked_in_a_collective(tmp_path):
     (tmp_path / "blocked.py").write_text(BLOCKED)
     both = [
         subprocess.Popen(

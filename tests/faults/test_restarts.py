@@ -181,7 +181,7 @@ def end_of(folder: Path) -> list[str]:
     ]
 
 
-def test_a_run_that_is_killed_and_told_to_end_ends_as_one_that_was_not(tmp_path, ranks3):
+def test_a_run_with_a_killed_rank_and_a_sigterm_equals_an_uninterrupted_one(tmp_path, ranks3):
     whole, run = tmp_path / "whole", tmp_path / "run"
     options = ["--num_processes", "3", "--max_restarts", "3", "script.py", str(run), "2", "process"]
     ((code, output),) = finish(launch(tmp_path, *options))
@@ -198,7 +198,7 @@ def test_a_run_that_is_killed_and_told_to_end_ends_as_one_that_was_not(tmp_path,
     assert found == expected
 
 
-def test_each_attempt_has_names_of_its_own_in_the_store_of_the_agent(monkeypatch):
+def test_restarts_use_separate_keys_in_the_agent_store(monkeypatch):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for name, value in {
         "MASTER_ADDR": "127.0.0.1",
@@ -225,7 +225,7 @@ def free_port() -> int:
 
 
 @pytest.mark.long
-def test_where_a_machine_is_gone_the_others_go_on_with_every_sample_once(tmp_path):
+def test_training_goes_on_without_a_lost_machine(tmp_path):
     run, endpoint = tmp_path / "run", f"localhost:{free_port()}"
     options = [
         *("--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "3"),

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def names(root: Path) -> list[str]:
     return sorted(entry.name for entry in root.iterdir())
 
 
-def test_names_sort_by_step_and_read_back():
+def test_checkpoint_names():
     steps = [0, 100, 99_999_999, 100_000_000]
     assert storage.checkpoint_name(100) == "step-00000100"
     assert [storage.step_of(storage.checkpoint_name(step)) for step in steps] == steps
@@ -53,7 +54,7 @@ def test_names_sort_by_step_and_read_back():
         storage.checkpoint_name(-1)
 
 
-def test_a_manifest_describes_every_file_and_keeps_the_callers_fields(tmp_path):
+def test_manifest(tmp_path):
     path = make(tmp_path, metrics={"loss": 0.1}, world_size=2)
     manifest = read_manifest(path)
     assert manifest == {
@@ -71,12 +72,12 @@ def test_a_manifest_describes_every_file_and_keeps_the_callers_fields(tmp_path):
     assert names(tmp_path) == ["step-00000100"]
 
 
-def test_a_metric_that_is_not_a_number_does_not_stop_a_save(tmp_path):
+def test_nan_metrics_in_the_manifest(tmp_path):
     path = make(tmp_path, metrics={"loss": float("nan"), 3: (float("inf"), None)})
     assert verify(path)["metrics"] == {"loss": "NaN", "3": ["Infinity", None]}
 
 
-def test_a_manifest_with_nan_itself_as_once_written_is_read(tmp_path):
+def test_manifests_of_earlier_releases_with_nan(tmp_path):
     path = make(tmp_path, metrics={"loss": 0.0})
     manifest = read_manifest(path)
     manifest["metrics"]["loss"] = float("nan")
@@ -85,13 +86,13 @@ def test_a_manifest_with_nan_itself_as_once_written_is_read(tmp_path):
     assert math.isnan(verify(path)["metrics"]["loss"])
 
 
-def test_a_manifest_that_cannot_be_written_commits_nothing(tmp_path):
+def test_a_manifest_that_is_no_json_commits_nothing(tmp_path):
     with pytest.raises(TypeError):
         make(tmp_path, module=object())
     assert storage.committed(tmp_path) == []
 
 
-def test_everything_is_synced_before_the_rename_and_the_parent_after(tmp_path, monkeypatch):
+def test_files_are_synced_before_the_rename_and_the_parent_after(tmp_path, monkeypatch):
     events = []
     fsync, rename = os.fsync, os.rename
     monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.fstat(fd).st_ino), fsync(fd)))
@@ -113,7 +114,7 @@ def test_a_second_save_replaces_the_first(tmp_path):
     assert names(tmp_path) == ["step-00000100"]
 
 
-def test_a_rename_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch):
+def test_a_failed_rename_restores_the_old_checkpoint(tmp_path, monkeypatch):
     path = make(tmp_path, content="old")
     rename = os.rename
 
@@ -129,7 +130,7 @@ def test_a_rename_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "newer"])
-def test_what_is_not_ours_is_neither_replaced_nor_removed(tmp_path, kind):
+def test_foreign_folders_are_neither_replaced_nor_removed(tmp_path, kind):
     target = tmp_path / ("step-00000100" if kind == "newer" else "mine")
     if kind == "file":
         target.write_text("mine")
@@ -148,7 +149,7 @@ def test_what_is_not_ours_is_neither_replaced_nor_removed(tmp_path, kind):
     assert names(tmp_path) == [target.name]
 
 
-def test_what_has_the_name_of_a_step_but_no_manifest_is_set_aside(tmp_path, caplog):
+def test_a_step_folder_without_a_manifest_is_set_aside(tmp_path, caplog):
     target = tmp_path / "step-00000100"
     kept = {}
     for number, manifest in enumerate(
@@ -175,7 +176,7 @@ def test_what_has_the_name_of_a_step_but_no_manifest_is_set_aside(tmp_path, capl
         assert (tmp_path / name / "mine").read_text() == f"{number}"
 
 
-def test_files_of_the_user_outlive_a_second_save_of_the_step(tmp_path, caplog):
+def test_other_files_in_a_replaced_checkpoint_are_kept(tmp_path, caplog):
     for number in ("1", "2"):
         (make(tmp_path) / "notes.txt").write_text(number)
     make(tmp_path, content="new")
@@ -188,14 +189,20 @@ def test_files_of_the_user_outlive_a_second_save_of_the_step(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("damage", ["notes", "manifest"])
-def test_what_a_killed_save_has_replaced_is_kept_where_it_is_more_than_a_checkpoint(
-    tmp_path, damage
-):
+def test_other_files_left_by_a_killed_save_are_kept(tmp_path, damage):
     make(tmp_path, content="new")
     aside = make(tmp_path, 7).rename(tmp_path / ".cadence-replaced-step-00000100")
     (aside / ("notes.txt" if damage == "notes" else MANIFEST)).write_text("mine")
     storage.sweep(tmp_path)
     assert names(tmp_path) == ["replaced-step-00000100", "step-00000100"]
+
+
+def replace_in_manifest(old: str, new: str) -> Callable[[Path], None]:
+    def replace(path: Path) -> None:
+        text = (path / MANIFEST).read_text()
+        (path / MANIFEST).write_text(text.replace(old, new))
+
+    return replace
 
 
 def truncate(path: Path) -> None:
@@ -209,25 +216,6 @@ def flip_a_bit(path: Path) -> None:
     file.write_bytes(data)
 
 
-def alter_the_manifest(path: Path) -> None:
-    file = path / MANIFEST
-    file.write_text(file.read_text().replace('"step": 100', '"step": 101'))
-
-
-def from_the_future(path: Path) -> None:
-    file = path / MANIFEST
-    file.write_text(file.read_text().replace('"format_version": 1', '"format_version": 2'))
-
-
-def tear_the_manifest(path: Path) -> None:
-    file = path / MANIFEST
-    file.write_text(file.read_text()[:-20])
-
-
-def strip_the_manifest(path: Path) -> None:
-    (path / MANIFEST).write_text("{}")
-
-
 def make_the_manifest_unreadable(path: Path) -> None:
     (path / MANIFEST).unlink()
     (path / MANIFEST).mkdir()  # for root too
@@ -238,19 +226,25 @@ DAMAGE = {
     "flipped bit": (flip_a_bit, r"0\.bin is damaged: its SHA-256"),
     "missing file": (lambda path: (path / "model.bin").unlink(), r"model\.bin is missing"),
     "missing manifest": (lambda p: (p / MANIFEST).unlink(), r"manifest\.json is missing"),
-    "torn manifest": (tear_the_manifest, r"manifest\.json is damaged"),
-    "unreadable manifest": (
-        make_the_manifest_unreadable,
-        r"manifest\.json cannot be read: .*Errno",
+    "torn manifest": (replace_in_manifest("}", ""), r"manifest\.json is damaged"),
+    "unreadable manifest": (make_the_manifest_unreadable, r"manifest\.json cannot be read: .*Err"),
+    "altered manifest": (
+        replace_in_manifest('"step": 100', '"step": 101'),
+        r"manifest\.json is damaged: its hash differs",
     ),
-    "altered manifest": (alter_the_manifest, r"manifest\.json is damaged: its hash differs"),
-    "empty manifest": (strip_the_manifest, r"manifest\.json lacks one of the fields"),
-    "future version": (from_the_future, r"manifest\.json has format version 2; .* reads 1 to 1"),
+    "empty manifest": (
+        lambda path: (path / MANIFEST).write_text("{}"),
+        r"manifest\.json lacks one of the fields",
+    ),
+    "future version": (
+        replace_in_manifest('"format_version": 1', '"format_version": 2'),
+        r"manifest\.json has format version 2; .* reads 1 to 1",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_found_and_named(tmp_path, kind):
+def test_damage_is_detected(tmp_path, kind):
     path = make(tmp_path)
     damage, message = DAMAGE[kind]
     damage(path)
@@ -267,12 +261,7 @@ def test_a_damaged_checkpoint_can_be_saved_again(tmp_path, kind):
     assert names(tmp_path) == [*aside, "step-00000100"]
 
 
-def test_the_folder_at_hand_is_located(tmp_path, monkeypatch):
-    monkeypatch.chdir(make(tmp_path))
-    assert storage.locate(Path()) == Path()
-
-
-def test_what_was_set_aside_is_found_by_a_path_of_the_same_kind(tmp_path, monkeypatch):
+def test_a_checkpoint_set_aside_is_found_by_a_relative_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     root = Path("relative")
     aside = root / ".cadence-replaced-step-00000100"
@@ -281,7 +270,7 @@ def test_what_was_set_aside_is_found_by_a_path_of_the_same_kind(tmp_path, monkey
     assert storage.committed(root) == [aside]
 
 
-def test_sizes_alone_are_compared_where_nothing_else_is_wanted(tmp_path):
+def test_verify_without_hashes_compares_sizes(tmp_path):
     path = make(tmp_path)
     flip_a_bit(path)
     verify(path, hashes=False)
@@ -290,7 +279,7 @@ def test_sizes_alone_are_compared_where_nothing_else_is_wanted(tmp_path):
         verify(path, hashes=False)
 
 
-def test_only_committed_checkpoints_are_listed_by_step(tmp_path):
+def test_committed_lists_checkpoints_by_step(tmp_path):
     assert storage.committed(tmp_path / "nowhere") == []
     expected = [make(tmp_path, step) for step in (20, 3, 100_000_000)]
     storage.open_staging(tmp_path / "step-00000200")
@@ -301,7 +290,7 @@ def test_only_committed_checkpoints_are_listed_by_step(tmp_path):
     assert storage.committed(tmp_path) == [expected[1], expected[0], expected[2]]
 
 
-def test_a_checkpoint_that_somebody_else_has_deleted_is_no_news(tmp_path, caplog):
+def test_removing_a_deleted_checkpoint_does_not_warn(tmp_path, caplog):
     remove_or_warn(tmp_path / "step-00000001")
     assert caplog.records == []
     (tmp_path / "step-00000002").mkdir()
@@ -309,7 +298,7 @@ def test_a_checkpoint_that_somebody_else_has_deleted_is_no_news(tmp_path, caplog
     assert "An old checkpoint was not removed:" in caplog.text
 
 
-def test_a_removed_checkpoint_is_gone_for_readers_before_its_files_are(tmp_path, monkeypatch):
+def test_a_removed_checkpoint_disappears_by_one_rename(tmp_path, monkeypatch):
     keep, path = make(tmp_path, 1), make(tmp_path, 2)
     seen = []
     rmtree = shutil.rmtree
@@ -321,7 +310,7 @@ def test_a_removed_checkpoint_is_gone_for_readers_before_its_files_are(tmp_path,
     assert names(tmp_path) == ["step-00000001"]
 
 
-def test_files_that_cannot_be_deleted_are_named_and_swept_later(tmp_path, monkeypatch, caplog):
+def test_files_that_cannot_be_deleted_are_swept_later(tmp_path, monkeypatch, caplog):
     path = make(tmp_path)
 
     def refuse(folder):
@@ -338,7 +327,7 @@ def test_files_that_cannot_be_deleted_are_named_and_swept_later(tmp_path, monkey
     assert names(tmp_path) == []
 
 
-def test_sweep_touches_only_what_killed_saves_left(tmp_path):
+def test_sweep_removes_only_leftovers_of_killed_saves(tmp_path):
     assert storage.sweep(tmp_path / "nowhere") == []
     kept = make(tmp_path)
     foreign = [".staging-mine", ".trash", "step-00000300", "cadence-staging-x", "tmp-checkpoint"]
@@ -354,7 +343,7 @@ def test_sweep_touches_only_what_killed_saves_left(tmp_path):
     assert content(kept) == "weights"
 
 
-def test_a_checkpoint_set_aside_is_not_swept_while_something_else_has_its_name(tmp_path):
+def test_a_checkpoint_set_aside_is_not_swept_while_its_name_is_taken(tmp_path):
     path = make(tmp_path)
     aside = path.rename(tmp_path / f".cadence-replaced-{path.name}")
     path.mkdir()
@@ -405,7 +394,7 @@ for n in itertools.count(1):
     ("action", "before", "after"),
     [("replace", ["old"], ["new"]), ("create", [], ["new"]), ("remove", ["old"], [])],
 )
-def test_a_kill_at_any_call_leaves_the_old_or_the_new_whole(tmp_path, action, before, after):
+def test_a_kill_at_any_call_leaves_the_old_or_the_new_checkpoint(tmp_path, action, before, after):
     command = [sys.executable, "-c", KILL, str(Path(__file__).parent), action, str(tmp_path)]
     subprocess.run(command, check=True, timeout=120)
     roots = sorted(tmp_path.iterdir())
@@ -430,7 +419,7 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_whole(tmp_path, action, be
         ("keep notes", "notes.txt", "mine", "replaced-step-00000100"),
     ],
 )
-def test_a_kill_at_any_call_loses_no_file_of_unknown_content(tmp_path, action, file, text, aside):
+def test_a_kill_at_any_call_loses_no_file_of_the_user(tmp_path, action, file, text, aside):
     command = [sys.executable, "-c", KILL, str(Path(__file__).parent), action, str(tmp_path)]
     subprocess.run(command, check=True, timeout=120)
     for root in sorted(tmp_path.iterdir()):
@@ -440,7 +429,7 @@ def test_a_kill_at_any_call_loses_no_file_of_unknown_content(tmp_path, action, f
         assert names(root) == [aside, "step-00000100"]
 
 
-def test_a_checkpoint_under_any_name_is_located_when_it_was_set_aside(tmp_path):
+def test_a_checkpoint_of_any_name_is_found_when_set_aside(tmp_path):
     path = make(tmp_path).rename(tmp_path / "best")
     assert storage.locate(path) == path
     aside = path.rename(tmp_path / ".cadence-replaced-best")

@@ -144,7 +144,7 @@ def state_of(folder: Path) -> dict[str, Any]:
     return {str(p): (s.st_mode, s.st_ino, s.st_size, s.st_mtime_ns) for p, s in found}
 
 
-def test_a_state_that_cannot_be_restored_is_a_checkpoint_error(run, tmp_path):
+def test_a_callback_state_with_a_foreign_path_raises(run, tmp_path):
     shutil.copytree(run, tmp_path / "copy")
     newest = committed(tmp_path / "copy" / "checkpoints")[-1]
     document = json.loads((newest / "trainer.json").read_text())
@@ -161,10 +161,9 @@ def test_a_state_that_cannot_be_restored_is_a_checkpoint_error(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["", ".", "..", "../a", "a/../b", "/etc/a", "a//b", "a/", "a\\b", "C:a", "a\0", "\ud800"],
+    "name", ["", "..", "../a", "a/../b", "/etc/a", "a//b", "a\\b", "C:a", "a\0", "\ud800"]
 )
-def test_a_manifest_lists_only_names_inside_its_folder(tmp_path, name):
+def test_file_names_outside_the_folder_raise(tmp_path, name):
     assert not is_portable(name)
     seal(tmp_path, {"format_version": 1, "files": {name: {"size": 0, "sha256": ""}}})
     with pytest.raises(CheckpointError, match="which is no name of its own files"):
@@ -195,7 +194,7 @@ def test_only_regular_files_are_read(tmp_path, kind, name):
 @pytest.mark.parametrize(
     "file", ["optimizer.bin", "model.safetensors", "pytorch_model.bin", "model.bin.index.json"]
 )
-def test_nothing_waits_for_a_pipe_in_a_folder_of_another_library(file):
+def test_pipes_in_place_of_files_raise(file):
     Path("out").mkdir()
     torch.save({}, "out/scheduler.bin")  # as accelerate saves
     os.mkfifo(Path("out") / file)
@@ -205,7 +204,7 @@ def test_nothing_waits_for_a_pipe_in_a_folder_of_another_library(file):
         load_checkpoint_in_model(nn.Linear(2, 1), "out")
 
 
-def test_a_folder_inside_a_checkpoint_is_no_link(tmp_path):
+def test_a_link_in_place_of_a_folder_raises(tmp_path):
     staging = open_staging(tmp_path / "out")
     (staging / "sub").mkdir()
     (staging / "sub" / "a").write_text("x")
@@ -216,7 +215,7 @@ def test_a_folder_inside_a_checkpoint_is_no_link(tmp_path):
         verify(path)
 
 
-def test_what_is_not_a_file_is_not_saved(tmp_path):
+def test_links_are_not_saved(tmp_path):
     staging = open_staging(tmp_path / "out")
     (staging / "a").symlink_to(tmp_path)
     with pytest.raises(CheckpointError, match=r"a cannot be saved.*It is a link"):
@@ -225,7 +224,7 @@ def test_what_is_not_a_file_is_not_saved(tmp_path):
 
 @needs_pipes
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder", "replaced"])
-def test_a_checkpoint_with_anything_else_in_it_is_kept(run, tmp_path, capsys, kind):
+def test_checkpoints_with_other_files_are_not_removed(run, tmp_path, capsys, kind):
     shutil.copytree(run, tmp_path / "copy")
     root = tmp_path / "copy" / "checkpoints"
     first = committed(root)[0]
@@ -263,7 +262,7 @@ def victim(tmp_path) -> Path:
 
 @pytest.mark.parametrize("name", ["../victim", "{victim}", "a/../../victim", "sub/victim"])
 @pytest.mark.parametrize("where", ["staging", "old"])
-def test_a_planted_staging_folder_reaches_nothing_outside(tmp_path, victim, name, where):
+def test_a_planted_staging_folder_changes_nothing_outside(tmp_path, victim, name, where):
     save_state("out", prepared(step=3), ALONE)
     (Path("out") / "notes.txt").write_text("mine")
     (Path("out") / "sub").symlink_to(tmp_path)
@@ -289,7 +288,7 @@ def test_a_planted_staging_folder_reaches_nothing_outside(tmp_path, victim, name
 @needs_pipes
 @pytest.mark.parametrize("kind", ["link", "pipe", "dangling"])
 @pytest.mark.parametrize("staging", ["out/.cadence-staging", ".cadence-staging-out"])
-def test_a_staging_folder_that_is_none_is_left_alone(tmp_path, kind, staging):
+def test_a_link_or_pipe_in_place_of_the_staging_folder(tmp_path, kind, staging):
     other = save_state("other", prepared(step=5), ALONE)
     save_state("out", prepared(step=3), ALONE)
     plant(kind, Path(staging), tmp_path / other)
@@ -302,9 +301,7 @@ def test_a_staging_folder_that_is_none_is_left_alone(tmp_path, kind, staging):
 
 @pytest.mark.parametrize("renames", range(8))
 @pytest.mark.parametrize("linked", [True, False])
-def test_a_save_killed_at_any_rename_is_loaded_without_a_change(
-    tmp_path, monkeypatch, renames, linked
-):
+def test_a_save_killed_at_any_rename_can_be_loaded(tmp_path, monkeypatch, renames, linked):
     Path("out").mkdir()
     (Path("out") / "notes.txt").write_text("mine")
     save_state("out", prepared(step=3), ALONE)
@@ -350,7 +347,7 @@ def test_a_save_killed_at_any_rename_is_loaded_without_a_change(
         [[]],  # nested more deeply than Python's stack
     ],
 )
-def test_a_tree_that_nothing_was_saved_as_is_refused(tmp_path, tree):
+def test_malformed_trees_raise(tmp_path, tree):
     from safetensors.torch import save_file
 
     save_file({"a": torch.ones(8, dtype=torch.uint8)}, tmp_path / "t.safetensors")
@@ -363,7 +360,7 @@ def test_a_tree_that_nothing_was_saved_as_is_refused(tmp_path, tree):
 @pytest.mark.parametrize(
     "index", ["[]", '{"weight_map": {"a": null}}', '{"weight_map": [1]}', "[" * 10**5]
 )
-def test_an_index_that_is_none_is_refused(tmp_path, index):
+def test_malformed_indexes_raise(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=r"is not an index of weights"):
         merge_weights(tmp_path, tmp_path / "merged.safetensors")

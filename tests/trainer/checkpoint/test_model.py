@@ -15,7 +15,7 @@ from torch import nn
 
 from trainer.checkpoint import weights as model_module
 from trainer.checkpoint.loading import load_checkpoint_in_model
-from trainer.checkpoint.weights import load_weights, parse_size, plan_shards, save_model
+from trainer.checkpoint.weights import load_weights, parse_size, save_model
 
 FOLDER = Path("weights")
 
@@ -53,42 +53,25 @@ def equal(left: dict, right: dict) -> bool:
     ("text", "count"),
     [
         (7, 7),
-        ("5KB", 5_000),
         ("5MB", 5_000_000),
-        ("5GB", 5_000_000_000),
         ("2TB", 2 * 10**12),
-        ("5KiB", 5 * 2**10),
-        ("5MiB", 5 * 2**20),
         ("3GiB", 3 * 2**30),
-        ("1TiB", 2**40),
         ("0.5 kib", 512),
         ("8Gb", 10**9),
     ],
 )
-def test_sizes(text, count):
+def test_parse_size(text, count):
     assert parse_size(text, "x") == count
 
 
-@pytest.mark.parametrize(
-    "text", [0, -1, True, None, 2.5, "", "5", "GB", "-5GB", "1XB", "1 G", "0KB"]
-)
-def test_what_is_no_size_is_refused(text):
+@pytest.mark.parametrize("text", [0, True, 2.5, "5", "GB", "-5GB", "1XB", "0KB"])
+def test_a_wrong_max_shard_size_raises(text):
     with pytest.raises(ValueError, match=r"max_shard_size is .*; it must be .*'5GB'"):
         save_model(nn.Linear(1, 1), FOLDER, max_shard_size=text)
     assert not FOLDER.exists()
 
 
-def test_a_shard_is_begun_when_the_next_tensor_would_not_fit():
-    tensors = {
-        str(i): torch.zeros(size, dtype=torch.uint8) for i, size in enumerate([3, 3, 1, 9, 1, 6])
-    }
-    assert plan_shards(tensors, 7) == [["0", "1", "2"], ["3"], ["4", "5"]]
-    assert plan_shards(tensors, 6) == [["0", "1"], ["2"], ["3"], ["4"], ["5"]]
-    assert plan_shards(tensors, 23) == [["0", "1", "2", "3", "4", "5"]]
-    assert plan_shards({}, 5) == [[]]
-
-
-def test_one_file_for_plain_safetensors():
+def test_save_model_as_one_file():
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     assert save_model(model, FOLDER) is None
     assert names() == ["model.safetensors"]
@@ -97,7 +80,7 @@ def test_one_file_for_plain_safetensors():
         assert opened.metadata() == {"format": "pt"}
 
 
-def test_shards_with_an_index():
+def test_save_model_as_shards_with_an_index():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))  # 64 + 16 bytes each
     save_model(model, str(FOLDER), max_shard_size=100)
     shards = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -117,7 +100,7 @@ def test_shards_with_an_index():
             assert opened.metadata()["format"] == "pt"
 
 
-def test_a_tied_weight_is_stored_once_and_told():
+def test_a_tied_weight_is_stored_once():
     model = Tied()
     save_model(model, FOLDER)
     assert load_file(FOLDER / "model.safetensors").keys() == {
@@ -138,7 +121,7 @@ def test_a_tied_weight_is_stored_once_and_told():
 
 
 @pytest.mark.parametrize("size", ["10GB", 80])
-def test_torch_files(size):
+def test_save_model_as_torch_files(size):
     model = Tied()
     save_model(model, FOLDER, max_shard_size=size, safe_serialization=False)
     if size == 80:
@@ -155,14 +138,7 @@ def test_torch_files(size):
         assert stored["head.weight"].data_ptr() == stored["embed.weight"].data_ptr()
 
 
-def test_a_torch_file_holds_no_more_than_its_tensors():
-    module = nn.Module()
-    module.register_buffer("part", torch.zeros(100_000)[:2])
-    save_model(module, FOLDER, safe_serialization=False)
-    assert (FOLDER / "pytorch_model.bin").stat().st_size < 10_000
-
-
-def test_files_of_an_earlier_save_go_and_others_stay():
+def test_files_of_an_earlier_save_are_replaced_and_others_stay():
     FOLDER.mkdir()
     others = [
         "config.json",
@@ -191,7 +167,7 @@ def test_files_of_an_earlier_save_go_and_others_stay():
 @pytest.mark.parametrize("later", ["10GB", 100])
 @pytest.mark.parametrize("earlier", ["10GB", 100])
 @pytest.mark.parametrize("safe", [True, False])
-def test_weights_of_the_other_kind_go_when_the_new_ones_are_there(safe, earlier, later):
+def test_weights_of_the_other_format_are_removed(safe, earlier, later):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     save_model(model, FOLDER, earlier, safe_serialization=not safe)
     with torch.no_grad():
@@ -206,7 +182,7 @@ def test_weights_of_the_other_kind_go_when_the_new_ones_are_there(safe, earlier,
 
 @pytest.mark.parametrize("later_size", ["10GB", 100, 200])
 @pytest.mark.parametrize("fail_at", [0, 1])
-def test_a_save_that_fails_leaves_the_earlier_weights(monkeypatch, later_size, fail_at):
+def test_a_failed_save_keeps_the_earlier_weights(monkeypatch, later_size, fail_at):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     save_model(model, FOLDER, max_shard_size=100)
     before, files = {k: v.clone() for k, v in model.state_dict().items()}, names()
@@ -227,7 +203,7 @@ def test_a_save_that_fails_leaves_the_earlier_weights(monkeypatch, later_size, f
     assert equal(read(), before)
 
 
-def test_old_and_new_shards_are_never_taken_for_one_another(monkeypatch):
+def test_a_killed_save_leaves_no_index(monkeypatch):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     save_model(model, FOLDER, max_shard_size=100)
     real, moved = os.replace, []
@@ -245,37 +221,24 @@ def test_old_and_new_shards_are_never_taken_for_one_another(monkeypatch):
     assert not [name for name in names() if name.startswith(".")]
 
 
-def test_a_file_in_the_place_of_the_folder_is_an_error():
+def test_a_file_in_place_of_the_folder_raises():
     FOLDER.write_text("x")
     with pytest.raises(NotADirectoryError, match=r"weights is a file; save_directory must be"):
         save_model(nn.Linear(1, 1), FOLDER)
     assert FOLDER.read_text() == "x"
 
 
-def test_weights_without_data_are_an_error():
+def test_meta_weights_raise():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(RuntimeError, match=r"1\.weight has no data.*to_empty"):
         save_model(model, FOLDER)
     assert not FOLDER.exists()
 
 
-def test_others_may_read_what_the_umask_lets_them():
+def test_file_modes_follow_the_umask():
     mask = os.umask(0o022)
     try:
         save_model(nn.Linear(1, 1), FOLDER)
     finally:
         os.umask(mask)
     assert stat.S_IMODE((FOLDER / "model.safetensors").stat().st_mode) == 0o644
-
-
-def test_what_is_not_a_tensor_is_an_error():
-    class Extra(nn.Linear):
-        def get_extra_state(self):
-            return {"a": 1}
-
-        def set_extra_state(self, state):
-            pass
-
-    with pytest.raises(TypeError, match="_extra_state"):
-        save_model(Extra(1, 1), FOLDER)
-    assert not FOLDER.exists()

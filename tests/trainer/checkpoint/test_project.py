@@ -52,7 +52,7 @@ def test_names_are_numbered_and_the_newest_is_loaded():
     assert save(resumed) == ROOT / "checkpoint_11"
 
 
-def test_an_older_one_may_be_loaded_by_its_path():
+def test_load_an_older_checkpoint_by_its_path():
     project = automatic()
     for step in range(3):
         save(project, step)
@@ -62,16 +62,7 @@ def test_an_older_one_may_be_loaded_by_its_path():
     assert project.iteration == 1
 
 
-def test_the_number_of_another_project_is_not_taken_over():
-    other = automatic(iteration=7)
-    save(other, 7)
-    os.rename("project", "another")
-    project = automatic()
-    assert load(project, "another/checkpoints/checkpoint_7") == 7
-    assert project.iteration == 0
-
-
-def test_the_oldest_go_when_the_new_one_is_there():
+def test_total_limit():
     project = automatic(total_limit=2)
     for number in (2, 9, 10):
         project.iteration = number
@@ -93,7 +84,7 @@ def test_the_oldest_go_when_the_new_one_is_there():
     assert names() == ["checkpoint_12", "checkpoint_3", "checkpoint_old"]
 
 
-def test_a_save_that_fails_deletes_and_counts_nothing():
+def test_a_failed_save_deletes_and_counts_nothing():
     project = automatic(total_limit=1)
     save(project)
     project.iteration = 0
@@ -114,7 +105,7 @@ def test_a_save_that_fails_deletes_and_counts_nothing():
     assert names() == ["checkpoint_0"]
 
 
-def test_a_delete_that_fails_is_told_and_the_save_stands(monkeypatch, caplog):
+def test_a_failed_delete_warns(monkeypatch, caplog):
     project = automatic(total_limit=1)
     save(project)
 
@@ -128,7 +119,7 @@ def test_a_delete_that_fails_is_told_and_the_save_stands(monkeypatch, caplog):
     verify(ROOT / "checkpoint_1")
 
 
-def test_a_damaged_one_is_not_chosen(caplog):
+def test_a_damaged_checkpoint_is_skipped(caplog):
     project = automatic()
     for step in range(3):
         save(project, step)
@@ -143,18 +134,7 @@ def test_a_damaged_one_is_not_chosen(caplog):
         load(project)
 
 
-def test_a_run_goes_on_saving_beside_a_damaged_one(caplog):
-    project = automatic(total_limit=2)
-    for step in range(3):
-        save(project, step)
-    (ROOT / "checkpoint_2" / "sampler.json").write_text("x")
-    resumed = automatic(total_limit=2)
-    load(resumed)
-    assert save(resumed, 7) == ROOT / "checkpoint_3"
-    assert load(automatic()) == 7
-
-
-def test_what_a_kill_while_deleting_has_left_is_deleted():
+def test_leftovers_of_a_killed_delete_are_removed_by_the_next_save():
     project = automatic(total_limit=1)
     save(project, 0)
     left = ROOT / ".cadence-trash-checkpoint_9"
@@ -165,12 +145,12 @@ def test_what_a_kill_while_deleting_has_left_is_deleted():
     assert not left.exists()
 
 
-def test_nothing_to_load():
+def test_load_without_a_checkpoint_raises():
     with pytest.raises(CheckpointError, match="holds no checkpoint_<number>"):
         load(automatic())
 
 
-def test_without_automatic_names_a_folder_is_needed():
+def test_a_folder_is_needed_without_automatic_naming():
     project = ProjectConfiguration(project_dir="project")
     with pytest.raises(ValueError, match="output_dir is None and automatic"):
         save(project)
@@ -185,7 +165,7 @@ def test_without_automatic_names_a_folder_is_needed():
         load(project, "a/b", map_location="x")
 
 
-def test_automatic_names_need_a_project_dir():
+def test_automatic_naming_needs_a_project_dir():
     project = ProjectConfiguration(automatic_checkpoint_naming=True)
     for function in (save, load):
         with pytest.raises(ValueError, match="needs a project_dir"):

@@ -16,12 +16,8 @@ from torch import nn
 
 from trainer.checkpoint import accelerator_state as state
 from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
-from trainer.checkpoint.accelerator_state import load_state as load_project
-from trainer.checkpoint.accelerator_state import save_state as save_project
 from trainer.checkpoint.save import save_checkpoint
 from trainer.checkpoint.storage import verify
-from trainer.checkpoint.weights import save_weights
-from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
 
 ALONE = SimpleNamespace(
@@ -104,7 +100,7 @@ def step(prepared: Prepared, count: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_a_loaded_run_goes_on_as_the_one_that_saved(safe):
+def test_load_state_resumes_training(safe):
     first = make(3, train=3)
     first.dataloaders[0].value = 5
     assert save_state(OUT, first, ALONE, safe_serialization=safe) == OUT
@@ -118,47 +114,8 @@ def test_a_loaded_run_goes_on_as_the_one_that_saved(safe):
     assert second.models[1].a.weight is second.models[1].b.weight
 
 
-def narrow(words: bool) -> Prepared:
-    """A model in bfloat16, whose optimizer keeps a product in float32; or with sparse gradients."""
-    torch.manual_seed(3)
-    if words:
-        table = nn.Embedding(7, 2, sparse=True)
-        return Prepared(models=[table], optimizers=[torch.optim.SparseAdam(table.parameters())])
-    line = nn.Linear(2, 3, dtype=torch.bfloat16)
-    return Prepared(models=[line], optimizers=[torch.optim.NAdam(line.parameters(), lr=0.1)])
-
-
-def backward(prepared: Prepared, seed: int) -> None:
-    (model,), generator = prepared.models, torch.Generator().manual_seed(seed)
-    if isinstance(model, nn.Embedding):
-        model(torch.randint(7, (3,), generator=generator)).square().sum().backward()
-    else:
-        model(torch.randn(4, 2, generator=generator).to(torch.bfloat16)).square().sum().backward()
-
-
-@pytest.mark.parametrize("words", [False, True])
 @pytest.mark.parametrize("safe", [True, False])
-def test_narrow_weights_and_sparse_gradients_go_on_exactly(words, safe):
-    first, second = narrow(words), narrow(words)
-    for seed in range(5):
-        backward(first, seed)
-        if seed % 2 == 1:  # the last one is inside a window
-            first.optimizers[0].step()
-            first.optimizers[0].zero_grad()
-    first.window_open = True
-    save_state(OUT, first, ALONE, safe_serialization=safe)
-    load_state(OUT, second, ALONE)
-    for prepared in (first, second):
-        backward(prepared, 9)
-        prepared.optimizers[0].step()
-    for one, other in zip(*(each.models[0].parameters() for each in (first, second)), strict=True):
-        assert torch.equal(one, other)
-    states = [str(each.optimizers[0].state_dict()) for each in (first, second)]
-    assert states[0] == states[1]  # types too
-
-
-@pytest.mark.parametrize("safe", [True, False])
-def test_the_documented_names_and_nothing_pickled(safe):
+def test_file_names_of_a_state(safe):
     save_state(OUT, make(1, train=1), ALONE, safe_serialization=safe)
     weights = ["model.safetensors", "model_1.safetensors"]
     if not safe:
@@ -178,32 +135,6 @@ def test_the_documented_names_and_nothing_pickled(safe):
     assert manifest["world_size"] == 1
 
 
-def test_nothing_prepared_is_a_state_too():
-    save_state(OUT, Prepared(), ALONE)
-    expected = torch.rand(1)
-    load_state(OUT, Prepared(), ALONE)
-    assert torch.equal(torch.rand(1), expected)
-
-
-def test_the_home_is_known(monkeypatch):
-    monkeypatch.setenv("HOME", os.getcwd())
-    project = ProjectConfiguration()
-    assert save_project("~/x", Prepared(), ALONE, project) == Path.cwd() / "x"
-    load_project("~/x", Prepared(), ALONE, project)
-    assert os.listdir() == ["x"]
-
-
-def test_a_folder_that_exists_keeps_its_other_files():
-    OUT.mkdir()
-    (OUT / "config.json").write_text("{}")
-    for seed in (1, 2):
-        save_state(OUT, make(seed), ALONE)
-    assert (OUT / "config.json").read_text() == "{}"
-    prepared = make(3)
-    assert load_state(OUT, prepared, ALONE) == 2
-    assert os.listdir() == ["out"]
-
-
 def test_a_state_of_an_earlier_release_is_loaded(monkeypatch, caplog):
     since = "gradients", "communication"
     own_state = state._own_state
@@ -218,21 +149,7 @@ def test_a_state_of_an_earlier_release_is_loaded(monkeypatch, caplog):
     assert "the state of 0 communication hooks, but 1 are registered" in caplog.text
 
 
-@pytest.mark.parametrize("safe", [True, False])
-def test_weights_of_the_user_beside_a_state_are_not_taken_for_its_own(safe):
-    OUT.mkdir()
-    other = make(2).models[0].state_dict()
-    if safe:
-        torch.save(other, OUT / "pytorch_model.bin")
-    else:
-        save_weights(other, OUT / "model.safetensors")
-    first, second = make(1), make(3)
-    save_state(OUT, first, ALONE, safe_serialization=safe)
-    load_state(OUT, second, ALONE)
-    assert torch.equal(second.models[0][0].weight, first.models[0][0].weight)
-
-
-def test_a_save_that_fails_leaves_the_earlier_state():
+def test_a_failed_save_keeps_the_earlier_state():
     save_state(OUT, make(1), ALONE)
     bad = make(2, custom_objects=[Custom(1), Custom(object())])
     message = (
@@ -254,7 +171,7 @@ def test_a_save_that_fails_leaves_the_earlier_state():
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_a_lazy_layer_that_is_never_used_has_nothing_to_save():
+def test_unused_lazy_layers():
     def models() -> list[nn.Module]:
         return [nn.ModuleList([nn.Linear(2, 2), nn.LazyLinear(2), nn.LazyBatchNorm1d()])]
 
@@ -269,7 +186,7 @@ def test_a_lazy_layer_that_is_never_used_has_nothing_to_save():
     assert isinstance(loaded.models[0][2].weight, nn.UninitializedParameter)
 
 
-def test_a_save_hook_writes_into_the_checkpoint_and_takes_weights_away():
+def test_state_hooks():
     prepared = make(1)
     seen = []
 
@@ -307,7 +224,7 @@ def test_a_save_hook_writes_into_the_checkpoint_and_takes_weights_away():
 
 
 @pytest.mark.parametrize("where", ["cuda", "disk", torch.device("cpu"), 0])
-def test_a_map_location_that_is_none(where):
+def test_a_wrong_map_location_raises(where):
     with pytest.raises(TypeError, match=r"map_location is .*None, 'cpu' and 'on_device'"):
         load_state(OUT, Prepared(), ALONE, map_location=where)
 
@@ -320,7 +237,7 @@ def test_map_locations(where):
     assert torch.equal(other.models[0][0].weight, saved.models[0][0].weight)
 
 
-def test_a_folder_that_is_none():
+def test_a_folder_without_a_state_raises():
     with pytest.raises(ValueError, match="Tried to find nothing but folder does not exist"):
         load_state("nothing", Prepared(), ALONE)
     OUT.mkdir()
@@ -332,7 +249,7 @@ def test_a_folder_that_is_none():
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_a_state_that_has_lost_its_manifest_is_not_said_to_be_weights(safe):
+def test_a_state_without_its_manifest_raises(safe):
     save_state(OUT, make(1), ALONE, safe_serialization=safe)
     (OUT / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing: .* incomplete copy"):
@@ -360,7 +277,7 @@ FEWER = {
 
 @pytest.mark.parametrize("what", FEWER)
 @pytest.mark.parametrize("strict", [True, False])
-def test_state_that_is_missing_is_an_error_and_nothing_is_changed(what, strict):
+def test_missing_state_raises_before_anything_is_changed(what, strict):
     save_state(OUT, make(1, train=1), ALONE)
     prepared = make(2, train=1)
     objects = getattr(prepared, what)
@@ -371,7 +288,7 @@ def test_state_that_is_missing_is_an_error_and_nothing_is_changed(what, strict):
     assert snapshot(prepared) == before
 
 
-def test_state_of_what_is_not_prepared_is_not_loaded_with_a_warning(caplog):
+def test_state_of_unprepared_objects_warns(caplog):
     first = make(1, train=1)
     save_state(OUT, first, ALONE)
     only = make(2)
@@ -393,7 +310,7 @@ def test_state_of_what_is_not_prepared_is_not_loaded_with_a_warning(caplog):
         load_state(OUT, only, ALONE)
 
 
-def test_a_scaler_without_a_state():
+def test_missing_scaler_state():
     save_state(OUT, make(1, scaler=None), ALONE)
     with pytest.raises(CheckpointError, match=r"no state of a gradient scaler.*strict=False"):
         load_state(OUT, make(2), ALONE)
@@ -433,7 +350,7 @@ def other_groups(prepared):
         (other_groups, r"Optimizer 1 .* has groups of \[3\] parameters, .* \[3, 1\]"),
     ],
 )
-def test_what_does_not_fit_is_an_error_before_anything_is_changed(spoil, message):
+def test_state_that_does_not_fit_raises_before_anything_is_changed(spoil, message):
     save_state(OUT, make(1, train=1), ALONE)
     prepared = make(2, train=1)
     spoil(prepared)
@@ -443,7 +360,7 @@ def test_what_does_not_fit_is_an_error_before_anything_is_changed(spoil, message
     assert snapshot(prepared) == before
 
 
-def test_names_may_differ_if_asked_and_shapes_not():
+def test_strict_false():
     first = make(1)
     save_state(OUT, first, ALONE)
     prepared = make(2)
@@ -455,7 +372,7 @@ def test_names_may_differ_if_asked_and_shapes_not():
         load_state(OUT, prepared, ALONE, strict=False)
 
 
-def test_arguments_for_the_models():
+def test_load_model_func_kwargs():
     save_state(OUT, make(1), ALONE)
     prepared = make(2)
     weight = prepared.models[0][0].weight
@@ -467,25 +384,9 @@ def test_arguments_for_the_models():
     assert snapshot(prepared) == before
 
 
-def test_an_object_that_refuses_its_state_is_told_as_a_partial_load():
+def test_a_custom_object_that_fails_to_load_raises():
     save_state(OUT, make(1), ALONE)
     prepared = make(2)
     prepared.custom_objects[1].load_state_dict = lambda state: 1 / 0
     with pytest.raises(CheckpointError, match="which is partly done, failed: Zero"):
         load_state(OUT, prepared, ALONE)
-
-
-def test_more_processes_than_saved_begin_with_derived_random_states(caplog):
-    save_state(OUT, make(1), ALONE)
-    draws = {}
-    for rank in (0, 1, 2, 1):
-        torch.manual_seed(rank + 100)
-        processes = SimpleNamespace(**{**vars(ALONE), "process_index": rank})
-        load_state(OUT, make(2), processes)
-        draws.setdefault(rank, []).append(
-            (torch.rand(1).item(), random.random(), numpy.random.rand())
-        )
-    assert draws[1][0] == draws[1][1]
-    assert len({values[0] for rank in draws for values in draws[rank]}) == 3
-    assert "rank 2 starts with random states derived from rank 0's" in caplog.text
-    assert "rank 0 begins" not in caplog.text

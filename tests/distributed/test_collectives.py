@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import difflib
-import os
 import re
 from typing import Any, NamedTuple
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,12 +61,8 @@ def test_gather_concatenates_every_tensor_of_a_tree(ranks3):
     assert ranks3(gather) == [(expected, "Pair")] * 3
 
 
-def test_gather_of_nothing_is_nothing(ranks2):
-    assert ranks2(lambda: collectives.gather(torch.zeros(0, 3)).shape == (0, 3)) == [True, True]
-
-
 @pytest.mark.parametrize("operation", ["gather", "reduce"])
-def test_a_leaf_that_is_no_tensor_is_named(ranks2, operation):
+def test_a_leaf_that_is_no_tensor_raises(ranks2, operation):
     with pytest.raises(RankError, match=rf"TypeError: {operation} takes tensors.* it got int"):
         ranks2(lambda: getattr(collectives, operation)({"a": [torch.ones(1), 3]}))
     assert ranks2(dist.get_rank) == [0, 1]
@@ -101,7 +94,7 @@ def test_reduce_sums_averages_scales_and_leaves_its_input(ranks3):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
 @pytest.mark.parametrize("length", [1, 2, 1001])
-def test_a_few_numbers_are_summed_in_the_order_of_the_ranks(ranks3, dtype, length):
+def test_numbers_are_summed_in_rank_order(ranks3, dtype, length):
     def total() -> torch.Tensor:
         large = 2**24 if dtype == torch.float32 else 2**53
         vector = torch.arange(length).to(dtype)
@@ -114,25 +107,7 @@ def test_a_few_numbers_are_summed_in_the_order_of_the_ranks(ranks3, dtype, lengt
     assert all(torch.equal(found, expected) for found in ranks3(total))
 
 
-@pytest.mark.parametrize("length", [1, 9, 1001])
-def test_rows_are_added_up_in_order_in_every_column(length):
-    rows = torch.randn(8, length, generator=torch.Generator().manual_seed(1))
-    expected = rows[0].clone()
-    for row in rows[1:]:
-        expected += row
-    assert torch.equal(transport.add_rows(rows), expected)
-    halves = rows.bfloat16()
-    assert torch.equal(transport.add_rows(halves), transport.add_rows(halves.float()))
-
-
-def test_reduce_takes_tensors_that_are_not_contiguous(ranks2):
-    def reduce() -> list[Any]:
-        return collectives.reduce(torch.arange(4.0).reshape(2, 2).t() + dist.get_rank()).tolist()
-
-    assert ranks2(reduce) == [[[1.0, 5.0], [3.0, 7.0]]] * 2
-
-
-def test_wrong_reductions_are_refused_before_anything_is_sent(ranks2):
+def test_unknown_reductions_raise(ranks2):
     with pytest.raises(RankError, match=r"ValueError: reduction is 'avg'; it must be one of"):
         ranks2(lambda: collectives.reduce(torch.ones(1), "avg"))
     with pytest.raises(RankError, match=r"TypeError: The mean of torch.int64 .*\.float\(\)"):
@@ -151,22 +126,7 @@ def test_broadcast_changes_tensors_in_place(ranks2, source):
     assert ranks2(broadcast) == [(expected, True)] * 2
 
 
-def test_broadcast_takes_tensors_that_are_not_contiguous(ranks2):
-    def broadcast() -> tuple[Any, Any]:
-        rank = dist.get_rank()
-        turned = (torch.arange(6).reshape(2, 3) + 10 * rank).t()
-        grid = torch.arange(6).reshape(2, 3) + 10 * rank
-        collectives.broadcast([turned, grid[:, :2]])
-        return turned.tolist(), grid.tolist()
-
-    turned = [[0, 3], [1, 4], [2, 5]]
-    assert ranks2(broadcast) == [
-        (turned, [[0, 1, 2], [3, 4, 5]]),
-        (turned, [[0, 1, 12], [3, 4, 15]]),
-    ]
-
-
-def test_objects_are_gathered_in_the_order_of_ranks(ranks3):
+def test_objects_are_gathered_in_rank_order(ranks3):
     def gather() -> tuple[Any, Any]:
         rank = dist.get_rank()
         return (
@@ -190,19 +150,9 @@ def test_an_object_is_broadcast(ranks3, source):
 
 
 KINDS = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int64,
-    torch.uint16,
-    torch.uint64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.complex32,
-    torch.complex64,
+    *(torch.bool, torch.uint8, torch.int16, torch.int64, torch.uint16, torch.uint64),
+    *(torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn),
+    *(torch.complex32, torch.complex64),
 ]
 
 
@@ -221,7 +171,7 @@ def shown(tensor: torch.Tensor) -> tuple[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_every_type_of_tensor_travels(ranks3, kind):
+def test_every_dtype_is_sent(ranks3, kind):
     def travel() -> list[Any]:
         own = of_rank(dist.get_rank(), kind)
         sent = own.clone()
@@ -243,21 +193,7 @@ def test_every_type_of_tensor_travels(ranks3, kind):
         assert found == [shown(each) for each in results]
 
 
-def test_views_that_are_computed_when_read_travel(ranks2):
-    def travel() -> list[Any]:
-        own = torch.tensor([1 + 1j, 2 - 3j]) * (dist.get_rank() + 1)
-        sent = own.clone().conj()
-        collectives.broadcast(sent, from_process=1)
-        lazy = own.conj()
-        gathered, negative = collectives.gather([lazy, torch._neg_view(own.imag.contiguous())])
-        return [gathered.tolist(), negative.tolist(), sent.tolist(), lazy.is_conj()]
-
-    gathered = [1 - 1j, 2 + 3j, 2 - 2j, 4 + 6j]
-    expected = [gathered, [-1.0, 3.0, -2.0, 6.0], gathered[2:], True]
-    assert ranks2(travel) == [expected] * 2
-
-
-def test_nothing_of_the_graph_travels(ranks2):
+def test_results_have_no_autograd_graph(ranks2):
     def travel() -> list[Any]:
         weight = torch.ones(2, requires_grad=True)
         output = weight * (dist.get_rank() + 2.0)
@@ -269,7 +205,7 @@ def test_nothing_of_the_graph_travels(ranks2):
     assert ranks2(travel) == [expected] * 2
 
 
-def test_dataclasses_travel(ranks2):
+def test_dataclasses_are_sent(ranks2):
     def travel() -> list[Any]:
         own = Sample(torch.tensor([dist.get_rank()]), torch.tensor(1.0))
         gathered, reduced = collectives.gather(own), collectives.reduce(own)
@@ -290,17 +226,7 @@ def test_scaled_integers_become_floats_as_in_torch(ranks2):
     assert ranks2(reduce) == [expected] * 2
 
 
-def test_sums_of_small_integers_do_not_wrap(ranks2):
-    def reduce() -> list[Any]:
-        largest = {t: torch.tensor([torch.iinfo(t).max], dtype=t) for t in SMALL}
-        return [shown(each) for each in collectives.reduce(largest).values()]
-
-    expected = [("torch.int64", [2 * torch.iinfo(t).max]) for t in SMALL]
-    assert ranks2(reduce) == [expected] * 2
-    assert [kind for kind, _ in reduce()] == ["torch.int64"] * len(SMALL)  # one process as well
-
-
-def test_none_exchanges_nothing(ranks2):
+def test_reduction_none_sends_nothing(ranks2):
     def reduce() -> Any:
         # The shapes do not fit, and one rank does not even call it.
         own = torch.arange(dist.get_rank() + 1)
@@ -360,7 +286,7 @@ def test_tensors_of_any_memory_layout_are_gathered(ranks2, way):
 
 
 @pytest.mark.parametrize("source", [0, 1])
-def test_tensors_of_any_memory_layout_take_what_is_broadcast(ranks2, source):
+def test_tensors_of_any_memory_layout_are_broadcast_into(ranks2, source):
     def broadcast() -> list[Any]:
         wrong = []
         for layout in layouts.LAYOUTS:
@@ -424,22 +350,8 @@ def test_padding_makes_sizes_equal(ranks3, dim, first, expected):
     assert ranks3(pad) == [(each, 9) for each in expected]
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_several_dimensions_are_padded_one_after_the_other(ranks2, order):
-    """As texts that were generated, of which also the last batches are of different sizes."""
-
-    def pad() -> Any:
-        rank = dist.get_rank()
-        own = torch.full((2 - rank, 1 + rank), rank)
-        for dim in order:
-            own = collectives.pad_across_processes(own, dim, pad_index=9)
-        return collectives.gather(own).tolist()
-
-    assert ranks2(pad) == [[[0, 9], [0, 9], [1, 1], [9, 9]]] * 2
-
-
 @pytest.mark.parametrize("dim", [2, -3])
-def test_a_dimension_that_is_not_there_is_not_padded(ranks2, dim):
+def test_a_missing_dimension_is_not_padded(ranks2, dim):
     def pad() -> bool:
         own = torch.ones(2, 2)
         return collectives.pad_across_processes(own, dim) is own
@@ -447,23 +359,7 @@ def test_a_dimension_that_is_not_there_is_not_padded(ranks2, dim):
     assert ranks2(pad) == [True] * 2
 
 
-def test_a_tensor_of_full_size_is_returned_itself(ranks2):
-    def pad() -> bool:
-        own = torch.ones(2, 3 - dist.get_rank())
-        return collectives.pad_across_processes(own, 1) is own
-
-    assert ranks2(pad) == [True, False]
-
-
-def test_empty_tensors_are_padded_and_gathered(ranks2):
-    def pad() -> Any:
-        own = torch.ones(0 if dist.get_rank() else 2, 3)
-        return collectives.gather(collectives.pad_across_processes(own, 0, 7)).tolist()
-
-    assert ranks2(pad) == [[[1.0] * 3] * 2 + [[7.0] * 3] * 2] * 2
-
-
-def test_a_nested_tensor_is_not_padded_but_warned_of(ranks2):
+def test_a_nested_tensor_warns_and_is_not_padded(ranks2):
     def pad() -> Any:
         rows = [torch.ones(dist.get_rank() + 1), torch.ones(3)]
         own = torch.nested.nested_tensor(rows, layout=torch.jagged)
@@ -491,40 +387,31 @@ def failures(pool: Any, function: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["", "true"])
 @pytest.mark.parametrize(
     ("name", "plans"),
     [
         ("shape", ["gather (float32[2, 3])", "gather (float32[2, 4])"]),
-        ("ndim", ["gather (float32[2])", "gather (float32[2, 1])"]),
         ("dtype", ["gather (int64[2])", "gather (float64[2])"]),
         ("keys", ["gather (dict{'a': int64[]})", "gather (dict{'b': int64[]})"]),
         ("operation", ["gather (int64[2])", "reduce sum (int64[2])"]),
         ("reduction", ["reduce mean (float32[])", "reduce sum (float32[])"]),
         ("source", ["broadcast from 0 (int64[2])", "broadcast from 1 (int64[2])"]),
-        (
-            "other",
-            ["broadcast from 0 (list{0: int64[2], 1: str})", "broadcast from 0 (list{0: int"],
-        ),
         ("objects", ["gather_object", "gather (int64[2])"]),
         ("box", ["broadcast_object from 0", "all_gather_object"]),
         ("pad", ["pad_across_processes along dimension 1 (float32[*, *])", "(float32[*])"]),
     ],
 )
-def test_every_rank_is_told_what_does_not_fit(ranks2, mode, name, plans):
+def test_mismatched_calls_raise_on_every_rank(ranks2, name, plans):
     def call() -> None:
-        os.environ["ACCELERATE_DEBUG_MODE"] = mode
         rank = dist.get_rank()
         two = torch.arange(2)
         {
             "shape": lambda: collectives.gather(torch.ones(2, 3 + rank)),
-            "ndim": lambda: collectives.gather(torch.ones((2, 1) if rank else 2)),
             "dtype": lambda: collectives.gather(two.double() if rank else two),
             "keys": lambda: collectives.gather({"b" if rank else "a": torch.tensor(1)}),
             "operation": lambda: (collectives.reduce if rank else collectives.gather)(two),
             "reduction": lambda: collectives.reduce(torch.tensor(1.0), "sum" if rank else "mean"),
             "source": lambda: collectives.broadcast(two, from_process=rank),
-            "other": lambda: collectives.broadcast([two] if rank else [two, "text"]),
             "objects": lambda: (collectives.gather if rank else gather_object)(two),
             "box": lambda: all_gather_object(1) if rank else broadcast_object(1),
             "pad": lambda: collectives.pad_across_processes(
@@ -540,7 +427,7 @@ def test_every_rank_is_told_what_does_not_fit(ranks2, mode, name, plans):
         assert plan in found[0].partition(f"rank {rank}: ")[2].splitlines()[0]
 
 
-def test_an_error_of_one_rank_is_told_to_the_others(ranks3):
+def test_an_error_of_one_rank_raises_on_all(ranks3):
     def gather() -> None:
         collectives.gather(["text"] if dist.get_rank() == 1 else [torch.ones(1)])
 
@@ -550,7 +437,7 @@ def test_an_error_of_one_rank_is_told_to_the_others(ranks3):
     assert "rank 1: gather fails with TypeError: gather takes tensors" in found[0]
 
 
-def test_devices_are_checked_in_debug_mode_alone(monkeypatch):
+def test_calls_on_an_accelerator_are_compared_in_debug_mode_only(monkeypatch):
     monkeypatch.setattr(guards, "side_device", lambda: torch.device("cuda"))
     assert not collectives.is_checked()
     PartialState._reset_state()
@@ -558,7 +445,7 @@ def test_devices_are_checked_in_debug_mode_alone(monkeypatch):
     assert collectives.is_checked()
 
 
-def test_without_the_check_everything_works_that_fits(ranks2):
+def test_collectives_without_the_check(ranks2):
     def travel() -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(collectives, "is_checked", lambda: False)
@@ -592,13 +479,13 @@ def test_without_the_check_everything_works_that_fits(ranks2):
         ),
     ],
 )
-def test_what_cannot_be_sent_is_refused_with_the_reason(ranks2, make, text):
+def test_tensors_that_cannot_be_sent_raise(ranks2, make, text):
     for each in failures(ranks2, lambda: collectives.gather(make())):
         assert re.match(text, each)
 
 
 @pytest.mark.parametrize("source", [-1, 2])
-def test_a_rank_that_is_not_there_is_refused(ranks2, source):
+def test_an_unknown_from_process_raises(ranks2, source):
     for function in (
         lambda: collectives.broadcast(torch.ones(1), source),
         lambda: broadcast_object_list([1], source),
@@ -610,24 +497,20 @@ def test_a_rank_that_is_not_there_is_refused(ranks2, source):
 # -- objects
 
 
-def test_what_is_a_sequence_gives_its_elements(ranks2):
+def test_gather_object_concatenates_sequences(ranks2):
     def gather() -> list[Any]:
         rank = dist.get_rank()
         objects = [
             ("a", rank),
             {rank},
             range(rank, 2),
-            collections.deque([rank]),
-            numpy.array([[rank, 1]]),
             torch.tensor([[rank, 2]]),
             [],
             # and what is none
             "ab",
             {"rank": rank},
-            difflib.Match(rank, 1, 1),  # a named tuple
-            numpy.float64(rank),
+            Pair(rank, 1),
             torch.tensor(rank),
-            None,
         ]
         found = [gather_object(each) for each in objects]
         return [[item.tolist() if hasattr(item, "tolist") else item for item in x] for x in found]
@@ -636,21 +519,17 @@ def test_what_is_a_sequence_gives_its_elements(ranks2):
         ["a", 0, "a", 1],
         [0, 1],
         [0, 1, 1],
-        [0, 1],
-        [[0, 1], [1, 1]],
         [[0, 2], [1, 2]],
         [],
         ["ab", "ab"],
         [{"rank": 0}, {"rank": 1}],
-        [(0, 1, 1), (1, 1, 1)],
-        [0.0, 1.0],
+        [(0, 1), (1, 1)],
         [0, 1],
-        [None, None],
     ]
     assert ranks2(gather) == [expected] * 2
 
 
-def test_objects_of_any_size_travel(ranks3):
+def test_objects_of_unequal_sizes_are_sent(ranks3):
     def gather() -> list[Any]:
         rank = dist.get_rank()
         parts = all_gather_object("x" * (100_000 * rank))
@@ -660,16 +539,7 @@ def test_objects_of_any_size_travel(ranks3):
     assert ranks3(gather) == [[[0, 100_000, 200_000], 200_000]] * 3
 
 
-def test_sets_come_in_the_same_order_everywhere(ranks2):
-    def gather() -> Any:
-        own = {f"{dist.get_rank()}-{i}" for i in range(30)}
-        return list(own), gather_object(own)
-
-    (first, found), (second, other) = ranks2(gather)
-    assert found == other == first + second
-
-
-def test_of_a_view_only_its_own_values_are_sent():
+def test_only_the_values_of_a_view_are_sent():
     table = torch.arange(1000.0).reshape(10, 100)
     payload, _ = transport.dump([table[0], table[:, 0]])
     assert len(payload) < 2 * table[0].nbytes + 2000
@@ -694,7 +564,7 @@ UNFIT = "local object"  # Python's words for a lambda that cannot be pickled
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_an_object_that_cannot_be_sent_is_an_error_of_all(ranks3, number):
+def test_an_object_that_cannot_be_pickled_raises_on_all(ranks3, number):
     def send() -> None:
         value = (lambda: 0) if dist.get_rank() == 1 else 0
         if number:
@@ -711,7 +581,7 @@ def test_an_object_that_cannot_be_sent_is_an_error_of_all(ranks3, number):
 
 
 @pytest.mark.gpu
-def test_tensors_of_an_accelerator_travel_through_the_host():
+def test_tensors_of_an_accelerator_are_sent_through_the_host():
     value = {"deep": [torch.ones(2, device="cuda", requires_grad=True)], "host": torch.ones(1)}
     payload, error = transport.dump(value)
     assert error is None
@@ -721,7 +591,7 @@ def test_tensors_of_an_accelerator_travel_through_the_host():
     assert arrived["host"].device.type == "cpu"
 
 
-def test_one_process_answers_at_once():
+def test_collectives_on_one_process():
     tensor = torch.tensor([1.0])
     assert collectives.gather(tensor) is tensor
     assert collectives.broadcast([tensor])[0] is tensor

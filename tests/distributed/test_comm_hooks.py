@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +25,6 @@ from trainer import (
 )
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.choose import choose_engine
-from trainer.engines.comm_hooks import for_processes
 from trainer.engines.ddp import DataParallel, communication_of
 from trainer.state import PartialState
 
@@ -116,7 +115,7 @@ def window(own: DataParallel, batches: list[Any], items: float = 1.0) -> Any:
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
 @pytest.mark.parametrize("views", [False, True])
-def test_gradients_are_averaged_in_sixteen_bits_by_the_accelerator(ranks2, hook, views):
+def test_the_accelerator_averages_in_sixteen_bits(ranks2, hook, views):
     def run() -> list[Any]:
         handler = DistributedDataParallelKwargs(
             comm_hook=DDPCommunicationHookType(hook), gradient_as_bucket_view=views
@@ -142,7 +141,7 @@ def test_gradients_are_averaged_in_sixteen_bits_by_the_accelerator(ranks2, hook,
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
 @pytest.mark.parametrize("searches", [False, True])
-def test_gradients_are_averaged_in_sixteen_bits_by_the_trainer(ranks2, hook, searches):
+def test_the_trainer_averages_in_sixteen_bits(ranks2, hook, searches):
     items = 0x7FFDFBF7EFDF  # of which 16 bits would not be enough
 
     def run() -> list[Any]:
@@ -187,28 +186,7 @@ class Wide(Net):
         return self(self.last(self.first(batch[0]).sin()))
 
 
-def test_several_buckets_are_sent_in_sixteen_bits(ranks2):
-    def run() -> list[Any]:
-        model = Wide()
-        own, _ = engine(model, comm_hook="fp16", bucket_cap_mb=1)
-        for _ in range(2):
-            model.zero_grad()
-            window(own, [(rows(dist.get_rank(), 0),)])
-        buckets = own._ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")
-        return [len(buckets), gradients(model)]
-
-    parts = []
-    for rank in (0, 1):
-        model = Wide()
-        model.training_step((rows(rank, 0),)).backward()
-        parts.append(gradients(model))
-    expected = averaged("fp16", parts)
-    for buckets, found in ranks2(run):
-        assert buckets > 1
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_powersgd_is_refused_where_it_would_hang(ranks2):
+def test_powersgd_over_gloo_is_refused_where_it_would_hang(ranks2):
     def refused(model: nn.Module, **kwargs: Any) -> str:
         PartialState(cpu=True)
         handler = DistributedDataParallelKwargs(comm_hook="power_sgd", **kwargs)
@@ -243,30 +221,21 @@ def test_hooks_are_refused_for_sparse_gradients(ranks2):
     ranks2(run)
 
 
-def test_bfloat16_is_refused_where_torch_cannot_send_it(ranks2):
-    def refused(make: Callable[[Any], Any], **kwargs: str) -> str:
-        PartialState(cpu=True)
+@pytest.mark.parametrize(
+    "kwargs", [{"comm_hook": "bf16"}, {"comm_hook": "power_sgd", "comm_wrapper": "bf16"}]
+)
+def test_bf16_hooks_are_refused_without_nccl(ranks2, kwargs):
+    def refused() -> str:
+        handler = DistributedDataParallelKwargs(**kwargs)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.version, "cuda", None)  # all that torch looks at
             with pytest.raises(ValueError, match="cannot be sent in bfloat16") as caught:
-                make(DistributedDataParallelKwargs(**kwargs))
+                accelerator.prepare(Net())
         return str(caught.value)
 
-    def run() -> list[str]:
-        def prepare(handler: Any) -> None:
-            Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(Net())
-
-        def train(handler: Any) -> None:
-            started(DataParallel, Net(), StepSync(CPU), handler)
-
-        return [
-            refused(prepare, comm_hook="bf16"),
-            refused(train, comm_hook="bf16"),
-            refused(train, comm_hook="power_sgd", comm_wrapper="bf16"),
-        ]
-
-    for texts in ranks2(run):
-        assert all("with NCCL or XCCL alone. Use 'fp16'" in text for text in texts)
+    for text in ranks2(refused):
+        assert "with NCCL or XCCL alone. Use 'fp16'" in text
 
 
 # -- PowerSGD ----------------------------------------------------------------------------------
@@ -282,7 +251,7 @@ class Matrix(nn.Module):
 
 
 @pytest.mark.parametrize("wrapper", ["no", "fp16"])
-def test_what_powersgd_leaves_out_of_a_gradient_comes_later(ranks2, wrapper):
+def test_powersgd_feeds_back_its_error(ranks2, wrapper):
     def run() -> list[Any]:
         model, rank = Matrix(), dist.get_rank()
         own, _ = engine(
@@ -316,11 +285,10 @@ def test_what_powersgd_leaves_out_of_a_gradient_comes_later(ranks2, wrapper):
     torch.testing.assert_close(given, sum(exact(n) for n in range(6)), **tolerance)
 
 
-@pytest.mark.parametrize("warm", [True, False])
-@pytest.mark.parametrize(("precision", "policy"), [(None, "skip"), ("fp16", "stop")])
-def test_powersgd_goes_on_after_an_update_that_is_not_finite(
-    ranks2, tmp_path, precision, policy, warm
-):
+@pytest.mark.parametrize(
+    ("precision", "policy", "warm"), [(None, "skip", True), ("fp16", "stop", False)]
+)
+def test_powersgd_trains_on_after_a_non_finite_update(ranks2, tmp_path, precision, policy, warm):
     class Bad(Net):
         def training_step(self, batch: Any, batch_idx: int = 0) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -352,41 +320,7 @@ def test_powersgd_goes_on_after_an_update_that_is_not_finite(
         assert with_it == (steps, without, True)
 
 
-def test_what_powersgd_keeps_is_not_given_to_other_parameters(ranks2, tmp_path):
-    class Swap(Net):
-        """Trains one of two parts of one size in each epoch."""
-
-        def on_train_epoch_start(self) -> None:
-            self.left.requires_grad_(self.current_epoch % 2 == 0)
-            self.right.requires_grad_(self.current_epoch % 2 == 1)
-
-        def training_step(self, batch: Any, batch_idx: int = 0) -> torch.Tensor:
-            return (
-                (self.left if self.current_epoch % 2 == 0 else self.right)(*batch).square().mean()
-            )
-
-    def run(folder: str, epochs: int) -> list[torch.Tensor]:
-        module = Swap()
-        options = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 1}
-        handler = DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option=options)
-        trainer = Trainer(
-            max_epochs=epochs,
-            cpu=True,
-            progress_bar=False,
-            kwargs_handlers=[handler],
-            project_dir=tmp_path / folder,
-        )
-        data = TensorDataset(torch.cat([rows(0, n) for n in range(6)]))
-        trainer.fit(module, DataLoader(data, 1), ckpt_path="auto")
-        return [parameter.detach().clone() for parameter in module.parameters()]
-
-    (whole, _) = ranks2(lambda: run("whole", 3))
-    ranks2(lambda: run("parts", 1))
-    (resumed, _) = ranks2(lambda: run("parts", 3))
-    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
-
-
-def test_powersgd_is_refused_for_numbers(ranks2):
+def test_powersgd_refuses_scalar_parameters(ranks2):
     class Scaled(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -402,20 +336,7 @@ def test_powersgd_is_refused_for_numbers(ranks2):
     ranks2(run)
 
 
-def test_what_is_left_out_is_shared_out_to_another_number_of_processes():
-    def saved(number: float) -> dict[str, Any]:
-        return {"error_dict": {0: torch.full((2,), number)}, "iter": 7, "made_by": {}}
-
-    ranks = [saved(1.0), saved(5.0)]
-    assert for_processes(ranks, 1, 2) is ranks[1]
-    for rank in range(3):
-        given = for_processes(ranks, rank, 3)
-        assert given["iter"] == 7
-        assert given["error_dict"][0].tolist() == [3.0, 3.0]
-    assert for_processes([{}, {}], 0, 3) == for_processes([{}], 1, 2) == {}
-
-
-def test_state_for_other_options_is_left_out_and_told_of(ranks2):
+def test_powersgd_state_of_other_options_is_dropped_with_a_warning(ranks2):
     def run() -> list[str]:
         own, _ = engine(Net(), comm_hook="power_sgd")
         other, _ = engine(
@@ -477,7 +398,9 @@ def fit(
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-def goes_on(ranks: Any, folder: Any, hook: str, **settings: Any) -> list[list[torch.Tensor]]:
+def resumes_identically(
+    ranks: Any, folder: Any, hook: str, **settings: Any
+) -> list[list[torch.Tensor]]:
     """The weights of an uninterrupted run, which one that was interrupted has come to as well."""
     whole = ranks(lambda: fit(hook, 9, project_dir=folder / "whole", **settings))
     ranks(lambda: fit(hook, 5, project_dir=folder / "parts", **settings))
@@ -491,13 +414,13 @@ def goes_on(ranks: Any, folder: Any, hook: str, **settings: Any) -> list[list[to
 @pytest.mark.parametrize(
     ("hook", "warm"), [("fp16", True), ("bf16", True), ("power_sgd", True), ("power_sgd", False)]
 )
-def test_a_run_with_a_hook_goes_on_to_the_last_bit(ranks2, tmp_path, hook, warm):
-    assert goes_on(ranks2, tmp_path, hook, warm=warm)
+def test_resume_with_a_comm_hook_is_bit_identical(ranks2, tmp_path, hook, warm):
+    assert resumes_identically(ranks2, tmp_path, hook, warm=warm)
 
 
 @pytest.mark.parametrize("hook", ["no", "fp16", "power_sgd"])
-def test_a_run_with_a_static_graph_goes_on_to_the_last_bit(ranks3, tmp_path, hook):
-    assert goes_on(ranks3, tmp_path, hook, static=True)
+def test_resume_with_a_static_graph_is_bit_identical(ranks3, tmp_path, hook):
+    assert resumes_identically(ranks3, tmp_path, hook, static=True)
 
 
 class Late(Net):
@@ -511,23 +434,30 @@ class Late(Net):
         self.requires_grad_(True)
 
 
-def test_what_is_trained_may_come_with_the_first_epoch(ranks2, tmp_path):
-    assert goes_on(ranks2, tmp_path, "power_sgd", static=True, kind=Late)
+class Swap(Net):
+    """Trains one of two parts of one size in each epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        self.left.requires_grad_(self.current_epoch % 2 == 0)
+        self.right.requires_grad_(self.current_epoch % 2 == 1)
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> torch.Tensor:
+        part = self.left if self.current_epoch % 2 == 0 else self.right
+        return part(*batch).square().mean()
 
 
-def test_each_process_has_its_own_static_graph_again(ranks2, tmp_path):
-    assert goes_on(ranks2, tmp_path, "no", static=True, kind=Parted)
+@pytest.mark.parametrize(
+    ("kind", "hook", "static"),
+    [(Late, "power_sgd", True), (Swap, "power_sgd", False), (Parted, "no", True)],
+)
+def test_resume_where_the_trained_parameters_change(ranks2, tmp_path, kind, hook, static):
+    assert resumes_identically(ranks2, tmp_path, hook, static=static, kind=kind)
 
 
-def test_a_static_graph_is_resumed_by_another_number_of_processes(ranks2, ranks3, tmp_path):
-    ranks2(lambda: fit("no", 5, static=True, project_dir=tmp_path))
-    found = ranks3(lambda: fit("no", 9, static=True, project_dir=tmp_path))
-    assert all(torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True))
-
-
-def test_a_run_with_powersgd_goes_on_on_another_number_of_processes(ranks2, ranks3, tmp_path):
-    ranks2(lambda: fit("power_sgd", 5, project_dir=tmp_path))
-    found = ranks3(lambda: fit("power_sgd", 9, project_dir=tmp_path))
+@pytest.mark.parametrize(("hook", "static"), [("no", True), ("power_sgd", False)])
+def test_resume_on_another_number_of_processes(ranks2, ranks3, tmp_path, hook, static):
+    ranks2(lambda: fit(hook, 5, static=static, project_dir=tmp_path))
+    found = ranks3(lambda: fit(hook, 9, static=static, project_dir=tmp_path))
     assert all(torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True))
 
 
@@ -563,7 +493,7 @@ def loop(
     return [*(p.detach().clone() for p in model.parameters()), *errors.values()]
 
 
-def test_a_loop_of_ones_own_with_powersgd_goes_on_to_the_last_bit(ranks2, tmp_path):
+def test_the_accelerator_resumes_powersgd_bit_identically(ranks2, tmp_path):
     whole = ranks2(lambda: loop(0, 9, save=tmp_path / "whole"))
     ranks2(lambda: loop(0, 5, save=tmp_path / "half"))
     resumed = ranks2(lambda: loop(5, 9, load=tmp_path / "half"))
@@ -573,7 +503,7 @@ def test_a_loop_of_ones_own_with_powersgd_goes_on_to_the_last_bit(ranks2, tmp_pa
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_powersgd_begins_anew_where_ddp_orders_gradients_by_its_first_update(ranks2, tmp_path):
+def test_the_accelerator_restarts_powersgd_with_a_static_graph(ranks2, tmp_path):
     def run(*args: Any, **kwargs: Any) -> list[list[Any]]:
         return ranks2(lambda: loop(*args, **kwargs, steps=1, static_graph=True))
 
@@ -583,9 +513,7 @@ def test_powersgd_begins_anew_where_ddp_orders_gradients_by_its_first_update(ran
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_a_loop_of_ones_own_with_powersgd_goes_on_on_another_number_of_processes(
-    ranks2, ranks3, tmp_path
-):
+def test_the_accelerator_resumes_powersgd_on_another_number_of_processes(ranks2, ranks3, tmp_path):
     saved = ranks2(lambda: loop(0, 5, save=tmp_path / "half"))
     given = ranks3(lambda: loop(5, 5, load=tmp_path / "half"))
     for each in given:
@@ -614,14 +542,14 @@ def test_hooks_that_cannot_work_are_refused(ranks2):
         assert "comm_hook='fp16') cannot be used in manual optimisation" in manual
 
 
-def test_one_process_sends_nothing():
+def test_comm_hooks_do_nothing_on_one_process():
     handler = DistributedDataParallelKwargs(comm_hook="bf16")
     model = Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(Net())
     model(rows(0, 0)).backward()
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), local(0, [0]), strict=True))
 
 
-def test_a_state_that_is_not_put_back_yet_is_saved_again(ranks2):
+def test_hook_state_that_is_not_restored_yet_is_saved_again(ranks2):
     """At a boundary that a resumed run finishes before its next epoch begins, for example."""
 
     def saved() -> bool:

@@ -76,7 +76,7 @@ class Single(Model):
         self.float()
 
 
-def tally(items: float, *, stop: bool, seconds: float) -> StepStats:
+def stats(items: float, *, stop: bool, seconds: float) -> StepStats:
     """What this rank says of its window."""
     return StepStats(items, float(stop), 0.0, seconds, ended=0.0)
 
@@ -108,7 +108,7 @@ def window(
         own.begin_micro_batch(sync=last)
         loss = None if batch is None else own.forward("training_step", batch)
         if last:
-            return finish_window(own, loss, tally(items, stop=stop, seconds=float(dist.get_rank())))
+            return finish_window(own, loss, stats(items, stop=stop, seconds=float(dist.get_rank())))
         if loss is not None:
             own.backward(loss)
     raise AssertionError
@@ -130,30 +130,9 @@ def mean_gradients(losses: Callable[[Model], list[torch.Tensor]], ranks: int) ->
 # -- the numbers that ride along ---------------------------------------------------------------
 
 
-def test_ballots_are_summed_exactly(ranks3):
-    numbers = [0.0, 1.0, 3.0, 7.0, 23.0, 1e6 + 1, 2.0**40 + 1]
-
-    def sums() -> list[tuple[Any, StepStats, float]]:
-        rank = dist.get_rank()
-        own, step_sync = engine(Model())
-        found = []
-        for number in numbers:
-            total = window(own, [data(2)], items=number + rank, stop=rank == 2)
-            found.append((total, step_sync.latest, step_sync.items_seen))
-        return found
-
-    for found in ranks3(sums):
-        expected = [3 * number + 3 for number in numbers]
-        assert [total for total, _, _ in found] == expected
-        assert [tally for _, tally, _ in found] == [
-            StepStats(total, 1.0, 0.0, 3.0, 0.0) for total in expected
-        ]
-        assert found[-1][2] == sum(expected)
-
-
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": True}])
-def test_whole_numbers_are_summed_exactly_among_gradients_in_float32(ranks, size, kwargs):
+def test_step_stats_are_summed_exactly_beside_float32_gradients(ranks, size, kwargs):
     numbers = [0, 1, 255, 1023, 2**20 - 1, 2**46 + 2**30 + 1]
 
     def sums() -> tuple[Any, ...]:
@@ -174,21 +153,13 @@ def test_whole_numbers_are_summed_exactly_among_gradients_in_float32(ranks, size
         assert len(buckets.split(",")) == 1  # no reduction but that of the gradients
         assert [total for total, _ in sums_of_rank] == expected
         # The numbers are not clocks, of which rank 0 alone has one: theirs is summed too.
-        seconds = [tally.seconds for _, tally in sums_of_rank]
+        seconds = [stats.seconds for _, stats in sums_of_rank]
         assert seconds == pytest.approx([clock] * len(numbers), rel=1e-6)
-        for total, (_, tally) in zip(expected, sums_of_rank, strict=True):
-            assert tally._replace(seconds=0.0) == StepStats(total, 1.0, 0.0, 0.0, 0.0)
+        for total, (_, stats) in zip(expected, sums_of_rank, strict=True):
+            assert stats._replace(seconds=0.0) == StepStats(total, 1.0, 0.0, 0.0, 0.0)
         assert seen == sum(expected)
         assert own_gradients.keys() == found[0][3].keys()
         assert all(torch.equal(g, found[0][3][name]) for name, g in own_gradients.items())
-
-
-def test_items_that_the_user_counts_may_be_fractions(ranks2):
-    def sums() -> tuple[Any, float]:
-        own, step_sync = engine(Single())
-        return window(own, [data(2).float()], items=0.1 + dist.get_rank()), step_sync.items_seen
-
-    assert ranks2(sums) == [(0.1 + 1.1, 0.1 + 1.1)] * 2
 
 
 def test_the_sync_vector_leaves_no_trace_in_the_module(ranks2):
@@ -205,40 +176,7 @@ def test_the_sync_vector_leaves_no_trace_in_the_module(ranks2):
 # -- gradients ---------------------------------------------------------------------------------
 
 
-def test_gradients_are_the_average_over_ranks(ranks3):
-    def own_gradients() -> dict[str, Any]:
-        model = Model()
-        own, _ = engine(model)
-        window(own, [data(6)[dist.get_rank() :: 3]])
-        return gradients(model)
-
-    expected = mean_gradients(lambda m: [m.training_step(data(6)[r::3]) for r in range(3)], 3)
-    assert_same(ranks3(own_gradients), expected)
-
-
-def test_micro_batches_add_up_before_they_are_averaged_once(ranks2):
-    def own_gradients() -> tuple[dict[str, Any], Any]:
-        rank = dist.get_rank()
-        model = Model()
-        own, _ = engine(model)
-        parts = data(12)[rank::2].split(2)
-        own.begin_micro_batch(sync=False)
-        own.backward(own.forward("training_step", parts[0]))
-        alone = model.last.bias.grad.clone()
-        for parameter in model.parameters():
-            parameter.grad = None
-        window(own, list(parts))
-        return gradients(model), alone
-
-    found = ranks2(own_gradients)
-    expected = mean_gradients(
-        lambda m: [m.training_step(part) for r in (0, 1) for part in data(12)[r::2].split(2)], 2
-    )
-    assert_same([own for own, _ in found], expected)
-    assert not torch.equal(found[0][1], found[1][1])  # nothing was averaged inside the window
-
-
-def test_a_rank_starts_with_the_weights_of_the_first(ranks2):
+def test_ranks_start_with_the_weights_of_rank_0(ranks2):
     def weights() -> dict[str, Any]:
         model = Model(seed=dist.get_rank())
         engine(model)
@@ -247,29 +185,6 @@ def test_a_rank_starts_with_the_weights_of_the_first(ranks2):
     for found in ranks2(weights):
         for name, value in Model(seed=0).state_dict().items():
             assert torch.equal(found[name], value)
-
-
-@pytest.mark.parametrize("searches", [False, True])
-@pytest.mark.parametrize("batches", [[None], [0, None], [None, None]])
-def test_a_rank_without_a_batch_counts_as_zero(ranks3, searches, batches):
-    def own_gradients() -> dict[str, Any]:
-        rank = dist.get_rank()
-        model = Model()
-        own, _ = engine(model, find_unused_parameters=searches)
-        full = [data(6)[rank::3], data(9)[rank::3]][-len(batches) :]
-        mine = full if rank != 1 else [None if b is None else full[b] for b in batches]
-        window(own, mine)
-        return gradients(model)
-
-    def losses(model: Model) -> list[torch.Tensor]:
-        found = []
-        for rank in range(3):
-            full = [data(6)[rank::3], data(9)[rank::3]][-len(batches) :]
-            mine = full if rank != 1 else [full[b] for b in batches if b is not None]
-            found += [model.training_step(batch) for batch in mine]
-        return found
-
-    assert_same(ranks3(own_gradients), mean_gradients(losses, 3))
 
 
 class Forked(Model):
@@ -290,7 +205,7 @@ class Forked(Model):
         return branch(self.first(x).tanh()).square().mean()
 
 
-def test_parameters_without_a_gradient_are_found_where_asked(ranks2):
+def test_find_unused_parameters(ranks2):
     def own_gradients() -> dict[str, Any]:
         model = Forked()
         own, _ = engine(model, find_unused_parameters=True)
@@ -369,7 +284,7 @@ ROUNDS = [
 @pytest.mark.parametrize(
     "kwargs", [{}, {"gradient_as_bucket_view": True}, {"reentrant": True}], ids=["", "view", "re"]
 )
-def test_a_static_graph_changes_nothing(ranks2, first, kwargs):
+def test_a_static_graph_trains_like_a_searched_one(ranks2, first, kwargs):
     windows = ROUNDS[first:] + ROUNDS[:first]
     searched = ranks2(lambda: train_partly(windows, find_unused_parameters=True))
     static = ranks2(lambda: train_partly(windows, static_graph=True, **kwargs))
@@ -382,7 +297,7 @@ def test_a_static_graph_changes_nothing(ranks2, first, kwargs):
         assert torch.equal(other["never.weight"], torch.ones(3, 3).double())  # not even decayed
 
 
-def test_a_static_graph_that_is_resumed_changes_no_bit(ranks3):
+def test_a_resumed_static_graph_is_bit_identical(ranks3):
     settings = {"static_graph": True, "reentrant": True}
     rounds = [[*batches, [data(9)[2:]]] for batches in ROUNDS]
     whole = ranks3(lambda: train_partly(rounds, **settings))
@@ -403,7 +318,7 @@ class Scaling(Model):
 
 
 @pytest.mark.parametrize("sends", [True, False])
-def test_buffers_of_a_static_graph_are_those_of_the_own_batch(ranks2, sends):
+def test_buffers_with_a_static_graph(ranks2, sends):
     def train(**kwargs: Any) -> list[torch.Tensor]:
         model = Scaling()
         own, _ = engine(model, broadcast_buffers=sends, **kwargs)
@@ -418,19 +333,7 @@ def test_buffers_of_a_static_graph_are_those_of_the_own_batch(ranks2, sends):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_a_static_graph_is_known_from_any_micro_batch(ranks2):
-    def train() -> list[bool]:
-        own, _ = engine(Model(), static_graph=True)
-        found = []
-        for rank in (1, 0):
-            window(own, [data(2), None if dist.get_rank() == rank else data(3)])
-            found.append(bool(own.graph))
-        return found
-
-    assert ranks2(train) == [[True, True]] * 2
-
-
-def test_a_window_of_no_items_is_as_on_one_process_for_a_static_graph(ranks2):
+def test_a_static_graph_with_a_window_without_items(ranks2):
     rounds = [*ROUNDS[:2], [[None], [None]], *ROUNDS[2:]]
     searched = ranks2(lambda: train_partly(rounds, find_unused_parameters=True))
     static = ranks2(lambda: train_partly(rounds, static_graph=True))
@@ -440,7 +343,7 @@ def test_a_window_of_no_items_is_as_on_one_process_for_a_static_graph(ranks2):
             assert torch.equal(other[name], value), name
 
 
-def test_a_graph_that_is_not_that_of_the_resumed_run_is_an_error(ranks2):
+def test_another_graph_than_before_the_resume_raises(ranks2):
     def train() -> None:
         model = Partly(reentrant=True)
         own, _ = engine(model, static_graph=True)
@@ -465,7 +368,7 @@ class Changing(Model):
     ("signs", "message"),
     [((1, -1), "This one depends on fewer"), ((-1, 1), "training graph has changed")],
 )
-def test_a_graph_that_is_not_static_is_an_error(ranks2, signs, message):
+def test_a_graph_that_changes_raises(ranks2, signs, message):
     def train() -> None:
         own, _ = engine(Changing(), static_graph=True)
         for sign in signs:
@@ -517,7 +420,7 @@ def train_wide(rebuild_at: int | None, **kwargs: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"find_unused_parameters": True}])
-def test_a_run_whose_engine_was_rebuilt_half_way_is_bit_identical(ranks3, kwargs):
+def test_a_run_with_a_rebuilt_engine_is_bit_identical(ranks3, kwargs):
     whole = ranks3(lambda: train_wide(None, **kwargs))
     resumed = ranks3(lambda: train_wide(2, **kwargs))
     for one, other in zip(whole, resumed, strict=True):
@@ -525,7 +428,7 @@ def test_a_run_whose_engine_was_rebuilt_half_way_is_bit_identical(ranks3, kwargs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_are_sent_in_the_order_in_which_backward_makes_them(ranks2, dtype):
+def test_buckets_follow_the_order_of_backward(ranks2, dtype):
     def order() -> list[list[str]]:
         model = Wide().to(dtype)
         own, _ = engine(model, whole=True, bucket_cap_mb=1)
@@ -547,31 +450,8 @@ def test_gradients_are_sent_in_the_order_in_which_backward_makes_them(ranks2, dt
         assert [name for bucket in buckets for name in bucket] == names[::-1]
 
 
-def train_in_views(views: bool) -> list[torch.Tensor]:
-    rank = dist.get_rank()
-    model = Wide()
-    own, _ = engine(model, whole=True, bucket_cap_mb=1, gradient_as_bucket_view=views)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    for update in range(4):
-        generator = torch.Generator().manual_seed(100 * update + rank)
-        batches: list[Any] = [torch.randn(7, 37, generator=generator) for _ in range(3)]
-        batches[2] = None if update == 2 + rank else batches[2]
-        window(own, batches, items=21)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=update != 1)
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def test_gradients_as_views_of_buckets_are_the_same_to_the_last_bit(ranks2):
-    for plain, views in zip(
-        ranks2(train_in_views, False), ranks2(train_in_views, True), strict=True
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(plain, views, strict=True))
-
-
 @pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": True}, {"comm_hook": "fp16"}])
-def test_a_loss_that_does_not_reach_all_is_refused_however_gradients_are_sent(ranks2, kwargs):
+def test_a_loss_that_leaves_out_parameters_raises(ranks2, kwargs):
     def leave_out() -> str:
         model = Single()
         model.other = nn.Linear(1, 1)
@@ -584,31 +464,11 @@ def test_a_loss_that_does_not_reach_all_is_refused_however_gradients_are_sent(ra
         assert "on other.weight, other.bias, so" in text
 
 
-def test_fixing_the_layout_changes_nothing_else(ranks2):
-    def untouched() -> tuple[bool, bool, bool, float, int]:
-        model = Model()
-        seen: list[torch.Tensor] = []
-        for parameter in model.parameters():
-            parameter.register_hook(seen.append)
-        before = copy.deepcopy(model.state_dict())
-        state = torch.get_rng_state()
-        engine(model)
-        return (
-            all(torch.equal(before[name], value) for name, value in model.state_dict().items()),
-            all(parameter.grad is None for parameter in model.parameters()),
-            torch.equal(torch.get_rng_state(), state),
-            model.seen.item(),
-            len(seen),
-        )
-
-    assert ranks2(untouched) == [(True, True, True, 0.0, 0)] * 2
-
-
 # -- buffers, frozen parts, settings -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["engine", "replicas"])
-def test_buffers_become_those_of_the_first_rank_when_asked(ranks2, kind):
+def test_broadcast_buffers(ranks2, kind):
     def buffers() -> float:
         model = Model()
         own = engine(model)[0] if kind == "engine" else started(Replicas, model, StepSync(CPU))
@@ -619,21 +479,7 @@ def test_buffers_become_those_of_the_first_rank_when_asked(ranks2, kind):
     assert ranks2(buffers) == [3.0, 3.0]
 
 
-def test_frozen_parameters_have_no_part_in_it(ranks2):
-    def own_gradients() -> tuple[Any, Any]:
-        model = Model()
-        model.first.requires_grad_(False)
-        own, _ = engine(model)
-        window(own, [data(2) + dist.get_rank()])
-        window(own, [None])
-        return model.first.weight.grad, model.last.weight.grad
-
-    first, second = ranks2(own_gradients)
-    assert first[0] is None
-    assert torch.equal(first[1], second[1])
-
-
-def test_settings_left_out_are_those_of_torch(ranks2):
+def test_default_ddp_arguments_are_those_of_torch(ranks2):
     def settings() -> list[list[Any]]:
         PartialState()
         plain, ours = (
@@ -657,20 +503,8 @@ def test_settings_left_out_are_those_of_torch(ranks2):
         assert plain == ours == handler
 
 
-def test_settings_reach_torch(ranks2):
-    def wrapped() -> tuple[Any, ...]:
-        PartialState()
-        handler = DistributedDataParallelKwargs(
-            bucket_cap_mb=3, gradient_as_bucket_view=True, broadcast_buffers=False
-        )
-        model = ddp.wrap(nn.Linear(1, 1), handler)
-        return model.bucket_bytes_cap, model.gradient_as_bucket_view, model.broadcast_buffers
-
-    assert ranks2(wrapped) == [(3 * 2**20, True, False)] * 2
-
-
 @pytest.mark.parametrize("handler", [None, DistributedDataParallelKwargs()])
-def test_gradients_lie_in_the_buckets_unless_arguments_of_ddp_are_given(ranks2, handler):
+def test_gradients_are_bucket_views_unless_ddp_arguments_are_given(ranks2, handler):
     def memory() -> tuple[int, list[int]]:
         model, step_sync = Single(), StepSync(CPU, whole_items=True)
         own = started(DataParallel, model, step_sync, handler)
@@ -679,7 +513,7 @@ def test_gradients_lie_in_the_buckets_unless_arguments_of_ddp_are_given(ranks2, 
         for _ in range(2):
             own.begin_micro_batch(sync=True)
             loss = own.forward("training_step", data(2).float())
-            assert finish_window(own, loss, tally(2, stop=False, seconds=0.0)) == 4
+            assert finish_window(own, loss, stats(2, stop=False, seconds=0.0)) == 4
             found = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
             offsets = [p.grad.storage_offset() * 4 for p in model.parameters()]
             model.zero_grad()
@@ -694,7 +528,7 @@ def test_gradients_lie_in_the_buckets_unless_arguments_of_ddp_are_given(ranks2, 
 # -- manual optimisation -----------------------------------------------------------------------
 
 
-def test_replicas_start_alike_and_average_when_an_optimizer_steps(ranks3):
+def test_manual_optimisation_averages_when_an_optimizer_steps(ranks3):
     def own_gradients() -> tuple[dict[str, Any], Any, dict[str, Any]]:
         rank = dist.get_rank()
         model = Model(seed=rank)
@@ -714,18 +548,7 @@ def test_replicas_start_alike_and_average_when_an_optimizer_steps(ranks3):
         assert all(torch.equal(start[name], v) for name, v in Model(seed=0).state_dict().items())
 
 
-def test_replicas_sum_their_numbers(ranks3):
-    def sums() -> tuple[Any, StepStats]:
-        step_sync = StepSync(CPU)
-        own = started(Replicas, Model(), step_sync)
-        rank = dist.get_rank()
-        total = own.sync_stats(tally(rank + 0.5, stop=rank == 1, seconds=float(rank)))
-        return total, step_sync.latest
-
-    assert ranks3(sums) == [(4.5, StepStats(4.5, 1.0, 0.0, 3.0, 0.0))] * 3
-
-
-def test_averaging_knows_gradients_that_only_some_ranks_have(ranks2):
+def test_averaging_gradients_that_only_some_ranks_have(ranks2):
     def averaged() -> list[Any]:
         rank = dist.get_rank()
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2)) for _ in range(4)], lr=1.0)
@@ -758,7 +581,7 @@ TABLE_GRADIENTS: dict[str, Callable[[nn.Embedding], torch.Tensor]] = {
         ([None, None], None),
     ],
 )
-def test_averaging_a_table_knows_what_gradient_the_other_ranks_have(ranks2, used, is_sparse):
+def test_averaging_sparse_and_dense_gradients_of_an_embedding(ranks2, used, is_sparse):
     def averaged(sparse: bool) -> tuple[Any, Any]:
         table = nn.Embedding(3, 2, sparse=sparse)
         if (own := used[dist.get_rank()]) is not None:
@@ -777,7 +600,7 @@ def test_averaging_a_table_knows_what_gradient_the_other_ranks_have(ranks2, used
 # -- which engine ------------------------------------------------------------------------------
 
 
-def test_one_process_has_the_module_as_it_is():
+def test_the_engine_of_one_process():
     model, step_sync = Model(), StepSync(CPU)
     own = choose_engine(options(), automatic=True)
     assert type(own) is SingleDevice
@@ -794,7 +617,7 @@ def test_one_process_has_the_module_as_it_is():
     assert_same([gradients(model)], expected)
 
 
-def test_several_processes_have_ddp_or_for_manual_optimisation_replicas(ranks2):
+def test_choose_engine_on_several_processes(ranks2):
     def chosen() -> list[str]:
         return [
             type(choose_engine(options(), automatic=automatic)).__name__
@@ -802,13 +625,3 @@ def test_several_processes_have_ddp_or_for_manual_optimisation_replicas(ranks2):
         ]
 
     assert ranks2(chosen) == [["DataParallel", "Replicas"]] * 2
-
-
-def test_an_error_in_the_users_step_is_the_users(ranks2):
-    def fail() -> None:
-        model = Model()
-        own, _ = engine(model)
-        own.forward("training_stpe", data(2))
-
-    with pytest.raises(RankError, match="'Model' object has no attribute 'training_stpe'"):
-        ranks2(fail)

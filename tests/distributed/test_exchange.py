@@ -67,7 +67,7 @@ def averaged(dtype: torch.dtype, kwargs: dict[str, Any]) -> tuple[bool, list[tor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kwargs", [{}, {"find_unused_parameters": True}])
-def test_on_two_processes_the_average_is_that_of_ddp_to_the_last_bit(ranks2, dtype, kwargs):
+def test_two_ranks_average_bit_identically_to_ddp(ranks2, dtype, kwargs):
     def by_torch() -> list[torch.Tensor]:
         model = DistributedDataParallel(Net(dtype))
         model(rows(dist.get_rank(), dtype)).backward()
@@ -82,13 +82,13 @@ def test_on_two_processes_the_average_is_that_of_ddp_to_the_last_bit(ranks2, dty
             assert torch.equal(one.view(bits), other.view(bits))  # zeros have signs, too
 
 
-# In float32 the ballot lies beside the gradients, otherwise in a bucket of its own.
+# In float32 the sync vector lies beside the gradients, otherwise in a bucket of its own.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "kwargs", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}]
 )
 @pytest.mark.parametrize("size", [3, 4])
-def test_on_more_it_is_summed_in_the_order_of_the_ranks(ranks, size, kwargs, dtype):
+def test_more_ranks_sum_in_rank_order(ranks, size, kwargs, dtype):
     expected = [torch.zeros(parameter.shape) for parameter in Net().parameters()]
     for rank in range(size):
         module = Net(dtype)
@@ -135,7 +135,7 @@ def edge(beyond: int = 0) -> nn.Module:
         (stepping_in_backward, {}, False),
     ],
 )
-def test_what_is_exchanged(ranks2, make, kwargs, exchanged):
+def test_which_models_exchange_their_gradients(ranks2, make, kwargs, exchanged):
     def found() -> bool:
         return exchanges(engine(make(), **kwargs))
 
@@ -143,7 +143,7 @@ def test_what_is_exchanged(ranks2, make, kwargs, exchanged):
     assert reducing(ranks2)(found) == [False] * 2
 
 
-def test_a_communication_hook_that_was_asked_for_is_the_only_one(ranks2):
+def test_a_comm_hook_replaces_the_exchange(ranks2):
     def hooks() -> list[str]:
         hooks = engine(nn.Linear(1, 1), comm_hook="fp16")._ddp._comm_hooks
         return [hook.__name__ for hook, _ in hooks]
@@ -152,7 +152,7 @@ def test_a_communication_hook_that_was_asked_for_is_the_only_one(ranks2):
 
 
 @pytest.mark.parametrize("local", [[1, 1], [1, 2]])
-def test_several_machines_reduce_even_if_only_one_process_knows_of_them(ranks2, local):
+def test_processes_on_several_machines_reduce(ranks2, local):
     def one_machine() -> bool:
         PartialState()._local_world_size = local[dist.get_rank()]
         return exchanges(engine(nn.Linear(1, 1)))
@@ -161,7 +161,7 @@ def test_several_machines_reduce_even_if_only_one_process_knows_of_them(ranks2, 
 
 
 @pytest.mark.parametrize(("kind", "reductions"), [("cpu", 1), ("cuda", 0)])
-def test_on_an_accelerator_the_host_reduces_nothing(ranks2, kind, reductions):
+def test_on_an_accelerator_nothing_is_reduced_on_the_host(ranks2, kind, reductions):
     """Its process group may have no backend for the host."""
 
     def reduced() -> tuple[int, int]:
@@ -190,16 +190,9 @@ def fit(module: Net, steps: int, **settings: Any) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-def test_on_two_processes_a_run_has_the_weights_of_one_that_reduces(ranks2, tmp_path):
-    exchanged = ranks2(lambda: fit(Net(), 9, project_dir=tmp_path / "exchanged"))
-    reduced = reducing(ranks2)(lambda: fit(Net(), 9, project_dir=tmp_path / "reduced"))
-    for one, other in zip(exchanged, reduced, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize("exchanged", [True, False])
 @pytest.mark.parametrize("searches", [True, False])
-def test_on_three_processes_a_run_is_resumed_to_the_last_bit(ranks3, tmp_path, exchanged, searches):
+def test_resume_on_three_ranks_is_bit_identical(ranks3, tmp_path, exchanged, searches):
     pool = ranks3 if exchanged else reducing(ranks3)
     handler = DistributedDataParallelKwargs(find_unused_parameters=searches)
 

@@ -37,10 +37,10 @@ def frames_of_ours() -> list[str]:
     return found
 
 
-def test_one_process_takes_five_frames():
+def test_fit_calls_training_step_through_five_frames():
     assert frames_of_ours() == ["fit", "fit", "train_epoch", "train_window", "forward"]
 
 
-def test_several_processes_take_one_more(ranks2):
+def test_ddp_adds_one_frame(ranks2):
     expected = ["fit", "fit", "train_epoch", "train_window", "forward", "forward"]
     assert ranks2(frames_of_ours, timeout=30) == [expected] * 2

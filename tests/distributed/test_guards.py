@@ -18,10 +18,7 @@ import torch.distributed as dist
 
 from trainer import Accelerator
 from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
-from trainer.checkpoint.accelerator_state import load_state as load_project
-from trainer.checkpoint.accelerator_state import save_state as save_project
-from trainer.checkpoint.save import raise_on_all_ranks, run_on_all_ranks, writer_rank_of
-from trainer.configuration import ProjectConfiguration
+from trainer.checkpoint.save import run_on_all_ranks, writer_rank_of
 from trainer.distributed import guards
 from trainer.distributed.process_control import on_main
 from trainer.errors import DistributedOperationException
@@ -65,21 +62,18 @@ def call(name: str) -> None:
     }[name]()
 
 
-WAITING = [
-    "save_state",
-    "load_state",
-    "wait_for_everyone",
-    "main_process_first",
-    "local_main_process_first",
-    "on_main",
+PAIRS = [
+    ("save_state", "load_state"),
+    ("load_state", "wait_for_everyone"),
+    ("wait_for_everyone", "gather"),
+    ("main_process_first", "gather_object"),
+    ("local_main_process_first", "on_main"),
+    ("on_main", "save_state"),
 ]
 
 
-PAIRS = [(a, b) for a in WAITING for b in ["gather", "gather_object", *WAITING] if a != b]
-
-
 @pytest.mark.parametrize(("name", "other"), PAIRS)
-def test_different_operations_are_an_error_on_all_that_names_them(ranks2, tmp_path, name, other):
+def test_different_operations_raise_on_all_ranks_and_are_named(ranks2, tmp_path, name, other):
     found = outcomes(ranks2, lambda: call(other if dist.get_rank() else name))
     assert found[0] == found[1]
     said = "The processes are waiting for each other in different operations:"
@@ -91,7 +85,7 @@ def test_different_operations_are_an_error_on_all_that_names_them(ranks2, tmp_pa
     assert not list(tmp_path.iterdir())  # nothing was begun
 
 
-def test_one_of_three_saves_alone(ranks3, tmp_path):
+def test_save_state_on_the_main_process_alone_raises(ranks3, tmp_path):
     def save_on_main() -> None:
         accelerator = Accelerator(cpu=True)
         if accelerator.is_main_process:
@@ -107,7 +101,7 @@ def test_one_of_three_saves_alone(ranks3, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["main_process_first", "local_main_process_first"])
-def test_what_all_must_call_is_an_error_in_a_block_that_one_is_first_in(ranks3, name):
+def test_a_collective_inside_main_process_first_raises(ranks3, name):
     def gather_first() -> None:
         os.environ["LOCAL_RANK"] = str(dist.get_rank())
         with getattr(PartialState(), name)():
@@ -119,7 +113,7 @@ def test_what_all_must_call_is_an_error_in_a_block_that_one_is_first_in(ranks3, 
     assert f"rank 1: {name}\n" in found[0]
 
 
-def test_an_error_of_the_block_itself_still_reaches_those_who_wait(ranks2):
+def test_an_error_inside_main_process_first_reaches_the_waiting_ranks(ranks2):
     def fail() -> None:
         with PartialState().main_process_first():
             raise DistributedOperationException("made up", ["gather", "reduce"])
@@ -143,7 +137,7 @@ def refuse_on_1(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("function", [save_state, load_state])
-def test_a_hook_that_fails_ends_it_before_the_next_one_waits_for_its_peers(ranks3, function):
+def test_a_failing_state_hook_raises_before_the_next_hook_runs_a_collective(ranks3, function):
     def body() -> str:
         state = PartialState()
         save_state("out", Prepared(), state, hooks=[speak])
@@ -156,7 +150,7 @@ def test_a_hook_that_fails_ends_it_before_the_next_one_waits_for_its_peers(ranks
 
 
 @pytest.mark.parametrize("function", [save_state, load_state])
-def test_a_hook_that_only_one_rank_has_waits_for_nobody_in_vain(ranks2, function):
+def test_a_collective_in_a_hook_of_one_rank_alone_raises(ranks2, function):
     def body(*hooks: Any) -> str:
         state = PartialState()
         save_state("out", Prepared(step=5), state)
@@ -172,48 +166,10 @@ def test_a_hook_that_only_one_rank_has_waits_for_nobody_in_vain(ranks2, function
     assert os.listdir() == ["out"]
 
 
-def test_a_disagreement_inside_a_step_is_told_to_those_who_wait_for_it(ranks3):
-    def work(pair: Any) -> None:  # the ranks 0 and 1 among themselves, on a group of theirs
-        if dist.get_rank() < 2:
-            guards.check_collective("left" if dist.get_rank() else "right", group=pair)
-
-    def body() -> object:
-        pair = dist.new_group([0, 1])
-        try:
-            return run_on_all_ranks("Trying", lambda: work(pair), PartialState(), operation="trial")
-        finally:
-            if dist.get_rank() < 2:
-                dist.destroy_process_group(pair)
-
-    for found in ranks3(lambda: _text(body)):
-        assert found.startswith("CheckpointError: Trying failed on ranks 0, 1: Distributed")
-
-
-def _text(function: Callable[[], object]) -> str:
-    try:
-        return str(function())
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def test_a_result_that_cannot_travel_is_an_error_on_all(ranks2):
+def test_a_result_that_cannot_be_pickled_raises_on_all(ranks2):
     found = outcomes(ranks2, lambda: run_on_all_ranks("Trying", lambda: lambda: 1, PartialState()))
     assert found[0] == found[1]
     assert found[0].startswith("CheckpointError: Trying failed on ranks 0, 1: ")
-
-
-def test_steps_of_one_operation_are_told_apart(ranks2):
-    def body() -> None:
-        state = PartialState()
-        if state.process_index == 0:
-            raise_on_all_ranks(lambda: None, state, here=True, operation="save_state (arguments)")
-        else:
-            run_on_all_ranks("Saving", lambda: None, state, operation="save_state (begin)")
-
-    found = outcomes(ranks2, body)
-    assert found[0] == found[1]
-    assert "rank 0: save_state (arguments)" in found[0]
-    assert "rank 1: save_state (begin)" in found[0]
 
 
 # -- long waits ----------------------------------------------------------------------------------
@@ -225,7 +181,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("own_group", [False, True])
-def test_who_has_not_come_is_named_in_a_warning(ranks3, own_group):
+def test_a_warning_names_the_ranks_that_are_waited_for(ranks3, own_group):
     def body() -> tuple[list[str], list[int], bool]:
         rank = dist.get_rank()
         group = dist.new_group() if own_group else None
@@ -258,7 +214,7 @@ def test_who_has_not_come_is_named_in_a_warning(ranks3, own_group):
         assert left
 
 
-def test_who_has_not_come_is_named_where_the_groups_own_limit_is_shorter(ranks2):
+def test_the_missing_rank_is_named_when_the_group_times_out_first(ranks2):
     def body() -> tuple[list[str], str]:
         group = dist.new_group()
         group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=0.2))
@@ -294,27 +250,19 @@ class _Heard(logging.Handler):
         Path("warned").touch()
 
 
-def test_one_of_those_who_wait_speaks_if_somebody_is_missing(caplog):
+def test_one_of_the_waiting_ranks_warns_if_a_rank_is_missing(caplog):
     guards._warn("gather", [1, 2], 4, own=2)
     guards._warn("gather", [0, 1, 2, 3], 4, own=0)
     assert caplog.text == ""
     guards._warn("gather", [1, 2], 4, own=1)
-    [record] = caplog.records
-    assert record.getMessage().startswith("gather has waited 30 seconds for rank 0, 3.")
-    assert "is_main_process" not in record.getMessage()
-
-
-def test_where_the_main_process_came_alone_the_warning_names_what_may_keep_the_others(caplog):
     guards._warn("save_state", [0], 2, own=0)
-    [record] = caplog.records
-    assert record.getMessage() == (
-        "save_state has waited 30 seconds for rank 1. It ends when every process has called it. "
-        "If that call is inside `if accelerator.is_main_process:`, make it outside, on all "
-        "processes."
-    )
+    some, main_alone = [record.getMessage() for record in caplog.records]
+    assert some.startswith("gather has waited 30 seconds for rank 0, 3.")
+    assert "is_main_process" not in some
+    assert "inside `if accelerator.is_main_process:`" in main_alone
 
 
-def test_a_wait_does_not_fail_for_want_of_somebody_to_ask(ranks2):
+def test_a_wait_goes_on_if_the_store_is_gone(ranks2):
     class Gone:
         def __getattr__(self, name: str) -> Any:
             Path(name).touch()
@@ -332,7 +280,7 @@ def test_a_wait_does_not_fail_for_want_of_somebody_to_ask(ranks2):
     assert ranks2(body) == [[0, 1]] * 2
 
 
-def test_sizes_travel_on_the_device_where_the_group_has_no_other_way(monkeypatch):
+def test_sizes_are_exchanged_on_the_device_if_the_backend_has_no_cpu(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     assert guards.side_device() == torch.device("cuda", 1)
@@ -356,7 +304,7 @@ def node(host: str, local_rank: int) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("homes", "keepers"),
+    ("homes", "writers"),
     [
         ([("a", 0), ("a", 1), ("b", 0), ("b", 1)], [0, 0, 2, 2]),
         ([("a", 0), ("b", 0), ("a", 1), ("b", 1)], [0, 1, 0, 1]),  # SLURM's cyclic
@@ -364,17 +312,17 @@ def node(host: str, local_rank: int) -> SimpleNamespace:
         ([("a", 0), ("a", 1), ("a", 0), ("a", 1)], [0, 0, 2, 2]),  # containers
     ],
 )
-def test_the_keeper_is_on_the_same_machine(ranks4, homes, keepers):
+def test_the_writer_rank_is_on_the_same_machine(ranks4, homes, writers):
     def body() -> tuple[int, int]:
         own = node(*homes[dist.get_rank()])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(socket, "gethostname", lambda: own.host)
             return writer_rank_of(own, on_each_node=True), writer_rank_of(own, on_each_node=False)
 
-    assert ranks4(body) == [(writer_rank, 0) for writer_rank in keepers]
+    assert ranks4(body) == [(writer_rank, 0) for writer_rank in writers]
 
 
-def test_a_machine_that_nobody_keeps_is_an_error_on_all(ranks2):
+def test_a_machine_without_local_rank_0_raises_on_all(ranks2):
     def body() -> object:
         own = node("ab"[dist.get_rank()], dist.get_rank())
         with pytest.MonkeyPatch.context() as patch:
@@ -385,22 +333,3 @@ def test_a_machine_that_nobody_keeps_is_an_error_on_all(ranks2):
     assert found[0] == found[1]
     assert found[0].startswith("CheckpointError: No process on b has the local rank 0")
     assert "LOCAL_RANK" in found[0]
-
-
-def test_states_are_kept_on_each_machine_in_whatever_order_ranks_are_given_out(ranks4):
-    def body() -> tuple[int, list[str]]:
-        rank = dist.get_rank()
-        own = node("ab"[rank % 2], rank // 2)
-        project = ProjectConfiguration(
-            project_dir=own.host, automatic_checkpoint_naming=True, save_on_each_node=True
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(socket, "gethostname", lambda: own.host)
-            save_project(None, Prepared(step=7), own, project)
-            step = load_project(None, Prepared(), own, project)
-        return step, sorted(os.listdir(f"{own.host}/checkpoints/checkpoint_0"))
-
-    for rank, (step, files) in enumerate(ranks4(body)):
-        assert step == 7
-        states = [name for name in files if name.startswith("random") and name.endswith("json")]
-        assert states == [f"random_states_{rank % 2}.json", f"random_states_{rank % 2 + 2}.json"]

@@ -57,68 +57,41 @@ def outcome(place: str, name: Callable[[int], str | None], options: dict[str, An
     return "nothing"
 
 
-def alone(rank: int) -> str | None:
-    return "lonely" if rank == 1 else None
+NAMES = {  # of ranks 0 and 1
+    "on one rank alone": ((None, "lonely"), "Rank 0 did not log 'lonely'.*rank 1 did"),
+    "different on each rank": (("of_0", "of_1"), "Rank [01] did not log 'of_[01]'"),
+}
 
 
-def own(rank: int) -> str:
-    return f"of_{rank}"
-
-
-PLACES = [
-    ("training_step", {}),
-    ("training_step", {"on_step": False, "on_epoch": True}),
-    ("on_train_batch_end", {}),
-    ("on_train_epoch_end", {}),
-    ("validation_step", {}),
-    ("on_validation_epoch_end", {}),
-]
-
-
-@pytest.mark.parametrize(("place", "options"), PLACES)
-def test_a_name_of_one_rank_alone_is_told_on_all(ranks2, place, options):
-    for messages in ranks2(outcome, place, alone, options, timeout=30):
-        assert "Rank 0 did not log 'lonely'" in messages
-        assert "rank 1 did" in messages
-
-
-@pytest.mark.parametrize(("place", "options"), PLACES)
-def test_other_names_on_each_rank_are_told_on_all(ranks2, place, options):
-    for messages in ranks2(outcome, place, own, options, timeout=30):
-        assert re.search(r"Rank [01] did not log 'of_[01]'", messages)
-
-
-@pytest.mark.parametrize(("place", "options"), PLACES)
-def test_the_same_name_on_all_is_fine(ranks2, place, options):
-    assert ranks2(outcome, place, lambda rank: "shared", options) == ["nothing", "nothing"]
-
-
-def epochs_with_a_decision(batches: int, logged_in: str, max_epochs: int, folder: str) -> Any:
-    """Train while a callback waits for a value that is logged and not reduced yet."""
-    module = Logs(logged_in, lambda _: "waited/for", batch_size=0.0)
-    data = DataLoader(torch.zeros(batches, 1))
-    trainer = quiet_trainer(
-        project_dir=folder,
-        max_epochs=max_epochs,
-        log_every=50,
-        checkpointing=True,
-        callbacks=[EarlyStopping("waited/for")],
-    )
-    trainer.fit(module, data, data, ckpt_path="auto")
-    return trainer.global_step
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        ("training_step", {}),
+        ("training_step", {"on_step": False, "on_epoch": True}),
+        ("on_train_batch_end", {}),
+        ("on_train_epoch_end", {}),
+        ("validation_step", {}),
+        ("on_validation_epoch_end", {}),
+    ],
+)
+def test_names_that_differ_between_ranks_raise_on_all(ranks2, place, options, kind):
+    names, message = NAMES[kind]
+    for text in ranks2(outcome, place, lambda rank: names[rank], options, timeout=30):
+        assert re.search(message, text, re.DOTALL)
 
 
 @pytest.mark.parametrize("place", ["training_step", "validation_step"])
-def test_a_process_without_a_batch_knows_what_the_others_have_logged(ranks2, tmp_path, place):
-    found = ranks2(epochs_with_a_decision, 1, place, 2, str(tmp_path / "run"))
-    assert found == [2] * 2
+def test_early_stopping_finds_a_metric_that_only_ranks_with_a_batch_logged(ranks2, place):
+    def updates() -> int:
+        module = Logs(place, lambda _: "monitored", batch_size=0.0)  # no value is reduced
+        data = DataLoader(torch.zeros(1, 1))
+        callbacks = [EarlyStopping("monitored")]
+        trainer = quiet_trainer(max_epochs=2, log_every=50, callbacks=callbacks)
+        trainer.fit(module, data, data)
+        return trainer.global_step
 
-
-def test_more_processes_know_what_was_logged_before_the_resume(ranks2, ranks4, tmp_path):
-    place, folder = "training_step", str(tmp_path / "run")
-    ranks2(epochs_with_a_decision, 2, place, 1, folder)
-    found = ranks4(epochs_with_a_decision, 2, place, 2, folder)
-    assert found == [2] * 4
+    assert ranks2(updates) == [2, 2]
 
 
 class Notes(Callback):
@@ -140,7 +113,7 @@ def fitted(name: Callable[[int], str | None], max_epochs: int, folder: str) -> A
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_a_resumed_run_knows_on_all_processes_what_was_logged(request, tmp_path, processes):
+def test_logged_names_are_known_on_all_ranks_after_a_resume(request, tmp_path, processes):
     ranks2, folder = request.getfixturevalue("ranks2"), str(tmp_path / "run")
     assert ranks2(fitted, lambda _: "loss", 1, folder) == [set(), set()]
     args = (fitted, lambda _: "loss", 2, folder)

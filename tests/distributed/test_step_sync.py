@@ -18,9 +18,9 @@ from trainer.loops import preemption
 CPU = torch.device("cpu")
 
 
-def reduced(ballots: list[torch.Tensor], generator: random.Random) -> torch.Tensor:
+def reduced(vectors: list[torch.Tensor], generator: random.Random) -> torch.Tensor:
     """What DDP makes of these: each times 1/W, then added two at a time, whichever come first."""
-    sums = [sync_vector * (1.0 / len(ballots)) for sync_vector in ballots]
+    sums = [sync_vector * (1.0 / len(vectors)) for sync_vector in vectors]
     while len(sums) > 1:
         generator.shuffle(sums)
         one, other, *rest = sums
@@ -29,21 +29,21 @@ def reduced(ballots: list[torch.Tensor], generator: random.Random) -> torch.Tens
     return sums[0]
 
 
-def in_turn(ballots: list[torch.Tensor]) -> torch.Tensor:
+def in_turn(vectors: list[torch.Tensor]) -> torch.Tensor:
     """The longest chain of roundings: one sum to which all are added."""
-    total = ballots[0] * (1.0 / len(ballots))
-    for sync_vector in ballots[1:]:
-        total = total + sync_vector * (1.0 / len(ballots))
+    total = vectors[0] * (1.0 / len(vectors))
+    for sync_vector in vectors[1:]:
+        total = total + sync_vector * (1.0 / len(vectors))
     return total
 
 
-def counted(total: torch.Tensor) -> StepStats:
+def count_of(total: torch.Tensor) -> StepStats:
     step_sync = StepSync(CPU, whole_items=True)
     assert step_sync.count(total) == step_sync.items_seen == step_sync.latest.items
     return step_sync.latest
 
 
-def tallies(world_size: int, items: list[int]) -> list[StepStats]:
+def stats_of_ranks(world_size: int, items: list[int]) -> list[StepStats]:
     return [
         StepStats(
             float(items[rank]),
@@ -61,7 +61,7 @@ def tallies(world_size: int, items: list[int]) -> list[StepStats]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7, 44, 49, 98, 179, 180, 256])
+@pytest.mark.parametrize("world_size", [2, 3, 7, 49, 180, 256])
 def test_sums_of_whole_numbers_are_exact_for_many_processes(world_size, dtype):
     generator = random.Random(world_size)
     own = StepSync(CPU, whole_items=True)
@@ -72,10 +72,10 @@ def test_sums_of_whole_numbers_are_exact_for_many_processes(world_size, dtype):
         [generator.randrange(largest) for _ in range(world_size)],
         [generator.randrange(300) for _ in range(world_size)],
     ):
-        given = tallies(world_size, items)
-        ballots = [own.sync_vector(each, dtype, times=world_size) for each in given]
-        for total in (reduced(ballots, generator), in_turn(ballots)):
-            found = counted(total)
+        given = stats_of_ranks(world_size, items)
+        vectors = [own.sync_vector(each, dtype, times=world_size) for each in given]
+        for total in (reduced(vectors, generator), in_turn(vectors)):
+            found = count_of(total)
             assert found.items == float(sum(items))
             assert found.seconds == pytest.approx(given[0].seconds, abs=0.07)
             exact = [sum(column) for column in zip(*given, strict=True)]
@@ -98,7 +98,7 @@ def test_float32_is_used_where_it_is_exact_and_shares_a_bucket():
     assert not exact_in_float32(2**17)
 
 
-def test_users_items_need_not_be_whole():
+def test_items_may_be_fractions():
     step_sync = StepSync(CPU)
     given = [NOTHING._replace(items=items, ended=1.0) for items in (0.25, 1.5, 2.0)]
     total = in_turn([step_sync.sync_vector(each, times=3) for each in given])
@@ -106,7 +106,7 @@ def test_users_items_need_not_be_whole():
     assert step_sync.latest.ended == 3
 
 
-def test_a_loss_known_on_the_device_alone_is_counted():
+def test_a_bad_loss_flag_on_the_device_is_counted():
     def sync_vector(bad: Any) -> list[float]:
         own = NOTHING._replace(items=259.0, bad_losses=bad)
         return StepSync(CPU).sync_vector(own, torch.float32, times=2).tolist()
@@ -115,7 +115,7 @@ def test_a_loss_known_on_the_device_alone_is_counted():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_on_an_accelerator_sums_are_read_an_update_later_and_nothing_waits(monkeypatch, dtype):
+def test_on_an_accelerator_sums_are_read_one_update_later_without_a_device_sync(monkeypatch, dtype):
     first = NOTHING._replace(items=2.0**40 + 255.0, seconds=8.0, ended=1.0)
     with counted_waits(monkeypatch) as waits:
         step_sync = StepSync(DEVICE, whole_items=True)
@@ -141,23 +141,23 @@ def test_on_an_accelerator_sums_are_read_an_update_later_and_nothing_waits(monke
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told_after", "aligned"),
+    ("seconds", "rounds_after", "aligned"),
     [(0.0, 16, True), (0.3, 3, True), (5.0, 1, True), (5.0, 16, False)],
 )
-def test_all_hear_within_about_a_second_that_one_was_told_to_end(
-    ranks2, seconds, told_after, aligned
+def test_a_signal_to_one_rank_in_evaluation_reaches_all_within_about_a_second(
+    ranks2, seconds, rounds_after, aligned
 ):
-    def rounds_until_told() -> list[tuple[int, int]]:
-        """Tell rank 1 in the eleventh round of each of two evaluations."""
+    def rounds_until_seen() -> list[tuple[int, int]]:
+        """Signal rank 1 in the eleventh round of each of two evaluations."""
         vote, rank = preemption.ExitVote(), dist.get_rank()
         now, asked, heard = [0.0], [], []
 
-        def counted(votes: torch.Tensor) -> torch.Tensor:
+        def recorded(votes: torch.Tensor) -> torch.Tensor:
             asked.append(votes)
             return reduce(votes)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(preemption, "reduce", counted)
+            patch.setattr(preemption, "reduce", recorded)
             # Only rank 0's clock counts, so that all ask in the same rounds.
             patch.setattr(preemption.time, "monotonic", lambda: now[0] if rank == 0 else 0.0)
             for _ in range(2):
@@ -170,9 +170,9 @@ def test_all_hear_within_about_a_second_that_one_was_told_to_end(
                 heard.append((round_idx, len(asked)))
         return heard
 
-    (first, again), others = ranks2(rounds_until_told)
+    (first, again), others = ranks2(rounds_until_seen)
     assert others == [first, again]
-    assert first[0] == again[0] <= 10 + told_after
+    assert first[0] == again[0] <= 10 + rounds_after
     assert again[1] == 2 * first[1]
     if not seconds:
         assert first[1] == 5  # before rounds 0, 1, 3, 7 and 15

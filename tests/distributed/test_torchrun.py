@@ -111,7 +111,7 @@ def started(*command: str, **variables: object) -> Iterator[subprocess.Popen[str
         process.communicate()
 
 
-def ended(process: subprocess.Popen[str]) -> str:
+def output_of(process: subprocess.Popen[str]) -> str:
     """What it has said."""
     try:
         output, _ = process.communicate(timeout=LIMIT)
@@ -122,7 +122,7 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 def finish(process: subprocess.Popen[str]) -> None:
-    output = ended(process)
+    output = output_of(process)
     assert process.returncode == 0, output
 
 
@@ -167,7 +167,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def of_an_mpi(port: int, rank: int) -> dict[str, object]:
+def mpirun_variables(port: int, rank: int) -> dict[str, object]:
     """The variables of one of two processes that mpirun has started."""
     return {
         "OMPI_COMM_WORLD_RANK": rank,
@@ -178,11 +178,11 @@ def of_an_mpi(port: int, rank: int) -> dict[str, object]:
     }
 
 
-def test_processes_of_an_mpi_meet(script, tmp_path):
+def test_processes_started_by_mpirun_form_a_group(script, tmp_path):
     port = free_port()
     with (
-        started(str(script), **of_an_mpi(port, 0)) as one,
-        started(str(script), **of_an_mpi(port, 1)) as two,
+        started(str(script), **mpirun_variables(port, 0)) as one,
+        started(str(script), **mpirun_variables(port, 1)) as two,
     ):
         finish(one)
         finish(two)
@@ -205,15 +205,15 @@ def test_processes_of_an_mpi_meet(script, tmp_path):
     ],
     ids=["error", "exit", "kill"],
 )
-def test_a_process_that_fails_is_named_by_those_who_lose_it(tmp_path, fail, messages):
+def test_the_other_ranks_name_a_rank_that_died(tmp_path, fail, messages):
     path, port = tmp_path / "fails.py", free_port()
     path.write_text(FAILS.replace("FAIL", fail))
     with (
-        started(str(path), **of_an_mpi(port, 0)) as one,
-        started(str(path), **of_an_mpi(port, 1)) as two,
+        started(str(path), **mpirun_variables(port, 0)) as one,
+        started(str(path), **mpirun_variables(port, 1)) as two,
     ):
-        ended(two)
-        text = ended(one)
+        output_of(two)
+        text = output_of(one)
     assert one.returncode == 1, text
     *_, last = re.split("RuntimeError: (?=Rank 1 failed while the others|The exchange with)", text)
     assert messages.format("fit, epoch 0, step 3, batch 3") in last, text

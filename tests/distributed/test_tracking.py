@@ -67,7 +67,7 @@ def full(rank):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_main_process_has_one_or_each_process_does(ranks, size):
+def test_trackers_run_on_the_main_process_or_on_each(ranks, size):
     def both():
         return seen_by([Listed, Everywhere])
 
@@ -76,14 +76,14 @@ def test_the_main_process_has_one_or_each_process_does(ranks, size):
     ]
 
 
-def test_a_script_may_begin_them_on_the_main_process_alone(ranks2):
+def test_init_trackers_may_be_called_on_the_main_process_alone(ranks2):
     def alone():
         return seen_by([Listed], on_main_alone=True)
 
     assert ranks2(alone) == [[full(0)], [None]]
 
 
-def test_instances_made_on_every_process_begin_on_the_main_one(ranks2):
+def test_on_main_process_constructs_a_tracker_on_the_main_process_only(ranks2):
     class Mine(Listed):
         @on_main_process
         def __init__(self, run_name):
@@ -97,7 +97,7 @@ def test_instances_made_on_every_process_begin_on_the_main_one(ranks2):
     assert ranks2(instances) == [(full(0), [full(0)]), (None, [None])]
 
 
-def test_a_failure_on_the_main_process_is_raised_on_all(ranks4):
+def test_a_tracker_that_fails_to_start_raises_on_all_ranks(ranks4):
     class Failing(Listed):
         def __init__(self, run_name):
             raise ConnectionError("no server")
@@ -117,30 +117,7 @@ def test_a_failure_on_the_main_process_is_raised_on_all(ranks4):
         )
 
 
-def test_after_a_failure_they_can_be_begun_again_on_all(ranks2):
-    class Second(Listed):
-        times = 0
-
-        def __init__(self, run_name):
-            super().__init__(run_name)
-            type(self).times += 1
-            if self.times == 1:
-                raise ConnectionError("no server")
-
-    def again():
-        PartialState(cpu=True)
-        tracking = RunTrackers([Second], None)
-        with pytest.raises((ConnectionError, RuntimeError), match="no server"):
-            tracking.init_trackers("project")
-        tracking.init_trackers("project")
-        (tracker,) = tracking.trackers
-        tracking.end_training()
-        return tracker.name, tracker.status
-
-    assert ranks2(again) == [("listed", "finished"), ("listed", "finished")]
-
-
-def test_recording_before_the_beginning_is_an_error_on_the_main_process_alone(ranks2):
+def test_logging_before_init_trackers_raises_on_the_main_process_only(ranks2):
     def early():
         PartialState(cpu=True)
         tracking = RunTrackers([Listed], None)
@@ -155,7 +132,7 @@ def test_recording_before_the_beginning_is_an_error_on_the_main_process_alone(ra
     assert second is False
 
 
-def test_tensorboard_has_one_run_of_the_main_process(ranks2, tmp_path):
+def test_tensorboard_writes_one_run(ranks2, tmp_path):
     def write():
         state = PartialState(cpu=True)
         tracking = RunTrackers("tensorboard", tmp_path)
@@ -192,7 +169,7 @@ class Net(TrainModule):
     ("error", "status"),
     [(None, "finished"), (ValueError("bad"), "failed"), (KeyboardInterrupt(), "failed")],
 )
-def test_the_tracker_of_a_trainer_learns_how_the_run_ended(ranks2, error, status):
+def test_a_tracker_gets_the_status_of_the_run(ranks2, error, status):
     def fit():
         tracker = Listed("run")
         trainer = Trainer(
@@ -211,7 +188,7 @@ def test_the_tracker_of_a_trainer_learns_how_the_run_ended(ranks2, error, status
     assert ranks2(fit) == [status, "run"]
 
 
-def test_a_run_whose_processes_part_while_it_starts_is_a_failed_one(ranks2, tmp_path):
+def test_a_run_that_fails_at_start_up_is_recorded_as_failed(ranks2, tmp_path):
     def fit():
         tracker = Listed("run")
         trainer = Trainer(

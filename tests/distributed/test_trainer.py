@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, Monitor
 from tests.helpers import layouts
-from tests.helpers.ranks import RankError
 from trainer import Accelerator, DataModule, DistributedDataParallelKwargs, Trainer, TrainModule
 
 
@@ -86,7 +85,7 @@ def every_entry_point(name: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["fit", "validate", "test", "predict"])
-def test_a_folder_that_nobody_named_is_the_same_on_all_processes(ranks2, name):
+def test_the_default_project_dir_is_the_same_on_all_ranks(ranks2, name):
     first, second = ranks2(every_entry_point, name, timeout=30)
     assert first == second
     assert ("metrics.jsonl" if name == "fit" else "evaluations.jsonl") in first[1]
@@ -121,73 +120,42 @@ def stop_on_one_rank(rank: int) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stop_asked_of_one_process_is_agreed_within_two_updates(ranks2, rank):
+def test_should_stop_on_one_rank_ends_all_within_two_updates(ranks2, rank):
     first, second = ranks2(stop_on_one_rank, rank, timeout=30)
     assert first == second
     assert 3 <= first[0] <= 5
 
 
-def stop_by_another_thread(rank: int) -> tuple[int, list[bool]]:
-    """At the third boundary of one rank, where decisions of callbacks hold at once."""
+def stop_at_a_boundary(rank: int | None) -> tuple[int, list[bool]]:
+    """Stop at the third boundary: on all ranks, or from another thread of one."""
     here = []
 
-    class Elsewhere(Callback):
+    class Stopping(Callback):
         def on_boundary(self, trainer, module):
-            if trainer.accelerator.process_index == rank and trainer.global_step == 3:
+            if rank is None:
+                trainer.should_stop = trainer.global_step == 3
+            elif trainer.accelerator.process_index == rank and trainer.global_step == 3:
                 other = threading.Thread(target=setattr, args=(trainer, "should_stop", True))
                 other.start()
                 other.join()
                 here.extend((trainer.should_stop, trainer.ending))
 
     trainer = Trainer(
-        max_epochs=5, cpu=True, progress_bar=False, checkpointing=False, callbacks=[Elsewhere()]
+        max_epochs=5, cpu=True, progress_bar=False, checkpointing=False, callbacks=[Stopping()]
     )
     trainer.fit(Line(), loader(40))
     return trainer.global_step, here
 
 
+def test_a_stop_of_all_ranks_at_a_boundary_holds_at_once(ranks2):
+    assert ranks2(stop_at_a_boundary, None, timeout=30) == [(3, []), (3, [])]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stop_that_another_thread_asks_of_one_process_at_its_boundary_is_agreed(ranks2, rank):
-    found = ranks2(stop_by_another_thread, rank, timeout=30)
+def test_a_stop_from_another_thread_at_a_boundary_is_agreed_with_the_next_update(ranks2, rank):
+    found = ranks2(stop_at_a_boundary, rank, timeout=30)
     assert [steps for steps, _ in found] == [4, 4]
     assert found[rank][1] == [True, False]
-
-
-def stop_together_at_a_boundary() -> int:
-    class Together(Callback):
-        def on_boundary(self, trainer, module):
-            trainer.should_stop = trainer.global_step == 3
-
-    trainer = Trainer(
-        max_epochs=5, cpu=True, progress_bar=False, checkpointing=False, callbacks=[Together()]
-    )
-    trainer.fit(Line(), loader(40))
-    return trainer.global_step
-
-
-def test_a_stop_of_all_at_a_boundary_holds_at_once(ranks2):
-    assert ranks2(stop_together_at_a_boundary, timeout=30) == [3, 3]
-
-
-def stop_alone_at_a_boundary() -> None:
-    class Alone(Callback):
-        def on_boundary(self, trainer, module):
-            if trainer.is_global_zero:
-                trainer.should_stop = True
-            else:
-                trainer.accelerator.wait_for_everyone()
-
-    trainer = Trainer(
-        max_epochs=5, cpu=True, progress_bar=False, checkpointing=False, callbacks=[Alone()]
-    )
-    trainer.fit(Line(), loader(40))
-
-
-def test_who_stops_alone_at_a_boundary_waits_at_the_end_of_the_training(ranks2):
-    with pytest.raises(RankError) as error:
-        ranks2(stop_alone_at_a_boundary)
-    for text in error.value.failures.values():
-        assert "rank 0: on_train_end\n  rank 1: wait_for_everyone" in text
 
 
 def time_out_on_rank_0() -> int:
@@ -204,26 +172,10 @@ def time_out_on_rank_0() -> int:
     return trainer.global_step
 
 
-def test_the_clock_of_rank_0_ends_the_run_for_all(ranks2):
+def test_max_time_is_decided_by_the_clock_of_rank_0(ranks2):
     first, second = ranks2(time_out_on_rank_0, timeout=30)
     assert first == second
     assert first <= 6
-
-
-def log_on_one_rank() -> None:
-    class Lonely(Line):
-        def training_step(self, batch, batch_idx):
-            if self.trainer.accelerator.process_index == 1:
-                self.log("lonely", 1.0)
-            return super().training_step(batch, batch_idx)
-
-    trainer = Trainer(max_epochs=1, cpu=True, progress_bar=False, checkpointing=False, log_every=1)
-    trainer.fit(Lonely(), loader())
-
-
-def test_a_metric_logged_on_one_rank_only_names_rank_and_metric(ranks2):
-    with pytest.raises(Exception, match=r"Rank 0 did not log 'lonely'.*but rank 1 did"):
-        ranks2(log_on_one_rank, timeout=30)
 
 
 class TwoParts(Line):
@@ -237,7 +189,7 @@ def leave_a_part_out() -> None:
     trainer.fit(TwoParts(), loader())
 
 
-def test_a_part_that_the_loss_does_not_reach_is_named_before_anything_is_updated(ranks2):
+def test_parameters_that_the_loss_leaves_out_are_named(ranks2):
     with pytest.raises(Exception, match=r"does not depend on other\.weight, other\.bias"):
         ranks2(leave_a_part_out, timeout=30)
 
@@ -283,31 +235,11 @@ def change_inside_an_epoch(unfreezes: bool) -> None:
 
 
 @pytest.mark.parametrize("unfreezes", [True, False])
-def test_what_is_frozen_or_unfrozen_inside_an_epoch_is_named(ranks2, unfreezes):
+def test_parameters_frozen_or_unfrozen_inside_an_epoch_are_named(ranks2, unfreezes):
     what = "unfrozen" if unfreezes else "frozen"
     said = rf"other\.bias .*were (added or )?{what},? inside an epoch.*on_train_epoch_start"
     with pytest.raises(Exception, match=said):
         ranks2(change_inside_an_epoch, unfreezes, timeout=30)
-
-
-def add_inside_an_epoch() -> None:
-    class Growing(TwoParts):
-        def on_train_batch_start(self, batch, batch_idx):
-            if self.global_step == 1 and not hasattr(self, "more"):
-                self.more = torch.nn.Linear(2, 1)
-                self.optimizers().add_param_group({"params": list(self.more.parameters())})
-
-        def training_step(self, batch, batch_idx):
-            parts = (self.layer, self.other, *([self.more] if hasattr(self, "more") else []))
-            return sum(part(batch[0]) for part in parts).square().mean() * 1e-3
-
-    trainer = Trainer(max_epochs=1, cpu=True, progress_bar=False, checkpointing=False)
-    trainer.fit(Growing(), loader())
-
-
-def test_a_layer_that_comes_inside_an_epoch_is_named(ranks2):
-    with pytest.raises(Exception, match=r"more\.weight, more\.bias were added or unfrozen inside"):
-        ranks2(add_inside_an_epoch, timeout=30)
 
 
 class Fractions(Line):
@@ -328,7 +260,7 @@ def count(kind: type[Line]) -> tuple[float, int]:
     return trainer.items_seen, *buckets
 
 
-def test_items_are_counted_by_the_reduction_of_the_gradients(ranks2, ranks3):
+def test_items_are_counted_within_the_gradient_reduction(ranks2, ranks3):
     for pool in (ranks2, ranks3):
         assert set(pool(count, Line, timeout=30)) == {(22.0, 1)}
         for items, buckets in pool(count, Fractions, timeout=30):
@@ -354,18 +286,20 @@ def train_on_streams(streams: list[list[float]]) -> int:
     return trainer.samples_seen
 
 
-def test_a_stream_is_shared_out(ranks2):
+def test_a_stream_is_sharded(ranks2):
     assert ranks2(train_on_streams, [[1.0, 2.0, 3.0]] * 2, timeout=30) == [3, 3]
 
 
-def test_streams_that_end_apart_are_refused_on_all_processes(ranks2):
-    with pytest.raises(Exception, match="ended on 1 of 2 processes"):
-        ranks2(train_on_streams, [[1.0] * 4, [1.0] * 8], timeout=30)
-
-
-def test_streams_that_begin_apart_are_refused_on_all_processes(ranks2):
-    with pytest.raises(Exception, match="starts with a different batch on each process"):
-        ranks2(train_on_streams, [[1.0, 2.0], [3.0, 4.0]], timeout=30)
+@pytest.mark.parametrize(
+    ("streams", "message"),
+    [
+        ([[1.0] * 4, [1.0] * 8], "ended on 1 of 2 processes"),
+        ([[1.0, 2.0], [3.0, 4.0]], "starts with a different batch on each process"),
+    ],
+)
+def test_streams_that_differ_between_ranks_raise(ranks2, streams, message):
+    with pytest.raises(Exception, match=message):
+        ranks2(train_on_streams, streams, timeout=30)
 
 
 def read_on_one_rank() -> int:
@@ -380,30 +314,8 @@ def read_on_one_rank() -> int:
     return trainer.global_step
 
 
-def test_one_process_may_read_the_state_of_the_run_alone(ranks2):
+def test_one_rank_alone_may_read_the_trainer_state(ranks2):
     assert ranks2(read_on_one_rank, timeout=30) == [6, 6]
-
-
-def track_with_an_error() -> None:
-    from trackers import GeneralTracker
-
-    class Broken(GeneralTracker):
-        name = "broken"
-        requires_logging_directory = False
-        tracker = None
-
-        def __init__(self, run_name: str):
-            raise OSError("no server")
-
-    trainer = Trainer(max_epochs=1, cpu=True, progress_bar=False, log_with=Broken)
-    trainer.fit(Line(), loader())
-
-
-def test_an_error_of_rank_0_alone_reaches_all_processes(ranks2):
-    with pytest.raises(
-        Exception, match=r"Rank 0 failed while the others waited for it: OSError: no server"
-    ):
-        ranks2(track_with_an_error, timeout=30)
 
 
 def dropout_masks(seed: int | None) -> list[float]:
@@ -421,40 +333,9 @@ def dropout_masks(seed: int | None) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-def test_the_processes_draw_other_random_numbers(ranks2, seed):
+def test_ranks_draw_different_random_numbers(ranks2, seed):
     first, second = ranks2(dropout_masks, seed, timeout=30)
     assert set(first).isdisjoint(second)
-
-
-class Masked(Line):
-    """Has a buffer, and items that are counted: negative targets are masked."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(2)
-
-    def count_items(self, batch):
-        return float((batch[1] >= 0).sum())
-
-    def training_step(self, batch, batch_idx):
-        inputs, targets = batch
-        kept = targets >= 0
-        return (self.layer(self.norm(inputs))[kept, 0] - targets[kept]).square().mean()
-
-
-def masked_fit() -> list[float]:
-    torch.manual_seed(0)
-    inputs, targets = torch.randn(16, 2), torch.ones(16)
-    targets[4:8] = -1  # all of rank 1's first batch
-    module = Masked()
-    trainer = Trainer(max_epochs=1, cpu=True, progress_bar=False, checkpointing=False)
-    trainer.fit(module, DataLoader(TensorDataset(inputs, targets), batch_size=4))
-    return [parameter.sum().item() for parameter in module.parameters()]
-
-
-def test_a_first_window_in_which_a_process_has_no_items_waits_for_nobody(ranks2):
-    first, second = ranks2(masked_fit, timeout=30)
-    assert first == second
 
 
 class Fragile(Line):
@@ -518,19 +399,18 @@ def set_up(entry: str, *how) -> str:
 @pytest.mark.parametrize(
     ("entry", "hook"),
     [
-        *(("fit", hook) for hook in ("the datamodule", "a callback", "setup", "configure_model")),
-        ("fit", "configure_optimizers"),
+        *(("fit", hook) for hook in ("the datamodule", "a callback", "configure_optimizers")),
         ("test", "configure_model"),
     ],
 )
-def test_a_hook_of_the_set_up_that_fails_on_one_rank_keeps_no_other_waiting(ranks2, entry, hook):
+def test_a_set_up_hook_that_fails_on_one_rank_raises_on_all(ranks2, entry, hook):
     other, failed = ranks2(set_up, entry, hook, False, timeout=20)
     assert failed == f"LookupError: in {hook}"
     assert other.endswith(f"Rank 1 failed while the others waited for it: {failed}")
 
 
 @pytest.mark.parametrize("hook", ["setup", "configure_optimizers"])
-def test_nor_does_one_in_which_the_others_wait_for_it(ranks2, hook):
+def test_a_set_up_hook_that_fails_while_others_wait_in_it_raises_on_all(ranks2, hook):
     other, failed = ranks2(set_up, "fit", hook, True, timeout=20)
     assert failed == f"LookupError: in {hook}"
     assert other.startswith("DistributedOperationException: ")
@@ -581,7 +461,7 @@ class Views(Line):
 @pytest.mark.filterwarnings("ignore:Grad strides do not match")  # of DDP, for what has one row
 @pytest.mark.parametrize("automatic", [True, False])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_module_may_have_tensors_of_any_memory_layout(ranks, size, automatic):
+def test_modules_with_tensors_of_any_memory_layout(ranks, size, automatic):
     def run(automatic: bool) -> list[Any]:
         rank = torch.distributed.get_rank()
         settings = {"cpu": True, "progress_bar": False, "project_dir": "run", "max_epochs": 1}
@@ -603,7 +483,7 @@ def test_a_module_may_have_tensors_of_any_memory_layout(ranks, size, automatic):
     assert found[0] == found[-1]
 
 
-def test_a_prepared_model_may_have_tensors_of_any_memory_layout(ranks2):
+def test_prepared_models_with_tensors_of_any_memory_layout(ranks2):
     def run() -> list[str]:
         accelerator = Accelerator(cpu=True)
         module = Views(accelerator.process_index)
@@ -656,7 +536,7 @@ def latest_values() -> list[tuple[str, float | None]]:
     return latest.seen
 
 
-def test_latest_values_are_a_ranks_own_until_they_are_reduced_for_a_decision(ranks2):
+def test_callback_metrics_are_local_until_they_are_reduced(ranks2):
     expected = [
         [
             ("batch", 0.0 + rank),

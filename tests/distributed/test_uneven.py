@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import GradScalerKwargs, Trainer, TrainModule
 from trainer.errors import DistributedOperationException
-from trainer.loops.buffers import _digests
-from trainer.loops.device_transfer import missing_batch_error
 
 
 class Net(TrainModule):
@@ -54,7 +51,7 @@ def fitted(batches: int, precision: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("batches", [5, 1])
-def test_a_process_without_a_loss_unscales_and_clips_as_the_others(ranks2, batches):
+def test_a_rank_without_a_batch_unscales_and_clips_as_the_others(ranks2, batches):
     """Of 5 batches the second process has none in the third window; of 1 none in the first."""
     (seen, weights), (seen_there, weights_there) = ranks2(fitted, batches, "fp16")
     assert seen == seen_there
@@ -62,79 +59,6 @@ def test_a_process_without_a_loss_unscales_and_clips_as_the_others(ranks2, batch
     ((exact, exact_weights), _) = ranks2(fitted, batches, "no")
     assert seen == pytest.approx(exact, rel=0.02)
     assert weights == pytest.approx(exact_weights, abs=1e-3)
-
-
-class Words(TrainModule):
-    def __init__(self, *, sparse: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(12, 3, sparse=sparse)
-        self.bag = nn.EmbeddingBag(12, 3, sparse=sparse)
-        self.out = nn.Linear(6, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        (words,) = batch
-        both = torch.cat([self.words(words).mean(1), self.bag(words)], 1)
-        return self.out(both).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.5)
-
-
-def weights_of(*, sparse: bool) -> list[float]:
-    words = torch.arange(36).reshape(12, 3) % 12
-    module = Words(sparse=sparse)
-    trainer = Trainer(max_epochs=2, cpu=True, barebones=True)
-    trainer.fit(module, DataLoader(TensorDataset(words), 4))  # 3 batches: one process has one less
-    return torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
-
-
-def test_sparse_gradients_are_averaged_as_dense_ones(ranks2):
-    def both() -> tuple[list[float], list[float]]:
-        return weights_of(sparse=True), weights_of(sparse=False)
-
-    (sparse, dense), others = ranks2(both)
-    assert (sparse, dense) == others
-    assert sparse == pytest.approx(dense, rel=1e-6)
-
-
-class Tables(TrainModule):
-    """Two rows of a table each batch, in manual optimisation; the processes' tables may differ."""
-
-    def __init__(self, *, sparse: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.automatic_optimization = False
-        self.tables = nn.ModuleList(nn.Embedding(4, 2, sparse=sparse) for _ in range(3))
-        self.scale = nn.Parameter(torch.ones(2))
-        self.used: list[list[bool]] = []
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        table, row = batch[0].tolist()
-        self.manual_backward(
-            (self.tables[table](torch.tensor([row, 3])) * self.scale).square().sum()
-        )
-        optimizer.step()
-        self.used.append([each.weight.grad is not None for each in self.tables])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def test_sparse_gradients_are_averaged_in_manual_optimisation_too(ranks2):
-    def fitted(sparse: bool) -> tuple[Any, list[float]]:
-        module = Tables(sparse=sparse)
-        batches = torch.tensor([[0, 0], [0, 1], [0, 2], [1, 3]])
-        trainer = Trainer(max_epochs=1, cpu=True, barebones=True)
-        trainer.fit(module, DataLoader(batches, 1))
-        return module.used, torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
-
-    sparse, dense = ranks2(fitted, True), ranks2(fitted, False)
-    assert sparse[0] == sparse[1]
-    assert sparse[0][0] == dense[0][0] == [[True, False, False], [True, True, False]]
-    assert sparse[0][1] == pytest.approx(dense[0][1], rel=1e-6)
 
 
 def gathering(where: str, *, manual: bool = False, items: int | None = None) -> type[Net]:
@@ -192,23 +116,17 @@ def three_batches() -> DataLoader[Any]:
     [
         ("training_step", {}),
         ("training_step", {"items": 0}),
-        ("on_train_batch_start", {}),
         ("on_before_backward", {}),
-        ("on_after_backward", {}),
         ("on_train_batch_end", {}),
         ("on_after_batch_transfer", {}),
         ("count_items", {}),
         ("on_train_batch_start", {"manual": True}),
-        ("on_before_backward", {"manual": True}),
         ("on_after_backward", {"manual": True}),
         ("on_before_optimizer_step", {"manual": True}),
-        ("on_train_batch_end", {"manual": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_a_collective_that_others_do_not_come_to_is_refused_at_once(
-    ranks2, where, options, checked
-):
+def test_a_collective_in_a_batch_that_one_rank_lacks_raises(ranks2, where, options, checked):
     def body() -> list[str]:
         module = gathering(where, **options)()
         with pytest.MonkeyPatch.context() as patch:
@@ -224,13 +142,8 @@ def test_a_collective_that_others_do_not_come_to_is_refused_at_once(
     assert messages.startswith("gather is called in ")
 
 
-def test_all_that_lack_a_batch_are_named():
-    epoch_iterator = SimpleNamespace(world_size=4, limited_by="limit_train_batches")
-    assert "rank 2, 3 has no batch" in missing_batch_error(epoch_iterator, 2, "training_step")
-
-
 @pytest.mark.parametrize("where", ["on_before_backward", "on_after_backward"])
-def test_hooks_of_a_backward_pass_do_not_meet_if_a_batch_may_have_no_items(ranks2, where):
+def test_a_collective_in_a_backward_hook_raises_if_a_batch_has_no_items(ranks2, where):
     """Only the process itself knows that its batch has none."""
 
     def body() -> list[str]:
@@ -251,8 +164,7 @@ def test_hooks_of_a_backward_pass_do_not_meet_if_a_batch_may_have_no_items(ranks
 @pytest.mark.parametrize(
     "options", [{}, {"fast_dev_run": True}, {"fast_dev_run": 3}, {"num_sanity_val_steps": 3}]
 )
-def test_each_process_has_its_share_of_a_trial(ranks2, options):
-    """Otherwise a step that gathers could not be tried. Of two batches there is one for each."""
+def test_sanity_checks_and_fast_dev_run_have_a_batch_for_each_rank(ranks2, options):
 
     def body() -> list[str]:
         module = gathering("validation_step")()
@@ -276,7 +188,7 @@ def test_each_process_has_its_share_of_a_trial(ranks2, options):
         ({"fast_dev_run": 2, "overfit_batches": 3}, "Set fast_dev_run to no more batches"),
     ],
 )
-def test_the_argument_in_force_is_named(ranks2, given, fix):
+def test_the_argument_that_limits_the_batches_is_named(ranks2, given, fix):
     def body() -> list[str]:
         module = gathering("training_step")()
         Trainer(max_epochs=1, cpu=True, progress_bar=False, checkpointing=False, **given).fit(
@@ -292,14 +204,12 @@ def test_the_argument_in_force_is_named(ranks2, given, fix):
     ("stage", "where"),
     [
         ("validate", "validation_step"),
-        ("validate", "on_validation_batch_start"),
         ("validate", "on_validation_batch_end"),
         ("predict", "predict_step"),
         ("predict", "on_predict_batch_start"),
-        ("predict", "on_predict_batch_end"),
     ],
 )
-def test_so_it_is_in_an_evaluation(ranks2, stage, where):
+def test_a_collective_in_an_evaluation_batch_that_one_rank_lacks_raises(ranks2, stage, where):
     def body() -> list[str]:
         module = gathering(where)()
         getattr(Trainer(cpu=True, barebones=True), stage)(module, three_batches())
@@ -339,38 +249,6 @@ class Taught(Net):
                 own.lerp_(trained, 0.1)
 
 
-def test_frozen_parameters_that_differ_are_those_of_the_checkpoint_on_all(ranks2):
-    """So that a run goes on as after a resume. Of 5 batches the second process has 2."""
-
-    def body(folder: str, *epochs: int) -> tuple[list[float], list[str]]:
-        messages: list[str] = []
-        logger = logging.getLogger("trainer.loops.buffers")
-        handler = logging.Handler()
-        handler.emit = lambda record: messages.append(record.getMessage())
-        logger.addHandler(handler)
-        try:
-            for count in epochs:
-                data = DataLoader(TensorDataset(torch.arange(120.0).view(20, 6) / 100), 4)
-                module = Taught()
-                trainer = Trainer(
-                    max_epochs=count, project_dir=folder, progress_bar=False, cpu=True, seed=0
-                )
-                trainer.fit(module, data, ckpt_path="auto")
-        finally:
-            logger.removeHandler(handler)
-        return torch.cat(
-            [each.detach().flatten() for each in module.parameters()]
-        ).tolist(), messages
-
-    (weights, messages), (weights_there, none) = ranks2(body, "whole", 3)
-    assert weights == weights_there
-    assert none == []
-    (text,) = messages
-    assert "differ between the processes (teacher.weight, teacher.bias): rank 0's" in text
-    parts = ranks2(body, "parts", 1, 3)
-    assert [each for each, _ in parts] == [weights, weights]
-
-
 class TaughtByHand(Taught):
     """Nobody froze the teacher, but no optimizer has it."""
 
@@ -391,70 +269,37 @@ class TaughtByHand(Taught):
         return torch.optim.AdamW(self.net.parameters(), 1e-2)
 
 
-def test_parameters_that_no_optimizer_has_are_those_of_the_checkpoint_on_all(ranks2):
-    def body(folder: str, *epochs: int) -> list[float]:
-        for count in epochs:
-            data = DataLoader(TensorDataset(torch.arange(120.0).view(20, 6) / 100), 4)
-            module = TaughtByHand()
-            options = {"progress_bar": False, "cpu": True, "seed": 0}
-            trainer = Trainer(max_epochs=count, project_dir=folder, **options)
-            trainer.fit(module, data, ckpt_path="auto")
-        return torch.cat([each.detach().flatten() for each in module.parameters()]).tolist()
+@pytest.mark.parametrize("kind", [Taught, TaughtByHand])
+def test_untrained_parameters_that_differ_are_those_of_rank_0_from_each_checkpoint_on(ranks2, kind):
+    """A run thus goes on as after a resume. Of 5 batches rank 1 has 2."""
 
-    weights, weights_there = ranks2(body, "whole", 3)
+    def body(folder: str, *epochs: int) -> tuple[list[float], list[str]]:
+        messages: list[str] = []
+        logger = logging.getLogger("trainer.loops.buffers")
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())
+        logger.addHandler(handler)
+        try:
+            for count in epochs:
+                data = DataLoader(TensorDataset(torch.arange(120.0).view(20, 6) / 100), 4)
+                module = kind()
+                options = {"progress_bar": False, "cpu": True, "seed": 0}
+                trainer = Trainer(max_epochs=count, project_dir=folder, **options)
+                trainer.fit(module, data, ckpt_path="auto")
+        finally:
+            logger.removeHandler(handler)
+        values = torch.cat([each.detach().flatten() for each in module.parameters()])
+        return values.tolist(), messages
+
+    (weights, messages), (weights_there, none) = ranks2(body, "whole", 3)
     assert weights == weights_there
-    assert ranks2(body, "parts", 1, 3) == [weights, weights]
+    assert none == []
+    (text,) = messages
+    assert "differ between the processes (teacher.weight, teacher.bias): rank 0's" in text
+    assert [each for each, _ in ranks2(body, "parts", 1, 3)] == [weights, weights]
 
 
-def test_the_digests_of_frozen_parameters_tell_orders_apart_and_take_any_part_of_a_tensor():
-    flat = torch.arange(64.0)
-    orders = [flat, flat.flip(0), flat.roll(1), flat.view(8, 8).t().reshape(-1)]
-    assert len({_digests({"": each})[""] for each in orders}) == len(orders)
-    masks = [torch.tensor([*map(float, f"{number:08b}")]) for number in range(256)]
-    assert len({_digests({"": each})[""] for each in masks}) == len(masks)
-    for dtype in (torch.float16, torch.bfloat16, torch.int8, torch.uint8):
-        whole = flat.to(dtype)
-        part = whole[1:9]  # not at a multiple of four bytes
-        assert _digests({"": part}) == _digests({"": part.clone()})
-
-
-class Computing(TrainModule):
-    """Computes its metric in a hook that all processes call, also those without a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 1)
-        self.mean = torchmetrics.MeanMetric()
-        self.computed: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.layer(batch[0]).square().mean()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.mean.update(batch[0])
-        self.log("mean", self.mean)
-
-    def on_validation_epoch_end(self) -> None:
-        self.computed.append(self.mean.compute().item())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric MeanMetric was called before")
-def test_a_metric_computed_in_a_hook_waits_for_nobody_in_any_epoch(ranks2):
-    def run() -> list[float]:
-        module = Computing()
-        val = DataLoader(TensorDataset(torch.ones(4, 6)), 4)  # one batch: rank 1 has none
-        options = {"num_sanity_val_steps": 0, "checkpointing": False, "progress_bar": False}
-        trainer = Trainer(max_epochs=3, cpu=True, project_dir="run", **options)
-        trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 6)), 4), val)
-        return module.computed
-
-    assert ranks2(run) == [[1.0] * 3] * 2
-
-
-def test_a_stand_in_of_manual_optimisation_updates_no_metric(ranks2):
+def test_a_dummy_batch_of_manual_optimisation_updates_no_metric(ranks2):
     class Counting(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -479,7 +324,7 @@ def test_a_stand_in_of_manual_optimisation_updates_no_metric(ranks2):
 
 
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_step_end", "on_train_epoch_end"])
-def test_updates_outside_a_batch_may_gather_where_all_processes_come(ranks2, hook):
+def test_updates_in_hooks_that_all_ranks_call_may_gather(ranks2, hook):
     """In a hook, in manual optimisation; the second process has no batch in the last round."""
 
     class Outside(Net):

@@ -125,7 +125,7 @@ def stalled(place, how="stand", stage="fit"):
         (("predict", 1), "predict", "predict, batch 1"),
     ],
 )
-def test_a_process_that_stands_still_is_named_with_its_place_and_stack(ranks2, place, stage, where):
+def test_a_stalled_rank_is_named_with_its_place_and_stack(ranks2, place, stage, where):
     first, second = ranks2(stalled, place, "stand", stage)
     assert second == []  # the one who waits speaks
     assert first[0].startswith("rank 0 has waited for ")
@@ -134,7 +134,7 @@ def test_a_process_that_stands_still_is_named_with_its_place_and_stack(ranks2, p
     assert "store.wait([key]" in first[0]
 
 
-def test_a_process_that_gives_no_sign_is_named(ranks2):
+def test_a_stopped_rank_is_named(ranks2):
     first, _ = ranks2(stalled, ("train", 1), "stop")
     assert "\nrank 1 does not respond; it was last in fit, " in first[0]
 
@@ -155,37 +155,14 @@ def silent_store():
         yield
 
 
-def without_a_store():
-    said, other = Path("said"), dist.get_rank() == 1
-
-    def stand():
-        if other:
-            with silent_store():
-                wait_for(said)
-
-    loader = DataLoader(torch.zeros(12, 1), 1)
-    settings = {"max_epochs": 1, "progress_bar": False, "cpu": True}
-    with listening(said.touch) as texts:
-        Trainer(project_dir="run", checkpointing=False, **settings).fit(
-            Line(("train", 1), stand), loader
-        )
-    return texts
-
-
-def test_a_store_that_does_not_answer_is_told(ranks2):
-    texts = [text for each in ranks2(without_a_store) for text in each]
-    assert " is in fit, epoch 0, step 1, batch 1, and the store" in texts[0]
-    assert "that of rank 0, is gone or cannot be reached." in texts[0]
-
-
-def test_of_several_who_wait_one_speaks(ranks3):
+def test_one_of_several_waiting_ranks_reports(ranks3):
     first, *others = ranks3(stalled, ("train", 1))
     assert others == [[], []]
     assert first[0].startswith("ranks 0, 1 have waited for ")
     assert " seconds, in fit, epoch 0, step 1, batch 1:\nrank 2 has been in fit, " in first[0]
 
 
-def test_a_process_that_has_not_come_is_named(ranks2):
+def test_a_rank_outside_the_run_is_named(ranks2):
     def alone():
         store = dist.group.WORLD.get_group_store()
         key = f"said/{os.getppid()}/{dist.get_world_size()}"
@@ -202,7 +179,7 @@ def test_a_process_that_has_not_come_is_named(ranks2):
     assert second == []
 
 
-def test_a_run_that_goes_on_is_left_alone(ranks2):
+def test_a_run_that_makes_progress_logs_nothing(ranks2):
     def fit():
         with listening(lambda: None) as texts:
             settings = {"max_epochs": 2, "progress_bar": False, "cpu": True}
@@ -217,7 +194,7 @@ def test_a_run_that_goes_on_is_left_alone(ranks2):
     assert ranks2(fit) == [([], 2, 0)] * 2  # one in each epoch
 
 
-def test_one_process_needs_none():
+def test_one_process_has_no_watchdog():
     with watched(lambda: "here"):
         assert "cadence-watchdog" not in [thread.name for thread in threading.enumerate()]
 
@@ -228,13 +205,13 @@ HERE = Note("step 3", True, 31.0, True, "  in backward\n", 9)
 BUSY = Note("step 3", True, 31.0, False, "  in read\n", 9)
 
 
-def test_who_is_slow_but_goes_on_is_not_blamed():
+def test_a_slow_rank_that_makes_progress_is_not_named():
     slow = BUSY._replace(seconds=14.0, stack="")
     assert complaint(0, [HERE, slow], set(), 30.0) is None
     assert complaint(0, [HERE, slow._replace(seconds=15.0)], set(), 30.0) is not None
 
 
-def test_who_waits_and_who_is_silent_is_told_apart():
+def test_waiting_and_unresponsive_ranks_are_distinguished():
     assert complaint(1, [BUSY, HERE, HERE], set(), 30.0) == (
         "ranks 1, 2 have waited for 31 seconds, in step 3:\n"
         "rank 0 has been in step 3 for 31 seconds:\n  in read\n"
@@ -244,31 +221,28 @@ def test_who_waits_and_who_is_silent_is_told_apart():
     assert "rank 1 does not respond; it was last in step 3." in text
 
 
-def reads_while_waiting():
-    """For each exchange, whether the thread is marked as waiting while it reads the result."""
-    marked = []
-    read = torch.Tensor.cpu
+def test_a_rank_counts_as_waiting_while_it_reads_the_result_of_an_exchange(ranks2):
+    # NCCL's calls return before the others have come: the process waits where it reads.
+    def waits_in_each() -> list[bool]:
+        marked, found = [], []
+        read = torch.Tensor.cpu
 
-    def cpu(tensor):
-        marked.append(threading.get_ident() in guards.waiting.threads)
-        return read(tensor)
+        def cpu(tensor):
+            marked.append(threading.get_ident() in guards.waiting.threads)
+            return read(tensor)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "cpu", cpu)
-        found = []
-        for exchange in (all_gather_object, broadcast_object, lambda _: Trigger().check()):
-            exchange("text")
-            found.append(bool(marked) and all(marked))
-            marked.clear()
-    return found
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "cpu", cpu)
+            for exchange in (all_gather_object, broadcast_object, lambda _: Trigger().check()):
+                exchange("text")
+                found.append(bool(marked) and all(marked))
+                marked.clear()
+        return found
 
-
-def test_who_reads_the_result_of_an_exchange_from_the_device_waits(ranks2):
-    # NCCL's calls return before the others have come: the process stands where it reads.
-    assert ranks2(reads_while_waiting) == [[True, True, True]] * 2
+    assert ranks2(waits_in_each) == [[True, True, True]] * 2
 
 
-def test_processes_that_all_wait_are_told_of_later():
+def test_ranks_that_all_wait_are_reported_later():
     assert complaint(0, [HERE, HERE], set(), 30.0) is None
     late = HERE._replace(seconds=120.0)
     assert complaint(0, [late, late._replace(place="step 4")], set(), 30.0) == (
@@ -280,31 +254,21 @@ def test_processes_that_all_wait_are_told_of_later():
 FAILED = Note("step 3", failure="ValueError: of its own")
 
 
-def test_who_has_failed_is_named_to_those_who_still_wait_for_it():
+def test_a_failed_rank_is_named_to_those_who_wait_for_it():
     assert complaint(0, [HERE, FAILED], set(), 30.0) == (
         "rank 0 has waited for 31 seconds, in step 3:\n"
         "rank 1 has failed in step 3: ValueError: of its own"
     )
 
 
-def test_where_nobody_has_said_anything_those_who_have_not_taken_leave_are_told():
+def test_an_unexplained_failure_lists_the_last_places_of_the_ranks():
     text = unexplained("step 4", {0: HERE, 2: Note("step 5")}, "RuntimeError: closed")
-    assert text == (
-        "The exchange with the other processes has failed, as it does when one is gone or does not "
-        "answer, and none has reported why. This one was in step 4; seen some seconds earlier: "
-        "rank 0 in step 3. The backend says: RuntimeError: closed"
-    )
+    assert "This one was in step 4; seen some seconds earlier: rank 0 in step 3. The" in text
+    assert text.endswith("The backend says: RuntimeError: closed")
     many = unexplained("step 4", dict.fromkeys(range(1, 12), BUSY), "")
     assert "seen some seconds earlier: rank 1 in step 3; rank 2 " in many
     assert "; rank 8 in step 3; 3 more. The" in many
     assert "seen some seconds earlier: none." in unexplained("step 4", {}, "")
-
-
-class Odd(RuntimeError):
-    """Cannot be shown."""
-
-    def __str__(self):
-        return 7
 
 
 def ends(error=None):
@@ -320,7 +284,7 @@ def ends(error=None):
                 note_place()
                 raise
     except Exception as caught:  # noqa: BLE001 - whatever it has become
-        return type(caught).__name__, str(caught) if not isinstance(caught, Odd) else ""
+        return type(caught).__name__, str(caught)
     return "nothing", ""
 
 
@@ -328,13 +292,13 @@ def closed():
     return RuntimeError("[x/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
 
-def test_the_first_failure_is_the_cause_and_that_of_another_run_is_not(ranks2):
+def test_the_first_failure_is_the_cause(ranks2):
     def one_after_the_other():
         rank = dist.get_rank()
         messages = [ends(ValueError("of both"))]  # on all processes alike
         dist.barrier()
         messages.append(ends(closed()))  # nobody has said why
-        for error in (ValueError("of its own"), OSError("gloo/data"), Odd()):
+        for error in (ValueError("of its own"), OSError("gloo/data")):
             dist.barrier()
             if rank == 1:
                 messages.append(ends(error))
@@ -345,9 +309,6 @@ def test_the_first_failure_is_the_cause_and_that_of_another_run_is_not(ranks2):
         wrapped = CheckpointError("in the background")
         wrapped.__cause__ = closed()
         messages.append(ends(wrapped))  # it stays what it is
-        left = [thread.name for thread in threading.enumerate()]
-        assert "cadence-watchdog" not in left
-        assert not watchdog._watching.locked()
         return messages
 
     first, second = ranks2(one_after_the_other)
@@ -359,10 +320,8 @@ def test_the_first_failure_is_the_cause_and_that_of_another_run_is_not(ranks2):
     failed = "Rank 1 failed while the others waited for it, in here: "
     assert first[2] == ("RuntimeError", f"{failed}ValueError: of its own")
     assert first[3] == ("RuntimeError", f"{failed}OSError: gloo/data")
-    assert first[4][0] == "RuntimeError"
-    assert first[4][1].startswith(f"{failed}tests.distributed.test_watchdog.Odd: ")
-    assert second[2:5] == [("ValueError", "of its own"), ("OSError", "gloo/data"), ("Odd", "")]
-    assert first[5] == second[5] == ("CheckpointError", "in the background")
+    assert second[2:4] == [("ValueError", "of its own"), ("OSError", "gloo/data")]
+    assert first[4] == second[4] == ("CheckpointError", "in the background")
 
 
 def lost_with_the_store():
@@ -389,14 +348,14 @@ def lost_with_the_store():
     return messages
 
 
-def test_the_loss_of_the_store_is_told_where_the_backend_fails(ranks2):
+def test_a_backend_failure_reports_the_lost_store(ranks2):
     kind, text = ranks2(lost_with_the_store)[0]
     assert kind == "RuntimeError"
     assert "that of rank 0, is gone or cannot be reached. This one was in here. " in text
     assert text.endswith("The backend says: RuntimeError: " + str(closed()))
 
 
-def test_the_patience_is_less_than_the_groups_limit(ranks2):
+def test_the_watchdog_reports_before_the_group_times_out(ranks2):
     def patience():
         watching = watchdog._Watchdog(lambda: "here")
         limit = dist.group.WORLD.get_group_store().timeout.total_seconds()

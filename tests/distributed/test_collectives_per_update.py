@@ -118,18 +118,18 @@ def by_hand(width: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("width", [8, 200_000])  # of one bucket, and of two
-def test_an_update_reduces_what_a_loop_by_hand_reduces(ranks2, tmp_path, width):
+def test_an_update_makes_only_the_collectives_of_ddp(ranks2, tmp_path, width):
     expected = ranks2(by_hand, width)
     (buckets,) = {found["c10d::allreduce_"] / (LAST - FIRST) for found in expected}
     assert buckets == (1 if width == 8 else 2)
     assert reducing(ranks2)(by_trainer, width, tmp_path / "reduced") == expected
 
 
-def test_an_update_of_a_small_model_makes_one_exchange(ranks2, tmp_path):
+def test_an_update_of_a_small_model_makes_one_all_to_all(ranks2, tmp_path):
     found = ranks2(by_trainer, 8, tmp_path)
     assert found == [Counter({"c10d::alltoall_base_": LAST - FIRST})] * 2
 
 
-def test_a_decision_that_is_due_makes_one_more(ranks2, tmp_path):
+def test_reading_a_monitored_metric_adds_one_collective(ranks2, tmp_path):
     found = ranks2(by_trainer, 8, tmp_path, Judge())
     assert [each.total() for each in found] == [LAST - FIRST + 1] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import difflib
 import re
 from typing import Any, NamedTuple
 
@@ -509,7 +510,7 @@ def test_gather_object_concatenates_sequences(ranks2):
             # and what is none
             "ab",
             {"rank": rank},
-            Pair(rank, 1),
+            difflib.Match(rank, 1, 1),  # a named tuple
             torch.tensor(rank),
         ]
         found = [gather_object(each) for each in objects]
@@ -523,7 +524,7 @@ def test_gather_object_concatenates_sequences(ranks2):
         [],
         ["ab", "ab"],
         [{"rank": 0}, {"rank": 1}],
-        [(0, 1), (1, 1)],
+        [(0, 1, 1), (1, 1, 1)],
         [0, 1],
     ]
     assert ranks2(gather) == [expected] * 2

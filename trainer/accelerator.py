@@ -10,7 +10,7 @@ import os
 import reprlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -349,8 +349,9 @@ class Accelerator:
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
         """The mesh of all processes, with dimensions such as ``"tp"``; None if nothing is split."""
-        mesh: DeviceMesh | None = self.engine.mesh
-        return mesh
+        config = self.parallelism_config
+        mesh: DeviceMesh | None = None if config is None else config.device_mesh
+        return self.engine.mesh if mesh is None else mesh
 
     @property
     def should_save_model(self) -> bool:
@@ -381,10 +382,8 @@ class Accelerator:
 
     @property
     def context_parallel_rank(self) -> int:
-        """Raises ``NotImplementedError``: context parallelism is not supported yet."""
-        raise NotImplementedError(
-            "context_parallel_rank: context parallelism (cp_size) is not supported yet."
-        )
+        """The rank among the processes that share each sequence; 0 if sequences are not split."""
+        return self._rank_in("cp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
@@ -399,9 +398,10 @@ class Accelerator:
                 f"There is no {dimension} rank without parallelism_config: pass a "
                 "ParallelismConfig to the Accelerator."
             )
-        mesh = self.engine.mesh
-        names = () if mesh is None else mesh.mesh_dim_names
-        return int(mesh.get_local_rank(dimension)) if dimension in names else 0
+        mesh = self.torch_device_mesh
+        if mesh is None or dimension not in (mesh.mesh_dim_names or ()):
+            return 0
+        return int(mesh.get_local_rank(dimension))
 
     @property
     def mixed_precision(self) -> str:
@@ -900,6 +900,37 @@ class Accelerator:
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Enable the gradient all-reduce in backward although forward ran under `no_sync`."""
         return self.engine.trigger_sync(model)
+
+    @contextmanager
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[Tensor] | None = None,
+    ) -> Iterator[None]:
+        """Split sequences over the processes of ``cp_size``; without them, do nothing.
+
+        Args:
+            buffers: Tensors whose parts this process computes inside the block, with the same
+                values on these processes: token ids, labels and positions.
+            buffer_seq_dims: The dimension of each that runs along the sequence.
+            no_restore_buffers: Those that stay parts after the block. Where backward runs after the
+                block, as in ``training_step``, pass all.
+
+        Raises:
+            ValueError: See `trainer.engines.context_parallel.context_parallel`; also for attention
+                inside the block.
+        """
+        config = self.parallelism_config
+        if config is None or not config.cp_enabled:
+            yield
+            return
+        from trainer.engines.context_parallel import context_parallel
+
+        mesh = config.get_device_mesh(self.device.type)["cp"]
+        dims = buffer_seq_dims or ()
+        with context_parallel(mesh, buffers or (), dims, no_restore_buffers or ()):
+            yield
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None

@@ -32,14 +32,14 @@ class ParallelismConfig:
             ``PARALLELISM_CONFIG_DP_SHARD_SIZE``, else 1.
         tp_size: Processes that share each layer and read the same data (tensor parallel); None
             takes ``PARALLELISM_CONFIG_TP_SIZE``, else 1.
-        cp_size: Processes that share each sequence (context parallel); not supported yet. None
-            takes ``PARALLELISM_CONFIG_CP_SIZE``, else 1.
+        cp_size: Processes that share each sequence (context parallel): run forward inside
+            `Accelerator.maybe_context_parallel`. None takes ``PARALLELISM_CONFIG_CP_SIZE``, else 1.
         sp_size: The same by DeepSpeed's Ulysses; not supported yet. None takes
             ``PARALLELISM_CONFIG_SP_SIZE``, else 1.
 
     Raises:
         ValueError: A size is below 1.
-        NotImplementedError: `cp_size` or `sp_size` is above 1.
+        NotImplementedError: `sp_size` is above 1.
     """
 
     dp_replicate_size: int | None = None
@@ -56,12 +56,11 @@ class ParallelismConfig:
                 variable = f"PARALLELISM_CONFIG_{name.upper()}_SIZE"
                 setattr(self, f"{name}_size", environment.read_int(variable) or 1)
         check_counts(1, **self._sizes("{}_size"))
-        for name, what in (("cp", "Context parallelism"), ("sp", "Sequence parallelism")):
-            if getattr(self, f"{name}_size") > 1:
-                raise NotImplementedError(
-                    f"{what} ({name}_size={getattr(self, f'{name}_size')}) is not supported yet: "
-                    f"leave {name}_size out, or use tp_size."
-                )
+        if self.sp_enabled:
+            raise NotImplementedError(
+                f"DeepSpeed's sequence parallelism (sp_size={self.sp_size}) is not supported yet: "
+                "leave sp_size out, or use cp_size."
+            )
 
     @classmethod
     def requested(

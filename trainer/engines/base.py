@@ -63,8 +63,10 @@ class Engine(Protocol):
             data.
         data_size: How many shares of the data there are. "World size" in code about data, loss
             weights and metrics means this.
-        counts_data: Whether the items and logged values of this process count. False if another
-            process, with another part of the same layers, reads the same data.
+        counts_data: Whether the items and predictions of this process count. False if another
+            process, with another part of the same layers or sequences, reads the same data.
+        counts_values: Whether the logged values of this process count. False if another process,
+            with another part of the same layers, logs the same values.
         mesh: The device mesh of all processes, if tensors of modules are sharded over it.
         forward_is_collective: Whether a forward pass waits for the other processes, so that one
             without a batch must run a dummy batch.
@@ -78,6 +80,7 @@ class Engine(Protocol):
     data_rank: int
     data_size: int
     counts_data: bool
+    counts_values: bool
     mesh: Any
     forward_is_collective: bool
     compiles_units: bool

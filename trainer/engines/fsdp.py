@@ -31,6 +31,7 @@ from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import HostCopy, send, sum_numbers
 from trainer.engines.base import EngineOptions
 from trainer.engines.compile import torch_arguments
+from trainer.engines.context_parallel import recompute_contexts
 from trainer.engines.single import SingleDevice
 from trainer.engines.tensor_parallel import split_layers
 from trainer.enums import DynamoBackend
@@ -62,14 +63,18 @@ class FullyShard(SingleDevice):
         shards = tuple(name for name in names if name != "tp")
         # The mesh over which parameters are sharded and, in its first dimension, replicated.
         self._data_mesh = self.mesh[shards]
-        self.data_rank, self.data_size = 0, 1
+        rank, self.data_size = 0, 1
         for name in shards:
-            self.data_rank = self.data_rank * self.mesh[name].size() + self.mesh.get_local_rank(
-                name
-            )
+            rank = rank * self.mesh[name].size() + self.mesh.get_local_rank(name)
             self.data_size *= self.mesh[name].size()
+        # Processes that share sequences read the same data, and have different parts of the model.
+        config = options.parallelism_config
+        sharing = 1 if config is None or config.cp_size is None else config.cp_size
+        self.data_size //= sharing
+        self.data_rank, part = divmod(rank, sharing)
         self._tp_mesh = self.mesh["tp"] if "tp" in names else None
-        self.counts_data = self._tp_mesh is None or self._tp_mesh.get_local_rank() == 0
+        self.counts_values = self._tp_mesh is None or self._tp_mesh.get_local_rank() == 0
+        self.counts_data = self.counts_values and part == 0
         # By the id of each parameter that was replaced; the old ones are kept so that no id recurs.
         self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._roots: list[Any] = []  # which gather their parameters and those of units inside them
@@ -555,7 +560,11 @@ def _fill_part(target: Any, whole: Tensor) -> None:
 
 
 def _root_mesh(options: EngineOptions, plugin: FullyShardedDataParallelPlugin) -> DeviceMesh:
-    """Return the mesh of all processes: replicas, shards of one, and parts of a layer."""
+    """Return the mesh of all processes: replicas, shards of one, and parts of a layer.
+
+    Processes that share sequences are along ``"dp_shard"``; the mesh of `ParallelismConfig` has
+    them in a dimension of their own.
+    """
     given = config = options.parallelism_config
     if config is None:
         replicas = options.world_size // PartialState()._local_world_size if plugin.hybrid else 1
@@ -569,10 +578,13 @@ def _root_mesh(options: EngineOptions, plugin: FullyShardedDataParallelPlugin) -
     sizes: dict[str, int] = {
         name: getattr(config, f"{name}_size") for name in ("dp_replicate", "dp_shard", "tp")
     }
+    sizes["dp_shard"] *= config.cp_size or 1
     kept = {name: size for name, size in sizes.items() if size != 1 or name == "dp_shard"}
     mesh = init_device_mesh(options.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
     if given is not None:
         given.device_mesh = mesh
+        if given.cp_enabled:
+            given.build_device_mesh(options.device.type)
     return mesh
 
 
@@ -626,7 +638,9 @@ def _checkpoint_activations(unit: nn.Module) -> None:
     forward = unit.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(
+            forward, *args, use_reentrant=False, context_fn=recompute_contexts, **kwargs
+        )
 
     unit.forward = run
 

@@ -32,6 +32,7 @@ class SingleDevice:
 
     mesh: Any = None
     counts_data = True
+    counts_values = True
     forward_is_collective = False
     compiles_units = False
     reduce_gradients: Callable[[Optimizer], None] | None = None

@@ -101,7 +101,7 @@ def evaluate(run: Run, phase: str, epoch_iterators: list[EpochIterator]) -> list
         check_all_have_batches(run, phase, global_batches)
         metrics.scope = Scope(phase, None)
         metrics.begin_epoch_values()
-        with computing(run.module, counts=run.engine.counts_data):
+        with computing(run.module, counts=run.engine.counts_values):
             getattr(hooks, f"on_{phase}_epoch_end_module")()
         values = metrics.reduce_epoch(phase)
         if run.sanity_checking:

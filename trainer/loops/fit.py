@@ -331,7 +331,7 @@ def end_epoch(run: FitRun) -> None:
     reduce_update(run)
     run.metrics.scope = TRAIN_EPOCH
     run.metrics.begin_epoch_values()
-    with computing(run.module, counts=run.engine.counts_data):
+    with computing(run.module, counts=run.engine.counts_values):
         run.hooks.on_train_epoch_end_module()
     run.recorder.record(
         run.metrics.reduce_epoch("train"), step=counters.global_step, epoch=counters.epoch

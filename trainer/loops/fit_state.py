@@ -383,6 +383,7 @@ def _state_of_rank(run: FitRun) -> dict[str, Any]:
     state = {
         "rng": generators_of(run),
         "metrics": accumulators_of(run.metrics, run.module),
+        "counts_values": run.engine.counts_values,
         "stream": run.data.epoch_iterator.position(),
         **run.engine.state_dict(),
     }
@@ -742,19 +743,24 @@ def _restore_ranks(
         ranks: The saved state of each rank.
         data_size: Of how many shares of the data they are; the others read the same data again.
     """
-    shares = ranks[:: len(ranks) // data_size]
+    each = len(ranks) // data_size
+    shares = ranks[::each]
+    same = len(ranks) == run.world_size and data_size == run.data_size
     run.data.epoch_iterator.resume_at(ranks[0]["stream"])  # equal on all ranks
-    taken_in = [rank["metrics"] for rank in ranks]
-    for part in taken_in:  # decisions depend on which names were logged: equal on all ranks
-        run.metrics.names.update(part["names"])
-    taken_in = [share["metrics"] for share in shares]
-    if data_size == run.data_size:
-        restore_accumulators(run.metrics, run.module, [taken_in[run.data_rank]])
+    for rank in ranks:  # decisions depend on which names were logged: equal on all ranks
+        run.metrics.names.update(rank["metrics"]["names"])
+    if same:
+        taken_in, holds = ranks[run.rank : run.rank + 1], True
+    elif data_size == run.data_size:
+        first = run.data_rank * each
+        taken_in, holds = ranks[first : first + each], run.engine.counts_data
     else:
-        restore_accumulators(run.metrics, run.module, taken_in, holds=run.data_rank == 0)
+        taken_in, holds = ranks, run.rank == 0
+    counted = [rank["metrics"] for rank in taken_in if same or rank.get("counts_values", True)]
+    restore_accumulators(run.metrics, run.module, counted, holds=holds)
     _restore_gradients(run, [rank.get("gradients", {}) for rank in ranks])
     run.engine.load_state_dicts(ranks)
-    if len(ranks) == run.world_size and data_size == run.data_size:
+    if same:
         run.saving.saved_rng = ranks[run.rank]["rng"]
     elif run.data_rank < data_size:
         run.saving.saved_rng = shares[run.data_rank]["rng"]

@@ -811,7 +811,7 @@ def _common(
     metrics = MetricStore(
         accelerator.device,
         world_size=accelerator.num_processes,
-        counts=engine.counts_data,
+        counts=engine.counts_values,
         quiet_training=quiet,
     )
     recorder.private = metrics.private

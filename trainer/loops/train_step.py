@@ -131,7 +131,7 @@ def dummy_step(
 
     def rerun() -> Tensor:
         nonlocal outputs
-        outputs = run.engine.forward("training_step", run.step.dummy_batch, batch_idx)
+        outputs = run.engine.forward("training_step", detach(run.step.dummy_batch), batch_idx)
         return loss_of(outputs)
 
     context: AbstractContextManager[Any] = nullcontext()
@@ -597,7 +597,7 @@ def dummy_batch(run: FitRun, batch_idx: int) -> None:
         optimizer.is_dummy = True
     try:
         with isolated_dummy(run), run.engine.dummy():
-            run.engine.forward("training_step", run.step.dummy_batch, batch_idx)
+            run.engine.forward("training_step", detach(run.step.dummy_batch), batch_idx)
     finally:
         run.step.is_dummy = False
         for optimizer in run.optim.optimizers:
@@ -612,7 +612,7 @@ def keep_dummy_batch(run: FitRun, micro: GlobalBatch, batch: Any) -> None:
     if micro.batches < run.data_size and run.step.dummy_batch is None:
         run.step.dummy_batch = run.device_transfer.move(broadcast_object(to_host(batch)))
     if micro.present:
-        run.step.dummy_batch = batch
+        run.step.dummy_batch = detach(batch)  # the step may put other tensors into the batch's own
 
 
 @contextmanager

@@ -189,11 +189,6 @@ def test_documentation_lists_the_arguments_that_barebones_refuses():
         assert f"`{name}" in told_there, name
 
 
-def test_barebones_must_be_a_bool():
-    with pytest.raises(TypeError, match="barebones is 'yes'"):
-        Trainer(cpu=True, barebones="yes")
-
-
 def several():
     trainer, module = trained(barebones=True)
     return [each.tolist() for each in module.parameters()], trainer.callback_metrics

@@ -118,7 +118,7 @@ def test_a_datamodule_may_come_in_the_place_of_loaders():
         trainer.test(module, data, datamodule=data)
 
 
-def test_what_a_datamodule_leaves_out_the_module_may_have():
+def test_loaders_missing_in_a_datamodule_come_from_the_module():
     class WithLoader(Net):
         def train_dataloader(self):
             return loader()
@@ -130,7 +130,7 @@ def test_what_a_datamodule_leaves_out_the_module_may_have():
         make().fit(Net(), datamodule=DataModule())
 
 
-def test_a_datamodule_is_told_of_an_error_which_nothing_hides():
+def test_on_exception_of_a_datamodule_does_not_hide_the_error():
     class Failing(Net):
         def training_step(self, batch, batch_idx):
             raise ZeroDivisionError
@@ -146,7 +146,7 @@ def test_a_datamodule_is_told_of_an_error_which_nothing_hides():
     assert data.calls[-2:] == [("on_exception", raised.value), ("teardown", "fit", Trainer)]
 
 
-def test_trackers_are_told_the_arguments_of_a_datamodule():
+def test_hyper_parameters_of_a_datamodule_reach_trackers():
     class Tracker(GeneralTracker):
         name = "told"
         requires_logging_directory = False
@@ -190,47 +190,22 @@ def test_its_state_is_restored_before_the_loaders_are_made():
         assert data.samples == 6
 
 
-def test_any_object_may_have_a_state():
-    class Plain:
-        samples = 6
-
-        def train_dataloader(self):
-            return loader(self.samples)
-
-        def state_dict(self):
-            return {"samples": self.samples}
-
-        def load_state_dict(self, state):
-            self.samples = state["samples"]
-
-    trainer = make(checkpointing=True)
-    trainer.fit(Net(), datamodule=Plain())
-    data = Plain()
-    data.samples = 2
-    make(checkpointing=True, max_epochs=2).fit(Net(), datamodule=data, ckpt_path="auto")
-    assert data.samples == 6
-
-
 def test_without_a_state_nothing_is_saved_or_loaded(caplog):
     class Empty(Data):
         def state_dict(self):
             return {}
 
+    class Other(Data):
+        pass
+
     trainer = make(checkpointing=True)
     trainer.fit(Net(), datamodule=Empty())
     (saved,) = trainer.checkpoint_dir.iterdir()
     assert not (saved / "datamodule.json").exists()
-    data = Data()
-    make(checkpointing=True, max_epochs=2).fit(Net(), datamodule=data, ckpt_path="last")
-    assert "load_state_dict" not in [call[0] for call in data.calls]
-
-    class Other(Data):
-        pass
-
-    make(checkpointing=True, max_epochs=3).fit(
-        Net(), datamodule=(other := Other()), ckpt_path="last"
-    )
-    assert "load_state_dict" not in [call[0] for call in other.calls]
+    for epochs, data in ((2, Data()), (3, Other())):  # nothing to load; the state of another class
+        trainer = make(checkpointing=True, max_epochs=epochs)
+        trainer.fit(Net(), datamodule=data, ckpt_path="last")
+        assert "load_state_dict" not in [call[0] for call in data.calls]
     assert "state of a datamodule Data, which is not used" in caplog.text
 
 
@@ -300,7 +275,7 @@ def test_batches_are_changed_before_and_after_their_transfer(place):
     torch.testing.assert_close([[b] for b in predicted], expected(4))
 
 
-def test_batch_hooks_are_told_the_loader():
+def test_batch_hooks_receive_the_dataloader_idx():
     class Changing(Traced, Net):
         pass
 
@@ -348,19 +323,6 @@ def test_a_hook_that_forgets_to_return_the_batch_is_named():
 
     with pytest.raises(TypeError, match="on_before_batch_transfer returned None"):
         make().fit(Forgets(), loader())
-
-
-def test_hooks_that_nobody_overrides_leave_the_batch_alone(monkeypatch):
-    def called(self, *args):
-        raise AssertionError("a batch hook that nobody overrides was called")
-
-    for base in (TrainModule, DataModule):
-        for name in ("on_before_batch_transfer", "transfer_batch_to_device"):
-            monkeypatch.setattr(base, name, called)
-        monkeypatch.setattr(base, "on_after_batch_transfer", called)
-    module = Net()
-    make().fit(module, datamodule=Data())
-    make().predict(module, datamodule=Data())
 
 
 class Noisy(Net):
@@ -428,7 +390,7 @@ def test_each_process_draws_for_its_own_batches_what_one_process_would(ranks2):
     assert [batch for pair in zip(*shared, strict=True) for batch in pair] == alone
 
 
-def test_manual_stand_ins_are_not_changed_twice(ranks2):
+def test_dummy_batches_of_manual_optimisation_are_not_changed_twice(ranks2):
     for batches in ranks2(stand_in_batches):
         assert set(batches) == {1.0}
 
@@ -470,7 +432,7 @@ class Collating(Data):
         return torch.utils.data.default_collate(samples)
 
 
-def test_a_copy_that_is_made_in_a_run_is_in_none():
+def test_a_pickled_datamodule_has_no_trainer():
     data = Collating()
     make().fit(Net(), datamodule=data)
     assert data.copied.samples == data.samples

@@ -116,11 +116,6 @@ def waits_between_updates(
     return last - first, waits
 
 
-@pytest.fixture(autouse=True)
-def in_tmp(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.parametrize("updates", [4, 12])
 def test_between_log_intervals_nothing_waits_for_the_device(monkeypatch, updates):
     found, waits = waits_between_updates(monkeypatch, updates=updates)
@@ -179,11 +174,6 @@ class CopiesInHook(Callback):
         module.net.weight.detach().cpu()
 
 
-class FetchesInHook(Callback):
-    def on_train_step_end(self, trainer, module):
-        module.net.weight.tolist()
-
-
 class PutsANumberThere(Callback):
     def on_train_step_end(self, trainer, module):
         torch.tensor(1.0, device=module.net.weight.device)
@@ -196,28 +186,13 @@ class WaitsForAnEvent(Callback):
         event.synchronize()
 
 
-class Branches(Callback):
-    def on_train_step_end(self, trainer, module):
-        if module.net.weight.sum() > 0:
-            pass
-
-
-class Selects(Callback):
-    def on_train_step_end(self, trainer, module):
-        weight = module.net.weight.detach()
-        weight[weight > 0]
-
-
 @pytest.mark.parametrize(
     "callback",
     [
         ReadsInHook,
         CopiesInHook,
-        FetchesInHook,
         PutsANumberThere,
         WaitsForAnEvent,
-        Branches,
-        Selects,
     ],
 )
 def test_a_wait_in_a_callback_is_seen(monkeypatch, callback):
@@ -229,26 +204,19 @@ def test_a_wait_in_a_callback_is_seen(monkeypatch, callback):
 READS = {
     "what a mask selects": lambda x: x[x > 0],
     "what a mask of bytes selects": lambda x: x[(x > 0).byte()],
-    "rows that a mask selects": lambda x: x.expand(2, 3)[:, x > 0],
     "a value put where a mask is": lambda x: x.__setitem__(x > 0, x.sum()),
-    "values put where a mask is": lambda x: x.index_put((x > 0,), x[1:]),
-    "a number put at indices": lambda x: x.__setitem__(x.clone(), 1),
     "a number put at a place": lambda x: x.__setitem__(0, 1),
     "indices of the host": lambda x: x[[0, 1]],
     "an index": lambda x: x[x[0]],
     "allclose": lambda x: torch.allclose(x, x),
-    "isclose": lambda x: bool(torch.isclose(x, x).all()),
     "equal": lambda x: torch.equal(x, x),
     "bincount": torch.bincount,
     "one_hot": torch.nn.functional.one_hot,
     "repeat_interleave": lambda x: torch.repeat_interleave(x, x),
     "unique": torch.unique,
-    "unique_dim": lambda x: torch.unique(x, dim=0),
-    "unique_consecutive": torch.unique_consecutive,
     "masked_select": lambda x: torch.masked_select(x, x > 0),
     "nonzero": torch.nonzero,
     "where": lambda x: torch.where(x > 0),
-    "argwhere": torch.argwhere,
     "linalg.inv": lambda x: torch.linalg.inv(x.double().diag() + 1),
 }
 NO_READS = {
@@ -261,8 +229,6 @@ NO_READS = {
     "where": lambda x: torch.where(x > 0, x, 0),
     "one_hot of a size": lambda x: torch.nn.functional.one_hot(x, 3),
     "repeat_interleave of a size": lambda x: torch.repeat_interleave(x, x, output_size=3),
-    "repeat_interleave by a number": lambda x: torch.repeat_interleave(x, 2),
-    "isclose": lambda x: torch.isclose(x, x),
 }
 
 
@@ -293,35 +259,7 @@ def test_a_wait_in_the_step_is_seen_for_each_micro_batch(monkeypatch):
     assert found == 14
 
 
-def test_a_wait_in_log_is_seen(monkeypatch):
-    log = MetricStore.log
-
-    def reading(self, name, value, **options):
-        if name == "loss":
-            value.item()
-        log(self, name, value, **options)
-
-    monkeypatch.setattr(MetricStore, "log", reading)
-    found, _ = waits_between_updates(monkeypatch)
-    assert found == 14
-
-
-def test_a_wait_in_the_loop_is_seen(monkeypatch):
-    from trainer.loops import train_step
-
-    detach = train_step.detach
-
-    def reading(outputs):
-        outputs.item()
-        return detach(outputs)
-
-    monkeypatch.setattr(train_step, "detach", reading)
-    found, waits = waits_between_updates(monkeypatch)
-    assert found == 14
-    assert any("item" in place or "scalar" in place for place in waits.places)
-
-
-def test_training_on_that_device_is_training(monkeypatch, tmp_path):
+def test_the_stand_in_device_computes_what_the_host_does(monkeypatch, tmp_path):
     """The stand-in computes: the weights are those of the same run on the host."""
 
     def weights():
@@ -365,7 +303,7 @@ def test_the_bar_shows_what_has_arrived_and_waits_for_nothing(monkeypatch):
         assert metrics.progress_values(wait=True) == {"loss": 3.0}
 
 
-def test_what_stays_on_the_screen_is_up_to_date(monkeypatch):
+def test_the_final_progress_line_is_up_to_date(monkeypatch):
     class Numbered(Module):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)

@@ -139,9 +139,7 @@ def test_watching_thread_ends_after_an_error(monkeypatch):
 
 
 @pytest.mark.parametrize(("shell", "expected"), [(None, False), (object(), True)])
-def test_a_session_is_where_ipython_has_a_shell_not_where_it_was_loaded(
-    shell, expected, monkeypatch
-):
+def test_a_session_is_interactive_only_if_ipython_has_a_shell(shell, expected, monkeypatch):
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     assert preemption.interactive() is expected

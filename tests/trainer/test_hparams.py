@@ -65,7 +65,7 @@ def test_ignored_arguments_are_left_out(ignore):
     assert Some(torch.nn.Linear(1, 1), 0.1).hparams == {"lr": 0.1}
 
 
-def test_calls_add_up_and_the_later_value_counts():
+def test_later_calls_add_and_replace_values():
     class Some(TrainModule):
         def __init__(self, a, b):
             super().__init__()
@@ -80,15 +80,6 @@ def test_calls_add_up_and_the_later_value_counts():
     assert through_json(some)["others"] == {"note": "x"}
 
 
-def test_a_call_before_the_module_is_initialised_is_not_lost():
-    class Early(TrainModule):
-        def __init__(self, a):
-            self.save_hyperparameters()
-            super().__init__()
-
-    assert Early(3).hparams.a == 3
-
-
 def test_arguments_passed_on_by_keyword_are_kept_one_by_one():
     class Open(TrainModule):
         def __init__(self, a, **rest):
@@ -101,14 +92,14 @@ def test_arguments_passed_on_by_keyword_are_kept_one_by_one():
     assert again(module, d=4).rest == {"b": 2, "d": 4}
 
 
-def test_what_is_kept_is_a_copy():
+def test_hyper_parameters_are_copied():
     sizes = {"inner": [1, 2]}
     net = Net(sizes)
     sizes["inner"].append(3)
     assert net.hparams.width == {"inner": [1, 2]}
 
 
-def test_without_a_call_there_is_nothing_and_it_can_be_set():
+def test_hparams_without_save_hyperparameters():
     module = TrainModule()
     assert module.hparams == {}
     assert to_manifest(module) == {}
@@ -118,7 +109,7 @@ def test_without_a_call_there_is_nothing_and_it_can_be_set():
     assert module.hparams["lr"] == 0.1
 
 
-def test_a_hyper_parameter_that_is_not_there_is_told_with_those_that_are():
+def test_missing_hyper_parameters_raise_with_the_known_names():
     hparams = Net(8).hparams
     with pytest.raises(AttributeError, match=r"no hyper-parameter 'wdth'.*'width', 'depth'"):
         hparams.wdth
@@ -162,13 +153,6 @@ def test_a_base_class_keeps_the_arguments_of_its_subclass_too():
     twin = again(child)
     assert twin.built == child.built
     assert twin.hparams == child.hparams
-
-
-def test_a_subclass_without_an_init_of_its_own_is_like_its_base():
-    class Same(Base):
-        pass
-
-    assert again(Same(4)).hparams == {"width": 4, "lr": 0.1}
 
 
 def test_each_class_may_call_it():
@@ -252,22 +236,6 @@ def test_a_dict_that_was_the_argument_is_passed_as_such(kind):
     assert again(module, config={"lr": 5}).hparams == {"lr": 5}
 
 
-def test_the_argument_is_the_one_that_was_passed_not_an_equal_one():
-    class Two(TrainModule):
-        def __init__(self, first=None, second=None):
-            super().__init__()
-            self.save_hyperparameters(second)
-            self.second = second
-
-    assert again(Two({"a": 1}, {"a": 1})).second == {"a": 1}
-
-
-def test_an_item_of_the_argument_that_is_kept_anew_stays_in_it():
-    module = Configured({"lr": 0.1, "more": 1})
-    module.save_hyperparameters({"lr": 0.4})
-    assert again(module).config == {"lr": 0.4, "more": 1}
-
-
 def test_a_dict_of_arguments_is_passed_one_by_one_and_other_items_are_not():
     class Some(TrainModule):
         def __init__(self, a, b=1):
@@ -277,13 +245,6 @@ def test_a_dict_of_arguments_is_passed_one_by_one_and_other_items_are_not():
     some = Some(4)
     assert some.hparams == {"a": 4, "note": "n"}
     assert again(some).hparams.a == 4
-
-
-def test_a_dict_can_be_kept_after_init():
-    module = Base(1)
-    module.save_hyperparameters({"width": 2, "batch": 3})
-    assert module.hparams == {"width": 2, "lr": 0.1, "batch": 3}
-    assert again(module).hparams == {"width": 2, "lr": 0.1}
 
 
 def test_a_dict_that_the_base_class_was_given_is_not_an_argument_of_the_subclass():
@@ -337,10 +298,6 @@ def test_plain_data_comes_back_equal(value):
     assert typed(again(net).given[0]) == typed(value)
 
 
-def test_not_a_number_comes_back():
-    assert repr(again(Net([float("nan")])).given[0]) == "[nan]"
-
-
 @pytest.mark.parametrize(
     ("value", "kept"),
     [
@@ -359,7 +316,7 @@ def test_not_a_number_comes_back():
     ],
     ids=repr,
 )
-def test_what_has_a_plain_form_is_kept_in_it(value, kept):
+def test_values_with_a_plain_form_are_kept_in_it(value, kept):
     net = Net(value)
     assert typed(net.hparams.width) == typed(kept)
     assert typed(again(net).hparams.width) == typed(kept)
@@ -367,26 +324,14 @@ def test_what_has_a_plain_form_is_kept_in_it(value, kept):
 
 @pytest.mark.parametrize(
     "value",
-    [
-        torch.nn.Linear(1, 1),
-        torch.ones(2),
-        np.ones(2),
-        Opaque.A,
-        len,
-        int,
-        Namespace(a=1),
-        object(),
-        np.datetime64("2020-01-01"),
-        type("Text", (str,), {})("x"),
-    ],
+    [*(torch.nn.Linear(1, 1), torch.ones(2), np.ones(2), Opaque.A, len, int, Namespace(a=1))],
     ids=lambda value: type(value).__name__,
 )
 def test_anything_else_is_refused_by_name_with_the_fix(value):
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
     with pytest.raises(TypeError) as caught:
         Net(value)
     text = str(caught.value)
-    assert f"but width is of type {name.rpartition('.')[2]}. " in text
+    assert f"but width is of type {type(value).__qualname__}. " in text
     assert "save_hyperparameters(ignore=['width'])" in text
     assert "load_from_checkpoint(…, width=…)" in text
     assert ("save_hyperparameters(width)." in text) == isinstance(value, Namespace)
@@ -408,7 +353,7 @@ def test_all_that_is_not_plain_data_is_named_at_once():
     assert "load_from_checkpoint(…, encoder=…, loss=…, config=…)" in str(caught.value)
 
 
-def test_what_no_checkpoint_could_hold_is_refused_before_the_first_step():
+def test_hyper_parameters_that_cannot_be_saved_are_refused_before_the_first_step():
     class Late(Net):
         def setup(self, stage):
             self.hparams.update(one=object(), two=len)
@@ -422,12 +367,6 @@ def test_what_no_checkpoint_could_hold_is_refused_before_the_first_step():
     data = torch.utils.data.DataLoader(torch.ones(2, 1))
     with pytest.raises(TypeError, match=r"plain data .* one is of type .*, two is of"):
         Trainer(max_epochs=1, cpu=True, progress_bar=False).fit(Late(1), data)
-
-
-def test_a_value_deep_inside_is_refused_with_its_place():
-    value = {"a": [1, (2, object())]}
-    with pytest.raises(TypeError, match=r"width\['a'\]\[1\]\[1\] is of type object.*\['width'\]"):
-        Net(value)
 
 
 def test_a_value_set_later_is_checked_when_it_is_saved():
@@ -463,14 +402,11 @@ def test_a_name_that_is_no_argument_is_refused_with_the_nearest():
         Sub(1)
 
 
-def test_names_must_be_strings():
-    with pytest.raises(TypeError, match="named 1; names must be strings"):
-        Base(1).save_hyperparameters({1: 2})
-
-
-def test_outside_init_it_needs_values():
+def test_save_hyperparameters_outside_init_needs_values():
     with pytest.raises(RuntimeError, match=r"Base.__init__, which is not running"):
         Base(1).save_hyperparameters()
+    with pytest.raises(TypeError, match="named 1; names must be strings"):
+        Base(1).save_hyperparameters({1: 2})
 
 
 def test_arguments_by_position_without_a_name_are_refused_unless_ignored():
@@ -487,11 +423,6 @@ def test_arguments_by_position_without_a_name_are_refused_unless_ignored():
 
 
 # -- made again ------------------------------------------------------------------------------------
-
-
-def test_given_arguments_take_the_place_of_saved_ones():
-    twin = again(Net(1, 3), width=5)
-    assert twin.given == (5, 3, (0.9, 0.99), None)
 
 
 def test_a_missing_argument_is_named_with_the_fix():
@@ -512,18 +443,10 @@ def test_a_missing_argument_is_named_with_the_fix():
     assert again(needs, encoder=1, head=1).hparams == {"lr": 1}
 
 
-def test_an_argument_that_the_class_does_not_take_is_refused():
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'widht'"):
-        again(Net(1), widht=3)
-
-
 def test_another_class_is_refused_with_both_lists():
-    with pytest.raises(CheckpointError) as caught:
+    text = "arguments width, depth, betas, path.*Configured does not take: it takes config, extra"
+    with pytest.raises(CheckpointError, match=text):
         make(Configured, through_json(Net(1)), {"config": 1}, "here")
-    assert "here was saved by a class with the arguments width, depth, betas, path" in str(
-        caught.value
-    )
-    assert "Configured does not take: it takes config, extra." in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -531,7 +454,7 @@ def test_another_class_is_refused_with_both_lists():
     [[], {"arguments": 3}, {"arguments": {"width": {"$": "nothing"}}}, {"namespaces": ["x"]}],
     ids=repr,
 )
-def test_what_cannot_be_read_is_a_checkpoint_error(saved):
+def test_malformed_hyper_parameters_raise_a_checkpoint_error(saved):
     with pytest.raises(CheckpointError, match="hyper-parameters in here cannot be read"):
         make(Net, saved, {"width": 1}, "here")
 
@@ -539,7 +462,7 @@ def test_what_cannot_be_read_is_a_checkpoint_error(saved):
 # -- trackers --------------------------------------------------------------------------------------
 
 
-def test_trackers_are_told_unless_the_module_keeps_them_private():
+def test_logger_false_keeps_values_from_trackers():
     class Private(TrainModule):
         def __init__(self, a, b, c):
             super().__init__()

@@ -23,7 +23,7 @@ def logger():
     adapter.logger.setLevel(logging.NOTSET)
 
 
-def test_a_message_needs_to_know_its_process(logger):
+def test_a_logger_needs_a_state(logger):
     for speak in (logger.info, logger.warning, logger.error, logger.warning_once):
         with pytest.raises(RuntimeError, match="an `Accelerator` or a `PartialState` before"):
             speak("hello")
@@ -121,22 +121,20 @@ def said(**kwargs: object) -> list[str]:
     return Path("said").read_text().splitlines()
 
 
-def test_by_default_the_main_process_speaks_for_all(ranks2):
-    assert ranks2(said) == [["0 by 0", "1 by 0", "2 by 0"]] * 2
-
-
-def test_every_process_speaks_if_asked(ranks2):
-    lines = ranks2(lambda: said(main_process_only=False))[0]
-    assert sorted(lines) == [f"{turn} by {rank}" for turn in range(3) for rank in range(2)]
-
-
-def test_the_processes_speak_one_after_the_other_if_asked(ranks3):
-    lines = ranks3(lambda: said(main_process_only=False, in_order=True))[0]
-    assert lines == [f"{turn} by {rank}" for turn in range(3) for rank in range(3)]
-
-
-def test_order_is_nothing_to_the_main_process_alone(ranks2):
-    assert ranks2(lambda: said(in_order=True))[1] == ["0 by 0", "1 by 0", "2 by 0"]
+@pytest.mark.parametrize(
+    ("options", "ranks_that_log"),
+    [
+        ({}, [0]),
+        ({"in_order": True}, [0]),  # means nothing to the main process alone
+        ({"main_process_only": False}, [0, 1]),
+        ({"main_process_only": False, "in_order": True}, [0, 1]),
+    ],
+)
+def test_which_processes_log_and_in_which_order(ranks2, options, ranks_that_log):
+    expected = [f"{turn} by {rank}" for turn in range(3) for rank in ranks_that_log]
+    for lines in ranks2(lambda: said(**options)):
+        ordered = "in_order" in options or len(ranks_that_log) == 1
+        assert (lines if ordered else sorted(lines)) == expected
 
 
 def test_levels_may_differ_where_processes_wait_for_each_other(ranks2):
@@ -171,7 +169,7 @@ def test_an_error_in_one_turn_does_not_keep_the_others_waiting(ranks2):
     assert "LookupError: no filter" in caught.value.failures[0]
 
 
-def test_a_warning_cannot_command_the_terminal(caplog):
+def test_escape_sequences_in_warnings_are_made_visible(caplog):
     logger = module_logger("trainer.tests")
     logger.warning("%s is %s", "step\x1b[2J", 3)
     logger.warning("%s is %s", "plain", 3)

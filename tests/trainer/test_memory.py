@@ -66,20 +66,6 @@ def test_the_real_error_of_the_cpu_is_recognised():
     assert train() == 1
 
 
-def test_every_call_begins_anew():
-    tried = []
-
-    @find_executable_batch_size(starting_batch_size=4)
-    def train(batch_size):
-        tried.append(batch_size)
-        if len(tried) == 1:
-            raise torch.OutOfMemoryError
-
-    train()
-    train()
-    assert tried == [4, 2, 4]
-
-
 def test_plain_form_and_default():
     assert find_executable_batch_size(lambda size: size)() == 128
     assert find_executable_batch_size(lambda size: size, 7)() == 7

@@ -12,7 +12,7 @@ from trainer.metrics.cells import EMPTY, Scope
 
 @pytest.mark.parametrize("kind", ["min", "max"])
 @pytest.mark.parametrize("values", list(permutations([1.0, math.nan, 2.0])))
-def test_nan_is_the_extreme_of_numbers_as_it_is_of_tensors(kind, values):
+def test_nan_is_the_min_and_max_of_numbers_and_tensors(kind, values):
     numbers, tensors = Cell(kind, EMPTY[kind]), Cell(kind, EMPTY[kind])
     for value in values:
         numbers.add(value, 1.0)
@@ -42,7 +42,7 @@ def test_values_on_the_host_add_up_as_tensors_of_float64_do(dtype, kind):
     assert found == total.item()
 
 
-def test_a_value_is_that_of_the_moment_it_was_logged():
+def test_a_logged_tensor_may_change_afterwards():
     metrics, value = store(), torch.ones(1, dtype=torch.float64)
     metrics.log("value", value, prog_bar=True)
     value.fill_(7.0)
@@ -54,7 +54,7 @@ def test_a_complex_value_is_refused():
         store().log("value", torch.tensor(1 + 2j))
 
 
-def test_behind_a_phase_that_was_abandoned_its_values_are_kept_again():
+def test_metrics_are_logged_again_after_a_forgotten_phase():
     metrics = MetricStore(torch.device("cpu"))
     metrics.scope = Scope("validation", False)
     for value in (1.0, 3.0):

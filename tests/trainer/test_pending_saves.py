@@ -12,31 +12,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
-from trainer import Trainer, TrainModule
+from tests.trainer.test_saving import Net
+from trainer import Trainer
 from trainer.checkpoint.storage import verify
 from trainer.errors import CheckpointError, Preempted
-
-
-class Net(TrainModule):
-    def __init__(self, fail_at: int | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
-        self.head = torch.nn.Linear(5, 1)
-        self.fail_at = fail_at
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.trainer.global_step == self.fail_at:
-            raise ArithmeticError("the user's own")
-        loss = self.head(torch.dropout(self.net(batch[0]), 0.2, True)).square().mean()
-        self.log("loss", loss, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("seen", self.head.weight.sum())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
 class Ask(Callback):
@@ -129,7 +108,7 @@ HOOKS = {  # the update after which each is first called with this many updates 
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_it_is_made_at_the_boundary_and_equals_a_save_there(hook):
+def test_save_checkpoint_inside_a_window_is_made_at_its_boundary(hook):
     called_at, boundary = HOOKS[hook]
     ask = Ask(hook, called_at)
     fit(ask, SaveAt(boundary), project_dir="run")
@@ -157,7 +136,7 @@ def test_two_calls_for_one_path_are_one_save_as_the_later_asked():
     assert verify(Path("other"))["step"] == 2
 
 
-def test_what_a_fit_that_failed_could_not_make_is_told(caplog):
+def test_pending_saves_of_a_failed_fit_are_warned_of(caplog):
     trainer = None
 
     class Save(Callback):
@@ -184,7 +163,7 @@ def test_what_a_fit_that_failed_could_not_make_is_told(caplog):
         trainer.save_checkpoint("after")
 
 
-def test_a_signal_in_the_same_window_does_not_lose_it():
+def test_a_signal_does_not_lose_a_pending_save():
     class Told(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if trainer.global_step == 1 and not seen:
@@ -236,7 +215,7 @@ AMONG_TWO = [
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
-def test_all_make_it_also_where_one_asks_alone(ranks2, rank):
+def test_save_checkpoint_on_one_rank_saves_on_all(ranks2, rank):
     def body():
         found = []
         for number, (hook, step, boundary) in enumerate(AMONG_TWO):

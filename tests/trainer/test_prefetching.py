@@ -115,11 +115,6 @@ class Stop(Callback):
             trainer.should_stop = True
 
 
-@pytest.fixture(autouse=True)
-def in_tmp(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def trainer_for(**kwargs):
     settings = {"max_epochs": 2, "cpu": True, "progress_bar": False, "checkpointing": False}
     settings |= {"project_dir": f"run{trainer_for.runs}"}
@@ -295,14 +290,14 @@ def fit_strictly(module, **settings):
 @requires_cuda
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("make", [Module, Counting])
-def test_on_a_device_nobody_waits_for_it_between_two_updates(make):
+def test_updates_on_cuda_do_not_synchronise(make):
     assert fit_strictly(make(), callbacks=[Strict()], log_every=1000) == 11
 
 
 @requires_cuda
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("recorded", [False, True])
-def test_on_a_device_nobody_waits_for_it_with_everything_on(monkeypatch, recorded):
+def test_updates_on_cuda_with_everything_on_do_not_synchronise(monkeypatch, recorded):
     """What is recorded was sent an update before: only its event is waited for.
 
     That is no error in this mode. The check for finite gradients does the same in every update.

@@ -243,16 +243,8 @@ def test_checkpoint_that_is_never_ranked_warns(caplog):
     assert "every 3 steps" in caplog.text
 
 
-def test_early_stopping_that_never_decided_warns(caplog):
-    stopping = EarlyStopping("val")
-    quiet_trainer(max_steps=3, val_every="1 hour", callbacks=stopping).fit(
-        Net(), loader(), loader(1)
-    )
-    assert "EarlyStopping saw no value of 'val'" in caplog.text
-
-
 @pytest.mark.parametrize("watcher", [EarlyStopping, SpikeDetection])
-def test_a_watch_on_steps_that_are_not_recorded_says_what_helps(watcher, caplog):
+def test_a_monitor_of_steps_that_are_not_recorded_warns(watcher, caplog):
     trainer = quiet_trainer(max_steps=3, log_every=4, callbacks=watcher("loss"))
     trainer.fit(Blind(), loader())
     assert f"{watcher.__name__} saw no value of 'loss'" in caplog.text
@@ -268,7 +260,7 @@ def test_a_checkpoint_is_ranked_by_steps_that_are_not_recorded(caplog, max_steps
     assert caplog.records == []
 
 
-def test_a_misspelt_monitor_is_told_the_values_of_steps_too(caplog):
+def test_a_misspelt_monitor_warns_with_step_metrics_too(caplog):
     stopping = EarlyStopping("los")
     quiet_trainer(max_steps=3, log_every=50, callbacks=stopping).fit(Blind(), loader())
     assert "Logged so far: loss. Did you mean 'loss'?" in caplog.text
@@ -288,15 +280,6 @@ def test_claimed_length_of_a_stream_is_not_trusted(caplog):
     trainer.fit(Net(), DataLoader(Stream(), batch_size=1), loader(1))
     assert trainer.validations == 1
     assert messages(caplog) == []
-
-
-def test_interval_with_unknown_length_can_be_due():
-    unknown = {"updates": None, "epoch_iterator": None, "accumulation": lambda epoch: 1}
-    steps, epochs, items = map(Interval.parse, (9, "2 epochs", "9 items"))
-    assert can_be_due(steps, Length(max_epochs=1), **unknown)
-    assert can_be_due(epochs, Length(max_steps=1), **unknown)
-    assert can_be_due(items, Length(max_steps=1), **unknown)
-    assert not can_be_due(epochs, Length(max_epochs=1), **unknown)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -320,7 +303,7 @@ def test_a_part_of_an_epoch_takes_the_updates_that_the_loop_takes(world, every):
         assert asked == (steps >= updates), steps
 
 
-def test_a_misspelt_monitor_is_told_at_the_end_where_no_epoch_ends(caplog):
+def test_a_misspelt_monitor_warns_at_the_end_of_a_run_without_epochs(caplog):
     class Endless:
         def __iter__(self):
             return itertools.cycle(loader())

@@ -148,25 +148,15 @@ def test_a_copy_is_not_compiled_and_has_weights_of_its_own(duplicate):
     assert other[0].weight is not model[0].weight
 
 
-def test_compiling_may_be_ended():
-    model = prepare(network(), dynamo_plugin=EAGER)
-    assert unwrap_model(model) is model
-    assert compiles(model) == 1
-    assert unwrap_model(model, keep_torch_compile=False) is model
-    assert compiles(model) == 0
-
-
-@pytest.mark.parametrize("plugin", [None, TorchDynamoPlugin(backend="no")])
+@pytest.mark.parametrize(
+    "plugin",
+    [None, TorchDynamoPlugin(backend="no"), TorchDynamoPlugin(backend="eager", disable=True)],
+)
 def test_nothing_is_compiled_unasked(plugin):
-    assert not is_compiled(prepare(network(), dynamo_plugin=plugin))
+    assert compiles(prepare(network(), dynamo_plugin=plugin)) == 0
 
 
-def test_a_disabled_plugin_compiles_nothing():
-    model = prepare(network(), dynamo_plugin=TorchDynamoPlugin(backend="eager", disable=True))
-    assert compiles(model) == 0
-
-
-def test_a_backend_that_this_torch_lacks_is_told_with_those_it_has():
+def test_an_unknown_dynamo_backend_raises_with_the_known_ones():
     with pytest.raises(ValueError, match=r"dynamo backend is 'fx2trt'; .*'aot_eager'.*'inductor'"):
         prepare(network(), dynamo_plugin=TorchDynamoPlugin(backend="fx2trt"))
 

@@ -6,9 +6,7 @@ import json
 import logging
 import os
 import platform
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -82,7 +80,7 @@ def fail(_):
     raise ZeroDivisionError("on purpose")
 
 
-def test_it_says_what_the_run_is():
+def test_run_json_says_what_the_run_is():
     before = time.time()
     fit()
     messages = about()
@@ -107,25 +105,23 @@ def test_the_code_is_the_commit_of_the_working_folder():
     assert about()["code"] == "a" * 40
 
 
-def test_a_run_that_fails_says_by_what():
-    with pytest.raises(ZeroDivisionError):
-        fit(At(3, fail))
+class FailsLate(Callback):
+    def teardown(self, trainer, module, stage):
+        raise KeyError("late")
+
+
+@pytest.mark.parametrize(
+    ("callback", "error"),
+    [(At(3, fail), "ZeroDivisionError: on purpose"), (FailsLate(), "KeyError: 'late'")],
+)
+def test_a_failed_run_records_its_error(callback, error):
+    with pytest.raises((ZeroDivisionError, KeyError)):
+        fit(callback)
     (start,) = about()["starts"]
-    assert (start["status"], start["error"]) == ("failed", "ZeroDivisionError: on purpose")
+    assert (start["status"], start["error"]) == ("failed", error)
 
 
-def test_an_error_in_the_tear_down_is_one_of_the_run():
-    class Bad(Callback):
-        def teardown(self, trainer, module, stage):
-            raise KeyError("late")
-
-    with pytest.raises(KeyError):
-        fit(Bad())
-    (start,) = about()["starts"]
-    assert (start["status"], start["error"]) == ("failed", "KeyError: 'late'")
-
-
-def test_a_preempted_run_and_the_one_that_goes_on():
+def test_a_preempted_run_and_its_resume_are_two_starts():
     with pytest.raises(Preempted):
         fit(At(3, lambda _: os.kill(os.getpid(), signal.SIGTERM)))
     first = about()
@@ -164,7 +160,7 @@ def test_warnings_of_the_log_are_kept_and_those_of_others_and_of_later_are_not()
     assert all(logging.getLogger(n).handlers == [] for n in ("trainer", "callbacks", "trackers"))
 
 
-def test_where_nobody_has_set_up_logging_warnings_are_still_on_stderr(monkeypatch, capsys):
+def test_warnings_reach_stderr_without_a_logging_configuration(monkeypatch, capsys):
     """Python writes them there only as long as there is no handler, as `run.json` has one."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
 
@@ -187,26 +183,7 @@ def test_where_nobody_has_set_up_logging_warnings_are_still_on_stderr(monkeypatc
     assert len(about()["warnings"]) == 3
 
 
-@pytest.mark.parametrize("name", ["another.program", "trainer.test"])
-def test_a_record_that_no_listener_of_its_logger_is_there_for_is_still_told(
-    monkeypatch, capsys, name
-):
-    """One of another program, handed on to our logger; and one that comes as a run ends."""
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    messages = []
-    listener = Listener(messages.append)
-    listener.listen()
-    try:
-        if name == "trainer.test":
-            listener.close()
-        listener.handle(logging.LogRecord(name, logging.WARNING, "file", 1, "hello", (), None))
-    finally:
-        listener.close()
-    assert capsys.readouterr().err == "hello\n"
-    assert [record.getMessage() for record in messages] == ["hello"]
-
-
-def test_a_run_that_goes_on_keeps_its_warnings():
+def test_a_resumed_run_keeps_its_warnings():
     def warn(trainer):
         logging.getLogger("trainer").warning("at %d", trainer.global_step)
         raise ZeroDivisionError
@@ -217,7 +194,7 @@ def test_a_run_that_goes_on_keeps_its_warnings():
     assert [each["text"] for each in about()["warnings"]] == ["at 3", "later"]
 
 
-def test_no_more_than_so_many_warnings_are_kept(tmp_path):
+def test_a_hundred_warnings_are_kept_and_the_others_counted(tmp_path):
     file = RunMetadata(tmp_path / "run.json")
     file.begin({"run_id": "1"}, 0)
     for number in range(130):
@@ -239,7 +216,7 @@ def test_another_run_in_the_folder_begins_its_own_and_keeps_the_earlier():
     assert len(about()["starts"]) == 1
 
 
-def test_evaluations_and_trials_do_not_touch_it():
+def test_evaluations_and_trials_leave_run_json_alone():
     trainer = fit()
     before = RUN.read_bytes()
     trainer.predict(Net(), loader())
@@ -248,7 +225,7 @@ def test_evaluations_and_trials_do_not_touch_it():
     assert not Path("quick").exists()
 
 
-def test_a_disk_that_refuses_is_told_and_hurts_nothing(caplog):
+def test_a_full_disk_is_warned_of_and_does_not_stop_the_run(caplog):
     def block(trainer):
         trainer._recorder.sync()()
         RUN.unlink()
@@ -273,7 +250,7 @@ def test_a_damaged_file_is_begun_anew(content, caplog):
     assert "cannot be read and is recreated" in caplog.text
 
 
-def test_a_fork_tells_nothing():
+def test_a_forked_worker_records_no_warnings():
     """There no thread would take it, and a lock that one held at the fork is never released."""
     messages = []
     listener = Listener(messages.append)
@@ -288,12 +265,6 @@ def test_a_fork_tells_nothing():
         assert [record.getMessage() for record in messages] == ["in the run"]
     finally:
         listener.close()
-
-
-def test_what_is_of_another_run_is_not_taken_over(tmp_path):
-    for run_id in ("1", "2", "2"):
-        RunMetadata(tmp_path / "run.json").begin({"run_id": run_id}, 0)
-    assert len(about(tmp_path / "run.json")["starts"]) == 2
 
 
 def test_every_change_replaces_the_file_whole(tmp_path):
@@ -315,7 +286,7 @@ def _on_a_rank():
     return sorted(names), about()["world_size"]
 
 
-def test_among_several_processes_one_writes_it(ranks2):
+def test_of_several_processes_one_writes_run_json(ranks2):
     names = ["checkpoints", "metrics.jsonl", "run.json"]
     assert ranks2(_on_a_rank) == [(names, 2)] * 2
 
@@ -396,15 +367,13 @@ def test_every_file_of_a_run_is_json_for_strict_parsers():
     trainer.accelerator.save_state("run/state")
     trainer.accelerator.save_model(module, "run/model", max_shard_size=12)
 
-    lines = []
-    for file in sorted(Path("run").rglob("*.json*")):
+    files = sorted(Path("run").rglob("*.json*"))
+    for file in files:
         text = file.read_text(encoding="utf-8")
         for line in text.splitlines() if file.suffix == ".jsonl" else [text]:
-            json.loads(line, parse_constant=refuse, object_pairs_hook=unique)
-            json.dumps(json.loads(line), ensure_ascii=False).encode()  # no lone surrogates
-            lines.append(line)
-    names = {file.name for file in Path("run").rglob("*.json*")}
-    assert names >= {
+            read = json.loads(line, parse_constant=refuse, object_pairs_hook=unique)
+            json.dumps(read, ensure_ascii=False).encode()  # no lone surrogates
+    assert {file.name for file in files} >= {
         "manifest.json",
         "metrics.jsonl",
         "model.safetensors.index.json",
@@ -413,10 +382,6 @@ def test_every_file_of_a_run_is_json_for_strict_parsers():
         "run.json",
         "trainer.json",
     }
-    if node := shutil.which("node"):
-        script = "for (const t of JSON.parse(require('fs').readFileSync(0))) JSON.parse(t)"
-        subprocess.run([node, "-e", script], input=json.dumps(lines), text=True, check=True)
-
     (record, *_) = read_metrics("run/metrics.jsonl")
     assert np.isnan(record["nan"])
     assert (record["inf"], record["none"], record["ok"]) == (-INF, INF, 1.5)

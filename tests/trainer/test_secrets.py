@@ -59,7 +59,7 @@ def written(folder="run"):
     return b"".join(path.read_bytes() for path in Path(folder).rglob("*") if path.is_file())
 
 
-def test_no_file_of_a_run_has_a_secret():
+def test_no_file_of_a_run_holds_a_secret():
     trainer = fit(make())
     messages = json.loads(Path("run/run.json").read_text())
     assert messages["hyper_parameters"] == {
@@ -74,7 +74,7 @@ def test_no_file_of_a_run_has_a_secret():
     assert trainer.module.hparams.api_key == WORD  # the run itself has it
 
 
-def test_neither_has_the_error_of_one_that_failed():
+def test_no_file_of_a_failed_run_holds_a_secret():
     module = make()
     module.hparams.options["fails"] = True
     with pytest.raises(OSError, match=WORD):
@@ -82,7 +82,7 @@ def test_neither_has_the_error_of_one_that_failed():
     assert WORD.encode() not in written()
 
 
-def test_a_loop_of_ones_own_writes_none():
+def test_an_accelerator_writes_no_secret():
     accelerator = Accelerator(log_with=["csv", "tensorboard"], project_dir="run", cpu=True)
     accelerator.init_trackers("own", config={"db": {"password": WORD}, "url": URL})
     accelerator.log({"note": URL, "hf_token": WORD, "loss": 1.0}, step=1)
@@ -123,7 +123,7 @@ def test_secrets_are_asked_for_by_the_class_that_takes_them():
     assert make_from(Data, saved, {"hub_token": "t"}, "there").hparams == {"hub_token": "t"}
 
 
-def test_a_report_of_an_earlier_run_shows_none():
+def test_a_report_of_an_earlier_run_shows_no_secret():
     fit(make())
     path = Path("run/run.json")
     messages = json.loads(path.read_text())

@@ -142,7 +142,7 @@ def test_a_resumed_run_continues_in_each_service(tmp_path):
     assert expected.parameters["max_steps"] == 8  # the resolved configuration
 
 
-def test_the_tracker_is_told_which_run_goes_on_from_where(tmp_path):
+def test_resume_gets_the_run_id_and_the_step(tmp_path):
     fit(tmp_path, Service(), 3)
     fit(tmp_path, Service(), 6)
     assert Service.runs.keys() == {"run 0"}
@@ -153,7 +153,7 @@ def test_the_tracker_is_told_which_run_goes_on_from_where(tmp_path):
     assert min(steps[second + 1 :]) == 4
 
 
-def test_each_of_two_trackers_of_a_name_goes_on_in_its_own_run(tmp_path):
+def test_two_trackers_of_one_name_resume_their_own_runs(tmp_path):
     for steps in (3, 6):
         fit(tmp_path, [Service(), Service()], steps)
     assert Service.runs.keys() == {"run 0", "run 1"}
@@ -161,7 +161,7 @@ def test_each_of_two_trackers_of_a_name_goes_on_in_its_own_run(tmp_path):
         assert (name, 3) in messages
 
 
-def test_a_run_that_goes_back_is_another_one_at_the_service(tmp_path):
+def test_resuming_an_earlier_checkpoint_begins_another_run(tmp_path):
     fit(tmp_path, Service(), 6)
     fit(tmp_path, Service(), 6, ckpt_path=tmp_path / "checkpoints" / "step-00000003")
     assert Service.runs.keys() == {"run 0", "run 1"}
@@ -169,13 +169,13 @@ def test_a_run_that_goes_back_is_another_one_at_the_service(tmp_path):
     assert min(step for step in Service.runs["run 1"][1:]) == 4
 
 
-def test_a_path_to_the_newest_checkpoint_goes_on_in_the_same_run(tmp_path):
+def test_resuming_the_newest_checkpoint_by_path_keeps_the_run(tmp_path):
     fit(tmp_path, Service(), 3)
     fit(tmp_path, Service(), 6, ckpt_path=tmp_path / "checkpoints" / "step-00000003")
     assert Service.runs.keys() == {"run 0"}
 
 
-def test_a_test_behind_a_fit_is_of_the_same_run(tmp_path):
+def test_a_test_after_a_fit_belongs_to_its_run(tmp_path):
     trainer = fit(tmp_path, [service := Service()], 3)
     trainer.test(Line(), data())
     assert Service.runs.keys() == {"run 0"}
@@ -189,13 +189,6 @@ def test_another_fit_is_another_run(tmp_path):
     fit(tmp_path / "b", service, 3)
     assert Service.runs.keys() == {"run 0", "run 1"}
     assert Service.runs["run 1"][0] is None
-
-
-def test_an_instance_of_a_service_begins_another_run_too(tmp_path):
-    tracker = WandBTracker("p", dir=str(tmp_path), **WANDB)
-    for folder in ("a", "b"):
-        fit(tmp_path / folder, tracker, 3)
-    assert len({run.run.run_id for run in wandb_runs(tmp_path)}) == 2
 
 
 def test_tensorboard_shows_no_step_of_a_run_that_ended_before_its_first_checkpoint(tmp_path):
@@ -240,7 +233,7 @@ def table(path):
         return list(csv.DictReader(text))
 
 
-def test_an_evaluation_adds_to_the_table_of_a_fit_that_it_is_given(tmp_path):
+def test_an_evaluation_appends_to_the_csv_of_a_fit(tmp_path):
     class Tested(Line):
         def test_step(self, batch, batch_idx):
             self.log("tested", self.net(batch[0]).abs().mean())
@@ -276,7 +269,7 @@ def test_an_evaluation_adds_to_the_table_of_a_fit_that_it_is_given(tmp_path):
     assert len(table(tmp_path / "logs/run/metrics.1.csv")) == len(rows)
 
 
-def test_an_evaluation_in_a_process_of_its_own_is_told_so(tmp_path):
+def test_an_evaluation_alone_resumes_no_run(tmp_path):
     quiet_trainer(log_with=Service(), project_dir=tmp_path).test(Line(), data())
     (messages, *_) = Service.runs["run 0"]
     assert messages == (None, None)

@@ -38,17 +38,13 @@ def nested(one: Any, two: Any, three: Any) -> Any:
     return {"a": [one, Pair(two, "text")], "b": Encoding(c=(three,))}
 
 
-def test_map_keeps_every_container():
-    doubled = tree.map_tree(lambda leaf: leaf * 2, nested(1, 2, 3))
+def test_map_keeps_every_container_and_its_input():
+    before = nested(1, 2, 3)
+    doubled = tree.map_tree(lambda leaf: leaf * 2, before)
     assert doubled == {"a": [2, Pair(4, "texttext")], "b": {"c": (6,)}}
     assert type(doubled["a"][1]) is Pair
     assert type(doubled["b"]) is Encoding
     assert type(doubled["b"]["c"]) is tuple
-
-
-def test_map_leaves_its_input_alone():
-    before = nested(1, 2, 3)
-    tree.map_tree(lambda leaf: 0, before)
     assert before == nested(1, 2, 3)
 
 
@@ -99,13 +95,6 @@ def test_detach_cuts_the_graph_and_shares_the_values():
     assert cut[1] == "text"
 
 
-def test_to_host_detaches():
-    host = tree.to_host({"a": torch.ones(2, requires_grad=True) * 3, "b": 1})
-    assert host["a"].device == torch.device("cpu")
-    assert not host["a"].requires_grad
-    assert host["b"] == 1
-
-
 @pytest.mark.parametrize(
     ("batch", "size"),
     [
@@ -121,7 +110,7 @@ def test_batch_size_is_the_length_of_the_first_tensor_that_has_one(batch, size):
     assert tree.find_batch_size(batch) == size
 
 
-def test_a_batch_size_that_is_not_there_is_an_error_of_the_helper():
+def test_find_batch_size_without_a_size_raises():
     assert find_batch_size(data=[{"x": torch.zeros(3, 2)}]) == 3
     assert find_batch_size((torch.zeros(0, 2),)) == 0
     for empty in ([], {}, ({}, [])):
@@ -156,19 +145,11 @@ class NamedDict(Named, dict):
     pass
 
 
-class NamedOrderedDict(Named, collections.OrderedDict):
-    pass
-
-
 class NamedDefaultDict(Named, collections.defaultdict):
     pass
 
 
 class NamedUserDict(Named, collections.UserDict):
-    pass
-
-
-class NamedList(Named, list):
     pass
 
 
@@ -186,13 +167,6 @@ class NamedTuple_(tuple):
         return made
 
 
-class NamedPair(Pair):
-    def __new__(cls, items: Any, name: str):
-        made = super().__new__(cls, *items)
-        made.name = name
-        return made
-
-
 class ReadOnly(collections.abc.Mapping):
     def __init__(self, name: str, items: dict[str, Any]) -> None:
         self.name, self.units, self._items = name, dict.fromkeys(items, "m"), items
@@ -205,14 +179,6 @@ class ReadOnly(collections.abc.Mapping):
 
     def __len__(self):
         return len(self._items)
-
-
-class Writable(ReadOnly, collections.abc.MutableMapping):
-    def __setitem__(self, key, value):
-        self._items[key] = value
-
-    def __delitem__(self, key):
-        del self._items[key]
 
 
 class AttributeDict(dict):
@@ -236,11 +202,9 @@ def containers() -> list[Any]:
     slotted = SlottedList("given")
     slotted.extend(pair)
     return [
-        *(NamedDict(table, name="given"), NamedOrderedDict(table, name="given")),
-        *(NamedDefaultDict(list, table, name="given"), NamedUserDict(table, name="given")),
-        *(ReadOnly("given", table), Writable("given", table)),
-        *(NamedList(pair, name="given"), slotted),
-        *(NamedTuple_(pair, "given"), NamedPair(pair, "given")),
+        *(NamedDict(table, name="given"), NamedDefaultDict(list, table, name="given")),
+        *(NamedUserDict(table, name="given"), ReadOnly("given", table)),
+        *(slotted, NamedTuple_(pair, "given")),
     ]
 
 
@@ -355,20 +319,6 @@ def test_a_field_that_was_never_set_is_left_out():
     assert list(tree.leaves(Slotted(1))) == [1]
 
 
-def test_a_dataclass_itself_is_a_leaf():
-    assert list(tree.leaves([Frozen, Frozen(left=1, right=2)])) == [Frozen, 1, 2]
-    assert tree.send_to_device(DeviceTransfer, "meta") is DeviceTransfer
-
-
-def test_a_named_tuple_with_a_constructor_of_its_own_is_kept():
-    class Sorted(Pair):
-        def __new__(cls, values):
-            return super().__new__(cls, *sorted(values))
-
-    assert tree.map_tree(str, Sorted([2, 1])) == ("1", "2")
-    assert type(tree.map_tree(str, Sorted([2, 1]))) is Sorted
-
-
 def test_dataclasses_move():
     moved = tree.send_to_device(Frozen(left=torch.ones(1), right=[torch.ones(1)]), "meta")
     assert moved.left.device == moved.right[0].device == torch.device("meta")
@@ -382,7 +332,7 @@ def test_a_container_that_can_move_moves_by_itself(non_blocking):
     assert moved.moved_to == "meta"  # its own `.to` has been called, without what it cannot take
 
 
-def test_non_blocking_is_said_to_those_who_can_hear_it():
+def test_non_blocking_is_passed_to_methods_that_take_it():
     heard = []
 
     class Listener:
@@ -393,16 +343,6 @@ def test_non_blocking_is_said_to_those_who_can_hear_it():
     assert tree.send_to_device({"a": listener}, "meta", non_blocking=True) == {"a": listener}
     tree.send_to_device(listener, "meta")
     assert heard == [{"non_blocking": True}, {}]
-
-
-def test_an_attribute_named_to_is_no_method():
-    @dataclasses.dataclass
-    class Edge:
-        x: torch.Tensor
-        to: int
-
-    moved = tree.send_to_device(Edge(torch.ones(1), 4), "meta")
-    assert (moved.x.device.type, moved.to) == ("meta", 4)
 
 
 @pytest.mark.parametrize("skip_keys", ["keep", ["keep", "absent"]])
@@ -456,13 +396,6 @@ def test_concatenate_joins_what_slices_had_parted():
     assert type(joined["y"]) is Pair
     turned = tree.concatenate([Frozen(left=each["x"], right=()) for each in parts], dim=1)
     assert turned.left.tolist() == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
-
-
-def test_concatenate_pairs_by_key():
-    first = {"a": torch.tensor([1]), "b": torch.tensor([2])}
-    second = {"b": torch.tensor([4]), "a": torch.tensor([3])}
-    joined = tree.concatenate([first, second])
-    assert {key: value.tolist() for key, value in joined.items()} == {"a": [1, 3], "b": [2, 4]}
 
 
 @pytest.mark.parametrize(

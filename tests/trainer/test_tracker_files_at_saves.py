@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
 from tests.numerics.running import quiet_trainer
-from trackers import BackgroundTracker, CSVTracker, JsonlTracker, NullTracker
+from trackers import BackgroundTracker, CSVTracker, JsonlTracker
 from trainer import TrainModule
 from trainer.loops import recorder as record
 from trainer.loops.recorder import Recorder
@@ -107,7 +107,7 @@ def scalars(folder):
     }
 
 
-def test_curves_have_no_holes_where_a_killed_run_goes_on(tmp_path, monkeypatch):
+def test_curves_have_no_holes_after_a_kill(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "_PATIENCE_FOR_CURVES", FOR_EVER)
     whole = tmp_path / "whole"
     fit(whole, ["csv", "tensorboard"])
@@ -152,7 +152,7 @@ def steps(tracker):
     return [row["step"] for row in csv.DictReader(tracker.path.read_text().splitlines())]
 
 
-def test_whoever_asks_waits_for_nothing_and_the_save_for_the_file(
+def test_sync_returns_at_once_and_the_save_waits_for_the_file(
     tmp_path, recorder, monkeypatch, caplog
 ):
     monkeypatch.setattr(record, "_PATIENCE_FOR_CURVES", FOR_EVER)
@@ -172,7 +172,7 @@ def test_whoever_asks_waits_for_nothing_and_the_save_for_the_file(
     assert caplog.text == ""
 
 
-def test_a_file_that_hangs_is_waited_for_once_and_told(tmp_path, recorder, monkeypatch, caplog):
+def test_a_tracker_that_hangs_is_waited_for_once(tmp_path, recorder, monkeypatch, caplog):
     monkeypatch.setattr(record, "_PATIENCE_FOR_CURVES", 0.01)
     hanging, sound = Gated("hangs", tmp_path), CSVTracker("sound", tmp_path)
     sound.gate = threading.Event()
@@ -195,21 +195,6 @@ def test_a_file_that_hangs_is_waited_for_once_and_told(tmp_path, recorder, monke
     assert steps(hanging) == ["1", "2", "3"]
 
 
-def test_a_save_that_never_came_to_wait_says_nothing_of_a_tracker(
-    tmp_path, recorder, monkeypatch, caplog
-):
-    """As one that finds no space: whether a tracker hangs is known of those alone that waited."""
-    monkeypatch.setattr(record, "_PATIENCE_FOR_CURVES", 0.01)
-    tracker = Gated("run", tmp_path)
-    kept = recorder(tracker)
-    log(kept, 1)
-    kept.sync()
-    log(kept, 2)
-    assert kept.sync()() > 0
-    (messages,) = caplog.records  # it did wait
-    assert "A save waited 0.01 seconds for csv to write" in messages.getMessage()
-
-
 def test_a_service_is_not_waited_for(tmp_path, recorder, monkeypatch, caplog):
     monkeypatch.setattr(record, "_PATIENCE_FOR_CURVES", FOR_EVER)
     kept = recorder(Service("run", tmp_path))
@@ -218,7 +203,7 @@ def test_a_service_is_not_waited_for(tmp_path, recorder, monkeypatch, caplog):
     assert caplog.text == ""
 
 
-def test_a_save_in_the_background_goes_on_beside_the_training(tmp_path, monkeypatch, caplog):
+def test_a_background_save_does_not_block_the_training(tmp_path, monkeypatch, caplog):
     """The gate is opened by the training itself, which would wait for ever if the save held it."""
     monkeypatch.setattr(record, "_PATIENCE_FOR_CURVES", FOR_EVER)
     tracker = Gated("run", tmp_path / "run" / "logs")
@@ -295,7 +280,3 @@ def test_a_save_of_weights_alone_asks_for_nothing(tmp_path, monkeypatch):
 
     weights = ModelCheckpoint(every=1, save_weights_only=True)
     assert syncs(callbacks=[weights]) == syncs(checkpointing=False, callbacks=[]) > 0
-
-
-def test_processes_that_keep_no_record_wait_for_nothing():
-    assert Recorder(NullTracker(), []).sync()() is None

@@ -13,9 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
 from trainer import Trainer, TrainModule
-from trainer.checkpoint.async_writer import Writer
 from trainer.errors import Preempted
-from trainer.state import PartialState
 
 
 class Killed(BaseException):
@@ -141,7 +139,7 @@ def test_a_kill_at_a_boundary_costs_no_saver_its_decision(step, place, tmp_path,
     assert outcome(newest, best) == whole
 
 
-def test_a_signal_leaves_no_checkpoint_that_nobody_keeps(tmp_path, monkeypatch):
+def test_checkpoints_saved_on_a_signal_are_removed_later(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     newest, best = savers()
     with pytest.raises(Preempted):
@@ -172,18 +170,3 @@ def test_a_save_that_fails_is_not_taken_for_that_of_another(first, tmp_path, mon
     assert [path.name for path in Path("newest").glob("step-*")] == ["step-00000010"]
     assert [path.name for path in best.best_k_models] == ["step-00000002"]
     assert [path.name for path in Path("best").glob("step-*")] == ["step-00000002"]
-
-
-def test_a_save_is_asked_for_by_name_and_its_latest_counts():
-    def fail(group: Any) -> None:
-        raise OSError("full")
-
-    writer = Writer(PartialState())
-    for name, work in (("one", fail), ("other", lambda group: None)):
-        writer.start(work, name=name, required=False, background=False)
-        writer.wait()
-    assert not writer.wait("one")
-    assert writer.wait("other")
-    assert writer.wait()
-    writer.start(lambda group: None, name="one", background=False)
-    assert writer.wait("one")

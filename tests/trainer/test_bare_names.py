@@ -98,7 +98,7 @@ class Freeze(BaseFinetuning):
 
 
 @wrapped
-def test_what_is_frozen_is_kept_by_the_users_own_names(wrap):
+def test_frozen_parameters_are_saved_under_bare_names(wrap):
     callback = Freeze()
     trainer = Trainer(
         max_steps=1, cpu=True, progress_bar=False, project_dir="run", callbacks=callback

@@ -55,7 +55,7 @@ def reduced(store: MetricStore) -> dict[str, float]:
     return {name: float(value) for name, value in store.reduce_epoch("train").items()}
 
 
-def test_one_part_is_taken_over_as_if_nothing_had_happened(tmp_path):
+def test_accumulators_of_one_rank_continue_after_a_resume(tmp_path):
     before, after = [0.5, -1.0, 4.0], [2.0, 8.0]
     whole, module = MetricStore(CPU), Module()
     log(whole, module, before)
@@ -68,7 +68,7 @@ def test_one_part_is_taken_over_as_if_nothing_had_happened(tmp_path):
     assert fresh.total.update_count == 0  # the value was taken, and a new epoch begins
 
 
-def test_the_parts_of_several_ranks_add_up_on_one(tmp_path):
+def test_accumulators_of_several_ranks_are_merged_on_one(tmp_path):
     first, second = [0.5, -1.0, 4.0], [3.0, -7.0]
     combined, module = MetricStore(CPU), Module()
     log(combined, module, first)
@@ -76,6 +76,7 @@ def test_the_parts_of_several_ranks_add_up_on_one(tmp_path):
 
     merged, fresh = MetricStore(CPU), Module()
     restore_accumulators(merged, fresh, [saved(first, tmp_path), saved(second, tmp_path)])
+    assert (fresh.total.update_count, fresh.mean.update_count) == (5, 5)
     found, expected = reduced(merged), reduced(combined)
     assert found.pop("object/mean") == pytest.approx(expected.pop("object/mean"))
     assert found == expected
@@ -104,14 +105,7 @@ def test_an_object_logged_on_steps_alone_is_reset_after_a_resume_too(tmp_path, r
     assert fresh.total.update_count == ranks
 
 
-def test_an_epoch_that_has_not_begun_is_empty(tmp_path):
-    store, module = MetricStore(CPU), Module()
-    restore_accumulators(store, module, [])
-    assert reduced(store) == {}
-    assert module.total.update_count == 0
-
-
-def test_a_metric_object_outside_the_module_is_told(caplog):
+def test_a_metric_object_outside_the_module_is_warned_of(caplog):
     store = MetricStore(CPU)
     store.scope = TRAIN_STEP
     store.begin_batch(1)
@@ -124,7 +118,7 @@ def test_a_metric_object_outside_the_module_is_told(caplog):
     assert part["epochs"]["train"]["objects"] == {}
 
 
-def test_states_that_are_put_back_are_those_of_before():
+def test_put_metrics_back_restores_the_earlier_states():
     class Composed(Module):
         def __init__(self) -> None:
             super().__init__()
@@ -144,9 +138,3 @@ def test_states_that_are_put_back_are_those_of_before():
     module.values.update(7.0)
     put_metrics_back(before)  # not changed since by what came after it
     assert module.values.compute().item() == 3.0
-
-
-def test_metric_objects_know_of_the_updates_of_all_parts(tmp_path):
-    store, module = MetricStore(CPU), Module()
-    restore_accumulators(store, module, [saved([0.5, 1.0], tmp_path), saved([2.0], tmp_path)])
-    assert (module.total.update_count, module.mean.update_count) == (3, 3)

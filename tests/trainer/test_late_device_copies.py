@@ -97,7 +97,7 @@ def late(monkeypatch):
         yield
 
 
-def test_what_is_recorded_is_what_was_logged(tmp_path, request):
+def test_metrics_are_read_after_their_copies_have_arrived(tmp_path, request):
     expected = records(tmp_path / "host")
     request.getfixturevalue("late")
     assert records(tmp_path / "device") == [pytest.approx(each) for each in expected]

@@ -102,7 +102,7 @@ def fit_in_threads(folder: Path, callbacks: Callback | None) -> None:
         list(pool.map(fit, ["one", "other"]))
 
 
-def test_two_threads_that_run_a_trainer_at_the_same_time_are_told(
+def test_two_threads_that_run_a_trainer_at_the_same_time_are_warned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fit_in_threads(tmp_path / "after", None)

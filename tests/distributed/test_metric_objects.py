@@ -248,6 +248,16 @@ def test_a_class_with_its_own_sync_keeps_its_value(ranks2, kind, value, beside):
     assert ranks2(body) == (list(value) if isinstance(value, tuple) else [value] * 2)
 
 
+def test_a_compiled_metric_is_computed_over_all_ranks(ranks2):
+    def body() -> float:
+        metric = torch.compile(SumMetric())  # a wrapper with the attributes of the metric
+        metric.update(1.0)
+        with computing(nn.ModuleList([metric])):
+            return metric.compute().item()
+
+    assert ranks2(body) == [2.0, 2.0]
+
+
 class OneMeter(TrainModule):
     """Its only metric object takes in zeros in training and tens in validation."""
 

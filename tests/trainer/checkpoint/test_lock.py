@@ -76,6 +76,22 @@ def test_holder_of_does_not_block_a_run(monkeypatch):
             assert holder_of(RUN)
 
 
+def test_a_lock_file_removed_before_it_was_locked(monkeypatch):
+    real, calls = fcntl.flock, []
+
+    def flock(descriptor, operation):  # the run before ends between the opening and the locking
+        calls.append(operation)
+        if len(calls) == 1:
+            (RUN / LOCK).unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with alone_in(RUN):
+        assert holder_of(RUN)
+        with pytest.raises(ValueError, match="in use"), alone_in(RUN):
+            pass
+
+
 def test_a_lock_file_deleted_by_hand():
     with ExitStack() as second:
         with alone_in(RUN):

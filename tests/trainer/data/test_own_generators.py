@@ -184,7 +184,7 @@ def test_a_lazy_generator_warns(capfd, caplog, every, workers):
 
 
 def test_where_generators_are_found():
-    rngs = [random.Random(number) for number in range(13)]
+    rngs = [random.Random(number) for number in range(14)]
     linked = SimpleNamespace(rng=rngs[0])
     linked.itself = linked
 
@@ -197,6 +197,12 @@ def test_where_generators_are_found():
     class Sharing(Shared):
         pass
 
+    class Slotted:
+        __slots__ = ("rng", "unset")
+
+    slotted = Slotted()
+    slotted.rng = rngs[13]
+
     rngs_of_closure = [rngs[3]]
     found = generators_in(
         things={
@@ -207,6 +213,7 @@ def test_where_generators_are_found():
             "builtin": rngs[8].random,
             "several": [(rngs[9],), deque([{"deep": [rngs[10]]}])],
             "class": Sharing(),
+            "slots": slotted,
             "module": torch.nn.Sequential(torch.nn.Identity()),
             "subset": torch.utils.data.Subset(Jittered(Jitter(lambda: rngs[11], None)), [0]),
         }

@@ -628,6 +628,19 @@ def test_trackers_are_finished_where_the_loop_cannot_be_closed(monkeypatch, capl
     assert "device lost" in caplog.text
 
 
+def test_trackers_are_finished_where_the_last_values_cannot_be_read(monkeypatch, caplog):
+    def flush(self, **_):
+        raise RuntimeError("device lost")
+
+    class Breaking(Net):
+        def training_step(self, batch, batch_idx):
+            monkeypatch.setattr("trainer.loops.recorder.Recorder.flush", flush)
+            return super().training_step(batch, batch_idx)
+
+    assert outcome(Breaking(ValueError("bad"))) == "failed"
+    assert "device lost" in caplog.text
+
+
 def test_a_record_that_cannot_be_begun_ends_the_trackers_as_failed(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     tracker = Images("run")

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from callbacks import Callback, ModelCheckpoint
 from tests.numerics.running import Watch, assert_same, copy_of, on_processes, quiet_trainer
 from trainer import Trainer, TrainModule, Tuner
-from trainer.rng import rng_state
+from trainer.rng import next_seed, rng_state
 from trainer.tuning import LearningRateTest
 
 
@@ -225,6 +225,7 @@ def train(kind: str, tune: bool, seed: int | None, earlier: bool) -> dict[str, A
     if earlier:  # the trials of a run that has begun
         trainer.fit(Everything(), loader, val)
         trainer = make(Path(f"{folder}-second"))
+    next_seed()  # of an accelerator made before
     before, files = state_of(module, loader), files_of_all(trainer)
     if tune:
         tuner = Tuner(trainer)
@@ -233,6 +234,7 @@ def train(kind: str, tune: bool, seed: int | None, earlier: bool) -> dict[str, A
         trace["same"] = (before, state_of(module, loader))
         trace["files"] = (files, files_of_all(trainer))
         trace["counters"] = (trainer.global_step, trainer.samples_seen, trainer.module is None)
+    trace["next_seed"] = next_seed()
     trainer.fit(module, loader, val)
     record = [json.loads(line) for line in trainer.metrics_path.read_text().splitlines()]
     for each in record:

@@ -196,17 +196,6 @@ def test_every_name_is_spoken_of_by_a_test_of_its_row():
 # -- the checks themselves -------------------------------------------------------------------------
 
 
-def test_rows_are_read_with_their_section_names_and_tests():
-    text = (
-        "## One: two\n\n| a | b |\n|---|---|\n| `x` | y |\n\n"
-        "| member | what it does | shown by |\n|---|---|---|\n"
-        "| `c` `d` | `e=1` or so | [test_f](../tests/g/test_h.py), [test_i](../tests/test_j.py) |\n"
-    )
-    (row,) = rows_of(text)
-    tests = (("g/test_h.py", "test_f"), ("test_j.py", "test_i"))
-    assert row == Row("One: two", ("c", "d"), "`e=1` or so", tests)
-
-
 def test_helpers_of_a_test_speak_for_it():
     text = read_tests("test_accelerator_page.py")["test_every_row_is_shown_by_tests_that_exist"]
     assert speaks_of(text, "unparse")  # of read_tests

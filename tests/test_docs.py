@@ -220,13 +220,6 @@ def test_the_reference_is_up_to_date():
 # -- the checks themselves -------------------------------------------------------------------------
 
 
-def test_blocks_are_found_with_their_lines():
-    text = 'a\n```python title="x.py"\nb = 1\n```\n\n```console\n$ ls  # c\nx.py\n```\n'
-    python, console = blocks_of(text)
-    assert python == Block("python", 'title="x.py"', "b = 1\n", 3)
-    assert console.commands == ["ls  # c"]
-
-
 def test_what_is_not_there_is_noticed():
     assert sets_up("make demo    # trains")
     assert sets_up("pip install -e .")

@@ -49,16 +49,6 @@ def test_call_returns_one_value_per_rank(ranks2):
     assert ranks2(sum_of_ranks, Point(10)) == [(0, 42), (1, 42)]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_pool_has_the_size_asked_for(ranks, size):
-    assert ranks(size)(dist.get_world_size) == [size] * size
-
-
-def test_pool_without_ranks_is_refused():
-    with pytest.raises(ValueError, match="size=0"):
-        RankPool(0)
-
-
 def test_classes_of_the_test_come_back_as_themselves(ranks2):
     values = ranks2(lambda: Point(dist.get_rank()))
     assert values == [Point(0), Point(1)]
@@ -69,16 +59,6 @@ def test_ranks_have_the_environment_of_torchrun(ranks2):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     values = ranks2(lambda: [os.environ[name] for name in names])
     assert values == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
-
-
-def test_ranks_run_in_the_folder_of_the_caller(ranks2, tmp_path):
-    assert ranks2(os.getcwd) == [str(tmp_path)] * 2
-
-
-def test_processes_stay_for_the_next_call(ranks2):
-    first = ranks2(os.getpid)
-    assert ranks2(os.getpid) == first
-    assert ranks2.pids == first
 
 
 def test_a_call_leaves_no_trace_in_the_next(ranks2):
@@ -132,21 +112,9 @@ def test_a_value_that_cannot_travel_is_a_failure(ranks2):
         ranks2(threading.Lock)
 
 
-def test_an_exit_of_the_function_does_not_end_the_rank(ranks2):
-    before = ranks2(os.getpid)
-    with pytest.raises(RankError, match="SystemExit: 3"):
-        ranks2(lambda: sys.exit(3))
-    assert ranks2(os.getpid) == before
-
-
 def test_warnings_are_errors_on_ranks(ranks2):
     with pytest.raises(RankError, match="UserWarning: beware"):
         ranks2(lambda: warnings.warn("beware", stacklevel=1))
-
-
-@pytest.mark.filterwarnings("ignore:beware")
-def test_the_warning_filters_of_a_test_hold_on_ranks(ranks2):
-    assert ranks2(lambda: warnings.warn("beware", stacklevel=1)) == [None, None]
 
 
 def test_a_crash_in_a_thread_of_a_rank_is_a_failure(ranks2):

@@ -251,16 +251,6 @@ def test_an_import_of_the_facade_points_up():
     ]
 
 
-def test_imports_for_types_do_not_count():
-    sources = {
-        "callbacks.base": "if TYPE_CHECKING:\n    from trainer.trainer import Trainer\n"
-        "else:\n    import trackers",
-        "trainer.trainer": "",
-        "trackers": "",
-    }
-    assert find_imports(sources) == [Import("callbacks.base", "trackers", 4, False)]
-
-
 def test_a_circle_is_found_unless_a_function_closes_it():
     sources = {
         "callbacks.a": "import callbacks.b",
@@ -271,8 +261,3 @@ def test_a_circle_is_found_unless_a_function_closes_it():
     assert find_cycle(find_imports(sources)) == cycle
     sources["callbacks.c"] = "def f():\n    from callbacks.a import name"
     assert find_cycle(find_imports(sources)) == []
-
-
-def test_a_module_without_a_floor_is_noticed():
-    assert floor_of("trainer.nowhere") is None
-    assert floor_of("trainer.data.sampler") == FLOORS["trainer.data"]

@@ -201,6 +201,18 @@ def test_metrics_cost_alike_however_many_there_are(monkeypatch):
     assert (thousand - hundred) / 900 == pytest.approx(each)
 
 
+def traced(monkeypatch, callback, updates):
+    """A run on a terminal under tracemalloc."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(bars, "monotonic", lambda: 0.0)
+    trainer = Trainer(cpu=True, max_epochs=1, project_dir="run", callbacks=[callback])
+    tracemalloc.start()
+    try:
+        trainer.fit(Module(), data(updates))
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_long_run_takes_no_more_memory(monkeypatch):
     """Nothing stays of each of 1,000 further updates, of what our own lines have allocated.
 
@@ -217,14 +229,7 @@ def test_a_long_run_takes_no_more_memory(monkeypatch):
                 ours = [tracemalloc.Filter(True, f"{path}*") for path in OURS[:2]]
                 taken.append(snapshot.filter_traces(ours))
 
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(bars, "monotonic", lambda: 0.0)
-    trainer = Trainer(cpu=True, max_epochs=1, project_dir="run", callbacks=[Look()])
-    tracemalloc.start()
-    try:
-        trainer.fit(Module(), data(1400))
-    finally:
-        tracemalloc.stop()
+    traced(monkeypatch, Look(), 1400)
     before, after = taken
     grown = after.compare_to(before, "lineno")
     assert sum(each.size_diff for each in grown) < 5000, "\n".join(map(str, grown[:10]))
@@ -246,12 +251,5 @@ def test_what_a_step_allocates_for_a_while(monkeypatch):
 
         before = 0
 
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(bars, "monotonic", lambda: 0.0)
-    trainer = Trainer(cpu=True, max_epochs=1, project_dir="run", callbacks=[Look()])
-    tracemalloc.start()
-    try:
-        trainer.fit(Module(), data(2 * PERIOD))
-    finally:
-        tracemalloc.stop()
+    traced(monkeypatch, Look(), 2 * PERIOD)
     assert median(taken) <= 2500  # threads of trackers take some now and then

@@ -150,23 +150,10 @@ def undocumented(package: ModuleType) -> list[str]:
 
 @each_package
 def test_names_are_those_that_are_promised(package):
-    assert package.__all__ == PUBLIC[package.__name__]
-
-
-@each_package
-def test_names_are_in_order_and_unique(package):
     names = package.__all__
-    assert names == sorted(set(names), key=order)
-
-
-@each_package
-def test_every_name_exists(package):
-    assert [name for name in package.__all__ if not hasattr(package, name)] == []
-
-
-@each_package
-def test_every_name_is_listed_for_completion(package):
-    assert set(package.__all__) <= set(dir(package))
+    assert names == PUBLIC[package.__name__] == sorted(set(names), key=order)
+    assert [name for name in names if not hasattr(package, name)] == []
+    assert set(names) <= set(dir(package))  # for completion
 
 
 @each_package
@@ -180,15 +167,6 @@ def test_the_package_is_typed(package):
     from importlib.resources import files
 
     assert (files(package) / "py.typed").is_file()
-
-
-def test_an_undocumented_name_is_noticed():
-    class Bare:
-        def method(self) -> None: ...
-
-    module = ModuleType("module")
-    module.__dict__.update(__all__=["Bare"], Bare=Bare)
-    assert undocumented(module) == ["Bare", "Bare.method"]
 
 
 def test_submodules_are_attributes_of_the_package_imported_alone():

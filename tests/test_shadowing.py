@@ -13,11 +13,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_script(folder: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    folder: Path, source: str, *, name: str = "script.py"
+) -> subprocess.CompletedProcess[str]:
     """Run a script that lies in `folder`, as its user would."""
-    (folder / "script.py").write_text(source)
+    (folder / name).write_text(source)
     return subprocess.run(
-        [sys.executable, *options, "script.py"],
+        [sys.executable, name],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -34,9 +36,7 @@ def put(folder: Path, name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "name", ["callbacks.py", "trackers.py", "callbacks/__init__.py", "trackers/__init__.py"]
-)
+@pytest.mark.parametrize("name", ["callbacks.py", "trackers/__init__.py"])
 @pytest.mark.parametrize("source", ["import trainer", "from trainer import Trainer"])
 def test_import_of_trainer_names_the_file_in_the_way(tmp_path, name, source):
     path = put(tmp_path, name)
@@ -56,13 +56,6 @@ def test_a_file_that_was_imported_before_is_named_too(tmp_path):
     assert run.stderr.splitlines()[-1].startswith(f"ImportError: {path} shadows")
 
 
-def test_a_folder_that_is_no_package_is_not_in_the_way(tmp_path):
-    (tmp_path / "callbacks").mkdir()
-    run = run_script(tmp_path, "import trainer, callbacks; print(callbacks.__file__)")
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == str(ROOT / "callbacks" / "__init__.py")
-
-
 def test_another_folder_may_have_such_files(tmp_path):
     inner = tmp_path / "inner"
     inner.mkdir()
@@ -74,15 +67,7 @@ def test_another_folder_may_have_such_files(tmp_path):
 def test_a_script_called_trainer_that_imports_itself_is_named_by_python(tmp_path):
     # Nothing of ours runs here; the error that the user sees must still lead to the file.
     path = tmp_path / "trainer.py"
-    path.write_text("from trainer import Trainer\n")
-    run = subprocess.run(
-        [sys.executable, "trainer.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    run = run_script(tmp_path, "from trainer import Trainer\n", name="trainer.py")
     assert run.returncode == 1
     assert run.stderr.splitlines()[-1].startswith("ImportError: cannot import name 'Trainer'")
     assert str(path) in run.stderr.splitlines()[-1]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_a_frozen_run_is_that_of_a_loop_over_the_head(make):
     assert_same(watch.weights[-1], copy_of(twin))
 
 
-def test_normalisations_may_go_on_training():
+def test_train_bn_keeps_batch_norms_training():
     looking = fit(BackboneFinetuning(2, train_bn=True))
     trained = HEAD | NORM | STATISTICS | COUNT
     assert looking.moved[: 2 * EPOCH_UPDATES] == [trained] * 2 * EPOCH_UPDATES
@@ -133,7 +134,7 @@ def test_normalisations_may_go_on_training():
     assert {"backbone.1", "backbone.3"} < looking.training[0]
 
 
-def test_train_bn_is_of_batch_normalisation_alone():
+def test_train_bn_concerns_batch_normalisation_alone():
     trained: list[bool] = []
     parts = nn.Sequential(nn.BatchNorm1d(2), nn.InstanceNorm1d(2, affine=True), nn.LayerNorm(2))
 
@@ -164,7 +165,7 @@ def test_train_bn_is_of_batch_normalisation_alone():
         ),
     ],
 )
-def test_its_learning_rate_grows_each_epoch(arguments, fractions):
+def test_the_learning_rate_of_the_backbone_grows_each_epoch(arguments, fractions):
     looking = fit(BackboneFinetuning(1, **arguments), max_epochs=7)
     assert looking.rates[:EPOCH_UPDATES] == [[0.02]] * EPOCH_UPDATES
     expected = [[0.02, pytest.approx(0.02 * f)] for f in fractions for _ in range(EPOCH_UPDATES)]
@@ -174,9 +175,7 @@ def test_its_learning_rate_grows_each_epoch(arguments, fractions):
 SCHEDULES = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 4, 0.5),
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 20),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=30),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 4, cycle_momentum=False),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
@@ -240,9 +239,9 @@ def whole_and_resumed(name: str | None, stop: int, callback: Any) -> tuple[Any, 
     return tuple(each[stop:] for each in whole), rest
 
 
-@pytest.mark.parametrize("stop", [5, 12, 15, 18, 20])
-@pytest.mark.parametrize("name", [None, "LambdaLR", "OneCycleLR", "SequentialLR"])
-def test_a_resumed_run_goes_on_exactly(name, stop):
+@pytest.mark.parametrize("stop", [5, 12, 15, 20])
+@pytest.mark.parametrize("name", [None, "OneCycleLR", "SequentialLR"])
+def test_a_resumed_run_is_exact(name, stop):
     """Stopped before the unfreezing at update 12, at it, after it, and at a growth."""
     whole, rest = whole_and_resumed(name, stop, lambda: BackboneFinetuning(2))
     assert_same(rest[0], whole[0])
@@ -250,7 +249,7 @@ def test_a_resumed_run_goes_on_exactly(name, stop):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_resumed_run_of_several_processes_goes_on_exactly(ranks, world):
+def test_a_resumed_run_of_several_processes_is_exact(ranks, world):
     found = on_processes(
         ranks,
         world,
@@ -266,7 +265,7 @@ def test_a_resumed_run_of_several_processes_goes_on_exactly(ranks, world):
     assert_same(*[[end[name] for name in parameters] for end in ends[:2]])
 
 
-def test_a_checkpoint_saved_after_the_fit_is_gone_on_from():
+def test_a_run_resumes_from_a_checkpoint_saved_after_the_fit():
     trainer = quiet_trainer(max_epochs=2, callbacks=BackboneFinetuning(1), seed=7)
     trainer.fit(Net(), loader())
     trainer.save_checkpoint("after")
@@ -280,7 +279,7 @@ def test_a_checkpoint_saved_after_the_fit_is_gone_on_from():
     assert_same(watches[1].weights, watches[0].weights[12:])
 
 
-def test_a_checkpoint_of_an_earlier_release_is_gone_on_from(monkeypatch):
+def test_a_run_resumes_from_a_checkpoint_of_an_earlier_release(monkeypatch):
     """There everything in a frozen part was in evaluation mode, dropout too."""
 
     def sleep(self: Any, trainer: Any, module: Any) -> None:
@@ -308,9 +307,10 @@ def test_a_checkpoint_of_an_earlier_release_is_gone_on_from(monkeypatch):
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_module_is_left_as_it_was_found(epochs, fails):
-    class Failing(Callback):
+    class Ending(Callback):
         def on_train_end(self, trainer, module):
-            raise ZeroDivisionError
+            if fails:
+                raise ZeroDivisionError
 
     module = Net()
 
@@ -318,20 +318,14 @@ def test_the_module_is_left_as_it_was_found(epochs, fails):
         trains = {name: p.requires_grad for name, p in module.named_parameters()}
         return trains, {name: part.training for name, part in module.named_modules()}
 
-    before = copy.deepcopy(found())
-    callback = BackboneFinetuning(2)
-    trainer = quiet_trainer(
-        max_epochs=epochs, callbacks=[callback, *([Failing()] if fails else [])]
-    )
-    if fails:
-        with pytest.raises(ZeroDivisionError):
-            trainer.fit(module, loader())
-    else:
+    before = found()
+    trainer = quiet_trainer(max_epochs=epochs, callbacks=[BackboneFinetuning(2), Ending()])
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         trainer.fit(module, loader())
     assert found() == before
 
 
-def test_one_callback_serves_a_second_run():
+def test_a_callback_is_reusable_in_a_second_run():
     callback = BackboneFinetuning(1)
     runs = [fit(callback, max_epochs=2, project_dir=f"run{number}", seed=0) for number in (1, 2)]
     assert runs[0].rates == runs[1].rates
@@ -339,7 +333,7 @@ def test_one_callback_serves_a_second_run():
     assert runs[1].moved[0] == HEAD
 
 
-def test_a_group_of_its_own_keeps_its_rate():
+def test_a_separate_backbone_group_keeps_its_learning_rate():
     class Grouped(Net):
         def configure_optimizers(self) -> Any:
             groups = [
@@ -363,36 +357,27 @@ def test_a_backbone_in_a_common_group_is_refused():
         fit(BackboneFinetuning(1), Common)
 
 
-def test_of_several_optimizers_the_first_takes_it():
+@pytest.mark.parametrize(
+    ("parts", "rates"),
+    [
+        (("head.weight", "head.bias"), [[0.02, pytest.approx(0.004)], [0.01]]),
+        (("head", "backbone"), [[0.02], [0.01]]),  # which another optimizer has already
+    ],
+)
+def test_of_several_optimizers_the_first_takes_the_backbone(parts, rates):
     class Two(Net):
         def configure_optimizers(self) -> Any:
-            return [
-                torch.optim.SGD([self.head.weight], lr=0.02),
-                torch.optim.SGD([self.head.bias], lr=0.01),
+            named = [
+                [p for n, p in self.named_parameters() if n.startswith(part)] for part in parts
             ]
+            return [torch.optim.SGD(named[0], lr=0.02), torch.optim.SGD(named[1], lr=0.01)]
 
     trainer = quiet_trainer(max_epochs=3, callbacks=BackboneFinetuning(1))
     trainer.fit(Two(), loader())
-    groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
-    assert groups == [2, 1]
-    assert trainer.optimizers[0].param_groups[1]["lr"] == pytest.approx(0.004)
+    assert [[group["lr"] for group in each.param_groups] for each in trainer.optimizers] == rates
 
 
-def test_a_backbone_that_another_optimizer_has_stays_there():
-    class Two(Net):
-        def configure_optimizers(self) -> Any:
-            return [
-                torch.optim.SGD(self.head.parameters(), lr=0.02),
-                torch.optim.SGD(self.backbone.parameters(), lr=0.01),
-            ]
-
-    trainer = quiet_trainer(max_epochs=3, callbacks=BackboneFinetuning(1))
-    trainer.fit(Two(), loader())
-    rates = [[group["lr"] for group in each.param_groups] for each in trainer.optimizers]
-    assert rates == [[0.02], [0.01]]
-
-
-def test_options_and_names_of_the_first_group_hold():
+def test_the_new_group_takes_the_options_of_the_first():
     class Named(Net):
         def configure_optimizers(self) -> Any:
             parameters = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
@@ -421,7 +406,7 @@ def test_another_configuration_of_the_optimizer_is_refused_on_resume():
         trainer.fit(All(), loader(), ckpt_path="auto")
 
 
-def test_the_part_has_another_name_and_rates_are_told(capsys):
+def test_another_name_of_the_backbone_and_verbose_rates(capsys):
     class Nested(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -478,33 +463,13 @@ def test_own_policies_unfreeze_one_part_after_the_other():
     assert looking.moved[-1] == HEAD | BODY
 
 
-@pytest.mark.parametrize("stop", [8, 19])
-def test_own_policies_go_on_exactly(stop):
-    whole, rest = whole_and_resumed(None, stop, Gradual)
+def test_own_policies_resume_exactly():
+    whole, rest = whole_and_resumed(None, 8, Gradual)
     assert_same(rest[0], whole[0])
     assert rest[1:] == whole[1:]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"unfreeze_backbone_at_epoch": -1}, "is -1; it must be a whole number of at least 0"),
-        ({"unfreeze_backbone_at_epoch": 1.5}, r"is 1\.5; it must be a whole number"),
-        ({"backbone_initial_ratio_lr": 0.0}, "backbone_initial_ratio_lr is 0"),
-        ({"backbone_initial_lr": float("nan")}, "backbone_initial_lr is nan"),
-    ],
-)
-def test_invalid_arguments_are_refused(arguments, text):
-    with pytest.raises(ValueError, match=text):
-        BackboneFinetuning(**arguments)
-
-
-def test_a_schedule_is_a_function():
-    with pytest.raises(TypeError, match="must be a function of the epoch"):
-        BackboneFinetuning(lambda_func=2.0)
-
-
-@pytest.mark.parametrize("factor", ["x", None, -1, float("nan")])
-def test_a_factor_that_makes_no_sense_is_told_with_its_epoch(factor):
+@pytest.mark.parametrize("factor", ["x", -1])
+def test_an_invalid_factor_is_refused_with_its_epoch(factor):
     with pytest.raises((TypeError, ValueError), match=r"lambda_func\(1\) is .*; it must be"):
         fit(BackboneFinetuning(0, lambda_func=lambda epoch: factor))

@@ -4,38 +4,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+import torch.distributed as dist
 
 from callbacks import DeviceStatsMonitor, device_stats_monitor
+from tests.helpers.line import Line, loader
 from tests.helpers.requires import requires_cuda
+from tests.numerics.running import quiet_trainer
 from trackers import read_metrics
-from trainer import Trainer, TrainModule
 
 GIB = 2.0**30
 
 
-class Line(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def fit(monitor, **options):
-    options = {"cpu": True, "log_every": 2, "project_dir": "run"} | options
-    trainer = Trainer(
-        max_epochs=1,
-        progress_bar=False,
-        checkpointing=False,
-        callbacks=[monitor],
-        **options,
-    )
-    trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(10, 1)), batch_size=1))
+    """Ten updates."""
+    trainer = quiet_trainer(**{"max_epochs": 1, "log_every": 2, "callbacks": [monitor]} | options)
+    trainer.fit(Line(), loader(20))
     return trainer.callback_metrics
 
 
@@ -47,7 +30,7 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_processor_and_memory_are_recorded_when_values_are():
+def test_cpu_and_memory_are_recorded_at_log_intervals():
     metrics = fit(DeviceStatsMonitor())
     assert metrics.keys() == {"device/cpu_percent", "device/process_memory_gib"}
     for name in metrics:
@@ -76,7 +59,7 @@ def test_the_percentage_is_processor_time_by_time_since_the_last_record(monkeypa
     assert [value for name, value in logged if "percent" in name] == [25.0, 200.0]
 
 
-def test_where_nothing_can_be_read_the_error_names_the_extra(monkeypatch):
+def test_missing_psutil_names_the_extra(monkeypatch):
     monkeypatch.setattr(device_stats_monitor, "_STATM", Path("/nowhere"))
     monkeypatch.setitem(sys.modules, "psutil", None)
     with pytest.raises(ImportError, match=r"cadence-trainer\[psutil\]"):
@@ -85,23 +68,11 @@ def test_where_nothing_can_be_read_the_error_names_the_extra(monkeypatch):
 
 
 def uneven():
-    monitor = DeviceStatsMonitor()
-    ballast = None
-    trainer = Trainer(
-        cpu=True,
-        max_epochs=1,
-        progress_bar=False,
-        checkpointing=False,
-        log_every=1,
-        callbacks=[monitor],
-        project_dir="run",
-    )
-    if trainer.accelerator.process_index == 1:
-        ballast = torch.ones(100_000_000)
-    trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(3, 1)), batch_size=1))
+    ballast = torch.ones(100_000_000) if dist.get_rank() == 1 else None
+    metrics = fit(DeviceStatsMonitor(), log_every=1)
     own = device_stats_monitor._resident_memory() / GIB
     del ballast
-    return own, trainer.callback_metrics["device/process_memory_gib"]
+    return own, metrics["device/process_memory_gib"]
 
 
 def test_of_several_processes_the_largest_memory_is_recorded(ranks2):
@@ -110,7 +81,7 @@ def test_of_several_processes_the_largest_memory_is_recorded(ranks2):
     assert large > small + 0.3
 
 
-def test_devices_are_asked_for_their_counters_alone(monkeypatch):
+def test_device_memory_reads_the_counters_of_the_allocator(monkeypatch):
     stats = {
         "allocated_bytes.all.current": 1 * GIB,
         "allocated_bytes.all.peak": 3 * GIB,

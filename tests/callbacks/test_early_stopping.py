@@ -45,7 +45,7 @@ def test_stops_after(values, arguments, count):
     assert stopped_after(values, **arguments)[0] == count
 
 
-def test_says_when_and_why():
+def test_step_and_reason_of_the_stop():
     _, callback = stopped_after([3.0, None, 2.0, *[None] * 9, 2.5], patience=1)
     assert (callback.stopped_step, callback.stopped_epoch) == (13, 1)
     assert (callback.best_score, callback.wait_count) == (2.0, 1)
@@ -76,7 +76,7 @@ def test_resumed_decisions_equal_uninterrupted_ones(cut):
     assert whole.stopped_step == 8
 
 
-def test_a_run_that_begins_anew_forgets_the_one_before():
+def test_a_new_run_resets_the_state():
     _, callback = stopped_after([1.0, 2.0], patience=1)
     trainer = TrainerStandIn(callbacks=[callback])
     trainer.start()
@@ -91,48 +91,6 @@ def test_prints_why_it_stops_and_improvements_if_asked(verbose):
     trainer = TrainerStandIn(callbacks=[callback])
     trainer.updates([3.0, None, 2.5, 2.75, 3.25])  # as with min_steps=5
     improvements = ["Step 1: loss improved to 3.0.", "Step 3: loss improved to 2.5."]
-    assert trainer.accelerator.printed == [
-        *(improvements if verbose else []),
-        "Step 4: EarlyStopping asks to stop: loss did not improve on 2.5 by more than 0.0 in the "
-        "last 1 values; the latest is 2.75.",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("value", "arguments", "reason"),
-    [
-        (math.nan, {}, "loss = nan is not finite"),
-        (1.0, {"stopping_threshold": 2}, "loss = 1.0 reached the stopping threshold 2"),
-        (3.0, {"divergence_threshold": 2}, "loss = 3.0 is worse than the divergence threshold 2"),
-    ],
-)
-def test_prints_the_limit_at_which_it_stops(value, arguments, reason):
-    trainer = TrainerStandIn(callbacks=[EarlyStopping("loss", **arguments)])
-    trainer.updates([value])
-    assert trainer.accelerator.printed == [f"Step 1: EarlyStopping asks to stop: {reason}."]
-
-
-def test_two_that_watch_different_metrics_have_different_keys():
-    watched = [("loss", "min"), ("loss", "max"), ("accuracy", "max")]
-    assert len({EarlyStopping(name, mode=mode).state_key for name, mode in watched}) == 3
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"mode": "auto"},
-        {"patience": -1},
-        {"patience": 1.5},
-        {"patience": math.inf},
-        {"min_delta": -1},
-    ],
-)
-def test_wrong_arguments_are_refused(arguments):
-    (value,) = arguments.values()
-    with pytest.raises(ValueError, match=f"{value!r}"):
-        EarlyStopping("loss", **arguments)
-
-
-def test_patience_is_a_number():
-    with pytest.raises(TypeError, match=r"patience is '3'; it must be a whole number"):
-        EarlyStopping("loss", patience="3")
+    *before, last = trainer.accelerator.printed
+    assert before == (improvements if verbose else [])
+    assert last.startswith("Step 4: EarlyStopping asks to stop: loss did not improve on 2.5")

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, GradientAccumulationScheduler, LambdaCallback
-from tests.callbacks.test_lambda_callback import Line
+from tests.helpers.line import Line
 from tests.numerics.running import Watch, assert_same, on_processes, quiet_trainer
 from trainer import Trainer
 
@@ -54,7 +54,7 @@ def epoch(size, batches=11):
     return [size] * (batches // size) + rest
 
 
-def test_windows_change_where_epochs_begin():
+def test_accumulation_changes_at_epoch_starts():
     assert sizes({2: 3, 0: 8, 3: 1}) == epoch(8) * 2 + epoch(3) + epoch(1)
 
 
@@ -91,7 +91,7 @@ def test_each_update_is_that_of_the_whole_window(ranks, world):
 
 
 @pytest.mark.parametrize("stop", [3, 5, 8])
-def test_a_resumed_run_goes_on_exactly(stop):
+def test_a_resumed_run_is_exact(stop):
     """Stopped at the end of an epoch, inside the next, and inside the third."""
 
     def fit(folder, **options):
@@ -124,7 +124,7 @@ def test_the_length_of_the_run_is_known_when_schedules_are_made():
     assert found == [2 + 3 + 3 + 6] == [trainer.global_step]
 
 
-def test_any_callback_may_change_it_from_the_next_window_on():
+def test_any_callback_may_change_it_for_the_next_window():
     def grow(trainer, module, batch, batch_idx):
         trainer.gradient_accumulation_steps = trainer.global_step + 1
 
@@ -135,17 +135,16 @@ def test_any_callback_may_change_it_from_the_next_window_on():
     assert windows.sizes == [1, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (2.0, TypeError), (True, TypeError)])
-def test_a_number_that_makes_no_sense_is_refused(steps, error):
+def test_an_invalid_number_is_refused():
     def change(trainer, module):
-        trainer.gradient_accumulation_steps = steps
+        trainer.gradient_accumulation_steps = 0
 
     callback = LambdaCallback(on_train_epoch_start=change)
-    with pytest.raises(error, match="gradient_accumulation_steps is"):
+    with pytest.raises(ValueError, match="gradient_accumulation_steps is"):
         quiet_trainer(max_epochs=1, callbacks=callback).fit(Model(), loader())
 
 
-def test_it_is_set_only_where_it_has_an_effect():
+def test_setting_it_without_effect_is_refused():
     trainer = Trainer(max_epochs=1, cpu=True, gradient_accumulation_steps=3)
     assert trainer.gradient_accumulation_steps == 3
     with pytest.raises(RuntimeError, match="only while fit runs"):
@@ -170,7 +169,6 @@ def test_it_is_set_only_where_it_has_an_effect():
         ({}, ValueError, "must be a dict"),
         ({-1: 2}, ValueError, "the epoch -1 of scheduling is -1; it must be"),
         ({0: 0}, ValueError, r"scheduling\[0\] is 0; it must be a whole number of at least 1"),
-        ({"0": 2}, TypeError, "the epoch '0' of scheduling"),
         ([4], ValueError, r"\[4\]; it must be a dict"),
     ],
 )

@@ -65,17 +65,14 @@ class Reference(Callback):
             ]
             return torch.linalg.vector_norm(torch.cat(values), self.order).item()
 
-        self.norms.append(norm)
-        self.norms[-1] = {
+        parts = ("net", "net.0", "net.1", "head")
+        norms = {
             "grad_norm": norm(""),
-            "scale": norm("scale"),
-            "net": norm("net"),
-            "net.0": norm("net.0"),
-            "net.1": norm("net.1"),
-            "net.1.1.bias": norm("net.1.1.bias"),
-            "head": norm("head"),
+            **{part: norm(part) for part in parts},
             "rest": norm("head", "scale"),
+            **{name: norm(name) for name, _ in module.named_parameters()},
         }
+        self.norms.append(norms)
 
 
 def logged(make=Net, *, order=2.0, options=None, **arguments):
@@ -138,36 +135,16 @@ def test_one_process_and_accumulation_see_the_norm_of_the_big_batch():
         (Two, {"per": "group"}, {"SGD/pg1": "net", "SGD-1/pg1": "rest"}),
         (Two, {"per": "optimizer"}, {"SGD": "net", "SGD-1": "rest"}),
         (Net, {"per": "optimizer"}, {"SGD": "grad_norm"}),
+        (Net, {"per": "parameter"}, {name: name for name, _ in Net().named_parameters()}),
     ],
 )
-@pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("order", [2.0, math.inf])
 def test_the_parts_are_named_and_make_the_whole(make, arguments, parts, order):
     found, expected = logged(make, order=order, options={"max_epochs": 1}, **arguments)
     names = {"grad_norm": "grad_norm"} | {f"grad_norm/{k}": v for k, v in parts.items()}
     for step, values in found.items():
         norms = expected[step - 1]
         assert values == {name: pytest.approx(norms[of], rel=1e-6) for name, of in names.items()}
-
-
-def test_every_parameter_by_its_name():
-    found, expected = logged(per="parameter", options={"max_epochs": 1})
-    names = {name for name, _ in Net().named_parameters()}
-    assert found[1].keys() == {"grad_norm"} | {f"grad_norm/{name}" for name in names}
-    value = found[1]["grad_norm/net.1.1.bias"]
-    assert value == pytest.approx(expected[0]["net.1.1.bias"], rel=1e-6)
-
-
-def test_the_total_is_what_clipping_compares():
-    norms = []
-
-    class Comparing(Callback):
-        def on_before_optimizer_step(self, trainer, module, optimizer):
-            copies = [p.grad.clone() for p in module.parameters()]
-            norms.append(torch.nn.utils.get_total_norm(copies).item())
-
-    trainer = quiet_trainer(max_epochs=1, callbacks=[GradientNormMonitor(), Comparing()])
-    trainer.fit(Net(), loader())
-    assert [r["grad_norm"] for r in read_metrics(trainer.metrics_path)] == norms
 
 
 def test_nothing_is_computed_where_nothing_is_recorded(monkeypatch):
@@ -191,7 +168,7 @@ def test_frozen_parameters_are_passed_over():
     assert all("grad_norm/net" not in r and "grad_norm/head" in r for r in records)
 
 
-def test_values_are_read_from_the_device_by_nobody(monkeypatch):
+def test_the_device_is_not_synchronised(monkeypatch):
     """On an accelerator `item` and the like wait for it."""
 
     def refuse(*_):
@@ -218,19 +195,6 @@ def test_manual_optimisation_is_refused():
 
     with pytest.raises(ValueError, match="manual optimisation"):
         quiet_trainer(max_epochs=1, callbacks=GradientNormMonitor()).fit(Manual(), loader())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"per": "layer"}, "per is 'layer'"),
-        ({"depth": 0}, "depth is 0"),
-        ({"norm_type": 0}, "norm_type is 0"),
-    ],
-)
-def test_invalid_arguments_are_refused(arguments, text):
-    with pytest.raises(ValueError, match=text):
-        GradientNormMonitor(**arguments)
 
 
 def test_a_sparse_gradient_has_the_norm_of_its_rows():

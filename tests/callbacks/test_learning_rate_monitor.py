@@ -3,13 +3,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from callbacks import LearningRateMonitor
+from tests.helpers.line import Line, loader
 from tests.helpers.stand_in import TrainerStandIn
 from tests.numerics.running import quiet_trainer
 from trackers import read_metrics
-from trainer import TrainModule
 from trainer.optim.configure import OptimizerEntry, names_of
 
 
@@ -34,14 +33,12 @@ def logged(optimizers, *, names=(), schedulers=(), log_due=True, **arguments):
 
 
 def test_one_optimizer_is_named_by_its_class():
-    assert logged([torch.optim.AdamW(parameters(), lr=0.25)]) == {"lr-AdamW": 0.25}
+    optimizers = [torch.optim.AdamW(parameters(), lr=0.25)]
+    assert logged(optimizers) == {"lr-AdamW": 0.25}
+    assert logged(optimizers, log_due=False) == {}
 
 
-def test_nothing_is_logged_where_nothing_is_recorded():
-    assert logged([torch.optim.AdamW(parameters(), lr=0.25)], log_due=False) == {}
-
-
-def test_groups_and_optimizers_are_told_apart():
+def test_groups_and_optimizers_have_different_names():
     groups = [{"params": parameters(), "lr": lr} for lr in (0.1, 0.2)]
     named = [{"params": parameters(), "lr": lr, "name": f"part{lr}"} for lr in (0.5, 0.75)]
     optimizers = [
@@ -117,38 +114,23 @@ def test_a_rate_in_a_tensor_is_logged_as_it_was():
     assert value == 0.5
 
 
-def test_what_lightning_takes_first_is_not_taken_for_something_else():
-    with pytest.raises(TypeError, match="positional"):
-        LearningRateMonitor("epoch")
-
-
-class Line(TrainModule):
-    """Its second batch has no items."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).square().mean()
+class Counted(Line):
+    """Counts what is in the batch."""
 
     def count_items(self, batch):
-        return int(batch.sum())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return int(batch[0].sum())
 
 
-def test_the_rate_is_recorded_as_it_is_whatever_the_items_of_the_batch(tmp_path):
+def test_the_rate_does_not_depend_on_the_items_of_the_batch(tmp_path):
     trainer = quiet_trainer(
         project_dir=tmp_path, max_epochs=1, log_every=1, callbacks=[LearningRateMonitor()]
     )
-    trainer.fit(Line(), [torch.ones(3, 1), torch.zeros(3, 1), torch.ones(3, 1)])
+    trainer.fit(Counted(), [[torch.full((3, 2), float(items))] for items in (1, 0, 1)])
     records = read_metrics(trainer.project_dir / "metrics.jsonl")
     assert [record["lr-SGD"] for record in records] == [0.1, 0.1, 0.1]
 
 
-class Loss(Line):
+class Logging(Line):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
@@ -168,14 +150,14 @@ def reductions_and_rates(monitored):
     trainer = quiet_trainer(max_epochs=1, callbacks=callbacks, project_dir=f"run-{monitored}")
     dist.all_reduce = counting
     try:
-        trainer.fit(Loss(), DataLoader(torch.ones(12, 1)))
+        trainer.fit(Logging(), loader(24))
     finally:
         dist.all_reduce = reduce
     records = read_metrics(trainer.project_dir / "metrics.jsonl")
     return count, [record.get("lr-SGD") for record in records]
 
 
-def test_several_processes_record_the_rate_as_it_is_without_a_reduction_more(ranks3):
+def test_several_processes_record_the_rate_without_a_reduction(ranks3):
     bare = [count for count, _ in ranks3(reductions_and_rates, False)]
     counts, rates = zip(*ranks3(reductions_and_rates, True), strict=True)
     assert list(counts) == bare
@@ -188,7 +170,7 @@ def test_a_named_schedule_that_knows_no_optimizer():
     assert logged([sgd], schedulers=[schedule]) == {"lr-SGD": 0.5}
 
 
-def test_schedules_of_one_name_are_told_apart():
+def test_schedules_of_one_name_get_different_names():
     optimizers = [torch.optim.SGD(parameters(), lr=lr) for lr in (0.5, 0.25)]
     schedules = [torch.optim.lr_scheduler.ConstantLR(each, factor=1.0) for each in optimizers]
     schedulers = [SimpleNamespace(scheduler=each, name="warm") for each in schedules]

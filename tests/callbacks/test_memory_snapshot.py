@@ -4,32 +4,19 @@ import signal
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, MemorySnapshot
+from tests.helpers.line import Line, loader
 from tests.helpers.requires import requires_cuda
-from trainer import Accelerator, Trainer, TrainModule
+from tests.numerics.running import quiet_trainer
+from trainer import Accelerator
 from trainer.errors import Preempted
 
 
-class Line(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit(*callbacks, cpu=True, **options):
-    options = {"max_epochs": 1, "project_dir": "run"} | options
-    trainer = Trainer(
-        cpu=cpu, progress_bar=False, checkpointing=False, callbacks=list(callbacks), **options
-    )
-    trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=1))
+def fit(*callbacks, **options):
+    """Eight updates."""
+    trainer = quiet_trainer(**{"max_epochs": 1, "callbacks": list(callbacks)} | options)
+    trainer.fit(Line(), loader(16))
 
 
 def test_without_cuda_the_log_says_that_nothing_is_recorded(caplog):
@@ -92,12 +79,12 @@ def files():
 
 @pytest.mark.parametrize(("skip", "steps"), [(1, 3), (0, 1), (2, 4)])
 def test_the_history_of_a_few_updates_is_written(allocator, skip, steps):
-    snapshot = MemorySnapshot(skip_steps=skip, steps=steps)
+    snapshot = MemorySnapshot("own", skip_steps=skip, steps=steps)
     fit(OnCuda(allocator), snapshot)
     first, last = max(skip - 1, 0), skip + steps - 1  # the step is noted when an update begins
     assert allocator.calls == [(first, "on"), (last, "dump"), (last, "off")]
-    assert files() == [f"memory-step-{skip + steps:08d}-rank-00000.pickle"]
-    assert [path.name for path in snapshot.snapshots] == files()
+    assert os.listdir("own") == [f"memory-step-{skip + steps:08d}-rank-00000.pickle"]
+    assert [path.name for path in snapshot.snapshots] == os.listdir("own")
 
 
 def test_a_run_that_ends_before_writes_what_there_is(allocator):
@@ -116,7 +103,7 @@ OOM = torch.OutOfMemoryError("CUDA out of memory")
     ("error", "calls"), [(OOM, ["on", "dump", "off"]), (KeyError("other"), ["on", "off"])]
 )
 @pytest.mark.parametrize("steps", [None, 5])
-def test_where_memory_runs_out_it_is_written_and_nothing_is_left_on(allocator, error, calls, steps):
+def test_an_out_of_memory_error_writes_the_history(allocator, error, calls, steps):
     with pytest.raises(type(error)):
         fit(OnCuda(allocator, error, at=4), MemorySnapshot(steps=steps))
     assert [what for _, what in allocator.calls] == calls
@@ -127,24 +114,19 @@ def test_without_an_end_it_is_written_only_if_memory_runs_out(allocator):
     fit(OnCuda(allocator), MemorySnapshot(steps=None))
     assert [what for _, what in allocator.calls] == ["on", "off"]
     assert files() == []
+    with pytest.raises(torch.OutOfMemoryError):  # the first update is recorded too
+        fit(OnCuda(allocator, OOM, at=0), MemorySnapshot(steps=None), project_dir="second")
+    assert os.listdir("second/memory") == ["memory-step-00000000-rank-00000-oom.pickle"]
 
 
-def test_without_an_end_the_first_update_is_recorded_too(allocator):
+@pytest.mark.parametrize(
+    ("at", "calls"), [(0, []), (6, ["on", "dump", "off"])], ids=["before", "after"]
+)
+def test_an_error_outside_the_recording_writes_nothing(allocator, at, calls):
     with pytest.raises(torch.OutOfMemoryError):
-        fit(OnCuda(allocator, OOM, at=0), MemorySnapshot(steps=None))
-    assert files() == ["memory-step-00000000-rank-00000-oom.pickle"]
-
-
-def test_an_error_before_or_after_the_recording_writes_nothing(allocator):
-    for at in (0, 6):
-        with pytest.raises(torch.OutOfMemoryError):
-            fit(
-                OnCuda(allocator, OOM, at=at),
-                MemorySnapshot(skip_steps=1, steps=2),
-                project_dir=f"run{at}",
-            )
-    assert [what for _, what in allocator.calls] == ["on", "dump", "off"]
-    assert os.listdir("run6/memory") == ["memory-step-00000003-rank-00000.pickle"]
+        fit(OnCuda(allocator, OOM, at=at), MemorySnapshot(skip_steps=1, steps=2))
+    assert [what for _, what in allocator.calls] == calls
+    assert files() == (["memory-step-00000003-rank-00000.pickle"] if calls else [])
 
 
 def test_a_trial_records_nothing(allocator):
@@ -160,16 +142,6 @@ def test_a_real_history_is_written():
     assert file.stat().st_size > 100
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{"skip_steps": -1}, {"steps": 0}, {"steps": 1.5}, {"steps": float("inf")}, {"max_entries": 0}],
-)
-def test_wrong_arguments(arguments):
-    (name,) = arguments
-    with pytest.raises(ValueError, match=name):
-        MemorySnapshot(**arguments)
-
-
 @pytest.mark.parametrize("at", [5, 6])
 def test_a_run_that_a_signal_ends_writes_what_there_is(allocator, at):
     """Also where it comes with the only update that was recorded."""
@@ -183,9 +155,3 @@ def test_a_run_that_a_signal_ends_writes_what_there_is(allocator, at):
         fit(OnCuda(allocator), Signal(), MemorySnapshot(skip_steps=5, steps=30))
     assert [what for _, what in allocator.calls] == ["on", "dump", "off"]
     assert files() == [f"memory-step-{at + 1:08d}-rank-00000.pickle"]
-
-
-def test_the_home_is_known(allocator, monkeypatch):
-    monkeypatch.setenv("HOME", os.getcwd())
-    fit(OnCuda(allocator), MemorySnapshot("~/x"))
-    assert len(os.listdir("x")) == 1

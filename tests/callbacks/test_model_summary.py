@@ -90,13 +90,6 @@ def test_callback_prints_through_the_accelerator():
     assert trainer.accelerator.printed == [summarize(model, 2)]
 
 
-def test_wrong_depth_is_refused():
-    with pytest.raises(ValueError, match="-2"):
-        ModelSummary(max_depth=-2)
-    with pytest.raises(ValueError, match="-2"):
-        summarize(Model(), -2)
-
-
 class Everything(nn.Module):
     """One of each that has a formula, and of each kind that has none."""
 
@@ -157,38 +150,11 @@ def test_attention_on_the_cpu_counts_forward_and_backward():
     assert flops.uncounted == []
 
 
-def test_what_is_made_of_counted_operations_is_not_named():
+def test_composite_operations_are_counted():
     layer = nn.Linear(3, 2)
     with torch.inference_mode(), flops_of(layer) as flops:
         layer(torch.ones(4, 3))
     assert (flops.total, flops.uncounted) == (2 * 4 * 3 * 2, [])
-
-
-def test_a_module_that_calls_itself_counts_once():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x, again=True):
-            return self(self.layer(x), again=False) if again else self.layer(x)
-
-    model = Twice()
-    with flops_of(model) as flops:
-        model(torch.ones(4, 3))
-    assert flops.by_module == {"": flops.total, "layer": flops.total}
-    assert flops.total == 2 * (2 * 4 * 3 * 3)
-
-
-@torch.library.custom_op("cadence_tests::twice", mutates_args=())
-def twice(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-def test_custom_operations_are_named():
-    with flops_of(nn.Identity()) as flops:
-        twice(torch.ones(2)) @ torch.ones(2)
-    assert flops.uncounted == ["aten.dot", "cadence_tests.twice"]
 
 
 def test_counting_leaves_no_hooks_and_no_mode_also_after_an_error():
@@ -263,13 +229,6 @@ def test_a_first_batch_that_fails_leaves_the_table_without_flops(capsys):
     assert capsys.readouterr().out == summarize(module) + "\n"
     assert summary.flops is None
     assert torch._C._len_torch_dispatch_stack() == 0
-    module.fails = False
-    fit(module, summary, project_dir="again")
-    assert summary.flops.total == FORWARD
-    module.fails = True
-    with pytest.raises(KeyError):
-        fit(module, summary, project_dir="and again")
-    assert summary.flops is None  # not those of the fit before
 
 
 def test_the_table_does_not_break_the_bar(terminal, monkeypatch):

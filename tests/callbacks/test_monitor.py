@@ -10,8 +10,6 @@ from tests.helpers.stand_in import TrainerStandIn
     ("mode", "value", "than", "min_delta", "better"),
     [
         ("min", 1.0, 2.0, 0.0, True),
-        ("min", 2.0, 1.0, 0.0, False),
-        ("max", 2.0, 1.0, 0.0, True),
         ("max", 1.0, 2.0, 0.0, False),
         ("min", 1.0, 1.0, 0.0, False),
         ("min", 1.0, 1.5, 0.5, False),
@@ -19,9 +17,7 @@ from tests.helpers.stand_in import TrainerStandIn
         ("max", 1.5, 1.0, 0.5, False),
         ("max", 1.75, 1.0, 0.5, True),
         ("min", math.nan, math.inf, 0.0, False),
-        ("max", math.nan, math.nan, 0.0, False),
         ("max", 0.0, math.nan, 0.0, True),
-        ("min", math.inf, math.inf, 0.0, False),
         ("min", -math.inf, 0.0, 0.0, True),
     ],
 )
@@ -33,6 +29,12 @@ def test_is_better(mode, value, than, min_delta, better):
 def test_wrong_arguments_are_refused(name, mode):
     with pytest.raises(ValueError, match="must"):
         Monitor(name, mode)
+
+
+@pytest.mark.parametrize("watcher", [EarlyStopping, SpikeDetection])
+def test_watchers_of_different_metrics_have_different_keys(watcher):
+    watched = [("loss", "min"), ("loss", "max"), ("accuracy", "max")]
+    assert len({watcher(name, mode=mode).state_key for name, mode in watched}) == 3
 
 
 @pytest.mark.parametrize("watcher", [ModelCheckpoint, EarlyStopping, SpikeDetection])
@@ -69,7 +71,7 @@ def test_a_metric_may_wait_for_the_first_validation():
         Monitor("val/loss", "min").read(trainer)
 
 
-def test_a_name_that_has_a_step_beside_its_epoch_is_told_the_epochs():
+def test_a_name_with_a_step_and_an_epoch_value_is_answered_with_the_epochs():
     trainer, monitor = TrainerStandIn(steps_per_epoch=1), Monitor("loss", "min")
     trainer.update(loss_step=1.0, loss_epoch=2.0)
     with pytest.raises(ValueError, match=r"Did you mean 'loss_epoch'"):

@@ -77,10 +77,3 @@ def test_an_interrupt_and_an_evaluation_save_nothing():
             Net(), loader(), [torch.ones(1, 2)], ckpt_path=None
         )
     assert not list(Path("run").rglob("exception-*"))
-
-
-def test_the_home_is_known(monkeypatch):
-    monkeypatch.setenv("HOME", os.getcwd())
-    with pytest.raises(ArithmeticError):
-        make(OnExceptionCheckpoint("~/x")).fit(Net(ArithmeticError()), loader())
-    assert os.listdir("x") == ["exception-00000003-rank-00000"]

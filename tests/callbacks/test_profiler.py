@@ -6,36 +6,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback, ModelCheckpoint, Profiler
-from trainer import Preempted, Trainer, TrainModule
+from callbacks import Callback, LambdaCallback, ModelCheckpoint, Profiler
+from tests.helpers.line import Line, loader
+from tests.numerics.running import quiet_trainer
+from trainer import Preempted
 
 
-class Line(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 2)
-
+class Traced(Line):
     def training_step(self, batch, batch_idx):
         with torch.profiler.record_function(f"user step {self.global_step}"):
-            return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+            return super().training_step(batch, batch_idx)
 
 
 def make(*callbacks, **options):
-    defaults = {"max_epochs": 1, "project_dir": "run", "checkpointing": False}
-    return Trainer(cpu=True, progress_bar=False, callbacks=list(callbacks), **(defaults | options))
-
-
-def loader(batches=12):
-    return DataLoader(TensorDataset(torch.ones(2 * batches, 4)), batch_size=2)
+    return quiet_trainer(**{"max_epochs": 1, "callbacks": list(callbacks)} | options)
 
 
 def fit(profiler, *callbacks, batches=12, **options):
-    make(profiler, *callbacks, **options).fit(Line(), loader(batches))
+    make(profiler, *callbacks, **options).fit(Traced(), loader(2 * batches))
 
 
 def steps_in(trace):
@@ -77,6 +66,7 @@ def test_every_cycle_is_a_recording():
     profiler = Profiler("out", wait=1, warmup=1, active=1, repeat=3)
     fit(profiler)
     assert [steps_in(trace) for trace in profiler.traces] == [[2], [5], [8]]
+    assert {trace.parent for trace in profiler.traces} == {Path("out").absolute()}
     assert not running()
 
 
@@ -118,23 +108,30 @@ def test_a_run_that_ends_before_writes_nothing(wait, warmup):
     assert not os.path.exists("run/profile")
 
 
-class Fail(Callback):
-    def __init__(self, at):
-        self.at = at
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if batch_idx == self.at:
-            raise KeyError("stop")
+def fail(trainer):
+    raise KeyError("stop")
 
 
-@pytest.mark.parametrize("at", range(5))
-def test_an_error_leaves_no_profiler_and_no_file(at):
+def preempt(trainer):
+    signal.raise_signal(signal.SIGTERM)
+
+
+def at(index, action):
+    """Calls the action at the end of a batch."""
+    return LambdaCallback(
+        on_train_batch_end=lambda trainer, module, outputs, batch, batch_idx: (
+            action(trainer) if batch_idx == index else None
+        )
+    )
+
+
+@pytest.mark.parametrize("index", [0, 2, 4])
+def test_an_error_leaves_no_profiler_and_no_file(index):
     profiler = Profiler(wait=1, warmup=1, active=2)
-    fit_error = pytest.raises(KeyError, match="stop")
-    with fit_error:
-        fit(profiler, Fail(at))
+    with pytest.raises(KeyError, match="stop"):
+        fit(profiler, at(index, fail))
     assert not running()
-    assert len(profiler.traces) == (1 if at == 4 else 0)
+    assert len(profiler.traces) == (1 if index == 4 else 0)
     fit(profiler, project_dir="again")
     assert steps_in(profiler.traces[0]) == [2, 3]
 
@@ -146,22 +143,13 @@ def test_an_error_in_the_writing_leaves_no_profiler(tmp_path):
     assert not running()
 
 
-class Preempt(Callback):
-    def __init__(self, at):
-        self.at = at
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if batch_idx == self.at:
-            signal.raise_signal(signal.SIGTERM)
-
-
-@pytest.mark.parametrize("at", [1, 3])
-def test_a_signal_within_a_recording_writes_what_there_is(at):
+@pytest.mark.parametrize("index", [1, 3])
+def test_a_signal_within_a_recording_writes_what_there_is(index):
     """Also where only the update that it comes behind was recorded."""
     profiler = Profiler(wait=1, warmup=1, active=50)
     with pytest.raises(Preempted):
-        fit(profiler, Preempt(at))
-    assert steps_in(profiler.traces[0]) == list(range(2, at + 2))
+        fit(profiler, at(index, preempt))
+    assert steps_in(profiler.traces[0]) == list(range(2, index + 2))
     assert not running()
 
 
@@ -170,22 +158,22 @@ def test_a_resumed_run_counts_its_own_updates_and_may_have_none_left():
     fit(Profiler("first", wait=1, warmup=1, active=1), ModelCheckpoint(), **options)
     again = Profiler("second", wait=1, warmup=1, active=1)
     trainer = make(again, ModelCheckpoint(), **(options | {"max_steps": 8}))
-    trainer.fit(Line(), loader(), ckpt_path="last")
+    trainer.fit(Traced(), loader(24), ckpt_path="last")
     assert steps_in(again.traces[0]) == [6]
     done = Profiler("third", wait=1, warmup=1, active=1)
     make(done, ModelCheckpoint(), **(options | {"max_steps": 8})).fit(
-        Line(), loader(), ckpt_path="last"
+        Traced(), loader(24), ckpt_path="last"
     )
     assert done.traces == []
     assert not running()
 
 
-def test_the_numbers_are_those_of_a_run_without():
+def test_profiling_changes_no_weights():
     weights = []
     for callbacks in ([], [Profiler(wait=1, warmup=1, active=2)]):
         torch.manual_seed(0)
-        module = Line()
-        make(*callbacks, project_dir=f"run{len(weights)}").fit(module, loader())
+        module = Traced()
+        make(*callbacks, project_dir=f"run{len(weights)}").fit(module, loader(24))
         weights.append(module.layer.weight.detach().clone())
     assert torch.equal(*weights)
 
@@ -209,27 +197,3 @@ def test_a_trial_records_nothing(tmp_path):
     fit(profiler, fast_dev_run=3, max_epochs=None)
     assert profiler.traces == []
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"wait": -1},
-        {"warmup": 0},
-        {"active": 0},
-        {"repeat": 0},
-        {"top_operators": 0},
-        {"active": 1.5},
-        {"wait": float("inf")},
-    ],
-)
-def test_wrong_arguments(arguments):
-    (name,) = arguments
-    with pytest.raises(ValueError, match=name):
-        Profiler(**arguments)
-
-
-def test_the_home_is_known(monkeypatch):
-    monkeypatch.setenv("HOME", os.getcwd())
-    fit(Profiler("~/x", wait=0, warmup=1, active=1))
-    assert len(os.listdir("x")) == 2

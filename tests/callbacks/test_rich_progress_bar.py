@@ -8,30 +8,21 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import (
-    Callback,
     ModelCheckpoint,
     ProgressBar,
     RichProgressBar,
     progress_board,
     rich_progress_bar,
 )
+from tests.helpers.line import Line, loader
 from tests.helpers.notebook import outputs_of
-from tests.helpers.stand_in import AcceleratorStandIn
 from tests.helpers.terminal import COLUMNS, Loop
-from trainer import Trainer, TrainModule
+from trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 BAR = "[━╸╺ ]+"
-
-
-def rich_loop(terminal, *, columns=COLUMNS, **arguments):
-    # rich asks the process's own streams, which are pytest's
-    terminal.monkeypatch.setenv("COLUMNS", str(columns))
-    return terminal.loop(kind=RichProgressBar, **arguments)
 
 
 class Clock:
@@ -58,66 +49,8 @@ def clock(ticking, monkeypatch):
     return clock
 
 
-def test_finished_epochs_stay_and_validations_go(terminal):
-    rich_loop(terminal, max_epochs=2).fit(epochs=2)
-    first, second, *rest = terminal.screen()
-    assert re.fullmatch(rf"epoch 1/2 {BAR} 10/10 \S+ batch/s 00:00 loss=0\.3333", first)
-    assert re.fullmatch(rf"epoch 2/2 {BAR} 10/10 \S+ batch/s 00:00 loss=0\.25", second)
-    assert rest == [""]
-    assert re.search("validate.*4/4", terminal.written)
-
-
-def test_a_validation_is_shown_below_the_epoch(terminal):
-    loop = rich_loop(terminal)
-    loop.call("on_train_epoch_start")
-    loop.trainer.bar_values = {"loss": 0.5}
-    loop.batches(range(4))
-    loop.evaluate("validation", [3, 5])
-    above, below = terminal.screen()
-    assert re.search(r"^epoch 1 .* 4/10 .*loss=0\.5$", above)
-    assert re.search(r"^validate .* 8/8 ", below)
-    assert "loss" not in below
-    loop.call("on_validation_end")
-    above, *rest = terminal.screen()
-    assert re.search(r"^epoch 1 .* 4/10 ", above)
-    assert set(rest) <= {""}
-    loop.call("teardown", "fit")
-
-
-@pytest.mark.parametrize(
-    ("kind", "sanity_checking", "name", "stays"),
-    [
-        ("validation", True, "sanity check", False),
-        ("validation", False, "validate", True),
-        ("test", False, "test", True),
-        ("predict", False, "predict", True),
-    ],
-)
-def test_evaluations_by_themselves(terminal, kind, sanity_checking, name, stays):
-    loop = rich_loop(terminal, stage=kind, sanity_checking=sanity_checking)
-    loop.trainer.bar_values = {"accuracy": 0.5}
-    loop.evaluate(kind, [2, 4])
-    assert re.search(rf"^{name} .* 6/6 ", terminal.screen()[0])
-    loop.call(f"on_{kind}_end")
-    last, *rest = terminal.screen()
-    assert bool(re.search(rf"^{name} .* 6/6 .*accuracy=0\.5$", last)) is stays
-    assert set(rest) <= {""}
-    assert stays or last == ""
-
-
-def test_lengths_that_nobody_knows(terminal):
-    loop = rich_loop(terminal, num_training_batches=None)
-    loop.call("on_train_epoch_start")
-    loop.batches(range(6))
-    loop.evaluate("validation", [2, None])
-    above, below = terminal.screen()
-    assert re.search(rf"^epoch 1 +{BAR} 6 \S+ batch/s 00:00$", above)
-    assert re.search(rf"^validate {BAR} 5 \S+ batch/s 00:00$", below)
-    loop.call("teardown", "fit")
-
-
 def test_speed_and_time(terminal, clock):
-    loop = rich_loop(terminal)
+    loop = terminal.loop(kind=RichProgressBar)
     loop.call("on_train_epoch_start")
     for index in range(4):
         clock.now += 2.0
@@ -134,9 +67,8 @@ def test_speed_and_time(terminal, clock):
     assert terminal.screen()[0].endswith("10/10 15.8 s/batch 02:38")
 
 
-@pytest.mark.parametrize("columns", [40, 46])
-def test_a_narrow_terminal_shows_the_numbers_without_a_bar(terminal, clock, columns):
-    loop = rich_loop(terminal, columns=columns)
+def test_a_narrow_terminal_shows_the_numbers_without_a_bar(terminal, clock):
+    loop = terminal.loop(kind=RichProgressBar, columns=40)
     loop.trainer.bar_values = {"loss": 0.5}
     loop.call("on_train_epoch_start")
     for index in range(4):
@@ -147,7 +79,7 @@ def test_a_narrow_terminal_shows_the_numbers_without_a_bar(terminal, clock, colu
 
 
 def test_a_validation_takes_no_time_of_the_epoch(terminal, clock):
-    loop = rich_loop(terminal)
+    loop = terminal.loop(kind=RichProgressBar)
     loop.call("on_train_epoch_start")
     for index in range(4):
         clock.now += 0.5
@@ -162,19 +94,8 @@ def test_a_validation_takes_no_time_of_the_epoch(terminal, clock):
     loop.call("teardown", "fit")
 
 
-def test_a_resumed_epoch_goes_on_where_it_was(terminal, clock):
-    loop = rich_loop(terminal)
-    loop.call("on_train_epoch_start")
-    for index in (6, 7):
-        clock.now += 1.0
-        loop.batches([index])
-    assert terminal.screen()[0].endswith("8/10 1.0 batch/s 00:02<00:02")
-    loop.call("on_train_end")
-    assert terminal.screen()[0].endswith("8/10 1.0 batch/s 00:02<00:02")
-
-
 def test_metrics_without_room_go_below(terminal):
-    loop = rich_loop(terminal)
+    loop = terminal.loop(kind=RichProgressBar)
     loop.trainer.bar_values = {f"metric_{i}[red]": float(i) for i in range(12)}
     loop.call("on_train_epoch_start")
     loop.batches(range(10))
@@ -188,7 +109,7 @@ def test_metrics_without_room_go_below(terminal):
 
 
 def test_what_is_printed_and_logged_appears_above(terminal):
-    loop = rich_loop(terminal, stdout=True)
+    loop = terminal.loop(kind=RichProgressBar, stdout=True)
     logger = logging.getLogger("somebody.else")
     handler = logging.StreamHandler(sys.stderr)
     logger.addHandler(handler)
@@ -216,7 +137,7 @@ def test_what_is_printed_and_logged_appears_above(terminal):
 
 def test_standard_output_in_a_file_is_left_alone(terminal, tmp_path, monkeypatch):
     with (tmp_path / "out").open("w") as out:
-        loop = rich_loop(terminal)
+        loop = terminal.loop(kind=RichProgressBar)
         monkeypatch.setattr(sys, "stdout", out)
         loop.call("on_train_epoch_start")
         print("result")
@@ -234,7 +155,7 @@ def test_standard_output_in_a_file_is_left_alone(terminal, tmp_path, monkeypatch
     ],
 )
 def test_an_error_leaves_the_terminal_sound(terminal, ending):
-    loop = rich_loop(terminal, stdout=True)
+    loop = terminal.loop(kind=RichProgressBar, stdout=True)
     before = threading.enumerate()
     loop.call("on_train_epoch_start")
     loop.batches(range(4))
@@ -252,19 +173,13 @@ def test_an_error_leaves_the_terminal_sound(terminal, ending):
     assert terminal.read() == ""
 
 
-@pytest.mark.parametrize("batches", [0, 4])
-def test_a_terminal_that_is_closed_ends_the_bar_and_nothing_else(terminal, caplog, batches):
-    loop = rich_loop(terminal, stdout=True)
+def test_a_terminal_that_is_closed_ends_the_bar_and_nothing_else(terminal, caplog):
+    loop = terminal.loop(kind=RichProgressBar, stdout=True)
     loop.call("on_train_epoch_start")
-    loop.batches(range(batches))
-    if not batches:
-        with open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), terminal.master)
-        loop.call("on_validation_start")
-    else:
-        loop.evaluate("validation", [3])
-        with open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), terminal.master)
+    loop.batches(range(4))
+    loop.evaluate("validation", [3])
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), terminal.master)
     loop.fit(epochs=2)
     assert "cannot be shown any more: OSError(5, 'Input/output error')" in caplog.text
     assert len(caplog.records) == 1
@@ -272,37 +187,6 @@ def test_a_terminal_that_is_closed_ends_the_bar_and_nothing_else(terminal, caplo
     with pytest.raises(OSError, match="Input/output error"):
         terminal.stderr.close()
     terminal.stderr = io.StringIO()
-
-
-def test_the_cursor_is_visible_all_the_time(terminal):
-    loop = rich_loop(terminal)
-    loop.call("on_train_epoch_start")
-    written = terminal.read()
-    assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l")
-    loop.batches(range(4))
-    assert "\x1b[?25l" not in terminal.read()  # and at a kill it still is
-    loop.call("teardown", "fit")
-
-
-def test_metrics_are_read_only_when_the_bar_is_redrawn(terminal):
-    loop = rich_loop(terminal, refresh_rate=1e-9)
-    loop.call("on_train_epoch_start")
-    loop.batches(range(10))
-    assert loop.trainer.bar_values_read == 1
-    loop.call("on_train_epoch_end")
-    assert loop.trainer.bar_values_read == 2
-    assert "10/10" in terminal.screen()[0]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"refresh_rate": 0}, {"accelerator": AcceleratorStandIn(is_main_process=False)}],
-)
-def test_quiet_where_asked_and_on_other_processes(terminal, arguments):
-    loop = rich_loop(terminal, **arguments)
-    loop.fit(epochs=1)
-    assert terminal.read() == ""
-    assert loop.trainer.bar_values_read == 0
 
 
 @pytest.fixture
@@ -378,34 +262,22 @@ def test_a_line_a_minute_and_where_it_stopped(log, clock, kind):
 
 def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
-    rich_loop(terminal).fit(epochs=1)
+    terminal.loop(kind=RichProgressBar).fit(epochs=1)
     assert re.fullmatch(r"epoch 1: 10/10, \S+ batch/s, 00:00, loss=0\.3333\r\n", terminal.read())
 
 
-class Line(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 1)
+class Logging(Line):
+    stops = False
 
     def training_step(self, batch, batch_idx):
-        loss = self.layer(batch[0]).square().mean()
+        if self.stops and batch_idx == 5:
+            raise KeyError("stop")
+        loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
         self.log("val", self.layer(batch[0]).mean(), prog_bar=True)
-
-    def predict_step(self, batch, batch_idx):
-        return self.layer(batch[0])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Stop(Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if batch_idx == 4:
-            raise KeyError("stop")
 
 
 def make(*callbacks, **options):
@@ -415,13 +287,14 @@ def make(*callbacks, **options):
 
 def test_a_whole_run(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal.stderr)
-    data = DataLoader(TensorDataset(torch.ones(12, 3)), 2)
+    data, module = loader(12), Logging()
     save = ModelCheckpoint(every="1 steps", save_last=9, background=False)
+    module.stops = True
     with pytest.raises(KeyError):
-        make(RichProgressBar(), save, Stop()).fit(Line(), data, data)
+        make(RichProgressBar(), save).fit(module, data, data)
     trainer = make(RichProgressBar(), save)
-    trainer.fit(Line(), data, data, ckpt_path="auto")
-    trainer.predict(Line(), data)
+    trainer.fit(Logging(), data, data, ckpt_path="auto")
+    trainer.predict(Logging(), data)
     messages = [re.sub(rf" {BAR} ", " ", line) for line in terminal.screen() if line]
     patterns = ["epoch 1/2 5/6 ", "epoch 1/2 6/6 .*val=", "epoch 2/2 6/6 .*val=", "predict 6/6 "]
     assert len(messages) == len(patterns)
@@ -432,29 +305,10 @@ def test_a_whole_run(terminal, monkeypatch):
 def test_a_log_file_has_the_metrics_of_each_epoch(log):
     loop, lines = log
     loop()  # standard error is the file from here on
-    data = DataLoader(TensorDataset(torch.zeros(12, 3)), 2)
-    make().fit(Line(), data, data)
+    make().fit(Logging(), loader(12), loader(12))
     first, second = lines()
     assert re.fullmatch(r"epoch 1/2: 6/6, .*, loss=\S+, val=\S+", first)
     assert re.fullmatch(r"epoch 2/2: 6/6, .*, loss=\S+, val=\S+", second)
-
-
-@pytest.mark.parametrize("wrong", ["closed", "encoding"])
-def test_a_log_that_cannot_be_written_ends_the_lines_and_nothing_else(
-    wrong, tmp_path, monkeypatch, caplog
-):
-    with (tmp_path / "log").open("w", encoding="ascii") as file:
-        loop = Loop(kind=ProgressBar)
-        monkeypatch.setattr(sys, "stderr", file)
-        loop.call("setup", "fit")
-        if wrong == "encoding":
-            loop.trainer.progress_values = lambda wait: {"\u0394": 1.0}
-        loop.call("on_train_epoch_start")
-        loop.batches([0])
-        if wrong == "closed":
-            file.close()
-        loop.call("on_train_epoch_end")
-    assert "The progress bar cannot be shown any more" in caplog.text
 
 
 def test_a_given_bar_replaces_the_default():
@@ -473,11 +327,6 @@ def test_without_rich_the_extra_is_named(monkeypatch):
 def test_rich_is_not_imported_before_it_is_used():
     script = "import sys, callbacks; callbacks.RichProgressBar(); assert 'rich' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
-
-
-def test_wrong_rate_is_refused():
-    with pytest.raises(ValueError, match="-1"):
-        RichProgressBar(refresh_rate=-1)
 
 
 CELL = """

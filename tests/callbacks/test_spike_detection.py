@@ -69,7 +69,7 @@ def test_the_window_forgets():
     ("action", "patience", "stopped"),
     [("log", 1, None), ("stop", 1, 6), ("stop", 2, 9), ("stop", 3, 13)],
 )
-def test_stops_at_so_many_in_a_row(action, patience, stopped):
+def test_stops_after_patience_spikes_in_a_row(action, patience, stopped):
     values = [1.0] * 5 + [9.0, 1.0, 9.0, math.inf, 1.0, 9.0, math.nan, math.nan]
     callback = SpikeDetection("loss", warmup=5, window=20, action=action, patience=patience)
     trainer = TrainerStandIn(callbacks=[callback])
@@ -82,7 +82,7 @@ def test_stops_at_so_many_in_a_row(action, patience, stopped):
     assert at == stopped
 
 
-def test_it_says_what_it_saw_once_and_on_the_main_process(caplog):
+def test_a_spike_is_logged_once_on_the_main_process(caplog):
     for main in (True, False):
         callback = SpikeDetection("loss", warmup=5, action="stop")
         trainer = TrainerStandIn(callbacks=[callback])
@@ -119,35 +119,11 @@ def test_a_smaller_window_takes_the_latest_values():
     assert second.window_values == list(range(10, 20))
 
 
-def test_a_run_that_begins_anew_forgets_the_one_before():
+def test_a_new_run_resets_the_state():
     callback = SpikeDetection("loss", warmup=5)
     TrainerStandIn(callbacks=[callback]).updates([*STEADY, 9.0])
     TrainerStandIn(callbacks=[callback]).start()
     assert callback.state_dict() == SpikeDetection("loss").state_dict()
-
-
-def test_two_that_watch_different_metrics_have_different_keys():
-    watched = [("loss", "min"), ("loss", "max"), ("accuracy", "max")]
-    assert len({SpikeDetection(name, mode=mode).state_key for name, mode in watched}) == 3
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"mode": "auto"},
-        {"window": 0},
-        {"warmup": 51},
-        {"patience": 0},
-        {"deviations": -1},
-        {"rtol": math.nan},
-        {"action": "raise"},
-        {"deviations": 0, "rtol": 0},
-    ],
-)
-def test_wrong_arguments_are_refused(arguments):
-    value = next(iter(arguments.values()))
-    with pytest.raises(ValueError, match=f"{value!r}" if len(arguments) == 1 else "at least one"):
-        SpikeDetection("loss", **arguments)
 
 
 class Line(TrainModule):
@@ -191,7 +167,7 @@ def test_all_processes_stop_at_the_spike_of_one(ranks, world, log_every, accumul
     assert results[0][:2] == (step or updates, step)
 
 
-def test_a_name_that_is_never_logged_is_told():
+def test_a_metric_that_is_never_logged_is_an_error():
     trainer = quiet_trainer(max_epochs=1, callbacks=[SpikeDetection("los")])
     with pytest.raises(ValueError, match=r"'los' was never logged.*Did you mean 'loss'"):
         trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(4)), batch_size=2))

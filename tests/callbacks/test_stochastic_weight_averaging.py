@@ -11,13 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
 from callbacks import (
-    BackboneFinetuning,
     Callback,
     EarlyStopping,
     ModelCheckpoint,
@@ -153,7 +152,7 @@ def parameters_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("start", "first"), [(1, 0), (4, 3), (6, 5), (0.5, 2), (0.0, 0), (1.0, 5)])
-def test_the_mean_is_torchs(start, first):
+def test_the_mean_equals_torchs(start, first):
     watch, batches = Watch(), Batches()
     average = StochasticWeightAveraging(0.05, start)
     module = train(watch, average, batches)
@@ -171,7 +170,7 @@ def test_the_mean_is_torchs(start, first):
     ("annealing", "interval", "swa_lrs"),
     [(0, "epoch", [0.05, 0.01]), (3, "step", 0.05), (3, "epoch", [0.05, 0.01]), (10, "step", 0.05)],
 )
-def test_rates_are_torchs(strategy, annealing, interval, swa_lrs):
+def test_rates_equal_torchs(strategy, annealing, interval, swa_lrs):
     rates = Rates()
     average = StochasticWeightAveraging(swa_lrs, 3, annealing, strategy, update_batch_norm=False)
     train(average, rates, module=Net(interval))
@@ -231,7 +230,7 @@ def test_the_pass_over_the_data_leaves_no_trace():
     assert_same(states[0], states[1])
 
 
-def test_metric_objects_keep_what_they_took_in():
+def test_metric_objects_keep_their_state():
     module = Net()
     module.seen.update(torch.tensor(3.0))
     counts = []
@@ -266,10 +265,10 @@ def test_the_last_checkpoint_holds_the_mean():
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_save_that_is_left_at_the_last_boundary_holds_the_mean_too(killed):
-    def start(epochs: int = 6) -> dict[str, Any]:
+def test_a_second_saver_holds_the_mean_too(killed):
+    def start() -> dict[str, Any]:
         savers = ModelCheckpoint(), ModelCheckpoint(dirpath="run/second")
-        train(StochasticWeightAveraging(0.05, 4), *savers, ckpt_path="auto", max_epochs=epochs)
+        train(StochasticWeightAveraging(0.05, 4), *savers, ckpt_path="auto")
         (folder,) = Path("run/second").iterdir()
         return {path.name: load_file(path) for path in folder.glob("*.safetensors")}
 
@@ -278,9 +277,6 @@ def test_a_save_that_is_left_at_the_last_boundary_holds_the_mean_too(killed):
     if killed:  # behind the first of the two saves
         shutil.rmtree("run/second")
     assert_same(start(), whole)
-    longer = start(7)
-    shutil.rmtree("run")
-    assert_same(longer, start(7))
 
 
 def test_a_run_that_is_stopped_early_ends_with_the_mean():
@@ -303,17 +299,13 @@ def test_inside_an_epoch_the_mean_is_that_of_the_whole_ones():
     close(parameters_of(copy_of(module)), parameters_of(by_hand))
 
 
-def test_a_run_that_ends_before_the_start_is_let_alone_and_told(caplog):
+@pytest.mark.parametrize(("start", "logged"), [(3, 1), (2, 0)])
+def test_a_run_that_ends_before_the_start_warns(caplog, start, logged):
     plain = train(folder="plain", max_epochs=2)
-    module = train(StochasticWeightAveraging(0.05, 3), max_epochs=2)
-    assert_same(copy_of(module), copy_of(plain))
-    (message,) = [each for each in caplog.messages if "StochasticWeightAveraging" in each]
-    assert "begins in epoch 3, after the end of the run" in message
-
-
-def test_a_run_that_reaches_the_start_is_told_nothing(caplog):
-    train(StochasticWeightAveraging(0.05, 2), max_epochs=2)
-    assert "average" not in caplog.text
+    module = train(StochasticWeightAveraging(0.05, start), max_epochs=2)
+    assert caplog.text.count("begins in epoch 3, after the end of the run") == logged
+    if start == 3:
+        assert_same(copy_of(module), copy_of(plain))
 
 
 def resumable(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -341,9 +333,7 @@ def resumable(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any
     }
 
 
-@pytest.mark.parametrize(
-    ("world", "step"), [(1, 11), (1, 12), (1, 20), (1, 24), (1, 35), (2, 6), (2, 8), (3, 7)]
-)
+@pytest.mark.parametrize(("world", "step"), [(1, 11), (1, 12), (1, 20), (1, 35), (2, 8), (3, 7)])
 def test_resumed_is_uninterrupted(ranks, tmp_path, world, step):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expected = on_processes(ranks, world, resumable, str(whole), 1, {})
@@ -360,7 +350,7 @@ def test_resumed_is_uninterrupted(ranks, tmp_path, world, step):
             assert_same(other[name], one[name])
 
 
-def test_a_run_that_had_ended_goes_on(tmp_path):
+def test_a_finished_run_can_be_extended(tmp_path):
     expected = resumable(str(tmp_path / "whole"), 1, {})
     parts = str(tmp_path / "parts")
     options = {"every": "1 epoch", "max_epochs": 4}
@@ -386,7 +376,7 @@ class Noisy(Net):
         return super().training_step([batch[0] + noise + torch.randn(3)], batch_idx)
 
 
-def test_a_run_that_is_started_again_after_its_end_has_the_same_statistics(tmp_path):
+def test_restarting_a_finished_run_keeps_its_statistics(tmp_path):
     def fit(folder: str, **arguments: Any) -> tuple[Any, ...]:
         average = StochasticWeightAveraging(0.05, 2, **arguments)
         module = train(
@@ -448,28 +438,12 @@ def test_statistics_are_those_of_one_process(ranks, tmp_path, world, make):
         )
 
 
-def test_a_buffer_that_grows_is_as_it_was_before_the_pass():
-    class Growing(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("losses", torch.zeros(0))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.losses = torch.cat([self.losses, loss.detach().float()[None]])
-            return loss
-
-    watch = Watch()
-    module = train(watch, StochasticWeightAveraging(0.05, 1), module=Growing(), max_epochs=1)
-    assert module.losses.tolist() == pytest.approx(watch.losses)
-
-
 class Endless(IterableDataset):
     def __iter__(self):
         yield from data()
 
 
-def test_what_does_not_go_together_is_refused_before_the_first_update():
+def test_invalid_combinations_are_refused_before_the_first_update():
     module = Net()
     before = copy_of(module)
     with pytest.raises(ValueError, match="swa_lrs has 3 rates for 2 parameter groups"):
@@ -489,106 +463,3 @@ def test_what_does_not_go_together_is_refused_before_the_first_update():
     average = StochasticWeightAveraging(0.1, 1, update_batch_norm=False)
     train(average, module=module, folder="e", loader=stream, max_epochs=2)
     assert average.num_averaged == 2
-
-
-def test_statistics_are_refused_where_training_step_makes_updates():
-    class Manual(Net):
-        automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            if batch_idx % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-            loss = super().training_step(batch, batch_idx)
-            if loss.requires_grad:
-                self.manual_backward(loss)
-
-    class Asks(Callback):
-        def on_boundary(self, trainer: Any, module: TrainModule) -> None:
-            before = copy_of(module)
-            with pytest.raises(ValueError, match="manual optimisation"):
-                trainer.update_batch_norm()
-            assert_same(copy_of(module), before)
-
-    train(Asks(), module=Manual(), max_epochs=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("swa_lrs", 0.0),
-        ("swa_lrs", [0.1, -1]),
-        ("swa_epoch_start", 0),
-        ("swa_epoch_start", 1.5),
-        ("annealing_epochs", -1),
-        ("annealing_strategy", "exp"),
-    ],
-)
-def test_wrong_arguments_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name} is .*; it must be"):
-        StochasticWeightAveraging(**({"swa_lrs": 0.1} | {name: value}))
-
-
-def test_a_schedule_of_any_kind_may_be_there():
-    class Warm(Net):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return [optimizer], [LambdaLR(optimizer, lambda epoch: (epoch + 1) / 10)]
-
-    rates = Rates()
-    train(StochasticWeightAveraging(0.5, 3, 0), rates, module=Warm(), max_epochs=4)
-    assert [rate for (rate,) in rates.rates[::6]] == pytest.approx([0.01, 0.02, 0.5, 0.5])
-
-
-class Late(Net):
-    """Of which a part is trained later, in a group of its own."""
-
-    def configure_optimizers(self) -> Any:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.SGD(trained, lr=0.2)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_group_that_joins_meanwhile_goes_to_the_same_rate(tmp_path, first):
-    def run(folder: str, **options: Any) -> tuple[list[Any], dict[str, Any]]:
-        rates = []
-
-        class Rates(Callback):
-            def on_train_step_end(self, trainer: Any, module: Any) -> None:
-                groups = trainer.optimizers[0].param_groups
-                rates.append([group["lr"] for group in groups])
-
-        average = StochasticWeightAveraging(0.1, 2, 4, "linear")
-        thawing = BackboneFinetuning(2, lambda epoch: 1.0, 0.5, backbone="net")
-        callbacks = [average, thawing] if first else [thawing, average]
-        module = train(
-            *callbacks,
-            Rates(),
-            ModelCheckpoint(every=1),
-            module=Late(),
-            folder=str(tmp_path / folder),
-            ckpt_path="auto",
-            **options,
-        )
-        return rates, copy_of(module)
-
-    rates, weights = run("whole")
-    by_epoch = [rates[6 * epoch] for epoch in range(6)]
-    assert len(rates) == 36
-    assert [len(each) for each in by_epoch] == [1, 1, 2, 2, 2, 2]
-    wanted = [0.2, 0.2, 0.175, 0.15, 0.125, 0.1]
-    assert [each[0] for each in by_epoch] == pytest.approx(wanted)
-    assert by_epoch[5][1] == pytest.approx(0.1)
-    for stop in (14, 18, 20):  # in the epoch in which it joins, behind it, and in the next one
-        run(f"at-{stop}", max_steps=stop)
-        resumed, same = run(f"at-{stop}")
-        assert resumed == rates[stop:]
-        assert_same(same, weights)
-
-
-def test_a_group_that_joins_needs_a_rate_too():
-    thawing = BackboneFinetuning(2, backbone="net")
-    average = StochasticWeightAveraging([0.1], 2, 4)
-    with pytest.raises(ValueError, match="swa_lrs has 1 rates for 2 parameter groups"):
-        train(thawing, average, module=Late())

@@ -1,15 +1,12 @@
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from callbacks import Callback, ModelCheckpoint, ThroughputMonitor, throughput_monitor
+from tests.numerics.running import quiet_trainer
 from trackers import read_metrics
-from trainer import Trainer, TrainModule
+from trainer import TrainModule
 
 PREFIX = "throughput/"
 FORWARD_AND_BACKWARD = 2 * 4 * (8 * 3) * 2  # a batch of 4; of the input no gradient is wanted
@@ -60,8 +57,7 @@ def loader(samples=40, size=4):
 
 
 def make(*callbacks, **options):
-    defaults = {"log_every": 1, "max_epochs": 1, "project_dir": "run", "checkpointing": False}
-    return Trainer(cpu=True, progress_bar=False, callbacks=list(callbacks), **(defaults | options))
+    return quiet_trainer(**{"max_epochs": 1, "callbacks": list(callbacks)} | options)
 
 
 def recorded(name, folder="run"):
@@ -207,21 +203,6 @@ def test_what_is_compiled_stays_compiled_and_is_counted():
     assert monitor.flops_per_batch == FORWARD_AND_BACKWARD
 
 
-def test_the_compiler_is_not_imported_for_it():
-    code = (
-        "import sys, torch; from callbacks import ThroughputMonitor; m = ThroughputMonitor();"
-        "before = 'torch._dynamo' in sys.modules;"
-        "m._counting = True;"
-        "[m.on_train_batch_start(None, None, None, i) for i in range(2)];"
-        "m.on_train_batch_end(None, None, None, None, 1);"
-        "print(before, 'torch._dynamo' in sys.modules)"
-    )
-    root = Path(throughput_monitor.__file__).resolve().parents[1]
-    run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    before, after = run.stdout.split()
-    assert before == after, run.stderr
-
-
 class StopAt(Callback):
     def __init__(self, step):
         self.step = step
@@ -303,17 +284,3 @@ def test_the_peak_is_that_of_the_precision_of_the_run(monkeypatch):
     torch.set_float32_matmul_precision("high")
     assert found(cuda, "no") == 156e12
     assert found(torch.device("cpu"), "bf16") is None
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"window_size": 0},
-        {"flops_per_batch": -1},
-        {"peak_flops": 0},
-    ],
-)
-def test_wrong_arguments(arguments):
-    (name,) = arguments
-    with pytest.raises(ValueError, match=name):
-        ThroughputMonitor(**arguments)

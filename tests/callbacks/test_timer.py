@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from callbacks import Timer
-from tests.callbacks.test_lambda_callback import Line, loader
+from tests.helpers.line import Line, loader
 from tests.numerics.running import quiet_trainer
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import csv
 import gzip
 import importlib.util
 import inspect
-import itertools
 import json
 import math
 import os
@@ -16,7 +14,6 @@ import re
 import signal
 import subprocess
 import sys
-import sysconfig
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -146,16 +143,6 @@ def test_transfer_learning_unfreezes_and_a_second_start_adds_nothing(tmp_path):
 
     again = run("transfer_learning.py", "--project-dir", "runs/transfer")
     assert results(again) == results(output)
-
-
-def test_transfer_learning_has_the_same_schedule_on_two_processes():
-    arguments = ("transfer_learning.py", "--max-epochs", 3)
-    for processes in (1, 2):
-        name = f"runs{processes}"
-        run(*arguments, "--project-dir", name, "--batch-size", 16 // processes, processes=processes)
-    # Not the same accuracy: batch normalisation sees half the batch.
-    one, two = (series(Path(f"runs{n}/transfer"), "lr-AdamW/pg2") for n in (1, 2))
-    assert one == two != []
 
 
 # -- own loop --------------------------------------------------------------------------------------
@@ -355,17 +342,6 @@ def test_fashion_mnist_says_where_missing_files_are_to_be_had(tmp_path):
     assert "Traceback" not in errors
 
 
-def test_fashion_mnist_reads_idx_files_as_they_were_written(tmp_path):
-    example = load_example("fashion_mnist.py")
-    array = numpy.arange(3 * 4 * 5).reshape(3, 4, 5)
-    for name in ("plain", "packed.gz"):
-        write_idx(tmp_path / name, array)
-        assert example.read_idx(tmp_path / name).tolist() == array.tolist()
-    (tmp_path / "other").write_bytes(b"no idx file")
-    with pytest.raises(SystemExit, match="other is not an idx file of bytes"):
-        example.read_idx(tmp_path / "other")
-
-
 # -- cross-validation ------------------------------------------------------------------------------
 
 KILL_AT_A_SAVE = """
@@ -435,35 +411,6 @@ def test_cross_validation_goes_on_in_the_fold_that_was_killed(tmp_path):
     assert results(again) == results(output)
 
 
-def test_cross_validation_is_the_same_estimate_on_two_processes(tmp_path):
-    options = ("cross_validation.py", "--folds", 2, "--max-epochs", 2)
-    for processes in (1, 2):
-        split = ("--project-dir", processes, "--batch-size", 64 // processes)
-        output = run(*options, *split, processes=processes)
-        assert len(results(output)) == 3
-    for fold in ("fold-1", "fold-2"):
-        one, two = (series(tmp_path / str(n) / fold, "val/accuracy") for n in (1, 2))
-        assert two == pytest.approx(one, abs=1e-7)
-
-
-def test_cross_validation_keeps_the_shares_of_the_digits_and_judges_each_image_once(monkeypatch):
-    example = load_example("cross_validation.py")
-    parts = []
-    monkeypatch.setattr(
-        example, "run_fold", lambda folder, train, val, _: parts.append((train, val)) or 1.0
-    )
-    monkeypatch.setattr(sys, "argv", ["cross_validation.py", "--folds", "4"])
-    example.main()
-    judged = [index for _, val in parts for index in val.indices.tolist()]
-    assert sorted(judged) == list(range(1797))
-    for train, val in parts:
-        assert not set(train.indices.tolist()) & set(val.indices.tolist())
-        assert len(train) + len(val) == 1797
-        shares = torch.bincount(torch.tensor([label for _, label in val]))
-        assert shares.min() >= 174 // 4  # of the rarest digit
-        assert shares.max() <= -(-183 // 4)
-
-
 # -- language model --------------------------------------------------------------------------------
 
 
@@ -503,55 +450,3 @@ def test_language_model_learns_more_than_frequencies_and_writes_the_same_again(t
     assert again.startswith(f"Resuming from {tmp_path}/runs/lm/checkpoints/step-00000032")
     assert results(again) == results(output)
     assert series(folder, "val/loss") == [*losses, losses[-1]]  # it was evaluated once more
-
-
-@pytest.mark.timeout(900)  # a minute and a half, on a machine that may be busy with others
-def test_language_model_makes_the_same_updates_however_a_batch_is_split(tmp_path):
-    options = ("language_model.py", "--max-steps", 2, "--precision", "no")
-    for processes, batch_size, accumulation in ((1, 32, 1), (2, 8, 2)):
-        split = ("--batch-size", batch_size, "--accumulation", accumulation)
-        run(*options, "--project-dir", processes, *split, processes=processes)
-    one, two = (series(tmp_path / str(n), "val/loss") for n in (1, 2))
-    assert len(one) == 3  # one an update, and one of the end
-    # Unweighted, short documents would count as much as long ones: 1e-2 apart.
-    assert two == pytest.approx(one, rel=1e-5)
-
-
-def test_the_text_of_the_language_model_is_cut_so_that_each_character_is_predicted_once():
-    example = load_example("language_model.py")
-    texts = ["short", "", "x" * 126, "y" * 127, "z" * 128, "äö" + "0123456789" * 40]
-    pieces = example.encode(texts)
-    assert max(map(len, pieces)) == example.CONTEXT + 1
-    predicted = bytes(code for piece in pieces for code in piece[1:].tolist())
-    assert predicted.decode("ascii") == "".join(f"{text}\0" for text in texts).replace("äö", "??")
-    for before, piece in itertools.pairwise(pieces):  # each begins where the one before ended
-        assert piece[0] == before[-1]
-    batch = example.collate(pieces)
-    assert batch.shape == (len(pieces), example.CONTEXT + 1)
-    assert example.LanguageModel(8, 1, 1).count_items(batch) == len(predicted)
-
-
-def test_the_text_of_the_language_model_is_that_of_python_and_no_document_is_in_both_parts():
-    example = load_example("language_model.py")
-    train, val = example.load_texts()
-    assert (train, val) == example.load_texts()
-    assert len(set(train + val)) == len(train) + len(val)
-    for source in (argparse, argparse.ArgumentParser, json.JSONDecoder.raw_decode, Path.touch):
-        assert inspect.getdoc(source) in train + val
-    licence = Path(sysconfig.get_path("stdlib"), "LICENSE.txt")  # some installations lack it
-    found = any("PYTHON SOFTWARE FOUNDATION LICENSE" in text for text in train + val)
-    assert found == licence.is_file()
-    assert 0.02 < len("".join(val)) / len("".join(train)) < 0.2
-
-
-def test_the_baselines_of_the_language_model_are_cross_entropies():
-    example = load_example("language_model.py")
-    unigram, bigram = example.baselines(example.encode(["aabab"]), example.encode(["ab", "c"]))
-    pairs = Counter(itertools.pairwise("\0aabab\0"))
-    firsts, seconds = Counter("\0aabab"), Counter("aabab\0")
-    judged = [*itertools.pairwise("\0ab\0"), *itertools.pairwise("\0c\0")]
-    # Each of the 128 × 128 pairs was seen 0.01 times more.
-    after = [(pairs[a, b] + 0.01) / (firsts[a] + 1.28) for a, b in judged]
-    alone = [(seconds[b] + 1.28) / (6 + 163.84) for _, b in judged]
-    assert bigram == pytest.approx(-numpy.log2(after).mean())
-    assert unigram == pytest.approx(-numpy.log2(alone).mean())

@@ -51,9 +51,10 @@ class Terminal:
         self.stderr = os.fdopen(slave, "w")
         self.written = ""
 
-    def loop(self, *, stdout=False, **arguments):
+    def loop(self, *, stdout=False, columns=COLUMNS, **arguments):
         # not in the fixture: pytest sets its own standard error after fixtures have run
         self.monkeypatch.setattr(sys, "stderr", self.stderr)
+        self.monkeypatch.setenv("COLUMNS", str(columns))  # rich would ask pytest's own streams
         if stdout:
             self.monkeypatch.setattr(sys, "stdout", self.stderr)
         return Loop(**arguments)

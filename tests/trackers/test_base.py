@@ -3,13 +3,10 @@ import subprocess
 import sys
 from collections import UserList
 
-import numpy as np
 import pytest
-import torch
 
 import trackers
 from trackers import registry as known
-from trainer.strict_json import python_number
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +43,6 @@ def resolve(log_with, **kwargs):
     return trackers.resolve_trackers(log_with, **{"project_name": "project", **kwargs})
 
 
-def test_everything_exported_exists_and_is_sorted():
-    assert trackers.__all__ == sorted(trackers.__all__)
-    assert all(hasattr(trackers, name) for name in trackers.__all__)
-
-
 def test_importing_and_resolving_imports_no_sdk():
     program = (
         "import sys, trackers; trackers.resolve_trackers('all', project_name='p', logging_dir='d');"
@@ -75,22 +67,6 @@ def test_missing_attribute_is_named_with_its_definition(missing):
         trackers.register_tracker(cls)
 
 
-def test_constructor_does_not_run_when_an_attribute_is_missing():
-    class Incomplete(trackers.GeneralTracker):
-        def __init__(self):
-            pytest.fail("the constructor ran")
-
-    with pytest.raises(NotImplementedError):
-        Incomplete()
-
-
-def test_a_subclass_may_inherit_the_required_attributes():
-    class Child(Memory):
-        pass
-
-    assert Child("r").name == "memory"
-
-
 def test_base_methods():
     tracker = Memory()
     tracker.start()
@@ -110,13 +86,7 @@ def test_base_methods():
         tracker.log_model,
     ):
         with pytest.raises(NotImplementedError, match="'memory'"):
-            record({}, 0)
-
-
-def test_a_step_may_be_left_out():
-    for record in (Memory().log, Memory().log_images):
-        with pytest.raises(NotImplementedError, match="'memory'"):
-            record({})
+            record({})  # a step may be left out
 
 
 def test_nothing_resolves_to_nothing():
@@ -143,7 +113,7 @@ def test_constructor_arguments(tmp_path):
     assert resolve(Memory)[0].run_name == "project"
 
 
-def test_a_service_with_projects_is_told_both_names():
+def test_a_service_with_projects_gets_both_names():
     class Service(Memory):
         has_projects = True
 
@@ -198,15 +168,15 @@ def package(tmp_path, monkeypatch):
     sys.modules.pop("their_package", None)
 
 
-def test_a_package_adds_a_tracker_by_an_entry_point(package, registry):
+def test_a_package_adds_a_tracker_by_an_entry_point(package, registry, caplog):
     package(theirs="their_package:Theirs")
     with pytest.raises(ValueError, match="'theirs'"):  # among the choices
         resolve("unknown")
     assert "their_package" not in sys.modules  # nobody asked for it
     for _ in range(2):
         assert [one.run_name for one in resolve("theirs")] == ["project"]
-    registry.pop("theirs")
     assert "theirs" in trackers.available_trackers()
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -218,9 +188,7 @@ def test_a_package_adds_a_tracker_by_an_entry_point(package, registry):
         ("their_package:Alias", "Alias.name is 'another'"),
     ],
 )
-def test_an_entry_point_that_is_broken_is_told_and_the_others_are_found(
-    package, caplog, value, error
-):
+def test_a_broken_entry_point_is_reported(package, caplog, value, error):
     package(broken=value, theirs="their_package:Theirs")
     assert "theirs" in trackers.available_trackers()
     (message,) = caplog.messages
@@ -230,18 +198,11 @@ def test_an_entry_point_that_is_broken_is_told_and_the_others_are_found(
         resolve("broken")
 
 
-def test_a_name_of_ours_is_not_given_away(package, tmp_path):
+def test_a_package_cannot_replace_a_built_in(package, tmp_path):
     package(tensorboard="their_package:Theirs")
     trackers.available_trackers()
     (tracker,) = resolve("tensorboard", logging_dir=tmp_path)
     assert type(tracker) is trackers.TensorBoardTracker
-
-
-def test_a_tracker_that_was_loaded_before_is_not_told_of(package, caplog):
-    package(theirs="their_package:Theirs")
-    resolve("theirs")
-    trackers.available_trackers()
-    assert not caplog.messages
 
 
 def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
@@ -276,13 +237,13 @@ def test_trackers_that_cannot_be_hashed():
     assert resolve([instance, instance, Record]) == [instance]
 
 
-def test_any_sequence_of_them_is_a_list():
+def test_any_sequence_of_trackers_is_accepted():
     for kind in (list, tuple, UserList):  # the last is a sequence as Hydra's lists are
         found = resolve(kind([Memory, "csv"]), logging_dir="logs")
         assert [tracker.name for tracker in found] == ["memory", "csv"]
 
 
-def test_all_is_every_installed_one(registry, tmp_path):
+def test_all_means_every_installed_tracker(registry, tmp_path):
     registry.clear()
     for cls in (NeedsPackage, Memory, Files):
         trackers.register_tracker(cls)
@@ -302,7 +263,7 @@ def test_unknown_name_gives_choices_and_nearest():
         resolve("mlflow")
 
 
-@pytest.mark.parametrize("wrong", [3, int, [None], [["memory"]]])
+@pytest.mark.parametrize("wrong", [3, int, [None]])
 def test_wrong_type(wrong):
     with pytest.raises(TypeError, match="log_with takes"):
         resolve(wrong)
@@ -340,11 +301,6 @@ def test_missing_package_of_a_built_in_names_the_extra(monkeypatch, tmp_path):
         trackers.TensorBoardTracker("run", tmp_path)
 
 
-def test_missing_package_of_a_users_tracker_names_the_package():
-    with pytest.raises(ImportError, match="pip install a_package_that_nobody_has"):
-        trackers.select_trackers(NeedsPackage)
-
-
 def test_select_makes_no_tracker(tmp_path):
     instance = Memory()
     chosen = trackers.select_trackers([Files, instance], logging_dir=tmp_path)
@@ -371,12 +327,3 @@ def test_register_rejects_what_is_no_tracker():
         trackers.register_tracker(Memory())
     with pytest.raises(ValueError, match="stands for every tracker"):
         trackers.register_tracker(type("Every", (Memory,), {"name": "all"}))
-
-
-def test_python_number():
-    for one in (torch.tensor([[2.5]]), np.float32(2.5), np.array(2.5)):
-        assert type(python_number(one)) is float
-        assert python_number(one) == 2.5
-    pair = torch.zeros(2)
-    assert python_number(pair) is pair
-    assert python_number("text") == "text"

@@ -9,51 +9,22 @@ import torch
 from trackers.media import frozen, size_of
 
 
-def write(value):
-    """Change everything in it in place."""
-    if isinstance(value, dict):
-        for item in value.values():
-            write(item)
-        value.clear()
-    elif isinstance(value, list):
-        for item in value:
-            write(item)
-        value.clear()
-    elif isinstance(value, tuple):
-        for item in value:
-            write(item)
-    elif isinstance(value, (torch.Tensor, np.ndarray)):
-        with torch.no_grad():
-            value += 1
-
-
-def make():
-    return {
-        "leaf": torch.ones(2, requires_grad=True),
-        "array": np.ones(2),
-        "scalar": np.float64(2.0),
-        "nested": {"tensor": torch.tensor(1), "list": [np.zeros(1), ({"deep": torch.zeros(1)},)]},
-        "text": "x",
-        "number": 1,
-        "none": None,
-    }
-
-
-def plain(value):
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(plain, value))
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 def test_changes_in_place_do_not_reach_the_copy():
-    values, arrivals = make(), []
+    leaf, deep = torch.ones(2, requires_grad=True), torch.zeros(1)
+    rows = [np.zeros(1), ({"deep": deep},)]
+    values, arrivals = {"leaf": leaf, "nested": {"rows": rows}, "scalar": np.float64(2.0)}, []
     copies = frozen(values, arrivals)
-    write(values)
-    assert values == {}
-    assert plain(copies) == plain(make())
+    with torch.no_grad():
+        leaf += 1
+    deep += 1
+    rows[0] += 1
+    rows.clear()
+    values.clear()
+    assert copies["leaf"].tolist() == [1.0, 1.0]
     assert not copies["leaf"].requires_grad
+    assert copies["nested"]["rows"][0].tolist() == [0.0]
+    assert copies["nested"]["rows"][1][0]["deep"].tolist() == [0.0]
+    assert copies["scalar"] == 2.0
     assert arrivals == []  # nothing came from a device
 
 
@@ -78,11 +49,8 @@ def test_how_much_memory_copies_take():
     assert size_of(([torch.zeros(3), np.zeros(2, np.uint8)], {"text": "abc"})) == 12 + 2 + 3 + 128
     assert size_of({"picture": Image.new("RGB", (5, 7))}) == 105
     assert size_of([[1, 2.5], [3, "x"]]) == 64 + 128 + 1
-    frame = type("Frame", (), {"shape": (3, 2)})()
-    assert size_of(frame) == 48
     kind = type("Frame", (), {"shape": (3, 2), "columns": ["nbytes"], "nbytes": np.ones(3)})
     assert size_of(kind()) == 48  # a column of that name
-    assert size_of(type("Odd", (), {"shape": None})()) == 0
 
 
 def test_other_objects_are_taken_as_they_are():

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -111,18 +110,13 @@ def test_a_resumed_run_has_no_step_twice_and_none_missing(started):
         tracker.log({"loss": float(step)}, step)
     tracker.finish()
     with open(tracker.path, "a") as torn:
-        torn.write("6,6")
+        torn.write("1,1")  # of step 123: no row of its own
     resumed = started(purge_step=4)
     for step in range(4, 8):
         resumed.log({"loss": float(step), "lr": 0.1}, step)
-    resumed.finish()
     assert [(row["step"], row["loss"]) for row in table(tracker.path)] == [
         (str(step), str(float(step))) for step in range(1, 8)
     ]
-    with open(tracker.path, "a") as torn:
-        torn.write("1,1")  # of step 123: no row of its own
-    started(purge_step=8).log({"loss": 8.0}, 8)
-    assert [row["step"] for row in table(tracker.path)] == [str(step) for step in range(1, 9)]
 
 
 @pytest.mark.parametrize("says_so", [True, False])
@@ -141,16 +135,6 @@ def test_a_new_run_keeps_the_table_of_another(started, tmp_path, caplog, says_so
     assert table(tracker.path.with_name("metrics.2.csv")) == [{"step": "1", "loss": "2.0"}]
     assert len(caplog.messages) == (0 if says_so else 2)
     assert all("purge_step" in m and "metrics.csv" in m for m in caplog.messages)
-
-
-def test_purge_step_continues_the_table_of_a_new_fit(started, tmp_path):
-    started().log({"loss": 1.0}, 1)
-    other = CSVTracker("run", tmp_path, purge_step=2)
-    other.begin_anew()
-    other.start()
-    other.log({"loss": 2.0}, 2)
-    other.finish()
-    assert other.path.read_text() == "step,loss\n1,1.0\n2,2.0\n"
 
 
 def test_evaluations_of_a_step_have_a_row_each(tmp_path):
@@ -187,7 +171,7 @@ def test_a_table_that_another_process_adds_to_loses_nothing(started, caplog):
     assert caplog.messages == []
 
 
-def test_a_row_that_another_process_has_put_in_the_place_of_the_last_one_stays(started, tmp_path):
+def test_a_row_of_another_process_is_not_overwritten(started, tmp_path):
     fit, other = started(), CSVTracker("run", tmp_path)
     fit.log({"loss": 1.0}, 1)
     other.begin_anew()
@@ -260,9 +244,7 @@ def test_processes_that_write_at_once_lose_no_row_and_no_column(tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.csv"]
 
 
-def test_the_lock_is_free_behind_a_record_though_a_forked_process_has_its_file(
-    started, monkeypatch
-):
+def test_the_lock_is_released_although_a_forked_process_has_its_file(started, monkeypatch):
     tracker = started()
     forked, real = [], fcntl.flock
 
@@ -281,19 +263,6 @@ def test_the_lock_is_free_behind_a_record_though_a_forked_process_has_its_file(
         for descriptor in forked:
             os.close(descriptor)
     assert len(forked) == 1
-
-
-def test_a_writer_waits_for_the_lock_of_another(started):
-    tracker = started()
-    with open(tracker.path.with_name(LOCK), "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        thread = threading.Thread(target=tracker.log, args=({"loss": 1.0}, 1))
-        thread.start()
-        thread.join(0.1)
-        waited = thread.is_alive(), tracker.path.read_text()
-    thread.join()
-    assert waited == (True, "step\n")
-    assert tracker.path.read_text() == "step,loss\n1,1.0\n"
 
 
 @pytest.mark.parametrize("how", ["refused", "missing"])
@@ -317,7 +286,7 @@ def test_without_file_locks_the_table_is_still_written(started, monkeypatch, cap
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_a_table_that_is_deleted_meanwhile_begins_again_and_says_so(started, caplog, what):
+def test_a_deleted_table_begins_again_with_a_warning(started, caplog, what):
     tracker = started()
     tracker.log({"loss": 1.0}, 1)
     shutil.rmtree(tracker.path.parent) if what == "folder" else tracker.path.unlink()
@@ -339,59 +308,29 @@ def test_long_texts_and_their_line_ends_stay_when_a_column_is_added(started):
     assert tail == b'",\n2,,1.0\n'
 
 
-def test_who_changes_the_working_folder_leaves_the_table_where_it_is(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "else").mkdir()
-    tracker = CSVTracker("run", "logs")
-    tracker.start()
-    monkeypatch.chdir(tmp_path / "else")
-    tracker.log({"loss": 1.0}, 1)
-    tracker.finish()
-    assert (tmp_path / "logs/run/metrics.csv").read_text() == "step,loss\n1,1.0\n"
-    assert list((tmp_path / "else").iterdir()) == []
+class FullDisk:
+    """A file that cannot grow beyond `size` bytes."""
+
+    def __init__(self, file, size):
+        self.file, self.size = file, size
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def write(self, line):
+        return self.file.write(line[: self.size - self.file.tell()])
 
 
 def test_a_full_disk_leaves_whole_rows(started):
     tracker = started()
-    tracker.log({"loss": 1.0}, 1)
-    file = tracker._file
-
-    class Full:
-        def __getattr__(self, name):
-            return getattr(file, name)
-
-        def write(self, line):
-            return file.write(line[:3])
-
-    tracker._file = Full()
-    with pytest.raises(OSError, match=r"3 of \d+ bytes"):
-        tracker.log({"loss": 2.0}, 2)
-    tracker._file = file
-    tracker.log({"loss": 3.0}, 3)
-    assert [row["step"] for row in table(tracker.path)] == ["1", "3"]
-
-
-def test_a_full_disk_leaves_the_row_that_more_values_were_for(started):
-    tracker = started()
     tracker.log({"loss": 1.0, "val": 1.0}, 1)
     tracker.log({"loss": 2.0}, 2)
     file = tracker._file
-
-    class Full:
-        """Its file cannot grow."""
-
-        size = tracker.path.stat().st_size
-
-        def __getattr__(self, name):
-            return getattr(file, name)
-
-        def write(self, line):
-            return file.write(line[: self.size - file.tell()])
-
-    tracker._file = Full()
-    with pytest.raises(OSError, match="could be written"):
-        tracker.log({"val": 123.456}, 2)
-    assert [row["loss"] for row in table(tracker.path)] == ["1.0", "2.0"]
+    tracker._file = FullDisk(file, tracker.path.stat().st_size)
+    for step, values in ((2, {"val": 123.456}), (3, {"loss": 3.0})):
+        with pytest.raises(OSError, match="could be written"):
+            tracker.log(values, step)
+        assert [row["loss"] for row in table(tracker.path)] == ["1.0", "2.0"]
     tracker._file = file
     tracker.log({"val": 3.0}, 2)
     assert table(tracker.path)[1] == {"step": "2", "loss": "2.0", "val": "3.0"}
@@ -436,14 +375,3 @@ def test_a_run_that_goes_on_keeps_its_rows(tmp_path):
     tracker.start()  # another run: the table is kept under another name
     tracker.finish()
     assert files(tracker) == ["metrics.1.csv", "metrics.csv"]
-
-
-def test_values_of_the_step_that_a_run_goes_on_from_share_its_row(tmp_path):
-    tracker = CSVTracker("run", tmp_path)
-    for previous, values in ((None, {"loss": 1.0}), (5, {"val": 2.0}), (5, {"val": 3.0})):
-        if previous is not None:
-            tracker.resume(None, previous)
-        tracker.start()
-        tracker.log(values, 5)
-        tracker.finish()
-    assert tracker.path.read_text() == "step,loss,val\n5,1.0,3.0\n"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trackers.csv import CSVTracker
-from trackers.jsonl import JsonlTracker, unused_name
+from trackers import CSVTracker, JsonlTracker, TensorBoardTracker
+from trackers.jsonl import unused_name
 from trainer.files import hidden_beside, read_json, regular, sweep_hidden
 
 
@@ -36,7 +36,7 @@ KINDS = ("link", "dangling", "pipe", "folder")
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="os.mkfifo is needed")
 
 
-@pytest.mark.parametrize("mode", ["rb", "r+b", "wb", "ab", "a+b"])
+@pytest.mark.parametrize("mode", ["rb", "wb", "ab"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_a_regular_file_is_opened(tmp_path, victim, kind, mode):
     plant(kind, tmp_path / "file", victim)
@@ -46,12 +46,6 @@ def test_only_a_regular_file_is_opened(tmp_path, victim, kind, mode):
     assert not victim.with_name("new").exists()
     with io.FileIO(victim, "r", opener=regular) as file:
         assert file.readall() == b"precious\n"
-
-
-def test_a_file_opened_for_writing_is_emptied(victim):
-    with open(victim, "w", opener=regular) as file:
-        file.write("x")
-    assert victim.read_text() == "x"
 
 
 def test_a_hidden_name_is_never_one_that_exists(tmp_path):
@@ -73,7 +67,7 @@ def test_what_is_not_json_is_a_value_error(tmp_path, text):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["metrics.jsonl", ".metrics.csv.lock", "metrics.csv"])
-def test_a_tracker_does_not_write_through_what_was_planted(tmp_path, victim, kind, name):
+def test_a_tracker_does_not_write_through_links_or_pipes(tmp_path, victim, kind, name):
     folder = tmp_path / "run"
     plant(kind, folder / name, victim)
     if name == "metrics.jsonl":
@@ -92,9 +86,31 @@ def test_a_tracker_does_not_write_through_what_was_planted(tmp_path, victim, kin
     assert not victim.with_name("new").exists()
 
 
-def test_the_record_is_not_cut_through_a_link(tmp_path, victim):
+def test_the_record_is_not_truncated_through_a_link(tmp_path, victim):
     plant("link", tmp_path / "metrics.jsonl", victim)
     with pytest.raises(OSError, match="link, which is not followed"):
         JsonlTracker(tmp_path / "metrics.jsonl").truncate(9)
     plant("dangling", tmp_path / "a.1.jsonl", victim)
     assert unused_name(tmp_path / "a.jsonl").name == "a.2.jsonl"  # a copy would write through it
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: JsonlTracker("logs/run/metrics.jsonl"),
+        lambda: CSVTracker("run", "logs"),
+        lambda: TensorBoardTracker("run", "logs"),
+    ],
+)
+def test_files_stay_in_their_folder_if_the_working_folder_changes(tmp_path, monkeypatch, make):
+    tracker = make()
+    tracker.start()
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    (file,) = (tmp_path / "logs" / "run").iterdir()
+    for step in (1, 2):  # a new name rewrites the table
+        size = file.stat().st_size
+        tracker.log({f"loss {step}": 1.0}, step)
+        assert file.stat().st_size > size
+    tracker.finish()
+    assert not list((tmp_path / "other").iterdir())

@@ -38,19 +38,6 @@ def test_records_come_back(tracker):
     }
 
 
-def test_non_finite_numbers_are_valid_json_and_floats_when_read(tracker):
-    tracker.log({"a": math.nan, "b": [math.inf, {"c": -math.inf}], "d": torch.tensor(math.nan)}, 1)
-
-    def reject(constant):
-        pytest.fail(f"{constant} is not JSON")
-
-    json.loads(tracker.path.read_text(), parse_constant=reject)
-    (record,) = read_metrics(tracker.path)
-    assert math.isnan(record["a"])
-    assert record["b"] == [math.inf, {"c": -math.inf}]
-    assert math.isnan(record["d"])
-
-
 def test_tensors_arrays_and_other_objects(tracker):
     tracker.log(
         {
@@ -89,16 +76,6 @@ def test_each_record_is_on_disk_at_once_and_offset_is_its_end(tracker):
         assert content.count(b"\n") == step + 1
         assert content.endswith(b"\n")
         assert tracker.sync() == tracker.offset == len(content)
-
-
-def test_a_second_run_appends(tracker):
-    tracker.log({"x": 1}, 1)
-    tracker.finish()
-    again = JsonlTracker(tracker.path)
-    again.start()
-    again.log({"x": 2}, 2)
-    again.finish()
-    assert [record["step"] for record in read_metrics(tracker.path)] == [1, 2]
 
 
 def test_truncate_leaves_what_was_there_and_goes_on_behind_it(tracker):
@@ -152,11 +129,6 @@ def test_a_whole_line_that_is_not_json_is_an_error(tmp_path):
         read_metrics(path)
 
 
-def test_reading_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read_metrics(tmp_path / "none")
-
-
 def test_a_full_disk_leaves_no_half_of_a_record(tracker, monkeypatch):
     tracker.log({"x": 1}, 1)
     real = tracker._file
@@ -188,8 +160,8 @@ def test_logging_to_a_closed_record_is_an_error(tmp_path):
     assert not tracker.tracker.exists()
 
 
-@pytest.mark.parametrize("what", ["deleted", "folder", "moved", "replaced"])
-def test_a_record_that_is_taken_away_goes_on_at_its_place(tracker, caplog, what):
+@pytest.mark.parametrize("what", ["folder", "moved", "replaced"])
+def test_a_deleted_or_moved_record_is_recreated(tracker, caplog, what):
     tracker.log({"x": 1}, 1)
     taken = tracker.path.with_name("taken.jsonl")
     if what == "folder":
@@ -209,7 +181,7 @@ def test_a_record_that_is_taken_away_goes_on_at_its_place(tracker, caplog, what)
     assert "was deleted, moved or replaced" in logged
 
 
-def test_a_record_that_is_deleted_and_cannot_be_begun_again_is_an_error_until_it_can(tracker):
+def test_a_deleted_record_that_cannot_be_recreated_is_an_error(tracker):
     tracker.path.unlink()
     tracker.path.mkdir()
     for _ in range(2):
@@ -218,15 +190,3 @@ def test_a_record_that_is_deleted_and_cannot_be_begun_again_is_an_error_until_it
     tracker.path.rmdir()
     tracker.log({"x": 2}, 2)
     assert [record["x"] for record in read_metrics(tracker.path)] == [2]
-
-
-def test_who_changes_the_working_folder_leaves_the_record_where_it_is(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "else").mkdir()
-    tracker = JsonlTracker("own.jsonl")
-    tracker.start()
-    monkeypatch.chdir(tmp_path / "else")
-    tracker.log({"x": 1}, 1)
-    tracker.finish()
-    assert [record["x"] for record in read_metrics(tmp_path / "own.jsonl")] == [1]
-    assert list((tmp_path / "else").iterdir()) == []

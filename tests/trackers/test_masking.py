@@ -63,7 +63,7 @@ def test_credentials_in_urls_are_masked_in_any_text(text, expected):
     assert masked({"note": text}) == {"note": expected or text}
 
 
-def test_more_can_be_named_and_some_excepted(monkeypatch):
+def test_name_secrets_adds_and_excepts_names(monkeypatch):
     monkeypatch.setattr(masking, "_named", {})
     name_secrets("PIN")
     name_secrets("primary_key", "key", secret=False)

@@ -26,7 +26,7 @@ def test_null_tracker_takes_everything():
     assert NullTracker("wandb").name == "wandb"
 
 
-def test_what_scripts_do_with_the_object_of_an_sdk_does_nothing():
+def test_calls_of_an_sdk_do_nothing():
     for thing in (NullTracker("wandb"), NullTracker("wandb").tracker):
         assert not thing.run.summary["best"].anything
         thing.run.summary["best"] = 1

@@ -24,29 +24,6 @@ def taken(pending):
     return [one if isinstance(one, Gap) else one.time for one in found[:-1]]
 
 
-def test_dropped_records_form_one_gap():
-    pending = filled([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert pending.take_record() is None  # the gap comes first
-    assert taken(pending) == [Gap(1.0, 3.0, 3), 4.0, 5.0]
-    assert pending.lost == 0
-
-
-def test_dropped_records_without_a_local_copy_are_lost():
-    pending = filled([1.0, 2.0])
-    for time in (None, None, 3.0):
-        pending.put(record(time))
-    assert taken(pending) == [Gap(1.0, 2.0, 2), None, 3.0]
-    assert pending.lost == 1
-
-
-def test_a_record_that_is_put_back_comes_next():
-    pending = filled([1.0, 2.0])
-    first = pending.take_record()
-    pending.put(record(3.0))
-    pending.put_back(first)
-    assert taken(pending) == [1.0, 2.0, 3.0]
-
-
 def test_a_record_that_is_put_back_before_a_gap_joins_it():
     """Otherwise the gap, whose records are later, would be filled first."""
     pending = filled([1.0, 2.0])
@@ -56,41 +33,6 @@ def test_a_record_that_is_put_back_before_a_gap_joins_it():
     pending.put_back(first)
     assert taken(pending) == [Gap(1.0, 2.0, 2), 3.0, 4.0]
     assert pending.lost == 0
-
-
-def test_the_memory_of_waiting_images_is_bounded():
-    """The oldest go; numbers, which take none, stay, and so does an image that alone is larger."""
-    pending = Pending(100, memory=10)
-    pending.fills = True
-    pending.put(record(1.0))
-    images = [Call("log_images", print, size=size) for size in (4, 4, 4, 11, 3, 7)]
-    for number, image in enumerate(images, start=2):
-        pending.put(image)
-        pending.put(record(float(number)))
-    waiting = [pending.take() for _ in range(9)]
-    assert [call.time or call.size for call in waiting] == [1.0, 2.0, 3.0, 4.0, 5.0, 3, 6.0, 7, 7.0]
-    assert pending.lost == 4
-    pending.put(images[0])  # what was taken makes room
-    pending.put(images[1])
-    assert pending.lost == 4
-
-
-def test_submitted_calls_are_taken_first():
-    pending = filled([1.0], capacity=9)
-    pending.put(Call("submit", print, record=False))
-    pending.put(record(2.0))
-    assert [call.what for call in pending.take_awaited()] == ["submit"]
-    assert taken(pending) == [1.0, 2.0]
-
-
-def test_clear_loses_records_and_gap_but_keeps_finish():
-    pending = filled([1.0, 2.0, 3.0, 4.0])
-    pending.put(Call("log_model", print, record=False))
-    pending.put(Call("finish", print, record=False), last=True)
-    assert not pending.put(record(9.0))
-    assert [call.what for call in pending.clear()] == ["log", "log", "log_model"]
-    assert pending.lost == 5
-    assert pending.take().what == "finish"
 
 
 class Clockless(threading.Condition):

@@ -7,37 +7,22 @@ from trackers.worker import may_pass, pause
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "method", "retried"),
     [
-        ConnectionRefusedError(),
-        TimeoutError(),
-        OSError(28, "No space left on device"),
-        RuntimeError("the service has no words for it"),
-        SystemExit(1),
-        type("HTTPError", (OSError, ValueError), {})(),
+        (ConnectionRefusedError(), "log", True),
+        (OSError(errno.ENOSPC, "No space left on device"), "log", True),
+        (RuntimeError("an error of the SDK"), "log", True),
+        (SystemExit(1), "log", True),
+        (type("HTTPError", (OSError, ValueError), {})(), "log", True),
+        (TypeError(), "log", False),
+        (NotImplementedError(), "log", False),
+        (OSError(errno.ENAMETOOLONG, "File name too long"), "log", False),  # of an image
+        (FileNotFoundError(), "log", True),
+        (FileNotFoundError(), "log_model", False),
     ],
 )
-def test_errors_that_are_retried(error):
-    assert may_pass(error, "log")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        TypeError(),
-        ValueError(),
-        KeyError(),
-        NotImplementedError(),
-        OSError(errno.ENAMETOOLONG, "File name too long"),  # of an image, by its name
-    ],
-)
-def test_errors_that_are_not_retried(error):
-    assert not may_pass(error, "log")
-
-
-def test_a_missing_file_to_upload_is_not_retried():
-    assert not may_pass(FileNotFoundError(), "log_model")
-    assert may_pass(FileNotFoundError(), "log")
+def test_errors_that_may_pass_are_retried(error, method, retried):
+    assert may_pass(error, method) == retried
 
 
 def test_pauses_double_up_to_a_limit_and_leave_the_generator_of_the_training_alone():

@@ -1,11 +1,8 @@
 import contextlib
-import copy
 import io
 import itertools
-import logging
 import math
 import resource
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -17,7 +14,6 @@ import yaml
 from PIL import Image
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.backend.event_processing.plugin_event_accumulator import (
     EventAccumulator as PageAccumulator,
 )
@@ -31,10 +27,8 @@ from tensorboard.plugins.hparams import (
     plugin_data_pb2,
 )
 from tensorboard.util import tensor_util
-from torch.utils.tensorboard import SummaryWriter
 
-from trackers import TensorBoardTracker, event_file, resolve_trackers
-from trackers.media import pixels
+from trackers import TensorBoardTracker, resolve_trackers
 
 
 @pytest.fixture
@@ -61,10 +55,12 @@ def text(events, name):
 
 
 def test_scalars_of_every_kind_can_be_read_before_the_end(tracker):
+    tracker.log({"first": 2.0})
     tracker.log({"loss": 0.5, "int": 3, "flag": True}, 1)
     tracker.log({"loss": torch.tensor([0.25]), "int": np.int64(4), "note": "a text"}, 2)
     tracker.log({"parts": {"a": 1.5, "b": {"c": 2}}}, 3)
     events = read(tracker)
+    assert scalars(events, "first") == [(0, 2.0)]
     assert scalars(events, "loss") == [(1, 0.5), (2, 0.25)]
     assert scalars(events, "int") == [(1, 3), (2, 4)]
     assert scalars(events, "flag") == [(1, 1)]
@@ -135,7 +131,7 @@ def test_images(tracker, kind):
         assert (event.step, event.width, event.height) == (step, width, 4)
 
 
-def test_masks_integers_and_floats_that_are_not_finite_are_seen_as_they_are(tracker):
+def test_masks_integers_and_floats_are_shown_as_they_are(tracker):
     shown = {
         "mask": (torch.tensor([[True, False]]), [255, 0]),
         "integers": (torch.tensor([[7, 255]]), [7, 255]),
@@ -145,34 +141,25 @@ def test_masks_integers_and_floats_that_are_not_finite_are_seen_as_they_are(trac
     }
     tracker.log_images({name: image for name, (image, _) in shown.items()}, 1)
     events = read(tracker)
-    for name, (image, expected) in shown.items():
+    for name, (_, expected) in shown.items():
         (event,) = events.Images(name)
         picture = Image.open(io.BytesIO(event.encoded_image_string)).convert("L")
         assert list(picture.tobytes()) == expected
-        (of_others,) = pixels(name, image)  # what W&B and Comet get
-        assert of_others.reshape(-1).tolist() == expected
 
 
-def test_who_changes_the_working_folder_leaves_the_files_where_they_are(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "else").mkdir()
-    tracker = TensorBoardTracker("run", "logs")
-    tracker.start()
-    monkeypatch.chdir(tmp_path / "else")
-    tracker.log({"loss": 1.0}, 1)
-    assert scalars(read(tracker), "loss") == [(1, 1.0)]
-    tracker.finish()
-    assert len(list((tmp_path / "logs/run").iterdir())) == 1
-    assert list((tmp_path / "else").iterdir()) == []
-
-
-def test_resuming_hides_the_steps_that_are_logged_again(tmp_path):
-    for purge_step, steps in [(None, range(5)), (3, range(3, 6))]:
-        tracker = TensorBoardTracker("run", tmp_path, purge_step=purge_step)
+@pytest.mark.parametrize("by_argument", [True, False])
+def test_resuming_hides_the_steps_that_are_logged_again(tmp_path, by_argument):
+    for start, steps in [(None, range(5)), (3, range(3, 6))]:
+        tracker = TensorBoardTracker("run", tmp_path, purge_step=start if by_argument else None)
+        if start and not by_argument:
+            tracker.resume(None, start - 1)
         tracker.start()
         for step in steps:
-            tracker.log({"loss": step + (10 if purge_step else 0)}, step)
+            tracker.log({"loss": step + (10 if start else 0)}, step)
         tracker.finish()
+        if not by_argument:
+            tracker.start()  # an evaluation behind it hides nothing
+            tracker.finish()
     expected = [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]
     assert scalars(read(tracker), "loss") == expected
     of_the_page = PageAccumulator(str(tracker.log_dir))  # it hides by other rules
@@ -182,17 +169,6 @@ def test_resuming_hides_the_steps_that_are_logged_again(tmp_path):
         for each in of_the_page.Tensors("loss")
     ]
     assert found == expected
-
-
-def test_a_file_comes_after_one_of_torchs_own_writer_from_the_same_second(tmp_path):
-    for _ in range(3):  # it is the same second at least once
-        folder = tmp_path / str(_)
-        with SummaryWriter(str(folder / "run")):
-            tracker = TensorBoardTracker("run", folder)
-            tracker.start()
-            tracker.finish()
-        first, second = sorted(path.name for path in (folder / "run").iterdir())
-        assert (".us" in first, ".us" in second) == (False, True)
 
 
 def test_resolved_by_name_with_options_and_without_a_file_before_start(tmp_path):
@@ -206,14 +182,10 @@ def test_resolved_by_name_with_options_and_without_a_file_before_start(tmp_path)
     with pytest.raises(RuntimeError, match="call `start` first"):
         tracker.tracker
     tracker.start()
-    tracker.finish()
+    for _ in range(2):
+        tracker.finish()
     (file,) = (tmp_path / "project").iterdir()
     assert file.name.endswith(".mine")
-
-
-def test_finish_twice_and_log_behind_it(tracker):
-    tracker.finish()
-    tracker.finish()
     with pytest.raises(RuntimeError, match="not open"):
         tracker.log({"loss": 1.0}, 1)
 
@@ -263,7 +235,7 @@ def test_tables_are_texts_in_markdown(tracker):
     assert events.Tensors("bare/text_summary")[0].wall_time == 12.0
 
 
-def test_tables_that_are_none(tracker):
+def test_invalid_tables_are_refused(tracker):
     with pytest.raises(ValueError, match="'t' is empty"):
         tracker.log_table("t")
     with pytest.raises(ValueError, match="Row 1 of the table 't' has 1 cells, but there are 2"):
@@ -293,9 +265,7 @@ def test_lists_of_images_and_batches_that_cannot_be_joined_are_seen_one_by_one(t
     }
 
 
-def test_a_full_disk_tears_no_event_and_costs_no_file_and_no_thread(tracker, monkeypatch):
-    ended = []
-    monkeypatch.setattr(threading, "excepthook", ended.append)
+def test_a_full_disk_leaves_whole_events(tracker):
     tracker.log({"x": 0.0}, 0)
     (file,) = tracker.log_dir.iterdir()
     size = file.stat().st_size
@@ -310,9 +280,20 @@ def test_a_full_disk_tears_no_event_and_costs_no_file_and_no_thread(tracker, mon
     assert file.stat().st_size == size
     tracker.log({"x": 2.0}, 2)
     tracker.finish()
-    assert ended == []
     assert list(tracker.log_dir.iterdir()) == [file]
     assert scalars(read(tracker), "x") == [(0, 0.0), (2, 2.0)]
+
+
+def test_a_start_on_a_full_disk_leaves_no_file(tmp_path):
+    tracker = TensorBoardTracker("run", tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(OSError, match="bytes could be written"):
+            tracker.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tracker.log_dir.iterdir()) == []
 
 
 def test_events_are_written_by_the_calling_thread_at_once(tmp_path):
@@ -324,16 +305,15 @@ def test_events_are_written_by_the_calling_thread_at_once(tmp_path):
     for step in range(3):
         tracker.log({"x": 1.0}, step)
         sizes.append(sum(path.stat().st_size for path in tracker.log_dir.iterdir()))
-    tracker.tracker.add_scalar("of one's own", 2.0, 3)
+    tracker.writer.add_scalar("of one's own", 2.0, 3)
     assert sizes[0] < sizes[1] < sizes[2]
     assert scalars(read(tracker), "of one's own") == [(3, 2.0)]
     assert tracker.tracker.file_writer.get_logdir() == str(tracker.log_dir)
     tracker.finish()
 
 
-@pytest.mark.parametrize("by", ["the tracker", "a script"])
 @pytest.mark.parametrize("gone", ["file", "folder"])
-def test_curves_go_on_in_another_file_if_theirs_is_gone(tracker, caplog, gone, by):
+def test_curves_go_on_in_another_file_if_theirs_is_gone(tracker, caplog, gone):
     tracker.store_init_configuration({"lr": 0.1})
     tracker.log({"x": 0.0}, 0)
     (file,) = tracker.log_dir.iterdir()
@@ -342,221 +322,26 @@ def test_curves_go_on_in_another_file_if_theirs_is_gone(tracker, caplog, gone, b
     else:
         tracker.log_dir.rename(tracker.log_dir.with_name("elsewhere"))
     for step in (1, 2):
-        if by == "the tracker":
-            tracker.log({"x": float(step)}, step)
-        else:
-            tracker.tracker.add_scalar("x", float(step), step)
+        tracker.log({"x": float(step)}, step)
     tracker.finish()
     events = read(tracker)
     assert scalars(events, "x") == [(1, 1.0), (2, 2.0)]
     assert events.file_version == 2
     assert sum("moved or replaced" in record.message for record in caplog.records) == 1
-    assert len(list(tracker.log_dir.iterdir())) == 1
-
-
-def test_a_folder_that_is_away_for_a_while_is_an_outage(tracker):
-    """As when its disk is not mounted: the path is there, and nothing can be written to it."""
-    tracker.store_init_configuration({"lr": 0.1})
-    away = tracker.log_dir.with_name("away")
-    tracker.log_dir.rename(away)
-    tracker.log_dir.touch()
-    for _ in range(2):
-        with pytest.raises(FileExistsError):
-            tracker.log({"x": 1.0}, 1)
-    tracker.log_dir.unlink()
-    away.rename(tracker.log_dir)
-    tracker.log({"x": 1.0}, 1)
-    assert scalars(read(tracker), "x") == [(1, 1.0)]
-    assert len(list(tracker.log_dir.iterdir())) == 1
-
-
-def test_a_file_that_cannot_be_begun_again_is_begun_by_the_next_event(tracker, monkeypatch):
-    tracker.store_init_configuration({"lr": 0.1})
-    (file,) = tracker.log_dir.iterdir()
-    file.unlink()
-    with monkeypatch.context() as full:
-        full.setattr(event_file, "append_whole", fail)
-        for _ in range(2):
-            with pytest.raises(OSError, match="full"):
-                tracker.log({"x": 1.0}, 1)
-    for step in (1, 2):
-        tracker.log({"x": float(step)}, step)
-    events = read(tracker)
-    assert events.file_version == 2
-    assert scalars(events, "x") == [(1, 1.0), (2, 2.0)]
-
-
-def fail(*_):
-    raise OSError("full")
-
-
-def test_a_handler_that_logs_to_tensorboard_does_not_wait_for_itself(tracker):
-    """The warning is not logged while the file is locked: the handler's lock would be the other."""
-
-    class Handler(logging.Handler):
-        def emit(self, record):
-            other = threading.Thread(target=tracker.tracker.add_scalar, args=("other", 1.0, 1))
-            other.start()
-            other.join(20)
-            held.append(other.is_alive())
-
-    held, handler = [], Handler()
-    (file,) = tracker.log_dir.iterdir()
-    file.unlink()
-    logging.getLogger("trackers").addHandler(handler)
-    try:
-        for step in (1, 2):
-            tracker.log({"x": float(step)}, step)
-    finally:
-        logging.getLogger("trackers").removeHandler(handler)
-    assert held == [False]
-
-
-@pytest.mark.parametrize("gone", ["before", "afterwards"])
-def test_a_deleted_working_folder_is_recreated(tmp_path, monkeypatch, gone):
-    folder = tmp_path / "experiment"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    tracker = TensorBoardTracker("run", "logs")
-    tracker.start()
-    if gone == "before":
-        shutil.rmtree(folder)
-    tracker.store_init_configuration({"lr": 0.1})
-    if gone == "afterwards":
-        shutil.rmtree(folder)
-    for step in (1, 2):
-        tracker.log({"x": float(step)}, step)
-    tracker.finish()
-    events = read(tracker)
-    assert scalars(events, "x") == [(1, 1.0), (2, 2.0)]
-
-
-def test_an_end_on_a_disk_that_failed_once_leaves_no_open_file(tracker, monkeypatch):
-    tracker.store_init_configuration({"lr": 0.1})
-    shutil.rmtree(tracker.log_dir)
-    tracker.log({"x": 1.0}, 1)
-    tracker.status = "finished"
-    file = tracker.tracker.file_writer.event_writer
-    with monkeypatch.context() as full:
-        full.setattr(event_file, "append_whole", fail)
-        with pytest.raises(OSError, match="full"):
-            tracker.finish()
-    assert file._file.closed
-    tracker.finish()
-
-
-def test_a_run_without_a_configuration_does_not_get_that_of_the_one_before(tmp_path):
-    tracker = TensorBoardTracker("run", tmp_path)
-    for configuration in ({"lr": 0.1}, None):
-        tracker.start()
-        if configuration is not None:
-            tracker.store_init_configuration(configuration)
-            tracker.finish()
-    for path in tracker.log_dir.iterdir():
-        path.unlink()
-    for step in (1, 2):
-        tracker.log({"x": 1.0}, step)
-    assert read(tracker).Tags()["tensors"] == []
-    tracker.finish()
+    (other,) = tracker.log_dir.iterdir()
+    assert other.name > file.name  # an open page would go on reading at the old place of the first
 
 
 def test_a_writer_that_a_script_closes_goes_on_in_its_file(tracker):
-    tracker.log({"x": 0.0}, 0)
     for step in (1, 2):
         with tracker.tracker as writer:
             writer.add_scalar("mine", 1.0, step)
         tracker.log({"x": float(step)}, step)
-    assert threading.active_count() == 1
-    tracker.tracker.close()
     tracker.finish()
-    writer.add_scalar("mine", 1.0, 3)
-    writer.close()
     assert len(list(tracker.log_dir.iterdir())) == 1
-    events = read(tracker)
-    assert scalars(events, "x") == [(0, 0.0), (1, 1.0), (2, 2.0)]
-    assert scalars(events, "mine") == [(1, 1.0), (2, 1.0), (3, 1.0)]
-
-
-def test_a_script_may_close_the_writer_on_another_thread(tracker):
-    def write():
-        for step in range(300):
-            tracker.tracker.add_scalar("mine", 1.0, step)
-            if step % 7 == 0:
-                tracker.tracker.close()
-        written.append(True)
-
-    written: list[bool] = []
-    script = threading.Thread(target=write)
-    script.start()
-    for step in range(300):
-        tracker.log({"x": 1.0}, step)
-    script.join()
-    tracker.finish()
-    assert written  # without an error
-    events = read(tracker)
-    assert len(scalars(events, "x")) == len(scalars(events, "mine")) == 300
-
-
-@pytest.mark.parametrize("gone", ["deleted", "replaced"])
-def test_a_file_that_goes_while_a_script_has_it_closed_is_told(tracker, caplog, gone):
-    tracker.store_init_configuration({"lr": 0.1})
-    tracker.writer.add_scalar("mine", 0.0, 0)
-    tracker.writer.close()
-    (file,) = tracker.log_dir.iterdir()
-    if gone == "deleted":
-        shutil.rmtree(tracker.log_dir)
-    else:
-        other = file.with_name("other")
-        other.write_bytes(b"torn")
-        other.replace(file)
-    for step in (1, 2):
-        tracker.log({"x": float(step)}, step)
     events = read(tracker)
     assert scalars(events, "x") == [(1, 1.0), (2, 2.0)]
-    assert sum("moved or replaced" in record.message for record in caplog.records) == 1
-
-
-def test_another_file_has_a_later_name(tracker):
-    """An open page would go on in one of the same name where it stopped reading the first."""
-    names = []
-    for step in range(3):
-        tracker.log({"x": 1.0}, step)
-        (file,) = tracker.log_dir.iterdir()
-        names.append(file.name)
-        file.unlink()
-    assert names == sorted(set(names))
-
-
-def test_another_file_of_a_resumed_run_hides_what_comes_again_too(tmp_path):
-    for value, last in ((1.0, None), (2.0, 5)):
-        tracker = TensorBoardTracker("run", tmp_path)
-        tracker.resume(None, last)
-        tracker.start()
-        if last is None:
-            for step in range(1, 11):
-                tracker.log({"x": value}, step)
-            tracker.finish()
-    _, second = sorted(tracker.log_dir.iterdir())
-    tracker.log({"x": 2.0}, 6)
-    second.unlink()
-    tracker.log({"x": 2.0}, 7)
-    tracker.finish()
-    assert scalars(read(tracker), "x") == [*((step, 1.0) for step in range(1, 6)), (7, 2.0)]
-
-
-def test_a_start_on_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
-    tracker = TensorBoardTracker("run", tmp_path)
-    with monkeypatch.context() as full:
-        full.setattr(event_file, "append_whole", fail)
-        for _ in range(2):
-            with pytest.raises(OSError, match="full"):
-                tracker.start()
-    assert list(tracker.log_dir.iterdir()) == []
-    tracker.finish()
-    tracker.start()
-    tracker.finish()
-    assert len(list(tracker.log_dir.iterdir())) == 1
-    copy.deepcopy(tracker)
+    assert scalars(events, "mine") == [(1, 1.0), (2, 1.0)]
 
 
 def test_two_threads_and_a_disk_that_fills_and_empties_tear_no_event(tracker):
@@ -588,59 +373,34 @@ def test_two_threads_and_a_disk_that_fills_and_empties_tear_no_event(tracker):
     assert len(scalars(events, "a")) + len(scalars(events, "b")) == 80 - 80 // 3
 
 
-def test_a_second_run_has_nothing_of_the_first(tmp_path, caplog):
+def test_a_second_run_has_no_configuration_of_the_first(tmp_path):
     tracker = TensorBoardTracker("run", tmp_path)
     for number in range(2):
         tracker.begin_anew()
         tracker.start()
         if number == 0:
             tracker.store_init_configuration({"lr": 1})
-            shutil.rmtree(tracker.log_dir)
-            for step in (1, 2):
-                tracker.log({"x": 1.0}, step)
         tracker.status = "finished"
         tracker.finish()
-    assert len(caplog.records) == 1  # the first run tells that its file was gone
     (new,) = tracker.log_dir.glob("*tfevents*")
     known = EventAccumulator(str(new)).Reload().summary_metadata
     assert known.keys() == {"status/text_summary"}
-    tracker.start()
-    for path in tracker.log_dir.iterdir():
-        path.unlink()
-    for step in (1, 2):
-        tracker.log({"x": 1.0}, step)
-    assert len(caplog.records) == 2
-    tracker.finish()
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_the_end_makes_no_new_file(tracker, closed):
+def test_the_end_makes_no_new_file(tracker):
     tracker.log({"x": 0.0}, 0)
     (file,) = tracker.log_dir.iterdir()
     file.unlink()
-    if closed:
-        tracker.writer.close()
     tracker.status = "finished"
     tracker.finish()
     assert list(tracker.log_dir.iterdir()) == []
 
 
-@pytest.mark.parametrize("status", ["finished", "failed"])
-def test_the_status_is_the_last_text(tracker, status):
+@pytest.mark.parametrize("status", ["failed", "running"])
+def test_the_status_is_a_text_once_it_is_known(tracker, status):
     tracker.status = status
     tracker.finish()
-    assert text(read(tracker), "status") == status
-
-
-def test_without_a_status_there_is_no_text(tracker):
-    tracker.finish()
-    assert "status/text_summary" not in read(tracker).Tags()["tensors"]
-
-
-def test_the_writer_has_a_name_of_its_own(tracker):
-    assert tracker.writer is tracker.tracker
-    tracker.log({"loss": 1.0})
-    assert scalars(read(tracker), "loss") == [(0, 1.0)]
+    assert ("status/text_summary" in read(tracker).Tags()["tensors"]) == (status == "failed")
 
 
 def test_histograms_figures_texts_and_graphs(tracker):
@@ -659,75 +419,32 @@ def test_histograms_figures_texts_and_graphs(tracker):
     assert any("Linear" in node.name for node in events.Graph().node)
 
 
-def test_channels_may_be_last(tracker):
-    tracker.log_images({"last": np.zeros((5, 8, 3)), "both": np.zeros((3, 4, 3))}, 1)
-    events = read(tracker)
-    assert [(one.width, one.height) for one in events.Images("last")] == [(8, 5)]
-    assert [(one.width, one.height) for one in events.Images("both")] == [(3, 4)]
-    with pytest.raises(ValueError, match=r"'flat' have the shape \(3,\)"):
-        tracker.log_images({"flat": np.zeros(3)}, 1)
-
-
-def purged(tmp_path):
-    """The steps from which on a run hides what was before, one for each of its files."""
-    found = []
-    for path in sorted((tmp_path / "run").iterdir(), key=lambda path: path.stat().st_ctime_ns):
-        events = EventFileLoader(str(path)).Load()
-        found += [[one.step for one in events if one.HasField("session_log")]]
-    return found
-
-
-def test_a_run_that_goes_on_hides_what_comes_again_once(tmp_path):
-    tracker = TensorBoardTracker("run", tmp_path)
-    mine = TensorBoardTracker("run", tmp_path, purge_step=7)
-    tracker.resume(None, 3)
-    mine.resume(None, 3)
-    for each in (tracker, tracker, mine):
-        each.start()
-        each.finish()
-    tracker.resume(None, None)  # an evaluation behind it hides nothing
-    tracker.start()
-    tracker.finish()
-    assert purged(tmp_path) == [[4, 4], [], [7, 7], []]
-
-
 def test_a_fit_that_begins_anew_has_the_folder_to_itself(tmp_path):
-    def run(value, begin, **options):
-        tracker = TensorBoardTracker("run", tmp_path, filename_suffix=".tfevents", **options)
+    def run(value, *, begin=True, **options):
+        tracker = TensorBoardTracker("run", tmp_path, **options)
         if begin:
             tracker.begin_anew()
         tracker.start()
         tracker.log({"loss": value}, 1)
         tracker.finish()
-        return tracker
-
-    def shown(tracker):
         return sorted(value for _, value in scalars(read(tracker), "loss"))
 
-    def kept():
-        return sorted(path.name for path in tmp_path.glob("run/*earlier*"))
+    def renamed():
+        return sorted(tmp_path.glob("run/*earlier*"))
 
-    run(1.0, False)
-    (of_one,) = (tmp_path / "run").iterdir()
-    (tmp_path / "run" / "notes.txt").touch()
-    content = of_one.read_bytes()
-    tracker = run(2.0, True)
-    aside = of_one.with_name(of_one.name.replace("tfevents", "earlier"))
-    assert kept() == [aside.name]
+    run(1.0)
+    (first,) = (tmp_path / "run").iterdir()
+    content = first.read_bytes()
+    assert run(2.0) == [2.0]
+    (aside,) = renamed()
     assert aside.read_bytes() == content
-    assert shown(tracker) == [2.0]
-    tracker.start()  # told nothing, as by a loop of one's own
-    tracker.log({"loss": 3.0}, 2)
-    tracker.finish()
-    assert shown(tracker) == [2.0, 3.0]
-    run(4.0, True, purge_step=5)  # it says itself what is dropped
-    assert kept() == [aside.name]
-    of_one.write_bytes(content)  # a name that was set aside before
-    assert shown(run(5.0, True)) == [5.0]
-    assert len(kept()) == 5
+    assert run(3.0, begin=False) == [2.0, 3.0]  # as in a loop of one's own
+    run(4.0, purge_step=5)  # it says itself what is dropped
+    assert renamed() == [aside]
+    first.write_bytes(b"")  # a name that is taken by a renamed file
+    assert run(5.0) == [5.0]
+    assert len(renamed()) == 5
     assert aside.read_bytes() == content
-    assert len(list(tmp_path.glob("run/*"))) == 7
-    assert (tmp_path / "run/notes.txt").exists()
 
 
 def test_the_version_of_the_code(tmp_path):
@@ -776,14 +493,3 @@ def test_the_page_of_hyper_parameters_compares_runs_by_their_metrics(tmp_path):
     statuses = {name: run.sessions[0].status for name, run in runs.items()}
     unknown = dict.fromkeys(settings, api_pb2.STATUS_UNKNOWN)
     assert statuses == unknown | {"one": api_pb2.STATUS_SUCCESS}
-
-
-def test_a_run_that_failed_and_went_on_to_its_end_is_a_success(tmp_path):
-    for status in ("failed", "finished"):
-        tracker = TensorBoardTracker("run", tmp_path)
-        tracker.start()
-        tracker.store_init_configuration({"lr": 0.5})
-        tracker.status = status
-        tracker.finish()
-    _, _, runs = hparams_page(tmp_path)
-    assert runs["run"].sessions[0].status == api_pb2.STATUS_SUCCESS

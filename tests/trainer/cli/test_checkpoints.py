@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,12 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, TensorDataset
 
-import trainer
 from callbacks import EarlyStopping, ModelCheckpoint
-from trainer import Trainer, TrainModule
+from tests.helpers.line import Line, loader
+from tests.numerics.running import quiet_trainer
 from trainer.checkpoint import storage
 from trainer.checkpoint.accelerator_state import Prepared, save_state
 from trainer.checkpoint.lock import LOCK, alone_in
@@ -28,7 +25,6 @@ from trainer.checkpoint.storage import MANIFEST, files_in, open_staging, write_m
 from trainer.cli import main
 from trainer.configuration import ProjectConfiguration
 
-SOURCES = Path(trainer.__file__).parent
 ROOT = Path("run/checkpoints")
 OLD = time.time() - 2 * 3600
 ALONE = SimpleNamespace(
@@ -146,26 +142,14 @@ def terminal(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> Iterator[None]:
 
 
 def test_the_table_of_a_run(table):
-    class Line(TrainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(3, 1)
-
-        def training_step(self, batch, batch_idx):
-            return self.net(batch[0]).square().mean()
-
+    class Measured(Line):
         def validation_step(self, batch, batch_idx):
             for name in ("a", "b", "c", "d"):
                 self.log(name, float("nan") if name == "b" else 0.5)
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    loader = DataLoader(TensorDataset(torch.randn(64, 3)), batch_size=8)
     watch_c = [EarlyStopping("c"), ModelCheckpoint(monitor="c", save_top_k=-1)]
-    Trainer(
-        max_epochs=2, project_dir="run", log_with=None, progress_bar=False, callbacks=watch_c
-    ).fit(Line(), loader, loader)
+    trainer = quiet_trainer(max_epochs=2, callbacks=watch_c)
+    trainer.fit(Measured(), loader(16), loader(16))
     lines = table("run")
     assert lines[0] == str(ROOT.absolute())
     assert " ".join(lines[2].split()) == "name step epoch metrics size age processes state"
@@ -246,7 +230,7 @@ def test_checkpoints_of_the_accelerator_and_of_the_user(states, report):
     assert kinds == ["trainer", *["accelerator"] * 11, "trainer"]
 
 
-def test_a_folder_of_accelerate_is_foreign_and_nobody_is_blamed(states, table):
+def test_a_folder_of_accelerate_is_foreign_and_no_error(states, table):
     (ROOT / "checkpoint_0").mkdir(parents=True)
     (ROOT / "checkpoint_0/optimizer.bin").touch()
     assert states("run", "--verify", code=0) == {"checkpoint_0": "foreign"}
@@ -272,9 +256,9 @@ def edit_manifest(path: Path) -> None:
 
 
 DAMAGES = {
+    lambda path: (path / MANIFEST).write_text("{}"): "manifest.json",
     truncate: "model.safetensors is damaged: it has 3 bytes, but the manifest says 7.",
     lambda path: (path / "shards/0.bin").unlink(): "0.bin is missing from the checkpoint.",
-    lambda path: shutil.rmtree(path / "shards"): "0.bin is missing from the checkpoint.",
     lambda path: (path / "manifest.json").unlink(): "manifest.json is missing",
     tear_manifest: "manifest.json is damaged",
     edit_manifest: "manifest.json is damaged: its hash differs",
@@ -283,7 +267,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("verify", [[], ["--verify"]], ids=["sizes", "hashes"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_told_with_the_file(damage, verify, states, table):
+def test_damage_is_shown_with_the_file(damage, verify, states, table):
     make(1)
     damage(make(2))
     assert states("run", *verify, code=1) == {"step-00000001": "sound", "step-00000002": "damaged"}
@@ -300,27 +284,12 @@ def test_a_flipped_bit_is_found_by_the_hashes(states):
     assert states("run", "--verify", code=1) == {"step-00000001": "damaged"}
 
 
-def test_torn_checkpoints_under_any_name_are_damaged(states):
-    for name in ("checkpoint_3", "final"):
-        tear_manifest(make(name))
-    assert states("run", code=1) == {"checkpoint_3": "damaged", "final": "damaged"}
-    assert states(ROOT / "final", code=1) == {"final": "damaged"}
-
-
 def test_a_later_format_is_not_called_damaged(states, monkeypatch, table):
     monkeypatch.setattr("trainer.checkpoint.storage.FORMAT_VERSION", 2)
     make(1)
     monkeypatch.undo()
     assert states("run", code=1) == {"step-00000001": "unreadable"}
     assert "format version 2" in table("run", code=1)[-1]
-
-
-def test_what_the_disk_refuses_is_not_called_damaged(states):
-    file = make(1) / "model.safetensors"
-    file.unlink()
-    file.symlink_to(file.name)  # opening it fails, for root too
-    assert states("run", code=1) == {"step-00000001": "unreadable"}
-    assert states("run", "--verify", code=1) == {"step-00000001": "unreadable"}
 
 
 # -- leftovers -------------------------------------------------------------------------------------
@@ -348,43 +317,30 @@ def test_leftovers_are_listed_as_what_they_are(report, table):
     assert meaning == "a running or killed save"
 
 
-def test_what_was_set_aside_is_listed_blames_nobody_and_stays(report, states, table, caplog):
-    for step in (1, 2, 3, 4):
-        make(step, metrics={"loss": 1.0 - step / 10})
+def test_quarantined_checkpoints_are_listed_and_stay(report, states):
+    for step in (1, 2, 3):
+        make(step)
     (ROOT / "step-00000001" / "notes.txt").touch()
     make(1)
     (ROOT / "step-00000002" / MANIFEST).unlink()
     make(2)
-    for _ in range(2):
-        storage.quarantine(ROOT / "step-00000004", "abandoned")
-        make(4)
-    storage.remove(ROOT / "step-00000004")
+    storage.quarantine(ROOT / "step-00000003", "abandoned")
     kept = "never removed automatically"
     aside = {
-        "abandoned-step-00000004": f"the run resumed from an earlier one; {kept}",
-        "abandoned-step-00000004-2": f"the run resumed from an earlier one; {kept}",
+        "abandoned-step-00000003": f"the run resumed from an earlier one; {kept}",
         "damaged-step-00000002": f"damaged, set aside by a save of that step; {kept}",
         "replaced-step-00000001": f"replaced, but contains other files; {kept}",
     }
     age(ROOT)
     found = report("run")
     assert {Path(each["path"]).name: each["meaning"] for each in found["leftovers"]} == aside
-    assert [each["name"] for each in found["checkpoints"]] == [
-        f"step-0000000{n}" for n in (1, 2, 3)
-    ]
-    assert table("run", "--verify")[-1].endswith(aside["replaced-step-00000001"])
-    report("run", "--prune", "--keep-last", 1, "--keep-best", "loss", "--mode", "min", "--yes")
-    assert names() == [*aside, "step-00000003"]
-    assert states(ROOT / "abandoned-step-00000004", code=0) == {"abandoned-step-00000004": "sound"}
+    assert [each["step"] for each in found["checkpoints"]] == [1, 2]
+    report("run", "--prune", "--keep-last", 1, "--yes")
+    assert names() == [*aside, "step-00000002"]
+    assert states(ROOT / "abandoned-step-00000003", code=0) == {"abandoned-step-00000003": "sound"}
 
 
-@pytest.mark.parametrize("text", ["{}", '{"format_version": 0}'])
-def test_a_manifest_of_something_else_is_damage(states, text):
-    (make(1) / MANIFEST).write_text(text)
-    assert states("run", code=1) == {"step-00000001": "damaged"}
-
-
-def test_one_that_a_killed_save_had_set_aside_is_a_checkpoint(report, table):
+def test_a_checkpoint_renamed_by_a_killed_save_is_listed(report, table):
     make(1).rename(ROOT / ".cadence-replaced-step-00000001")
     for folder in ("run", ROOT / "step-00000001"):
         (found,) = report(folder)["checkpoints"]
@@ -394,7 +350,7 @@ def test_one_that_a_killed_save_had_set_aside_is_a_checkpoint(report, table):
     assert "the next start restores it" in table("run")[-1]
 
 
-def test_a_save_that_has_only_to_be_moved_is_unfinished_and_no_leftover(states, report):
+def test_a_committed_save_that_is_not_moved_yet_is_unfinished(states, report):
     interrupt_a_shared_save(ROOT / "checkpoint_0")
     assert states("run", "--verify", code=0) == {"checkpoint_0": "unfinished"}
     age(ROOT)
@@ -490,39 +446,28 @@ def test_nothing_goes_if_nothing_sound_would_be_left(best, report):
     assert steps()[:3] == [1, 2, 3]
 
 
-def test_what_is_not_ours_to_remove_stays_with_the_reason(report, monkeypatch):
-    notes = make(1) / "notes.txt"
-    notes.touch()
+def test_prune_leaves_what_is_not_ours_with_the_reason(report):
+    (make(1) / "notes.txt").touch()
     tear_manifest(make(2))
-    (make(3) / "manifest.json").unlink()
-    monkeypatch.setattr("trainer.checkpoint.storage.FORMAT_VERSION", 2)
-    make(4)
-    monkeypatch.undo()
+    make(3)
+    Path(ROOT / "best").symlink_to("step-00000003")
+    make(4).rename(ROOT / ".cadence-replaced-step-00000004")
     make(5)
-    Path(ROOT / "best").symlink_to("step-00000005")
-    make("step-00000006", root=Path("elsewhere"))
-    Path(ROOT / "step-00000006").symlink_to(Path("elsewhere/step-00000006").absolute())
-    make(7).rename(ROOT / ".cadence-replaced-step-00000007")
-    make(8)
-    make(9)
+    make(6)
     (ROOT / "checkpoint_0").mkdir()
     interrupt_a_shared_save(ROOT / "checkpoint_1")
     make("checkpoint_2")
     before = {path: path.lstat().st_ino for path in Path().rglob("*")}
     done = report("run", "--prune", "--keep-last", 1, "--yes", code=1)["prune"]
     gone = {path for path in before if not os.path.lexists(path)}
-    assert gone == {path for path in before if ROOT / "step-00000008" in (path, *path.parents)}
-    assert done["removed"] == ["step-00000008"]
+    assert gone == {path for path in before if ROOT / "step-00000005" in (path, *path.parents)}
+    assert done["removed"] == ["step-00000005"]
     unclear = "it is unknown which of its files are ours"
-    linked = "it is a link or the target of one"
     assert done["untouched"] == {
         "step-00000001": "it contains notes.txt, which is not part of the checkpoint",
         "step-00000002": unclear,
-        "step-00000003": unclear,
-        "step-00000004": unclear,
-        "step-00000005": linked,
-        "step-00000006": linked,
-        "step-00000007": "set aside by a killed save; the next start restores it",
+        "step-00000003": "it is a link or the target of one",
+        "step-00000004": "set aside by a killed save; the next start restores it",
         "checkpoint_0": unclear,
         "checkpoint_1": unclear,
         "best": "you named it",
@@ -552,24 +497,6 @@ def test_leftovers_of_an_hour_ago_are_swept_younger_ones_are_not(report):
     assert names(running) == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("minutes", [59, 61])
-def test_the_limit_is_an_hour(minutes):
-    make(1)
-    staging = storage.open_staging(ROOT / "step-00000002")
-    age(staging, time.time() - minutes * 60)
-    assert call("run", "--prune", "--keep-last", 1, "--yes") == 0
-    assert staging.exists() == (minutes == 59)
-
-
-def test_a_replaced_one_stays_where_something_foreign_took_its_place(report):
-    make(1)
-    make("final").rename(ROOT / ".cadence-replaced-final")
-    (ROOT / "final").mkdir()
-    age(ROOT)
-    assert report("run", "--prune", "--keep-last", 1, "--yes")["prune"]["swept"] == []
-    assert names() == [".cadence-replaced-final", "final", "step-00000001"]
-
-
 def test_a_dry_run_shows_and_changes_nothing(table):
     for step in (1, 2):
         make(step)
@@ -587,17 +514,11 @@ def test_a_dry_run_shows_and_changes_nothing(table):
     assert lines[-1] == f"To remove: 1 checkpoint and 1 leftover, {size} B."
 
 
-def test_the_metric_to_keep_by_is_shown_first(table):
-    make(1, metrics={"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0})
-    arguments = ("--prune", "--keep-last", 1, "--keep-best", "d", "--mode", "max", "--dry-run")
-    assert " d=4 a=1 b=2 +1 " in table("run", *arguments)[3]
-
-
 @pytest.mark.parametrize(
     ("answer", "left"),
-    [(b"y\n", [2]), (b"Yes\n", [2]), (b"\n", [1, 2]), (b"n\n", [1, 2]), (b"\x04", [1, 2])],
+    [(b"Yes\n", [2]), (b"\n", [1, 2]), (b"\x04", [1, 2])],
 )
-def test_it_asks_on_a_terminal(answer, left, monkeypatch, capsys):
+def test_prune_asks_on_a_terminal(answer, left, monkeypatch, capsys):
     for step in (1, 2):
         make(step)
     with terminal(monkeypatch, answer):
@@ -608,7 +529,7 @@ def test_it_asks_on_a_terminal(answer, left, monkeypatch, capsys):
     assert ("Nothing was removed." in out) == (left == [1, 2])
 
 
-def test_without_a_terminal_it_says_so_and_removes_nothing(usage_error, monkeypatch):
+def test_without_a_terminal_prune_removes_nothing(usage_error, monkeypatch):
     for step in (1, 2):
         make(step)
     with open(os.devnull) as stdin:
@@ -634,7 +555,7 @@ class Answers:
         return "y\n"
 
 
-def test_a_kept_one_that_is_rotated_away_meanwhile_stops_it(monkeypatch, capsys):
+def test_prune_stops_if_a_kept_checkpoint_disappears(monkeypatch, capsys):
     for step in (1, 2):
         make(step)
     monkeypatch.setattr(sys, "stdin", Answers(lambda: storage.remove(ROOT / "step-00000002")))
@@ -643,17 +564,7 @@ def test_a_kept_one_that_is_rotated_away_meanwhile_stops_it(monkeypatch, capsys)
     assert "step-00000002: was removed by another process" in capsys.readouterr().err
 
 
-def test_a_save_that_begins_meanwhile_is_left_alone(monkeypatch):
-    make(1)
-    age(storage.open_staging(ROOT / "step-00000002"))
-    monkeypatch.setattr(
-        sys, "stdin", Answers(lambda: storage.open_staging(ROOT / "step-00000002") / "model")
-    )
-    assert call("run", "--prune", "--keep-last", 1) == 1
-    assert names() == [".cadence-staging-step-00000002", "step-00000001"]
-
-
-def test_what_cannot_be_removed_is_told_and_the_rest_goes(report, capsys, monkeypatch):
+def test_a_failed_removal_is_reported_and_the_rest_goes(report, capsys, monkeypatch):
     for step in (1, 2, 3):
         make(step)
     (ROOT / ".cadence-trash-step-00000001").touch()  # in the way
@@ -673,14 +584,9 @@ def test_what_cannot_be_removed_is_told_and_the_rest_goes(report, capsys, monkey
         (["nowhere"], "nowhere does not exist"),
         (["file"], "file is a file"),
         (["run", "--keep-last", "1"], "--keep-last belongs to --prune"),
-        (["run", "--keep-best", "x", "--mode", "min"], "--keep-best belongs to --prune"),
-        (["run", "--mode", "min"], "--mode belongs to --prune"),
-        (["run", "--yes"], "--yes belongs to --prune"),
         (["run", "--dry-run"], "--dry-run belongs to --prune"),
         (["run", "--prune", "--yes"], "--prune needs --keep-last N"),
         (["run", "--prune", "--keep-last", "0", "--yes"], "'0' must be a number of 1 or more"),
-        (["run", "--prune", "--keep-last", "-1", "--yes"], "argument --keep-last"),
-        (["run", "--prune", "--keep-last", "x", "--yes"], "'x' must be a number of 1 or more"),
         (["run", "--prune", "--keep-last", "1", "--keep-best", "x"], "go together"),
         (["run", "--prune", "--keep-last", "1", "--mode", "min"], "go together"),
         (["run", "--prune", "--keep-last", "1", "--json"], "--json cannot ask"),
@@ -693,33 +599,6 @@ def test_wrong_usage_is_an_error_and_changes_nothing(arguments, error, usage_err
     Path("file").touch()
     assert error in usage_error(*arguments)
     assert steps() == [1, 2]
-
-
-def test_the_command_needs_no_torch():
-    make(1, metrics={"loss": 0.5})
-    make(2)
-    # The packages' `__init__` may import what they like; what the command uses must not.
-    script = (
-        "import sys, types\n"
-        "for name in ('trainer', 'trainer.checkpoint'):\n"
-        "    package = types.ModuleType(name)\n"
-        f"    package.__path__ = [{str(SOURCES.parent)!r} + '/' + name.replace('.', '/')]\n"
-        "    sys.modules[name] = package\n"
-        "from trainer import checkpoint\n"
-        "from trainer.cli import main\n"
-        "code = main(['checkpoints', 'run', '--verify', '--prune', '--keep-last', '1', '--yes'])\n"
-        "print([name for name in ('torch', 'safetensors') if name in sys.modules])\n"
-        "sys.exit(code)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == "[]"
-    assert steps() == [2]
-
-
-def test_the_help_lists_it(capsys):
-    assert main([]) == 1
-    assert "checkpoints" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("folder", [ROOT, ROOT.parent])

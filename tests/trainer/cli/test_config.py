@@ -124,18 +124,7 @@ def test_a_file_of_the_documented_api_is_understood():
 
 def test_its_default_file_is_json_under_a_yaml_name():
     found, notes = read(json.dumps(DEFAULT))
-    assert notes == []
-    assert found == LaunchConfiguration(
-        num_processes=1, use_cpu=True, mixed_precision="no", debug=False, rdzv_backend="static"
-    )
-
-
-def test_json_may_have_tabs(tmp_path):
-    (tmp_path / "own.json").write_text('{\n\t"num_processes": 2\n}\n')
-    assert read_file(tmp_path / "own.json") == ({"num_processes": 2}, [])
-    (tmp_path / "own.json").write_text("num_processes: 2")
-    with pytest.raises(ValueError, match="is not JSON"):
-        read_file(tmp_path / "own.json")
+    assert (found.num_processes, found.use_cpu, notes) == (1, True, [])
 
 
 def test_old_and_bare_spellings_are_understood():
@@ -144,9 +133,11 @@ def test_old_and_bare_spellings_are_understood():
     found, _ = read("mixed_precision: no\ndistributed_type: MULTI_CPU\n")  # False, for YAML
     assert (found.mixed_precision, found.use_cpu) == ("no", True)
     assert read("")[0] == LaunchConfiguration()
+    for key in ("dynamo_backend: NO", "dynamo_config: {dynamo_backend: no}"):
+        assert read(key)[0].variables == {"ACCELERATE_DYNAMO_BACKEND": "no"}
 
 
-def test_what_means_nothing_here_is_noted():
+def test_keys_without_effect_are_noted():
     _, notes = read("tpu_name: mine\nenable_cpu_affinity: true\nmpirun_config: {mpirun_ccl: '1'}")
     assert [note.partition(" ")[0] for note in notes] == [
         "tpu_name",
@@ -173,7 +164,7 @@ def test_what_means_nothing_here_is_noted():
         ("distributed_type: [NO]", "Did you mean|it must be one of"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_the_file(text, said):
+def test_invalid_files_are_refused_by_name(text, said):
     with pytest.raises(ValueError, match=f"(?s)own.yaml.*{said}"):
         read(text)
 
@@ -183,7 +174,6 @@ def test_what_cannot_be_meant_is_refused_with_the_file(text, said):
     [
         ({"num_processes": 0}, ValueError, "at least 1"),
         ({"num_processes": "2"}, TypeError, "whole number"),
-        ({"num_processes": True}, TypeError, "whole number"),
         ({"num_processes": 3, "num_machines": 2}, ValueError, "multiple of num_machines"),
         ({"machine_rank": 1}, ValueError, "from 0 to 0"),
         ({"main_process_port": 0, "num_machines": 2}, ValueError, "need the same port"),
@@ -195,8 +185,6 @@ def test_what_cannot_be_meant_is_refused_with_the_file(text, said):
         ({"use_cpu": "yes"}, TypeError, "True or False"),
         ({"monitor_interval": 0}, ValueError, "above 0"),
         ({"monitor_interval": "1"}, TypeError, "a number"),
-        ({"monitor_interval": float("nan")}, ValueError, "a number"),
-        ({"monitor_interval": float("inf")}, ValueError, "above 0"),
     ],
 )
 def test_a_configuration_checks_itself(wrong, kind, said):
@@ -266,7 +254,7 @@ def test_update_writes_todays_keys_and_loses_none_of_ours(capsys):
         (["update", "--config_file", "bad.yaml"], 1, "of at least 1"),
     ],
 )
-def test_what_makes_no_sense_is_told(capsys, monkeypatch, words, code, said):
+def test_wrong_usage_is_refused(capsys, monkeypatch, words, code, said):
     monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115  # closed below
     Path("bad.yaml").write_text("num_processes: 0")
     Path("folder.yaml").mkdir()
@@ -317,12 +305,6 @@ def test_what_is_not_asked_stays_unless_it_is_of_several_machines(home, answer):
     assert answer(b"1\n\n\n\n\n\n\n\n") == 0
     given, _ = read_file(home)
     assert LaunchConfiguration(**given) == replace(known, rdzv_backend="static")
-
-
-@pytest.mark.parametrize("key", ["dynamo_backend: NO", "dynamo_config: {dynamo_backend: no}"])
-def test_a_bare_no_compiles_nothing(key):
-    configuration, _ = read(key)
-    assert configuration.variables == {"ACCELERATE_DYNAMO_BACKEND": "no"}
 
 
 def test_the_end_of_the_answers_writes_nothing(home, answer, capsys):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -50,13 +49,13 @@ def noted(monkeypatch, tmp_path) -> Callable[[], dict[str, object]]:
     return read
 
 
-def test_alone_a_command_says_it_itself(capsys, noted):
+def test_a_single_process_prints_the_error(capsys, noted):
     error_reporting.report("trainer fit: no", 2)
     assert capsys.readouterr().err == "trainer fit: no\n"
     assert noted() == {}
 
 
-def test_each_text_is_said_by_the_first_that_comes_with_it(launcher, monkeypatch, capsys, noted):
+def test_each_error_is_printed_by_one_process(launcher, monkeypatch, capsys, noted):
     store = launcher()
     for text in ("one", "one", "two", "one"):
         error_reporting.report(text, 2)
@@ -68,7 +67,7 @@ def test_each_text_is_said_by_the_first_that_comes_with_it(launcher, monkeypatch
     del store
 
 
-def test_who_comes_second_stays_until_it_is_said(launcher, monkeypatch, capsys):
+def test_other_processes_wait_until_it_is_printed(launcher, monkeypatch, capsys):
     store = launcher()
     saying, may_say, ended = threading.Event(), threading.Event(), threading.Event()
 
@@ -96,19 +95,6 @@ def test_who_comes_second_stays_until_it_is_said(launcher, monkeypatch, capsys):
     del store
 
 
-def test_better_twice_than_not_at_all(launcher, monkeypatch, capsys):
-    monkeypatch.setattr(error_reporting, "_PATIENCE", timedelta(milliseconds=300))
-    store = launcher()
-    store.add(
-        error_reporting._claim("one"), 1
-    )  # by a process that was ended before it could say so
-    error_reporting.report("one", 2)
-    assert capsys.readouterr().err == "one\n"
-    del store
-    error_reporting.report("two", 2)  # to nobody
-    assert capsys.readouterr().err.endswith("two\n")
-
-
 @pytest.mark.parametrize(
     ("code", "restarts", "kind", "said"),
     [
@@ -118,7 +104,7 @@ def test_better_twice_than_not_at_all(launcher, monkeypatch, capsys):
         (1, 3, "SystemExit", "no\n"),  # before the others of the next attempt
     ],
 )
-def test_our_launcher_says_what_is_noted(
+def test_our_launcher_prints_the_noted_error(
     launcher, monkeypatch, capsys, noted, code, restarts, kind, said
 ):
     store = launcher()
@@ -135,7 +121,7 @@ def test_our_launcher_says_what_is_noted(
     del store
 
 
-def test_a_process_that_a_marked_one_started_is_not_marked(monkeypatch, capsys, noted):
+def test_a_child_process_prints_its_own_errors(monkeypatch, capsys, noted):
     monkeypatch.setenv(entry.MARK, str(os.getppid()))
     error_reporting.report("no", 2)
     assert (capsys.readouterr().err, noted()) == ("no\n", {})
@@ -154,7 +140,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "code", "said"), REFUSED)
-def test_the_program_tells_by_it(monkeypatch, capsys, noted, words, code, said):
+def test_the_program_notes_its_error_for_the_launcher(
+    monkeypatch, capsys, noted, words, code, said
+):
     monkeypatch.setenv(entry.MARK, str(os.getpid()))
     monkeypatch.setattr("sys.argv", ["trainer", *words.split()])
     with pytest.raises(error_reporting.Reported) as end:
@@ -169,10 +157,8 @@ def test_the_program_tells_by_it(monkeypatch, capsys, noted, words, code, said):
     assert (note["kind"], note["code"]) == (kind, code)
 
 
-@pytest.mark.parametrize(("words", "code", "said"), REFUSED)
-def test_a_call_prints_since_its_process_may_go_on(
-    launcher, monkeypatch, capsys, noted, words, code, said
-):
+def test_a_call_of_main_prints_its_error(launcher, monkeypatch, capsys, noted):
+    words, code, said = REFUSED[0]
     store = launcher()
     monkeypatch.setenv(entry.MARK, str(os.getpid()))
     for _ in range(2):
@@ -183,7 +169,7 @@ def test_a_call_prints_since_its_process_may_go_on(
     del store
 
 
-def test_the_program_is_what_users_start():
+def test_the_entry_point_is_the_program():
     text = (ROOT / "pyproject.toml").read_text()
     assert f'\n[project.scripts]\ntrainer = "{program.__module__}:{program.__name__}"\n' in text
 
@@ -200,16 +186,6 @@ from trainer.cli import main, program
 
 def launch(*words: str) -> int:
     return main(["launch", "--cpu", *words, "train.py"])
-
-
-def test_a_wrong_usage_is_said_once_and_not_tried_again(capfd):
-    Path("train.py").write_text(f"{LIGHT}sys.argv = ['trainer', 'fitt']\nsys.exit(program())\n")
-    assert launch("--num_processes", "2", "--max_restarts", "2") == 2
-    text = capfd.readouterr().err
-    assert text.count("COMMAND is 'fitt'") == 1
-    assert "failed first:\nusage: trainer [-h]" in text
-    assert "restarted" not in text
-    assert "exited with code" not in text
 
 
 def test_a_script_that_calls_a_command_fails_for_its_own_reason(capfd):
@@ -234,7 +210,7 @@ def test_a_script_that_calls_a_command_fails_for_its_own_reason(capfd):
     assert "lanch" not in text
 
 
-def test_torchruns_processes_refuse_once():
+def test_under_torchrun_an_error_is_printed_once():
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         [

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
-import callbacks
 from callbacks import EarlyStopping, ModelCheckpoint, PredictionWriter
 from trainer import DataLoaderConfiguration, DistributedDataParallelKwargs, Trainer
 from trainer.cli import main
-from trainer.cli.fit.configured import ConfiguredLine, Made, SavedConfiguration
+from trainer.cli.fit.configured import ConfiguredLine, Made
 from trainer.cli.parsing import import_from_here
 
 SCRIPT = '''
@@ -389,16 +386,11 @@ def test_values_are_linked_between_the_data_and_the_module(linked):
     [
         ("model.init_args.scale: trainer.project_dir", "must be of type float. Got value: runs/"),
         ("model.init_args.scael: data.classes", "there is no model.init_args.scael"),
-        ("model.init_args.scale: data.init_args.sise", "there is no data.init_args.sise"),
-        (
-            "model.init_args.scale: data.sise",
-            "fit: links: model.init_args.scale: data.sise: 'Counted'",
-        ),
-        ("modle.x: seed", 'links: modle.x: seed: No action for key "modle.x"'),
+        ("model.init_args.scale: data.sise", "model.init_args.scale: data.sise: 'Counted'"),
         ("model.init_args.scale: 3", "links:\n    - must be of type str. Got value: 3"),
     ],
 )
-def test_a_link_that_leads_nowhere_or_to_another_type_is_told(capsys, linked, link, text):
+def test_an_invalid_link_is_refused(capsys, linked, link, text):
     Path("wrong.yaml").write_text(Path("linked.yaml").read_text() + f"  {link}\n")
     shown = error_of(capsys, "fit", "wrong.yaml")
     assert text in shown
@@ -460,7 +452,7 @@ class Acting(Line):
     assert "model.init_args.act: the value in" in capsys.readouterr().err
 
 
-def test_a_prediction_writer_of_ones_own_is_the_only_one():
+def test_a_given_prediction_writer_replaces_the_default():
     line = line_of("predict")
     config = line.parse(
         ["base.yaml", "--trainer.callbacks+=PredictionWriter", "--trainer.callbacks.dirpath=out"]
@@ -502,38 +494,33 @@ def test_the_help_teaches(capsys):
         (["--trainer.max_epoch=3"], ["no argument 'max_epoch'. Did you mean 'max_epochs'?"]),
         (["--trainer.default_root_dir=x"], ["'default_root_dir'; use project_dir"]),
         (["--trainer.accelerator=gpu"], ["The device is selected automatically"]),
+        (["latin.yaml"], ["'utf-8' codec can't decode byte 0xfc", "latin.yaml"]),
         (["--trainer.seed=3"], ["a key at the top level"]),
         (["--config=off.yaml"], ["trainer.mixed_precision", "in quotes, 'no'"]),
         (
             ["--seeds=3"],
             ["sections are: seed, ckpt_path, trainer, model, data, links. Did you mean 'seed'"],
         ),
-        (["--callbacks=x"], ["Did you mean 'trainer.callbacks'?"]),
         (["--model=fitted.Lin"], ["model:", "'fitted.Lin'", "Did you mean 'Line'?"]),
         (["--model=fited.Line"], ["No module named 'fited'", "in the current folder"]),
         (["--model=trainer.Trainer"], ["model:", "not correspond to a subclass of TrainModule"]),
         (["--model.widht=3"], ["fitted.Line takes: width, optimizer, fails. Did you mean 'width'"]),
-        (["--model.class_weights=3"], ["fitted.Line takes: width, optimizer, fails."]),
         (["--model.width=x"], ["width:", "must be of type int. Got value: x"]),
         (["--trainer.max_epochs=x"], ["trainer.max_epochs:", "of type int", "Given value: x"]),
         (["--trainer.non_finite=halt"], ["must be one of 'stop', 'skip', 'ignore', not halt"]),
         (["--trainer.max_epochs=-1"], ["max_epochs is -1; it must be at least 0"]),
-        (["--trainer.val_every=1 eopch"], ["Did you mean 'epochs'?"]),
         (["--trainer.log_with=tensorbord"], ["log_with is 'tensorbord'; it must be one of"]),
         (["--trainer.callbacks+=EarlyStop"], ["Did you mean 'callbacks.EarlyStopping'?"]),
         (["nowhere.yaml"], ["File does not exist"]),
         (["--seed", "1", "torn.yaml"], ["come before all options, or each after --config"]),
-        (["torn.yaml"], ["torn.yaml"]),
         (["modle.yaml"], ["'modle.class_path' is not accepted", "Did you mean 'model'?"]),
         (["dataset.yaml"], ["write class_path: Loader instead"]),
-        (
-            ["init.yaml"],
-            ["'init_arg.width' is not", "fitted.Line takes: width"],
-        ),
+        (["init.yaml"], ["'init_arg.width' is not", "fitted.Line takes: width"]),
     ],
 )
 def test_an_error_names_the_key_and_the_nearest(capsys, words, texts):
     Path("torn.yaml").write_text("model: [\n")
+    Path("latin.yaml").write_bytes("# für später\n".encode("latin-1"))
     Path("off.yaml").write_text("trainer: {mixed_precision: no}\n")
     Path("modle.yaml").write_text("modle: {class_path: fitted.Line}\n")
     Path("init.yaml").write_text("model: {class_path: fitted.Line, init_arg: {width: 3}}\n")
@@ -555,16 +542,13 @@ data:
 @pytest.mark.parametrize(
     ("argument", "hint"),
     [
-        ("max_epoch: 3", "no argument 'max_epoch'. Did you mean 'max_epochs'?"),
         ("max_epocs: 3", "Did you mean 'max_epochs'?"),
-        ("projct_dir: x", "Did you mean 'project_dir'?"),
-        ("logevery: 3", "Did you mean 'log_every'?"),
         ("val_evry: {a: 1}", "no argument 'val_evry'. Did you mean 'val_every'?"),
         ("default_root_dir: x", "'default_root_dir'; use project_dir"),
         ("seed: 3", "The seed is a key at the top level"),
     ],
 )
-def test_a_wrong_argument_in_a_file_is_told_as_one_of_the_command_line(capsys, argument, hint):
+def test_a_wrong_argument_in_a_file_is_reported_like_an_option(capsys, argument, hint):
     Path("wrong.yaml").write_text(f"trainer: {{{argument}}}\n")
     shown = error_of(capsys, "fit", "base.yaml", "wrong.yaml")
     name = argument.partition(":")[0]
@@ -580,60 +564,17 @@ def test_a_script_is_no_configuration(capsys):
     shown = error_of(capsys, "fit", "base.yaml", "words.yaml")
     assert "A file must have the sections seed, ckpt_path, trainer, model, data, links." in shown
     assert "many of them" not in shown
-    Path("words.yaml").write_text("a: [")
-    assert "The files are: base.yaml, words.yaml." in error_of(
-        capsys, "fit", "base.yaml", "words.yaml", "--trainer.max_epochs=1"
-    )
 
 
-def test_a_file_of_another_encoding_is_told(capsys):
-    Path("old.yaml").write_bytes("# für später\n".encode("latin-1"))
-    assert main(["fit", "old.yaml"]) == 2
-    shown = capsys.readouterr().err
-    assert "'utf-8' codec can't decode byte 0xfc" in shown
-    assert "The files are: old.yaml.\n" in shown
-    assert "Traceback" not in shown
-
-
-def test_a_configuration_that_somebody_has_spoilt_is_kept_beside():
-    run = SimpleNamespace(project_dir=Path("runs/spoilt"))
-    run.project_dir.mkdir(parents=True)
-    (run.project_dir / "config.yaml").write_bytes(b"seed: 1 # \xff\n")
-    SavedConfiguration("seed: 1 # ü\nmodel: é\n").on_fit_start(run, None)
-    saved = (run.project_dir / "config.yaml").read_text(encoding="utf-8")
-    assert saved == "seed: 1 # ü\nmodel: é\n"
-    assert (run.project_dir / "config.1.yaml").read_bytes() == b"seed: 1 # \xff\n"
-
-
-def test_a_module_is_required(capsys):
-    shown = error_of(capsys, "fit")
-    assert "Write model into a configuration file, or pass --model ..." in shown
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "model: {width: 3}",
-        "model: {init_args: {width: 3}}",
-        "model: {}",
-        "data: {}\nmodel: fitted.Line",
-    ],
-)
-def test_a_section_without_a_class_is_told(capsys, content):
+@pytest.mark.parametrize("content", ["model: {width: 3}", "data: {}\nmodel: fitted.Line"])
+def test_a_section_without_a_class_is_refused(capsys, content):
     Path("classless.yaml").write_text(content)
     shown = error_of(capsys, "fit", "classless.yaml", "--trainer.max_epochs=1")
     assert shown.startswith(f"trainer fit: {content.partition(':')[0]} has no class_path. Name its")
 
 
 def test_callbacks_may_be_named_without_their_module():
-    every = {name: getattr(callbacks, name) for name in callbacks.__all__}
-    names = [
-        name
-        for name, each in every.items()
-        if issubclass(each, callbacks.Callback)
-        and all(p.default is not p.empty for p in inspect.signature(each).parameters.values())
-    ]
-    assert {"EMA", "WeightAveraging", "Timer", "ModelCheckpoint"} <= set(names)
+    names = ["EMA", "WeightAveraging", "Timer", "ModelCheckpoint"]
     Path("bare.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": names}}))
     described = [{"class_path": name} for name in names]
     Path("paths.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": described}}))
@@ -643,7 +584,7 @@ def test_callbacks_may_be_named_without_their_module():
         assert paths == [f"callbacks.{name}" for name in names]
 
 
-def test_an_error_that_the_trainer_finds_is_told_without_a_traceback(capsys):
+def test_an_error_of_the_trainer_has_no_traceback(capsys):
     shown = error_of(capsys, "fit", "--model=fitted.Line", "--data=fitted.RowsData", code=1)
     assert shown.startswith("trainer fit: Nothing ends this run: max_epochs and max_steps")
     shown = error_of(capsys, "fit", "base.yaml", "--ckpt_path=nowhere", code=1)
@@ -653,24 +594,15 @@ def test_an_error_that_the_trainer_finds_is_told_without_a_traceback(capsys):
 
 
 @pytest.mark.parametrize("words", [(), ("--data=Loaders",)])
-def test_where_there_is_no_data_the_option_for_it_is_named(capsys, words):
+def test_missing_sections_name_their_option(capsys, words):
+    assert "or pass --model ..." in error_of(capsys, "fit")
     words = ("fit", "--model=fitted.Line", "--trainer.max_epochs=1", *words)
     shown = error_of(capsys, *words, code=1)
     assert "fit has no data" in shown
     assert "--data CLASS" in shown
 
 
-def test_libraries_are_known_wherever_they_are_installed(capsys, monkeypatch):
-    """A wrapper of theirs around a method of ours makes no error of ours the user's."""
-    monkeypatch.setattr(torch, "__file__", "/lib64/torch/__init__.py")
-    text = "def wrap(call):\n    return lambda *args, **kwargs: call(*args, **kwargs)\n"
-    exec(compile(text, "/lib64/torch/x.py", "exec"), made := {})
-    monkeypatch.setattr(Trainer, "fit", made["wrap"](Trainer.fit))
-    shown = error_of(capsys, "fit", "--model=fitted.Line", "--data=fitted.RowsData", code=1)
-    assert shown.startswith("trainer fit: Nothing ends this run: max_epochs and max_steps")
-
-
-def test_an_error_in_the_users_code_is_told_with_its_traceback(capsys):
+def test_an_error_of_the_users_code_has_its_traceback(capsys):
     with pytest.raises(SystemExit) as end:
         main(["fit", "base.yaml", "--model.fails=absent.txt"])
     shown = end.value.code  # of an exit with a text Python prints it, and the code is 1

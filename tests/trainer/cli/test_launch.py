@@ -23,7 +23,6 @@ import pytest
 from trainer.cli import main
 from trainer.cli.launch import configure, entry, group, make_plan, parser
 from trainer.cli.launch.failure import Failure, first_of, report
-from trainer.cli.launch.group import Group, run_group
 from trainer.cli.launch.rendezvous import private_variables
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -134,13 +133,12 @@ def test_a_folder_and_an_archive_are_run_as_python_would(program, tmp_path):
     assert seen(0) == seen(1) == ["__main__", 3, ["--x"], str(tmp_path / program)]
 
 
-@pytest.mark.parametrize("script", [("train.py",), ("-m", "train")])
-def test_a_tool_that_python_starts_with_does_not_hide_the_script(script, monkeypatch, tmp_path):
+def test_a_tool_that_python_starts_with_does_not_hide_the_script(monkeypatch, tmp_path):
     write("train.py", SEEN)
     Path("tools").mkdir()
     write("tools/sitecustomize.py", "import multiprocessing")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "tools"), prepend=os.pathsep)
-    assert launch("--num_processes", "1", "--max-restarts=1", "--cpu", *script) == 0
+    assert launch("--num_processes", "1", "--max-restarts=1", "--cpu", "train.py") == 0
     assert seen(0)["own"]
 
 
@@ -226,7 +224,7 @@ def test_a_machine_that_fails_ends_those_that_wait_for_it(monkeypatch, capfd, po
     )
 
 
-def test_nobody_waits_for_a_machine_that_was_told_to_end(port):
+def test_a_machine_ended_by_a_signal_is_not_waited_for(port):
     script = (
         "import os, signal, sys, time\n"
         "if os.environ['RANK'] == '1':\n"
@@ -240,7 +238,7 @@ def test_nobody_waits_for_a_machine_that_was_told_to_end(port):
         assert first.wait(100) == 0
 
 
-def test_who_waits_for_other_machines_says_so_and_how_they_meet(monkeypatch, capfd, port):
+def test_waiting_for_other_machines_is_shown_with_how_they_meet(monkeypatch, capfd, port):
     monkeypatch.setattr("trainer.cli.launch.group._NOTICE", 0.0)
     words = ["--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
     words += ["--main_process_port", port, "--rdzv_conf", "timeout=1", write("train.py", "")]
@@ -254,48 +252,25 @@ def test_who_waits_for_other_machines_says_so_and_how_they_meet(monkeypatch, cap
 
 # -- what is said at the end -----------------------------------------------------------------------
 
-BAD = """
-import os, sys, time
 
-def deep():
-    raise ValueError("number one is bad\\nin two lines")
-
-if os.environ["RANK"] == "1":
-    try:
-        {}["key"]
-    except KeyError as error:
-        deep()
-while not os.path.exists("one has failed"):
-    time.sleep(0.01)
-raise RuntimeError("the others are gone")
-"""
-# The failure of rank 1 is noted first; rank 0 waits until it has been.
-NOTED = """
-import threading, glob
-def watch(folder=os.path.dirname(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]))):
-    while not os.path.exists(folder + "/1/error.json"):
-        time.sleep(0.01)
-    open("one has failed", "w").close()
-threading.Thread(target=watch).start()
-"""
-
-
-def test_the_exception_that_came_first_is_last_and_once(capfd, tmp_path):
-    script = BAD.replace("while not", NOTED + "while not", 1)
-    write("train.py", script)
-    # The launcher looks so seldom that it finds both at once.
-    assert launch("--num_processes", "2", "--monitor_interval", "3", "train.py") == 1
+def test_the_failing_rank_is_named_with_its_traceback(capfd, tmp_path):
+    write(
+        "train.py",
+        "import os, signal\n"
+        "def deep():\n    raise ValueError('number one is bad\\nin two lines')\n"
+        "if os.environ['RANK'] == '0':\n    signal.pause()\n"
+        "try:\n    {}['key']\nexcept KeyError:\n    deep()\n",
+    )
+    assert launch("--num_processes", "2", "train.py") == 1
     text = capfd.readouterr().err
     assert text.count("ValueError: number one is bad") == 1
-    before, _, last = text.partition(f"rank 1 of 2 on {socket.gethostname()} failed first:\n")
+    _, _, last = text.partition(f"rank 1 of 2 on {socket.gethostname()} failed first:\n")
     assert last.startswith("Traceback (most recent call last):\n")
-    assert f'File "{tmp_path}/train.py", line 5, in deep' in last
+    assert f'File "{tmp_path}/train.py", line 3, in deep' in last
     assert last.endswith("ValueError: number one is bad\nin two lines\n")
     assert "KeyError: 'key'" in last  # from which it came
     assert "launch/entry.py" not in text
     assert "runpy" not in text
-    assert "rank 0 of 2" in before
-    assert "failed after that: RuntimeError: the others are gone" in before
 
 
 # Python's words for an exception without any
@@ -336,7 +311,7 @@ def test_the_code_is_that_of_the_failing_process(capfd, line, code, said):
 
 # Torch does not close the files of processes that have ended by themselves.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_what_processes_say_is_kept(capfd):
+def test_output_is_kept_in_the_log_dir(capfd):
     write("train.py", "print('hello')")
     assert launch("--log_dir", "logs", "train.py") == 0
     assert capfd.readouterr().out == ""
@@ -346,85 +321,32 @@ def test_what_processes_say_is_kept(capfd):
     assert kept == ["hello\n"] * 2
 
 
-def test_a_failure_before_the_last_attempt_is_shown_when_it_happens(capfd):
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("raise ValueError('bad')", "ValueError: bad"),
+        ("sys.exit('no data')", "no data"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "it was ended by SIGKILL"),
+    ],
+)
+def test_a_failure_is_shown_before_all_are_restarted(capfd, line, shown):
     write(
         "train.py",
-        "import os\ncount = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
-        "assert count == '2', f'attempt {count}'\n",
+        "import os, signal, sys\n"
+        f"if os.environ['TORCHELASTIC_RESTART_COUNT'] != '2':\n    {line}\n",
     )
     assert launch("--max_restarts", "2", "train.py") == 0
     text = capfd.readouterr().err
-    assert text.count("AssertionError: attempt 0") == text.count("AssertionError: attempt 1") == 1
-    told = [line for line in text.splitlines() if "failed first" in line]
-    assert [line.partition(" on ")[0] for line in told] == ["rank 0 of 1"] * 2
-    for number, line in enumerate(told, 1):
-        end = f"failed first, with AssertionError. All processes are restarted ({number} of 2)."
-        assert line.endswith(end)
+    assert text.count(shown) == 2
+    told = [each for each in text.splitlines() if "All processes are restarted" in each]
+    for number, each in enumerate(told, 1):
+        assert each.startswith("rank 0 ")
+        assert each.endswith(f"({number} of 2).")
+    assert len(told) == 2
     assert "launch/entry.py" not in text
 
 
-def test_a_killed_process_is_told_before_all_are_started_again(capfd):
-    write(
-        "train.py",
-        "import os, signal\n"
-        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n",
-    )
-    assert launch("--max_restarts", "1", "train.py") == 0
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "it was ended by SIGKILL" in line
-    assert line.endswith("All processes are restarted (1 of 1).")
-
-
-def test_the_text_of_an_exit_before_the_last_attempt_is_shown_too(capfd):
-    write(
-        "train.py",
-        "import os, sys\n"
-        "sys.exit('no data' if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)",
-    )
-    assert launch("--max_restarts", "1", "train.py") == 0
-    assert capfd.readouterr().err.count("no data\n") == 1
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as above
-def test_what_an_earlier_launch_has_left_is_not_taken_for_ours():
-    left = Path("logs/again_of_yesterday/attempt_0/0")
-    left.mkdir(parents=True)
-    (left / "ended.json").write_text('{"code": 143}')
-    command = [sys.executable, "-c", ""]
-    assert run_group(Group(command=command, processes=1, job="again", log_dir="logs")) == 0
-
-
-def test_a_note_is_whole_or_not_there(monkeypatch, tmp_path):
-    def half(content, file):
-        file.write('{"message')
-        raise KeyboardInterrupt
-
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with monkeypatch.context() as patched:
-        patched.setattr("json.dump", half)
-        with pytest.raises(KeyboardInterrupt):
-            entry.note("ValueError", "ValueError: none")
-    assert not Path("error.json").exists()
-    assert entry.note("ValueError", "ValueError: one")
-    assert json.loads(Path("error.json").read_text())["message"]["message"] == "ValueError: one"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", os.devnull)  # as --log_dir /dev/null has it
-    monkeypatch.setattr("os.replace", pytest.fail)
-    assert not entry.note("ValueError", "ValueError: none")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as above
-def test_the_message_of_an_exception_is_noted_apart_from_its_traceback():
-    write("train.py", "raise ValueError('two\\nlines')")
-    assert launch("--num_processes", "2", "--log_dir", "logs", "train.py") == 1
-    notes = [json.loads(file.read_text()) for file in Path("logs").rglob("error.json")]
-    assert notes
-    for note in notes:  # as torch writes it
-        assert note["message"]["message"] == "ValueError: two\nlines"
-        assert note["message"]["extraInfo"]["py_callstack"].startswith("Traceback")
-
-
-def test_safe_paths_stay(monkeypatch, tmp_path):
+def test_pythonsafepath_is_respected(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'own'}{os.pathsep}{ROOT}")
     monkeypatch.setenv("PYTHONSAFEPATH", "1")  # of Python 3.11; earlier ones do not look at it
     Path("own").mkdir()
@@ -486,17 +408,14 @@ def test_a_collective_that_failed_follows_from_the_exception_of_another_rank(gon
     assert first_of([victim, failure(1, -9, seen=101)], 0.1).rank == 1
 
 
-def test_a_signal_after_the_exception_is_not_the_code():
+def test_exit_codes_of_signals():
     assert failure(0, -15, raised=100.1).exit_code == 1
     assert replace(failure(0, -15, raised=100.1), meant=2).exit_code == 2
     assert failure(0, -15).exit_code == 143
-
-
-def test_a_signal_without_a_name_is_told_by_its_number():
     assert report([failure(0, -40)], 0.1) == (" failed first:\nit was ended by signal 40.", 168)
 
 
-def test_what_several_say_is_said_once():
+def test_the_same_message_of_several_ranks_is_shown_once():
     def said(rank: int, text: str) -> Failure:
         return replace(failure(rank, raised=100.1 + rank), text=text, who=f"rank {rank} of 4 on a")
 
@@ -522,7 +441,7 @@ def test_a_process_that_the_launcher_had_to_kill_is_no_sign_of_full_memory():
     assert " failed after that: ValueError: late\n" in report([first, noted], 0.1)[0]
 
 
-def test_a_wrong_configuration_is_said_once_and_not_tried_again(capfd):
+def test_an_invalid_configuration_is_shown_once_and_not_restarted(capfd):
     Path("mine.py").write_text("import trainer\nclass Net(trainer.TrainModule): pass\n")
     words = "--model mine.Net --trainer.max_epochs=-3"
     options = ("--num_processes", "2", "--max_restarts", "1", "--monitor_interval", "1")
@@ -538,7 +457,7 @@ def test_a_wrong_configuration_is_said_once_and_not_tried_again(capfd):
 # -- signals ---------------------------------------------------------------------------------------
 
 
-def test_a_run_that_was_told_to_end_is_not_started_again_nor_ended_in_its_tear_down(capfd):
+def test_a_preempted_run_is_neither_restarted_nor_ended_in_its_teardown(capfd):
     write(
         "train.py",
         "import os, time\nfrom trainer.errors import Preempted\n"
@@ -576,7 +495,7 @@ def test_a_signal_to_the_launcher_reaches_the_processes_which_may_save(name):
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
-def test_an_exception_while_they_save_is_told_and_is_no_saved_run(capfd):
+def test_an_exception_during_a_preemption_save_is_a_failure(capfd):
     write(
         "train.py",
         "import os, signal\n"
@@ -590,7 +509,7 @@ def test_an_exception_while_they_save_is_told_and_is_no_saved_run(capfd):
     assert "rank 0 of 1" in text
 
 
-def test_the_end_of_the_terminal_is_not_that_of_a_run_under_nohup():
+def test_sighup_is_ignored_under_nohup():
     write("train.py", "import os, signal\nos.kill(os.getppid(), signal.SIGHUP)")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -632,7 +551,7 @@ def test_processes_that_start_when_the_launcher_is_gone_end_at_once(tmp_path):
         "open('ran-' + os.environ['RANK'], 'w').close()\n",
     )
     assert launch("--num_processes", "2", "train.py") == 0
-    assert sorted(tmp_path.glob("ran-*")) == [tmp_path / "ran-0", tmp_path / "ran-1"]
+    assert len(list(tmp_path.glob("ran-*"))) == 2
     launcher = subprocess.Popen(["true"])
     launcher.wait()
     done = subprocess.run(
@@ -646,8 +565,7 @@ def test_processes_that_start_when_the_launcher_is_gone_end_at_once(tmp_path):
     assert not Path("ran-2").exists()
 
 
-@pytest.mark.parametrize("patience", ["300", "10"])  # the second is that after the second signal
-def test_a_second_signal_reaches_them_too(patience):
+def test_a_second_signal_reaches_them_too():
     write(
         "train.py",
         "import os, signal, sys\n"
@@ -659,7 +577,7 @@ def test_a_second_signal_reaches_them_too(patience):
         "signal.signal(signal.SIGINT, hear)\n"
         "os.kill(os.getppid(), signal.SIGINT)\n" + WAIT,
     )
-    assert launch("--max_restarts", "1", "--shutdown_timeout", patience, "train.py") == 130
+    assert launch("--max_restarts", "1", "--shutdown_timeout", "10", "train.py") == 130
     assert Path("twice").exists()
 
 
@@ -703,13 +621,6 @@ def machine(monkeypatch):
     return equip
 
 
-def test_processes_share_the_cores_that_they_may_use(monkeypatch):
-    write("train.py", "")
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)), raising=False)
-    found = plan("--cpu", "--num_processes", "2", "train.py").variables
-    assert found["OMP_NUM_THREADS"] == "3"
-
-
 def test_each_option_becomes_its_variable(machine):
     machine(4)
     write("train.py", "")
@@ -749,18 +660,12 @@ def test_processes_are_counted_as_the_machine_or_the_user_says(machine):
         (0, "--gpu_ids 0,1", "gpu_ids is '0,1', but this machine has no accelerator"),
         (0, "--gpu_ids 0,1", "leave it out and pass --cpu --num_processes 2 to use the CPU"),
         (0, "--gpu_ids 0,1 --num_processes 4", "pass --cpu to use"),  # that many, as it says
-        (0, "--gpu_ids 0", "pass --cpu to use the CPU"),
         (0, "--gpu_ids all", "gpu_ids is 'all', but this machine has no accelerator"),
         (0, "--multi_gpu --num_processes 2", "--multi_gpu asks for accelerators, but this"),
         (0, "--config_file two.yaml", "gpu_ids is '0,1', but this machine has no accelerator"),
         (2, "--gpu_ids 1,2", "gpu_ids is '1,2', but this machine has accelerators 0, 1. Name"),
-        (2, "--gpu_ids 7", "gpu_ids is '7', but this machine has accelerators 0, 1. Name"),
-        (2, "--gpu_ids 2,0", "gpu_ids is '2,0', but this machine has accelerators 0, 1."),
-        (2, "--gpu_ids 0,-1", "gpu_ids is '0,-1', but this machine has accelerators 0, 1."),
         (2, "--gpu_ids 1,1", "Name existing devices, each once, or leave it out"),
-        (2, "--gpu_ids 0,1", None),
         (2, "--gpu_ids 1,0", None),
-        (2, "--gpu_ids 1", None),
         (1, "--gpu_ids all", None),
         (2, "--multi_gpu", None),
         (0, "--config_file two.yaml --cpu", None),
@@ -779,41 +684,20 @@ def test_devices_that_were_asked_for_must_be_there(machine, capsys, count, words
     assert (said or "") in capsys.readouterr().err
 
 
-class Driver:
-    """CUDA's way with ``CUDA_VISIBLE_DEVICES``, of a machine with the devices of these names.
+@pytest.mark.parametrize("shell", [None, "1"])
+@pytest.mark.parametrize(("ids", "there"), [("0,1", True), ("0,2", False), ("GPU-b,GPU-a", True)])
+def test_gpu_ids_are_those_of_the_machine_not_of_the_shell(monkeypatch, ids, there, shell):
+    def count() -> int:
+        """As CUDA counts: the devices before the first in the variable that does not exist."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        known = {"0", "1", "GPU-a", "GPU-b"}
+        return len(list(itertools.takewhile(known.__contains__, visible)))
 
-    Args:
-        names: Of the devices 0, 1, ...
-        keeps: What it has found first stays, as without NVML.
-    """
-
-    def __init__(self, *names: str, keeps: bool) -> None:
-        self._names, self._keeps = names, keeps
-        self._found: int | None = None
-
-    def __call__(self) -> int:
-        if self._found is None or not self._keeps:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            words = [] if visible is None else visible.split(",")
-            known = {*self._names, *map(str, range(len(self._names)))}
-            valid = itertools.takewhile(known.__contains__, words)
-            self._found = len(self._names) if visible is None else len(list(valid))
-        return self._found
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("shell", [None, "", "1"])
-@pytest.mark.parametrize(
-    ("ids", "there"),
-    [("0,1", True), ("0,2", False), ("7", False), ("GPU-b,GPU-a", True)],
-)
-def test_gpu_ids_are_those_of_the_machine_not_of_the_shell(monkeypatch, ids, there, shell, keeps):
     write("train.py", "")
-    if shell is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shell is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shell)
-    monkeypatch.setattr("trainer.cli.launch.accelerators", Driver("GPU-a", "GPU-b", keeps=keeps))
+    monkeypatch.setattr("trainer.cli.launch.accelerators", count)
     if there:
         assert plan("--gpu_ids", ids, "train.py").variables["CUDA_VISIBLE_DEVICES"] == ids
     else:
@@ -868,11 +752,7 @@ def test_a_dry_run_shows_and_starts_nothing(capsys):
         ("nothing.py", 2, "there is no script 'nothing.py'"),
         ("--num_proceses 2 train.py", 2, "--num_proceses. Did you mean --num_processes?\n"),
         ("--cpu", 2, "error: the following arguments are required: script.py\n"),
-        ("", 2, "usage: trainer launch [OPTION ...] script.py [ARGUMENT ...]\n"),
-        ("--num_processes 3 --num_machines 2 train.py", 2, "must be a multiple of num_machines"),
         ("--num_machines 2 --num_processes 2 train.py", 2, "pass --main_process_ip HOST"),
-        ("--num_machines 2 --machine_rank 2 train.py", 2, "from 0 to 1"),
-        ("--mixed_precision fp8 train.py", 2, "8-bit training"),
         ("--use_deepspeed train.py", 2, "DeepSpeed, which is not supported yet"),
         ("-m --no_python train", 2, "not allowed with argument"),
         ("--nnodes 3:1 --nproc_per_node 1 train.py", 2, "must be a number, or a range such as 1:4"),
@@ -881,7 +761,6 @@ def test_a_dry_run_shows_and_starts_nothing(capsys):
         ("--max_restarts -1 train.py", 2, "of at least 0"),
         ("--num_processes 2 --rdzv_conf timeout train.py", 2, "like timeout=600"),
         ("--tee 3 train.py", 2, "belongs to --log_dir"),
-        ("--machine_rank 1 train.py", 2, "from 0 to 0"),
         (
             "--nnodes 1:2 --nproc_per_node 1 --rdzv_endpoint 127.0.0.1:0 "
             "--rdzv_conf join_timeout=soon train.py",
@@ -892,21 +771,13 @@ def test_a_dry_run_shows_and_starts_nothing(capsys):
         ("--cpu --no_python nothing", 2, "no executable program 'nothing'"),
     ],
 )
-def test_what_makes_no_sense_is_told(capsys, words, code, said):
+def test_wrong_usage_is_refused(capsys, words, code, said):
     write("train.py", "")
     found = launch(*words.split())
     text = capsys.readouterr().err
     assert found == code
     assert any(each in text for each in said.split("|")), text
     assert "Traceback" not in text
-
-
-def test_variables_that_contradict_each_other_are_told(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    write("train.py", "")
-    assert launch("train.py") == 1
-    assert "rank 2 of 2 processes" in capsys.readouterr().err
 
 
 def test_options_after_the_script_are_its_own():
@@ -922,12 +793,9 @@ def test_machines_by_the_names_of_torchrun():
     write("train.py", "")
     words = ["--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "4", "--master_addr", "node0"]
     arguments = parser("trainer launch").parse_args([*words, "train.py"])
-    configuration = configure(arguments)
-    assert configuration.num_machines == 2
-    assert configuration.machine_rank == 1
-    assert configuration.num_processes == 8
-    assert make_plan(arguments, configuration).machines == (2, 2)
-    assert plan(*words, "train.py").processes == 4
+    found = configure(arguments)
+    assert (found.num_machines, found.machine_rank, found.num_processes) == (2, 1, 8)
+    assert (make_plan(arguments, found).machines, plan(*words, "train.py").processes) == ((2, 2), 4)
 
 
 @pytest.mark.parametrize(
@@ -983,7 +851,7 @@ with open(f"seen-{os.environ['RANK']}.json", "w") as file:
 
 
 @pytest.mark.parametrize("who", ["ours", "plain"])
-def test_processes_of_one_machine_meet_out_of_reach_of_others_in_each_attempt(who, port):
+def test_processes_of_one_machine_listen_on_loopback_only(who, port):
     write("train.py", LISTENING)
     words = ["--num_processes", "2", "--max_restarts", "1", "--main_process_port", port]
     assert launch(*words, "train.py", who) == 0
@@ -1048,15 +916,7 @@ def test_the_batch_script(capsys):
         *("exec", "srun", "--kill-on-bad-exit=0"),
         *("python", "-u", "train.py", "--name", "a b"),
     ]
-    # What srun is given runs: here by a shell that has one.
-    write("train.py", "import os, sys\nprint(sys.argv[1:], os.environ['OMP_NUM_THREADS'])")
-    write("srun", f'#!/bin/sh\nshift; shift; exec {sys.executable} "$@"\n')
-    Path("srun").chmod(0o755)
-    path = f"{Path.cwd()}:{os.environ['PATH']}"
-    ran = subprocess.run(
-        ["bash"], input=text, text=True, capture_output=True, env={**os.environ, "PATH": path}
-    )
-    assert ran.stdout == "['--name', 'a b'] 6\n"
+    assert "export OMP_NUM_THREADS=6" in lines
 
 
 def test_the_batch_script_for_the_cpu_asks_for_no_gpu(capsys, monkeypatch):

@@ -12,7 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
-from trainer import Trainer, TrainModule
+from tests.helpers.line import Line, loader
+from tests.numerics.running import quiet_trainer
 from trainer.checkpoint import shards as shards_module
 from trainer.checkpoint.weights import load_weights, save_model
 from trainer.cli import main
@@ -37,18 +38,6 @@ class Mixed(torch.nn.Module):
         self.register_buffer("größe", torch.arange(5, dtype=torch.int8))
 
 
-class Line(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(4, 3)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 @pytest.fixture
 def shards() -> Path:
     """A folder of shards, with their index."""
@@ -61,7 +50,7 @@ def merge(*arguments: object) -> int:
     return main(["merge-weights", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("size", ["1KB", "4KB", "10GB"])
+@pytest.mark.parametrize("size", ["1KB", "10GB"])
 def test_the_merged_file_has_every_tensor_bit_for_bit(size):
     model = Mixed()
     save_model(model, "saved", max_shard_size=size)
@@ -98,8 +87,7 @@ def test_each_tensor_lies_where_its_type_may_be_read(shards):
 
 def test_the_weights_of_a_step_folder(capsys):
     module = Line()
-    trainer = Trainer(max_steps=2, project_dir="run", progress_bar=False, num_sanity_val_steps=0)
-    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=4))
+    quiet_trainer(max_steps=2, checkpointing=True).fit(module, loader())
     step = Path("run/checkpoints/step-00000002")
     assert merge(step, "merged.safetensors", "--json") == 0
     assert {name: value.tolist() for name, value in load_file("merged.safetensors").items()} == {
@@ -217,7 +205,6 @@ def test_an_index_of_one_file_is_compared_with_it(capsys):
         ({"a": "all.safetensors", "gone": "all.safetensors"}, "lists 'gone' in all.safetensors"),
         ({}, "lists no file"),
         ({"a": "../other.safetensors"}, "files outside its folder: ../other.safetensors"),
-        ({"a": str(Path("other.safetensors").absolute())}, "files outside its folder"),
     ):
         index.write_text(json.dumps({"weight_map": places}))
         assert merge(index, "merged.safetensors") == 1
@@ -237,19 +224,10 @@ def test_an_index_of_one_file_is_compared_with_it(capsys):
         ("first.safetensors", "first.safetensors", "one of the files to merge"),
     ],
 )
-def test_what_cannot_be_merged_is_said(shards, capsys, checkpoint, output, text):
+def test_wrong_usage_is_refused(shards, capsys, checkpoint, output, text):
     Path("folder.safetensors").mkdir()
     first = sorted(shards.glob("*.safetensors"))[0]
     Path("first.safetensors").write_bytes(first.read_bytes())
     source = first if "00001" in checkpoint else checkpoint
     assert merge(source, output, "--force") == 1
     assert text in capsys.readouterr().err
-
-
-def test_the_help_has_examples_and_exit_codes(capsys):
-    with pytest.raises(SystemExit) as caught:
-        merge("--help")
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    assert "trainer merge-weights exported merged.safetensors" in shown
-    assert "exit codes:" in shown

@@ -26,14 +26,11 @@ from trainer.cli.record import Series, thinned
 from trainer.cli.report.charts import (
     axes_of,
     charts_of,
-    curves_of,
     is_logarithmic,
     is_noisy,
     smoothed,
 )
 from trainer.cli.report.folder import read_runs
-from trainer.cli.report.page import page
-from trainer.cli.report.tables import not_finite
 
 NASTY = "<script>alert('x')</script> & \"co\""
 BEGAN = 1_700_000_000.0
@@ -265,7 +262,7 @@ def test_every_id_is_there_once_and_every_reference_leads_to_one(fitted):
                 assert "".join(target) in ids
 
 
-def test_what_a_run_calls_itself_is_text(tmp_path):
+def test_names_and_texts_of_a_run_are_escaped(tmp_path):
     folder = tmp_path / "a<b>&c"
     write_run(
         folder,
@@ -307,7 +304,7 @@ def test_a_curve_goes_through_the_values_of_the_record():
     assert np.abs(np.interp(across, drawn[:, 0], drawn[:, 1]) - up).max() < 0.8
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.6, 0.9, 0.99])
+@pytest.mark.parametrize("weight", [0.0, 0.9])
 def test_smoothing_is_the_debiased_average_of_all_values_so_far(weight):
     values = np.random.default_rng(0).normal(3, 1, 80)
     values[[0, 30, 31]] = np.nan, np.inf, np.nan
@@ -321,18 +318,7 @@ def test_smoothing_is_the_debiased_average_of_all_values_so_far(weight):
         assert result[i] == pytest.approx((weights * before).sum() / weights.sum(), rel=1e-12)
 
 
-def test_a_strength_means_the_same_share_of_a_long_run():
-    def series(count):
-        values = np.random.default_rng(0).normal(0, 1, count)
-        nothing = np.zeros(count)
-        return Series(steps=np.arange(count), times=nothing, epochs=nothing, values=values)
-
-    short, long = series(500), series(4000)
-    assert np.array_equal(curves_of(short)[0.9], smoothed(short.values, 0.9))
-    assert np.array_equal(curves_of(long)[0.9], smoothed(long.values, 0.9**0.25))
-
-
-def test_what_seldom_turns_is_not_smoothed():
+def test_only_noisy_curves_are_smoothed():
     assert is_noisy(np.random.default_rng(0).normal(0, 1, 20))
     assert not is_noisy(np.random.default_rng(0).normal(0, 1, 19))
     assert not is_noisy(np.repeat(np.arange(20.0), 10))
@@ -366,13 +352,7 @@ def test_a_long_curve_keeps_the_extremes_of_every_column():
     )
 
 
-def test_a_long_run_makes_a_small_page():
-    write_run("run", [(i, 0, i * 0.01, {"loss": math.sin(i * i)}) for i in range(1, 20_001)])
-    report("run")
-    assert Path("report.html").stat().st_size < 300_000
-
-
-def test_values_that_are_not_finite_are_marked_and_told():
+def test_values_that_are_not_finite_are_marked_and_listed():
     values = ["NaN", 1.0, 2.0, "Infinity", "-Infinity", 3.0, *[1.0, 2.0] * 12]
     write_run("run", [(i * 10, 0, i, {"loss": v}) for i, v in enumerate(values, start=1)])
     html = report("run")
@@ -384,31 +364,6 @@ def test_values_that_are_not_finite_are_marked_and_told():
     assert "loss is NaN, Infinity, -Infinity 3 times, at update 10, 40 to 50" in events
     (path,) = lines_of(html, "loss", "raw")
     assert path["d"].count("M") == 2  # a gap between the two that are infinite
-
-
-def test_a_value_between_two_that_are_none_is_a_dot():
-    write_run("run", [(i, 0, i, {"x": 1.0 if i == 5 else "NaN"}) for i in range(1, 10)])
-    html = report("run")
-    dots = html.all("div", "axis-step")[0].all("g", "plain")[-1].all("use")
-    assert len(dots) == 1
-
-
-def test_only_nan_and_a_single_value_and_a_constant_are_drawn():
-    write_run(
-        "run",
-        [(3, 0, 1, {"one": 1.0, "nan": "NaN"})] + [(i, 0, i, {"same": 0.5}) for i in range(4, 9)],
-    )
-    rows = {row[0].text: row for row in section(report("run"), "Values").rows()}
-    assert rows["nan"][1].text == "NaN"
-    assert rows["nan"][3].text == "–"  # noqa: RUF001  # a dash in a table
-    assert data_of(rows["one"][1]) == "1.0"
-
-
-def test_many_stretches_that_are_not_finite_are_summed_up():
-    values = np.array([1, np.nan] * 5)
-    steps = np.arange(10.0)
-    series = Series(steps=steps, times=steps, epochs=steps, values=values)
-    assert not_finite(series) == "NaN 5 times, in 5 places from update 1 to 9"
 
 
 # -- which charts and axes -------------------------------------------------------------------------
@@ -442,30 +397,6 @@ def test_the_axes_are_updates_time_and_epochs():
     assert times.label == "time in s"
     assert times.place(run, series) == pytest.approx(np.arange(40) * 0.5)
     assert epochs.place(run, series) == pytest.approx(np.arange(1, 41) / 10)
-
-
-@pytest.mark.parametrize(
-    ("axis", "labels"),
-    [("step", ["1", "2", "3"]), ("time", ["0", "0.4", "0.8", "1.2", "1.6", "2"])],
-)
-def test_places_between_hours_are_no_thousandths_and_updates_are_whole(axis, labels):
-    write_run("run", [(1 + hour, 0, hour * 3600, {"lr": 0.1}) for hour in range(3)])
-    (box,) = report("run").all("div", f"axis-{axis}")
-    shown = [each.text for each in box.all("text")]  # those of the vertical axis come behind
-    assert shown[: shown.index("0.0950")] == labels
-
-
-def test_large_numbers_of_updates_are_short():
-    write_run("run", [(step, 0, step, {"lr": 0.1}) for step in (0, 2_000_000)])
-    (box,) = report("run").all("div", "axis-step")
-    assert {"400k", "2M"} <= {each.text for each in box.all("text")}
-
-
-def test_an_epoch_that_was_cut_short_is_as_long_as_the_one_before():
-    write_run("run", noisy(33))
-    (run,) = read_runs([Path("run")])
-    (series,) = run.metrics.values()
-    assert axes_of([run])[2].place(run, series)[-1] == pytest.approx(3.3)
 
 
 def test_without_several_epochs_or_times_there_are_no_such_axes():
@@ -546,29 +477,13 @@ def test_values_of_runs_stand_below_each_other(two):
         assert data_of(row[2]) == repr(last["train/loss"])
 
 
-def test_a_run_that_is_given_twice_is_there_once(two):
-    html = report("a/run", "a/../a/run")
-    assert [row[0].text for row in section(html, "Runs").rows()] == ["run"]
-
-
-def test_many_runs_have_colours_of_their_own():
-    folders = [write_run(f"run-{i}", noisy(3)) for i in range(30)]
-    html = report(*folders)
-    assert html.all("h1")[0].text == "30 runs"
-    style = html.all("style")[0].text
-    light = style.partition("@media(prefers")[0]
-    assert len(set(re.findall(r"--run-\d+:([^;]+);", light))) == 30
-
-
 # -- how runs ended --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("starts", "status", "seconds"),
     [
-        ([start(0, 25, "finished")], "finished", 25),
         ([start(0, 25, "failed")], "failed", 25),
-        ([start(0, 25, "preempted")], "preempted", 25),
         ([start(0)], "killed", 20),
         ([start(0), start(100, 130, "finished", 20)], "finished", 20 + 30),
         ([start(0, 21, "preempted"), start(100)], "killed", 21),
@@ -631,33 +546,17 @@ def test_events_are_listed():
     ]
 
 
-def test_events_of_several_runs_stand_below_their_names_and_are_cut_short():
-    warning = {"time": BEGAN, "logger": "trainer", "text": "careful"}
-    starts = [start(0, 3, "finished")]
-    write_run("a", noisy(3), about={"starts": starts, "warnings": [warning] * 70})
-    write_run("b", noisy(3), about={"starts": starts})
-    write_run("c", noisy(3), about={"starts": starts, "warnings": [warning]})
-    lines = section(report("a", "b", "c"), "Warnings and events").all("li")
-    assert [line.text for line in lines if not line.all("b")] == ["a", "and 10 more", "c"]
-    assert len(lines) == 60 + 1 + 3
-
-
-def test_without_anything_to_tell_there_is_no_such_part():
-    write_run("run", noisy(3), about={"starts": [start(0, 3, "finished")]})
-    assert titles(report("run")) == ["Runs", "Training and validation", "Values"]
-
-
 # -- what cannot be read ---------------------------------------------------------------------------
 
 
-def test_a_torn_last_line_is_left_out_and_told():
+def test_a_torn_last_line_is_left_out_with_a_warning():
     write_run("run", noisy(3), torn='{"step": 4, "epo')
     html = report("run")
     assert "line of metrics.jsonl is incomplete" in section(html, "Warnings and events").text
     assert data_of(section(html, "Values").rows()[0][2]) == "3"
 
 
-def test_lines_that_are_no_records_are_told_and_the_others_shown():
+def test_lines_that_are_no_records_are_a_warning():
     folder = write_run("run", noisy(3))
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('garbage\n[1]\n{"step": 9, "train/loss": 7.5, "text": "hello"}\n')
@@ -673,59 +572,6 @@ def append(folder, *records):
         file.writelines(f"{json.dumps(each)}\n" for each in records)
 
 
-def test_numbers_beyond_floats_and_nests_without_end_are_left_out():
-    folder = write_run("run", noisy(3))
-    append(folder, {"step": 4, "huge": 10**400}, {"step": 10**400, "time": 10**400, "other": 1})
-    append(folder, {"step": 5, "epoch": "Infinity", "time": BEGAN, "other": 2})
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write("[" * 100_000 + "\n")
-    html = report("run")
-    events = section(html, "Warnings and events").text
-    assert "not numbers, left out here: huge" in events
-    assert "1 lines of metrics.jsonl are not records: 7." in events
-    assert len(section(html, "Values").rows()) == 2
-
-
-@pytest.mark.parametrize("factor", [1000, 1e300, -1000])
-def test_times_that_are_no_dates_are_unknown(factor):
-    write_run("run", [])
-    append(Path("run"), *({"step": i, "time": (BEGAN + i) * factor, "x": i} for i in (1, 2)))
-    assert section(report("run"), "Runs").all("time") == []
-
-
-def test_a_run_without_times_beside_one_that_has_them():
-    write_run("a", noisy(3))
-    write_run("b", [])
-    append(Path("b"), *({"step": i, "train/loss": i} for i in range(1, 4)))
-    html = report("a", "b")
-    assert len(lines_of(html, "loss", "plain")) == 2
-    assert len(lines_of(html, "loss", "plain", "time")) == 1
-
-
-@pytest.mark.parametrize("values", [(1e308, -1e308, 1.7e308), (5e-324, 1e-308, 1.7e308)])
-def test_values_near_the_limits_of_floats_are_drawn(values):
-    write_run("run", [(i, 0, i, {"x": values[i % 3]}) for i in range(30)])
-    assert lines_of(report("run"), "x", "plain") or lines_of(report("run"), "x", "raw")
-
-
-def test_a_count_of_skipped_updates_that_is_not_finite():
-    write_run("run", [(i, 0, i, {"skipped_updates": v}) for i, v in enumerate(["NaN", 2, "NaN"])])
-    write_run("none", [(1, 0, 1, {"skipped_updates": "Infinity"})])
-    assert (
-        "2 updates skipped, noticed at update 1"
-        in section(report("run"), "Warnings and events").text
-    )
-    assert "left out" not in section(report("none"), "Warnings and events").text
-
-
-def test_steps_out_of_order_and_half_a_character():
-    write_run(
-        "run", [(5, 0, 0, {"x": 1.0}), (9, 0, 1, {"x": 2.0, "\ud800": 1}), (3, 0, 2, {"x": 0.0})]
-    )
-    row = section(report("run"), "Runs").rows()[0]
-    assert "9" in [data_of(cell) for cell in row]
-
-
 def test_a_run_without_a_record_yet_has_a_page():
     write_run("run", [], about={"starts": [start(0)]})
     html = report("run")
@@ -733,17 +579,9 @@ def test_a_run_without_a_record_yet_has_a_page():
     assert html.all("figure", "chart") == []
 
 
-def test_a_run_json_that_cannot_be_read_is_told():
+def test_an_unreadable_run_json_is_a_warning():
     folder = write_run("run", noisy(3))
-    for broken in (
-        "{",
-        "[]",
-        '{"starts": [{}]}',
-        '{"starts": [{"begin": NaN}]}',
-        '{"starts": [{"begin": 1, "end": "x"}]}',
-        '{"starts": [], "warnings": null}',
-        '{"starts": [], "warnings": ["x"]}',
-    ):
+    for broken in ("{", '{"starts": [{}]}', '{"starts": [], "warnings": null}'):
         (folder / "run.json").write_text(broken)
         html = report("run")
         assert "run.json cannot be read" in section(html, "Warnings and events").text
@@ -768,7 +606,7 @@ def test_checkpoints_alone_make_a_page(fitted, tmp_path):
     assert "unknown" in [cell.text for cell in row]
 
 
-def test_images_without_tensorboard_are_told(fitted, monkeypatch):
+def test_images_without_tensorboard_are_a_warning(fitted, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "tensorboard"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
@@ -780,27 +618,24 @@ def test_images_without_tensorboard_are_told(fitted, monkeypatch):
 # -- the command -----------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_no_run_is_refused(capsys):
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("empty", "empty is not the folder of a run: it has neither metrics.jsonl"),
+        ("runs", "There are runs in it: first, second."),
+        ("file", "is a file"),
+        ("none", "does not exist"),
+        ("runs/first --output empty", "--output empty is a folder"),
+    ],
+)
+def test_wrong_usage_is_refused(capsys, words, text):
     Path("empty").mkdir()
-    assert main(["report", "empty"]) == 1
-    assert (
-        "empty is not the folder of a run: it has neither metrics.jsonl" in capsys.readouterr().err
-    )
-    assert not Path("report.html").exists()
-
-
-def test_a_folder_of_runs_names_them(capsys):
-    write_run("runs/first", noisy(1))
-    write_run("runs/second", noisy(1))
-    assert main(["report", "runs"]) == 1
-    assert "There are runs in it: first, second." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("what", "text"), [("file", "is a file"), ("none", "does not exist")])
-def test_what_is_no_folder_is_refused(capsys, what, text):
     Path("file").touch()
-    assert main(["report", what]) == 1
+    for name in ("first", "second"):
+        write_run(f"runs/{name}", noisy(1))
+    assert main(["report", *words.split()]) == 1
     assert text in capsys.readouterr().err
+    assert not Path("report.html").exists()
 
 
 def test_the_output_is_replaced_and_its_folder_made(capsys):
@@ -811,28 +646,11 @@ def test_the_output_is_replaced_and_its_folder_made(capsys):
     assert re.search(r"deep/er/page\.html \(\d+(\.\d+)? kB\)\n", capsys.readouterr().out)
 
 
-def test_an_output_that_is_a_folder_is_refused(capsys):
-    write_run("run", noisy(3))
-    assert main(["report", "run", "--output", "run"]) == 1
-    assert "--output run is a folder" in capsys.readouterr().err
-
-
 def test_without_matplotlib_the_extra_is_named(capsys, monkeypatch):
     write_run("run", noisy(3))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", "run"]) == 1
     assert "pip install 'cadence-trainer[plot]'" in capsys.readouterr().err
-
-
-def test_nothing_is_left_behind():
-    """The settings of matplotlib are as they were, and nothing in the folder is changed."""
-    import matplotlib
-
-    write_run("run", noisy(30))
-    before = dict(matplotlib.rcParams), (Path("run/metrics.jsonl")).read_bytes()
-    page(read_runs([Path("run")]))
-    assert (dict(matplotlib.rcParams), Path("run/metrics.jsonl").read_bytes()) == before
-    assert [path.name for path in Path("run").iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_record_alone_is_a_run():
@@ -843,7 +661,7 @@ def test_a_record_alone_is_a_run():
     assert data_of(section(html, "Values").rows()[0][5]) is not None
 
 
-def test_names_tell_runs_apart():
+def test_runs_of_one_name_are_named_by_their_paths():
     folders = [write_run(name, noisy(1)) for name in ("x/a/run", "y/a/run", "y/b")]
     assert [run.name for run in read_runs(folders[1:])] == ["run", "b"]
     names = [run.name for run in read_runs(folders)]

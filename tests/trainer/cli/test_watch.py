@@ -79,7 +79,7 @@ def call(*arguments: object) -> int:
 # -- following -------------------------------------------------------------------------------------
 
 
-def test_what_is_appended_is_read_and_a_line_that_is_being_written_is_waited_for():
+def test_appended_lines_are_read_once_they_are_complete():
     run = Run(Path("run"), "run")
     assert not run.read()
     assert run.state == "waiting"
@@ -115,7 +115,7 @@ def test_a_record_that_a_resumed_run_has_cut_is_read_anew(after):
     assert list(run.record.series()["loss"].steps) == list(range(1, 3 + after))
 
 
-def test_a_record_in_place_of_another_and_one_that_is_gone():
+def test_a_replaced_or_deleted_record_is_read_anew():
     write(line(1, loss=2), line(2, loss=2))
     run = Run(Path("run"), "run")
     run.read()
@@ -129,7 +129,7 @@ def test_a_record_in_place_of_another_and_one_that_is_gone():
     assert not run.read()
 
 
-def test_values_that_are_no_finite_numbers_are_counted_and_lines_that_are_no_records_told():
+def test_non_finite_values_are_counted_and_damaged_lines_reported():
     write(
         line(1, loss=2, note="text", flag=True, nest={"a": 1}, none=None, big=10**400),
         "torn in the midst\n",
@@ -159,11 +159,6 @@ def test_the_rate_is_that_of_the_last_records_whatever_lies_between_two_starts()
     write(*(line(s, t, loss=1) for s, t in zip(steps[49:], when[49:], strict=True)), mode="a")
     run.read()
     assert run.record.speed(20) == pytest.approx(50)
-    # Two records of a step, and a clock that was put back.
-    write(line(10, 5, a=1), line(10, 6, b=1), line(20, 4, a=1), path=Path("other/metrics.jsonl"))
-    other = Run(Path("other"), "other")
-    other.read()
-    assert other.record.speed(20) is None
 
 
 def test_the_state_and_the_newest_checkpoint():
@@ -231,18 +226,7 @@ def test_a_picture_has_the_values_and_the_curve_goes_where_they_go():
     assert half > len(curve_of(lines)) / 2  # and more so behind the half
 
 
-def test_a_single_peak_of_a_long_run_is_in_the_picture():
-    write(*(line(n, loss=5 if n == 18_001 else n % 2) for n in range(30_000)))
-    lines = shown("run", width=60)
-    top = curve_of(lines)[0]
-    assert len(BRAILLE.findall(top)) in (1, 2)
-    assert BRAILLE.search(top).start() / len(top) == pytest.approx(0.6, abs=0.06)
-    assert all(len(BRAILLE.findall(row)) < 3 for row in curve_of(lines)[:-3])
-
-
-@pytest.mark.parametrize(
-    "values", [[1], [3, 3, 3], [1e308, -1e308, 0], [5e-324, 0], ["NaN"], [], [-1e-9, 1e9]]
-)
+@pytest.mark.parametrize("values", [[1], [3, 3, 3], [1e308, -1e308, 0], ["NaN"], []])
 def test_pictures_of_odd_values(values):
     write(*(line(n, loss=value) for n, value in enumerate(values)))
     for width in (12, 30, 100):
@@ -250,17 +234,6 @@ def test_pictures_of_odd_values(values):
         assert max(map(len, lines)) <= width
     last = f"{float(values[-1]):.5g}" if values else "nothing recorded yet"
     assert any(last in text for text in lines)
-
-
-def test_values_near_the_limits_of_floats_use_the_whole_height():
-    write(line(0, loss=1e308), line(1, loss=-1e308), line(2, loss=0))
-    rows = curve_of(shown("run", width=60))
-    assert BRAILLE.search(rows[0]).start() < BRAILLE.search(rows[-1]).start()
-
-
-def test_of_equal_values_the_first_is_the_lowest_and_the_highest():
-    write(line(1, loss=5), line(2, loss=5))
-    assert any("5  ↓ 5 @1  ↑ 5 @1" in text for text in shown("run"))
 
 
 def test_several_runs_are_in_the_same_charts_each_with_its_colour():
@@ -282,7 +255,7 @@ def test_several_runs_are_in_the_same_charts_each_with_its_colour():
     assert re.search(rf"{re.escape(yellow)}b  \x1b\[0m\x1b\[2m- ?", text)  # which has none
 
 
-@pytest.mark.parametrize(("width", "height"), [(160, 50), (100, 24), (60, 24), (30, 12), (200, 70)])
+@pytest.mark.parametrize(("width", "height"), [(160, 50), (60, 24), (30, 12)])
 def test_a_picture_for_a_screen_fills_it_and_names_what_has_no_room(width, height):
     names = [f"m{n:02}" for n in range(12)]
     write(*(line(n, **dict.fromkeys(names, n)) for n in range(5)))
@@ -343,21 +316,13 @@ def test_the_folder_of_several_runs_names_them(capsys):
     assert "Runs in that folder: a, b." in capsys.readouterr().out
 
 
-def test_runs_are_named_by_as_much_as_tells_them_apart(capsys):
+def test_runs_of_one_name_are_named_by_their_paths(capsys):
     for path in ("x/run", "y/run"):
         write(line(1, loss=1), path=Path(path, "metrics.jsonl"))
     assert call("x/run", "y/run", "x/run/", "--once") == 0
     out = capsys.readouterr().out
     assert out.count("● ") == 2
     assert "● x/run" in out
-
-
-def test_the_folder_above_is_that_of_where_a_link_leads(capsys):
-    write(line(1, loss=1), path=Path("far/run/metrics.jsonl"))
-    os.mkdir("far/other")
-    os.symlink("far/other", "link")
-    assert call("link/../run", "far/run", "--once") == 0
-    assert capsys.readouterr().out.count("● run") == 1
 
 
 def test_a_record_alone_has_no_state(capsys):
@@ -371,7 +336,6 @@ def test_a_record_alone_has_no_state(capsys):
     [
         (["notes.txt"], "notes.txt is a file; give the folder of a run, or its metrics.jsonl"),
         (["run", "--interval", "0"], "'0' must be a number of seconds from 0.05 to 3600"),
-        (["run", "--interval", "nan"], "'nan' must be"),
         (["run", "--interval", "soon"], "'soon' must be"),
         ([], "RUN_DIR"),
     ],

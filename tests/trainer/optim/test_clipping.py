@@ -47,16 +47,8 @@ def test_values_are_limited_one_by_one(parameters):
 
 
 def test_values_are_limited_before_the_norm_is_taken(parameters):
-    assert clip_(parameters, max_value=1.0, max_norm=10.0).item() == pytest.approx(2**0.5)
-
-
-def test_a_generator_of_parameters_serves_both_limits(parameters):
     norm = clip_((p for p in parameters), max_value=1.0, max_norm=10.0)
     assert norm.item() == pytest.approx(2**0.5)
-
-
-def test_without_gradients_the_norm_is_zero():
-    assert clip_([torch.nn.Parameter(torch.zeros(2))], max_norm=1.0).item() == 0.0
 
 
 def test_without_gradients_no_value_is_limited(parameters):
@@ -74,11 +66,6 @@ def test_limits_that_are_not_positive_are_refused(name, limit):
     given = {"max_grad_norm": None, "max_grad_value": None, name: limit}
     with pytest.raises(ValueError, match=f"{name} is {limit}; it must be above 0, or None"):
         validate_limits(**given)
-
-
-def test_positive_limits_and_none_are_taken():
-    validate_limits(None, None)
-    validate_limits(1.0, float("inf"))
 
 
 @pytest.mark.parametrize("limit", ["max_norm", "max_value"])

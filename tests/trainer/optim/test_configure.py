@@ -37,83 +37,69 @@ def steps(sgd):
     return StepLR(sgd, 1, gamma=0.5)
 
 
-def test_an_optimizer_alone(sgd):
-    assert read(sgd) == ([sgd], [])
+STEPWISE = {"interval": "step"}
+ACCEPTED = {  # what is returned, the optimizers, and the fields of the schedule if there is one
+    "an optimizer": lambda sgd, other, steps: (sgd, [sgd], None),
+    "a list": lambda sgd, other, steps: ([sgd, other], [sgd, other], None),
+    "a dict": lambda sgd, other, steps: ({"optimizer": sgd}, [sgd], None),
+    "a pair": lambda sgd, other, steps: ((sgd, steps), [sgd], {}),
+    "a pair with options": lambda sgd, other, steps: (
+        (sgd, {"scheduler": steps, **STEPWISE}),
+        [sgd],
+        STEPWISE,
+    ),
+    "a dict with options": lambda sgd, other, steps: (
+        {"optimizer": sgd, "scheduler": steps, "frequency": 3, "monitor": "x", **STEPWISE},
+        [sgd],
+        {"frequency": 3, "monitor": "x", **STEPWISE},
+    ),
+    "a list of dicts": lambda sgd, other, steps: (
+        [{"optimizer": sgd, "scheduler": steps}, other],
+        [sgd, other],
+        {},
+    ),
+    "Lightning's dict": lambda sgd, other, steps: (
+        {"optimizer": sgd, "lr_scheduler": steps},
+        [sgd],
+        {},
+    ),
+    "Lightning's nested dict": lambda sgd, other, steps: (
+        {"optimizer": sgd, "lr_scheduler": {"scheduler": steps, **STEPWISE}, "monitor": "x"},
+        [sgd],
+        {"monitor": "x", **STEPWISE},
+    ),
+    "Lightning's two lists": lambda sgd, other, steps: (
+        ([sgd, other], [{"scheduler": steps, **STEPWISE}]),
+        [sgd, other],
+        STEPWISE,
+    ),
+    "two lists in a list": lambda sgd, other, steps: ([[sgd], [steps]], [sgd], {}),
+    "no schedule in the second": lambda sgd, other, steps: (([sgd], []), [sgd], None),
+    "Lightning's tuple of dicts": lambda sgd, other, steps: (
+        ({"optimizer": sgd, "lr_scheduler": {"scheduler": steps}}, {"optimizer": other}),
+        [sgd, other],
+        {},
+    ),
+    "a tuple of one dict": lambda sgd, other, steps: (({"optimizer": sgd},), [sgd], None),
+}
 
 
-def test_a_list_of_optimizers(sgd, other):
-    assert read([sgd, other]) == ([sgd, other], [])
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_may_be_returned(sgd, other, steps, name):
+    returned, optimizers, schedule = ACCEPTED[name](sgd, other, steps)
+    expected = [] if schedule is None else [SchedulerEntry(scheduler=steps, **schedule)]
+    assert read(returned) == (optimizers, expected)
 
 
-def test_a_pair(sgd, steps):
-    optimizers, (entry,) = read((sgd, steps))
-    assert optimizers == [sgd]
-    assert entry == SchedulerEntry(scheduler=steps)
+def test_a_schedule_ticks_each_epoch_by_default(steps):
+    entry = SchedulerEntry(scheduler=steps)
     assert (entry.interval, entry.frequency, entry.monitor) == ("epoch", 1, None)
 
 
-def test_a_pair_whose_scheduler_has_options(sgd, steps):
-    _, entries = read((sgd, {"scheduler": steps, "interval": "step"}))
-    assert entries == [SchedulerEntry(scheduler=steps, interval="step")]
-
-
-def test_a_dict(sgd, steps):
-    returned = {
-        "optimizer": sgd,
-        "scheduler": steps,
-        "interval": "step",
-        "frequency": 3,
-        "monitor": "val/loss",
-    }
-    expected = SchedulerEntry(scheduler=steps, interval="step", frequency=3, monitor="val/loss")
-    assert read(returned) == ([sgd], [expected])
-    assert read({"optimizer": sgd}) == ([sgd], [])
-
-
-def test_lightnings_dict_with_a_scheduler_or_its_options(sgd, steps):
-    assert read({"optimizer": sgd, "lr_scheduler": steps}) == (
-        [sgd],
-        [SchedulerEntry(scheduler=steps)],
-    )
-    nested = {"scheduler": steps, "interval": "step"}
-    assert read({"optimizer": sgd, "lr_scheduler": nested, "monitor": "x"}) == (
-        [sgd],
-        [SchedulerEntry(scheduler=steps, interval="step", monitor="x")],
-    )
-
-
-def test_lightnings_two_lists(sgd, other, steps):
-    expected = ([sgd, other], [SchedulerEntry(scheduler=steps, interval="step")])
-    options = {"scheduler": steps, "interval": "step"}
-    assert read(([sgd, other], [options])) == expected
-    assert read([[sgd, other], [options]]) == expected
-    assert read(([sgd], [])) == ([sgd], [])
-
-
-def test_lightnings_tuple_of_dicts(sgd, other, steps):
-    optimizers, schedulers = read_optimizers(
-        ({"optimizer": sgd, "lr_scheduler": {"scheduler": steps}}, {"optimizer": other})
-    )
-    assert [entry.optimizer for entry in optimizers] == [sgd, other]
-    assert [entry.scheduler for entry in schedulers] == [steps]
-    assert len(read_optimizers(({"optimizer": sgd},))[0]) == 1
-
-
-def test_a_list_of_pairs_and_dicts(sgd, other, steps):
-    optimizers, entries = read([{"optimizer": sgd, "scheduler": steps}, other])
-    assert optimizers == [sgd, other]
-    assert entries == [SchedulerEntry(scheduler=steps)]
-
-
-@pytest.mark.parametrize("returned", [None, 3, [], "adam", [None], ([], []), ([None], [])])
-def test_no_optimizer_is_told_with_what_may_be_returned(returned):
+@pytest.mark.parametrize("returned", [None, 3, [], [None], ([], [])])
+def test_no_optimizer_is_refused_with_what_may_be_returned(returned):
     with pytest.raises(TypeError, match=r"configure_optimizers returned .* Return an optimizer, "):
         read_optimizers(returned)
-
-
-def test_none_is_called_no_optimizer():
-    with pytest.raises(TypeError, match="returned no optimizer"):
-        read_optimizers(None)
 
 
 def test_a_scheduler_in_an_optimizers_place_is_named(steps):
@@ -131,6 +117,9 @@ def test_a_scheduler_in_an_optimizers_place_is_named(steps):
         ({"interval": "step"}, "'interval' but no 'scheduler'"),
         ({"lr_scheduler": {"interval": "step"}}, "'interval' but no 'scheduler'"),
         ({"lr_scheduler": {}}, "a dict but no 'scheduler'"),
+        ({"scheduler": 1, "lr_scheduler": 1}, "not as both"),
+        ({"lr_scheduler": {"scheduler": 1, "optimizer": 1}}, "'optimizer'; it must be one of"),
+        ({"max_grad_nrom": 1.0}, r"'max_grad_nrom'; .*Did you mean 'max_grad_norm'\?"),
     ],
 )
 def test_wrong_keys_are_named_with_the_nearest(sgd, wrong, message):
@@ -138,20 +127,9 @@ def test_wrong_keys_are_named_with_the_nearest(sgd, wrong, message):
         read_optimizers({"optimizer": sgd, **wrong})
 
 
-def test_a_wrong_key_among_a_schedulers_options_is_named(sgd, steps):
-    wrong = {"scheduler": steps, "optimizer": sgd}
-    with pytest.raises(ValueError, match="'optimizer'; it must be one of 'frequency'"):
-        read_optimizers({"optimizer": sgd, "lr_scheduler": wrong})
-
-
 def test_a_dict_without_its_optimizer_is_refused(steps):
     with pytest.raises(ValueError, match="a dict without 'optimizer'"):
         read_optimizers({"scheduler": steps})
-
-
-def test_a_scheduler_given_twice_is_refused(sgd, steps):
-    with pytest.raises(ValueError, match="not as both"):
-        read_optimizers({"optimizer": sgd, "scheduler": steps, "lr_scheduler": steps})
 
 
 @pytest.mark.parametrize(
@@ -163,7 +141,7 @@ def test_a_scheduler_given_twice_is_refused(sgd, steps):
         ({"scheduler": "cosine"}, TypeError, "scheduler 'cosine' of type str"),
     ],
 )
-def test_options_that_could_never_tick_are_refused(steps, options, error, message):
+def test_invalid_options_of_a_schedule_are_refused(steps, options, error, message):
     with pytest.raises(error, match=message):
         SchedulerEntry(**{"scheduler": steps, **options})
 
@@ -194,7 +172,7 @@ def test_a_metric_that_was_not_logged_is_named_with_those_that_were(sgd):
         entry.tick({"val/loss": 1.0, "train/loss": 2.0})
 
 
-def test_what_is_an_optimizers_own(sgd, steps):
+def test_options_of_one_optimizer(sgd, steps):
     own = {"name": "body", "max_grad_norm": 1.0, "max_grad_value": 0.5}
     (entry,), (schedule,) = read_optimizers({"optimizer": sgd, "scheduler": steps, **own})
     assert entry == OptimizerEntry(optimizer=sgd, **own)
@@ -207,12 +185,11 @@ def test_what_is_an_optimizers_own(sgd, steps):
 @pytest.mark.parametrize(
     ("own", "error", "message"),
     [
-        ({"max_grad_nrom": 1.0}, ValueError, r"'max_grad_nrom'; .*Did you mean 'max_grad_norm'\?"),
         ({"max_grad_norm": 0}, ValueError, "max_grad_norm is 0; it must be above 0"),
         ({"max_grad_value": "1"}, TypeError, "max_grad_value is '1'; it must be a number"),
     ],
 )
-def test_an_optimizers_own_is_checked(sgd, own, error, message):
+def test_options_of_one_optimizer_are_checked(sgd, own, error, message):
     with pytest.raises(error, match=message):
         read_optimizers({"optimizer": sgd, **own})
 

@@ -79,7 +79,7 @@ def test_gradients_are_kept_as_zeros_where_asked(optimizer, parameter):
     assert parameter.grad.item() == 0.0
 
 
-def test_an_optimizer_without_the_choice_says_so(parameter):
+def test_zero_grad_without_set_to_none_is_supported(parameter):
     class Plain(torch.optim.SGD):
         def zero_grad(self):
             parameter.grad = None
@@ -93,7 +93,7 @@ def test_an_optimizer_without_the_choice_says_so(parameter):
     assert parameter.grad is None
 
 
-def test_none_as_the_choice_is_true(parameter):
+def test_zero_grad_sets_to_none_by_default(parameter):
     class Keeps(torch.optim.SGD):
         def zero_grad(self, set_to_none=False):
             super().zero_grad(set_to_none)
@@ -148,7 +148,7 @@ def test_a_closure_in_the_middle_of_a_window_is_refused(optimizer, parameter):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
-def test_a_fused_optimizer_tells_what_it_skipped(parameter, kind):
+def test_a_fused_optimizer_reports_what_it_skipped(parameter, kind):
     precision = Precision("fp16", CPU, scaler=GradScalerKwargs(init_scale=4.0))
     inner = kind([parameter], lr=0.5, fused=True)
     optimizer = AcceleratedOptimizer(inner, precision=precision)
@@ -177,7 +177,7 @@ def test_a_closure_reaches_the_wrapped_optimizer(parameter):
     assert parameter.item() == pytest.approx(3.0)
 
 
-def test_a_skipped_update_is_told_and_forgotten_by_the_next(parameter, inner):
+def test_a_skipped_update_is_reported_until_the_next(parameter, inner):
     precision = Precision("fp16", CPU, scaler=GradScalerKwargs(init_scale=4.0))
     optimizer = AcceleratedOptimizer(inner, precision=precision)
     precision.scale(parameter.sum() * float("inf")).backward()
@@ -262,7 +262,7 @@ def test_schedule_free_optimizers_are_switched(optimizer, inner):
     assert calls == ["train", "eval"]
 
 
-def test_what_else_the_wrapped_optimizer_has_is_reached(optimizer, inner):
+def test_other_attributes_are_the_wrapped_ones(optimizer, inner):
     inner.rank_of_projection = 4
     assert optimizer.rank_of_projection == 4
     with pytest.raises(AttributeError, match="'SGD' object has no attribute 'nothing'"):

@@ -89,7 +89,7 @@ def test_a_scheduler_on_its_own_ticks_at_every_call(inner, optimizer):
 
 
 @pytest.mark.parametrize("open_window", [False, True])
-def test_a_call_after_an_update_that_was_not_made_is_no_mistake(open_window):
+def test_a_tick_after_a_skipped_update_does_not_warn(open_window):
     # Torch warns, which is an error here, where its optimizer was not stepped before.
     inner, optimizer = overflowing()
     scheduler = halving(inner, optimizer, step_with_optimizer=False)
@@ -160,23 +160,16 @@ def test_a_schedule_with_an_end_stays_there(inner, optimizer):
     assert scheduler.get_last_lr() == reference.get_last_lr()
 
 
-def test_a_plateau_scheduler_is_given_its_metric(inner, optimizer):
-    scheduler = AcceleratedScheduler(ReduceLROnPlateau(inner, factor=0.1, patience=0), [optimizer])
-    for loss in (1.0, 2.0):
-        scheduler.step(loss)
-    assert scheduler.get_last_lr() == [0.1]
-
-
-def test_a_metric_is_counted_once_however_many_processes_there_are(inner, optimizer):
+def test_a_plateau_scheduler_gets_its_metric_once_on_any_number_of_processes(inner, optimizer):
     pretend(4)
     scheduler = AcceleratedScheduler(ReduceLROnPlateau(inner, factor=0.1, patience=1), [optimizer])
-    for loss, bad in ((1.0, 0), (2.0, 1)):
+    for loss, bad, rate in ((1.0, 0, 1.0), (2.0, 1, 1.0), (3.0, 0, 0.1)):
         scheduler.step(metrics=loss)
         assert scheduler.num_bad_epochs == bad
-    assert scheduler.get_last_lr() == [1.0]
+        assert scheduler.get_last_lr() == [rate]
 
 
-def test_what_else_the_users_scheduler_has_is_reached(inner, optimizer):
+def test_other_attributes_are_the_wrapped_ones(inner, optimizer):
     scheduler = halving(inner, optimizer)
     assert scheduler.base_lrs == [1.0]
     with pytest.raises(AttributeError, match="'StepLR' object has no attribute 'nothing'"):

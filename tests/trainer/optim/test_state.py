@@ -55,7 +55,7 @@ def step(optimizer: Any, parameter: nn.Parameter, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float64])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_goes_on_as_if_it_had_not_been_saved(name, dtype):
+def test_loading_restores_the_exact_state(name, dtype):
     one = nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=dtype))
     whole = OPTIMIZERS[name]([one])
     for seed in range(4):
@@ -120,7 +120,7 @@ def test_state_is_placed_in_its_own_precision():
     assert found == {"mean": ("meta", torch.float32), "rounded": ("meta", BF16)}
 
 
-def test_whatever_has_a_state_is_given_it():
+def test_other_optimizers_get_their_state():
     class Odd:
         def load_state_dict(self, state: Any) -> None:
             self.state = state

@@ -46,7 +46,7 @@ def test_the_mean_is_the_default_of_the_function_and_not_of_the_method(ranks2):
     assert ranks2(body) == [[1.5, 3.0, 3.0, 3.0]] * 2
 
 
-def test_helpers_that_are_another_name(ranks2):
+def test_helpers_that_are_aliases(ranks2):
     def body():
         rank = Accelerator(cpu=True).process_index
         torch.manual_seed(rank)
@@ -90,7 +90,7 @@ def test_a_wrong_file_or_option_is_refused_by_every_process(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_bar_is_shown_once_a_machine():
+def test_tqdm_shows_one_bar_a_machine():
     def shown(**kwargs):
         stream = io.StringIO()
         assert list(tqdm(range(2), file=stream, **kwargs)) == [0, 1]

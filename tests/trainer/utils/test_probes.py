@@ -33,21 +33,18 @@ def test_devices_are_there_or_not():
         assert utils.is_bf16_available()
 
 
-@pytest.mark.parametrize("text", ["1", "true", "YES", "on", "y", "t"])
-def test_texts_that_mean_yes(text):
-    assert str_to_bool(text) == 1
-    with patch_environment(a_flag=text):
-        assert parse_flag_from_env("A_FLAG") is True
+@pytest.mark.parametrize(
+    ("texts", "meant"),
+    [(["1", "true", "YES", "on", "y", "t"], True), (["0", "false", "NO", "off", "n", "f"], False)],
+)
+def test_texts_of_flags(texts, meant):
+    for text in texts:
+        assert str_to_bool(text) == meant
+        with patch_environment(a_flag=text):
+            assert parse_flag_from_env("A_FLAG", not meant) is meant
 
 
-@pytest.mark.parametrize("text", ["0", "false", "NO", "off", "n", "f"])
-def test_texts_that_mean_no(text):
-    assert str_to_bool(text) == 0
-    with patch_environment(a_flag=text):
-        assert parse_flag_from_env("A_FLAG", True) is False
-
-
-def test_texts_that_mean_neither():
+def test_texts_that_are_no_flags():
     for text in ("", "maybe"):
         with pytest.raises(ValueError, match="must be a bool"):
             str_to_bool(text)

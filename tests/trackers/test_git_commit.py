@@ -56,7 +56,7 @@ def test_without_a_repository_there_is_none(tmp_path):
     assert git_commit(tmp_path) is None
 
 
-def test_a_folder_that_cannot_be_read_is_told(tmp_path, monkeypatch, caplog):
+def test_an_unreadable_folder_is_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()

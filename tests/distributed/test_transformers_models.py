@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from tests.helpers.ranks import RankError
 from trainer import (
     Accelerator,
     FullyShardedDataParallelPlugin,
@@ -37,6 +46,13 @@ def llama(tied: bool = False) -> nn.Module:
     )
 
 
+def qwen3() -> nn.Module:
+    """Return a model with norms of each head."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
+
+
 def gpt2() -> nn.Module:
     sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -47,12 +63,20 @@ MODELS: dict[str, Any] = {
     "GPT-2, tied": gpt2,
     "Llama": llama,
     "Llama, tied": lambda: llama(tied=True),
+    "Qwen3": qwen3,
 }
 LAYOUTS: dict[str, tuple[list[str], Any]] = {
-    "shards": ([*MODELS], lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin()}),
+    "shards": (
+        ["GPT-2, tied", "Llama", "Llama, tied"],
+        lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin()},
+    ),
     "split layers": (
-        ["Llama", "Llama, tied"],
+        ["Llama", "Llama, tied", "Qwen3"],
         lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
+    ),
+    "shards of split layers": (
+        [],  # four processes
+        lambda: {"parallelism_config": ParallelismConfig(dp_shard_size=2, tp_size=2)},
     ),
 }
 CASES = [(model, layout) for layout, (names, _) in LAYOUTS.items() for model in names]
@@ -72,12 +96,35 @@ class Language(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
 
 
-def fit(folder: Path, model: str, layout: str | None = None) -> dict[str, Tensor]:
+class SplitVocabulary(Language):
+    """GPT-2 by a plan of the user's; its blocks stay whole."""
+
+    tp_plan = {
+        "model.transformer.wte": "embedding_rowwise",
+        "model.lm_head": "colwise_gather_output",
+    }
+
+
+class SplitBlocks(Language):
+    tp_plan = {"model.transformer.h.*.mlp.c_fc": "colwise"}
+
+
+class OnMeta(Language):
+    """Rank 0 alone has weights, as where it alone has read them."""
+
+    def __init__(self, model: str) -> None:
+        with torch.device("meta" if dist.is_initialized() and dist.get_rank() else "cpu"):
+            super().__init__(model)
+
+
+def fit(
+    folder: Path, model: str, layout: str | None = None, kind: type[Language] = Language
+) -> dict[str, Tensor]:
     options = {} if layout is None else LAYOUTS[layout][1]()
     trainer = Trainer(
         cpu=True, max_epochs=2, seed=3, progress_bar=False, project_dir=folder, **options
     )
-    module = Language(model)
+    module = kind(model)
     size = 8 // trainer.accelerator.engine.data_size
     trainer.fit(module, DataLoader(TOKENS, size))  # type: ignore[arg-type]
     return trainer.accelerator.get_state_dict(module.model)
@@ -97,6 +144,12 @@ def loop(model: str, layout: str | None = None) -> dict[str, Tensor]:
     return accelerator.get_state_dict(net)
 
 
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_a_fit_equals_one_process_and_loads_into_transformers(ranks2, model, layout, tmp_path):
     expected = fit(tmp_path / "one", model)
@@ -106,17 +159,47 @@ def test_a_fit_equals_one_process_and_loads_into_transformers(ranks2, model, lay
     plain.load_state_dict(found)
     plain.save_pretrained(tmp_path / "saved")
     again = type(plain).from_pretrained(tmp_path / "saved").state_dict()
-    for name, value in expected.items():
-        torch.testing.assert_close(again[name], value, rtol=0, atol=1e-5)
+    assert_close(again, expected)
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # the logits
 def test_an_own_loop_equals_one_process(ranks2, model, layout):
     expected, found = loop(model), ranks2(lambda: loop(model, layout))[0]
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+    assert_close(found, expected)
+
+
+def test_shards_of_split_layers_equal_one_process(ranks, tmp_path):
+    expected = fit(tmp_path / "one", "Llama, tied")
+    found = ranks(4)(lambda: fit(tmp_path / "four", "Llama, tied", "shards of split layers"))[0]
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("layout", ["shards", "split layers"])
+@pytest.mark.parametrize("model", ["Llama", "Llama, tied"])
+def test_processes_without_weights_receive_rank_0s(ranks2, model, layout, tmp_path):
+    expected = fit(tmp_path / "one", model)
+    found = ranks2(lambda: fit(tmp_path / "two", model, layout, OnMeta))[0]
+    assert_close(found, expected)
+
+
+def test_gpt_2_is_split_by_a_plan_of_the_users(ranks2, tmp_path):
+    expected = fit(tmp_path / "one", "GPT-2, tied")
+    options = "GPT-2, tied", "split layers", SplitVocabulary
+    found = ranks2(lambda: fit(tmp_path / "two", *options))[0]
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Language, "Language does not say which layers to split"),
+        (SplitBlocks, "splits model.transformer.h.0.mlp.c_fc, a Conv1D, with ColwiseParallel"),
+    ],
+)
+def test_what_gpt_2_cannot_split_is_refused(ranks2, kind, message, tmp_path):
+    with pytest.raises(RankError, match=message):
+        ranks2(lambda: fit(tmp_path, "GPT-2, tied", "split layers", kind))
 
 
 def test_tied_weights_are_in_a_checkpoint_once(ranks2, tmp_path):

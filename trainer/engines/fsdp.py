@@ -33,7 +33,7 @@ from trainer.engines.base import EngineOptions
 from trainer.engines.compile import torch_arguments
 from trainer.engines.context_parallel import recompute_contexts
 from trainer.engines.single import SingleDevice
-from trainer.engines.tensor_parallel import split_layers
+from trainer.engines.tensor_parallel import keep_ties, split_layers
 from trainer.enums import DynamoBackend
 from trainer.names import bare_names
 from trainer.optim.clipping import clip_
@@ -203,15 +203,17 @@ class FullyShard(SingleDevice):
         if self.options.rank == 0:
             if on_meta:
                 _initialise(module, self.plugin.param_init_fn)
-            whole = {name: each.detach().cpu() for name, each in module.state_dict().items()}
-        module.to("meta")
+            whole = {name: each.detach().cpu() for name, each in _named_tensors(module)}
+        with keep_ties(module):
+            module.to("meta")
         return whole
 
     def _materialise(self, module: nn.Module, whole: dict[str, Tensor]) -> None:
         """Fill the shards with rank 0's weights, one tensor at a time; collective."""
-        module.to_empty(device=self.options.device)
+        with keep_ties(module):
+            module.to_empty(device=self.options.device)
         with torch.no_grad():
-            for name, target in module.state_dict().items():
+            for name, target in _named_tensors(module):
                 source = whole.pop(name, None)
                 if source is None:
                     source = torch.empty(target.shape, dtype=target.dtype)
@@ -548,6 +550,12 @@ class FullyShard(SingleDevice):
         """Limit the magnitude of each element of the gradients."""
         for group in by_mesh(parameters):
             clip_(group, max_value=max_value)
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers, also those that the module's ``state_dict`` leaves out."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def _fill_part(target: Any, whole: Tensor) -> None:

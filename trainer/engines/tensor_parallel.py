@@ -5,11 +5,16 @@ al., "Megatron-LM", 2019). Torch's ``parallelize_module`` splits the layers by a
 patterns of submodule names to a `ParallelStyle`. The plan is the attribute ``tp_plan`` of the
 module or of submodules, such as the models of transformers. Without one, the user has split the
 layers in ``configure_model``.
+
+A layer with LoRA adapters of peft (Hu et al., 2021) is split with them: by columns together with
+``lora_B``, whose outputs are added to the layer's; by rows with ``lora_A``, which reads its inputs.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from typing import Any
 
@@ -37,6 +42,11 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
+    # Norms of the heads that a process has: whichever dimension but the last is said to be split,
+    # the computation is local, and the gradients of the whole weights are summed.
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(
+        sequence_dim=0, use_local_output=True
+    ),
 }
 
 
@@ -48,50 +58,119 @@ def split_layers(module: nn.Module, mesh: DeviceMesh | None) -> None:
         mesh: The mesh of the processes that share each layer; None if layers are whole.
 
     Raises:
-        ValueError: There is no plan, or a plan has an unknown style, names no submodule, or
-            splits tied weights in different ways.
+        ValueError: There is no plan, or a plan has an unknown style, names no submodule or one that
+            its style cannot split, or splits tied weights in different ways.
     """
     if mesh is None:
         return
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    found = False
-    for part, plan in _plans(module):
-        found = True
-        of_transformers = all(isinstance(style, str) for style in plan.values())
-        for pattern, style in plan.items():
-            if any(fnmatch(name, pattern) for name, _ in part.named_modules()):
-                parallelize_module(part, mesh, {pattern: _style(style)})
-            elif not of_transformers:
-                raise ValueError(
-                    f"tp_plan of {type(part).__name__} has the key {pattern!r}, which no submodule "
-                    f"matches. Its submodules are {', '.join(n for n, _ in part.named_children())}."
-                )
-    if not found and not any(isinstance(p, DTensor) for p in module.parameters()):
+    plans = list(_plans(module))
+    with keep_ties(module):
+        for part, plan in plans:
+            _carry_out(part, plan, mesh)
+    if not plans and not any(isinstance(p, DTensor) for p in module.parameters()):
         raise ValueError(
             f"tp_size is {mesh.size()}, but {type(module).__name__} does not say which layers to "
             "split. Give it an attribute tp_plan, such as {'blocks.*.first': ColwiseParallel(), "
             "'blocks.*.second': RowwiseParallel()}; or call torch's parallelize_module in "
             "configure_model, with the mesh self.trainer.accelerator.torch_device_mesh['tp']."
         )
+
+
+@contextmanager
+def keep_ties(module: nn.Module) -> Iterator[None]:
+    """Make tied weights one object again, if the block replaces each by itself.
+
+    Raises:
+        ValueError: The block has split them in different ways.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    yield
     for tied in names.values():
         _tie(module, tied)
+
+
+def _carry_out(part: nn.Module, plan: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Split the layers of a module that a plan names."""
+    for pattern, style in plan.items():
+        layers = list(_matching(part, pattern))
+        for name, layer in layers:
+            _split(name, layer, _style(style), mesh)
+        if not layers and not _of_transformers(part):
+            raise ValueError(
+                f"tp_plan of {type(part).__name__} has the key {pattern!r}, which no submodule "
+                f"matches. Its submodules are {', '.join(n for n, _ in part.named_children())}."
+            )
 
 
 def _plans(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
     """Yield the outermost modules with a plan, and their plans."""
     plan = getattr(module, "tp_plan", None)
     if isinstance(plan, dict) and plan:
-        yield module, plan
-        return
-    if plan not in (None, "auto", {}):
+        # What wraps a model, as peft does, may show the model's plan as its own.
+        if not _of_transformers(module) or any(any(_matching(module, key)) for key in plan):
+            yield module, plan
+            return
+    elif plan not in (None, "auto", {}):
         raise ValueError(
             f"tp_plan of {type(module).__name__} is {plan!r}; it must be a dict from names of "
             "submodules to styles, or 'auto', which takes the plans of its submodules."
         )
     for child in module.children():
         yield from _plans(child)
+
+
+def _of_transformers(module: nn.Module) -> bool:
+    """Return whether a module is a model of transformers, whose plan may name parts it lacks."""
+    return hasattr(module, "supports_tp_plan")
+
+
+def _matching(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the submodules whose names match a pattern, part by part between the dots."""
+    tokens = pattern.split(".")
+    for name, part in module.named_modules():
+        own = name.split(".")
+        if len(own) == len(tokens) and all(map(fnmatch, own, tokens)):
+            yield name, part
+
+
+def _split(name: str, layer: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    """Split a layer, and adapters of peft in it."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")  # a layer with adapters has imported it
+    if peft is not None and isinstance(layer, peft.BaseTunerLayer):
+        for path, inner in _lora(name, layer, style):
+            _split(path, inner, style, mesh)
+        return
+    try:
+        parallelize_module(layer, mesh, style)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"tp_plan splits {name}, a {type(layer).__name__}, with {type(style).__name__}, which "
+            "splits nn.Linear and nn.Embedding alone. Leave it out, which keeps it whole, or give "
+            "it a ParallelStyle of your own."
+        ) from error
+
+
+def _lora(name: str, layer: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the linear layers that are split in a layer with LoRA adapters.
+
+    Raises:
+        ValueError: It has adapters of another kind.
+    """
+    layouts = getattr(style, "input_layouts", None), getattr(style, "output_layouts", None)
+    by_columns = isinstance(style, ColwiseParallel) and layouts[0] == (Replicate(),)
+    by_rows = isinstance(style, RowwiseParallel) and layouts[1] == (Replicate(),)
+    adapters = {kind for kind in layer.adapter_layer_names if len(getattr(layer, kind, ()))}
+    if adapters - {"lora_A", "lora_B"} or not (by_columns or by_rows):
+        raise ValueError(
+            f"tp_plan splits {name}, a {type(layer).__module__}.{type(layer).__name__} with "
+            f"{', '.join(sorted(adapters))}, by {style!r}: only LoRA without DoRA, in linear "
+            "layers by columns of whole inputs or by rows to whole outputs, can be split."
+        )
+    yield f"{name}.base_layer", layer.base_layer
+    kind = "lora_B" if by_columns else "lora_A"
+    yield from ((f"{name}.{kind}.{key}", part) for key, part in getattr(layer, kind).items())
 
 
 def _style(style: Any) -> ParallelStyle:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -409,7 +408,6 @@ def test_a_library_that_is_missing_is_named(capsys, monkeypatch, name, library):
     assert f"pip install {library}" in refused(capsys, name)
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_a_configuration_of_transformers(capsys):
     from transformers import AutoModel, BertConfig
 
@@ -419,7 +417,6 @@ def test_a_configuration_of_transformers(capsys):
     assert row["parameters"] == nbytes(AutoModel.from_config(config).parameters())
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
     # In a process of its own, since the library goes on trying in a thread.
     script = (

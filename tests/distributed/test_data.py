@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.helpers.datasets import Numbers, SizedStream, Stream
 from tests.helpers.ranks import RankError
@@ -123,28 +123,6 @@ def test_dispatching_reads_on_rank_0_only(ranks2):
     first, second = ranks2(read)
     assert first == [[[0, 1], [4]]] * 3 + [False]
     assert second == [[[2, 3], [0]]] * 3 + [False]
-
-
-def test_dispatched_batches_may_hold_any_objects(ranks2):
-    def read() -> list[str]:
-        data = [
-            {"x": torch.full((2,), n), "name": f"n{n}", "flag": n > 2, "pair": (n, float(n))}
-            for n in range(5)
-        ]
-
-        def collate(samples: list) -> dict:
-            return default_collate(samples) | {"unit": "metre", "none": None}
-
-        return [repr(batch) for batch in dispatched(DataLoader(data, 2, collate_fn=collate))]
-
-    def expected(*numbers: int) -> str:
-        data = [
-            {"x": torch.full((2,), n), "name": f"n{n}", "flag": n > 2, "pair": (n, float(n))}
-            for n in numbers
-        ]
-        return repr(default_collate(data) | {"unit": "metre", "none": None})
-
-    assert ranks2(read) == [[expected(0, 1), expected(4)], [expected(2, 3), expected(0)]]
 
 
 def test_samples_left_of_uneven_batches_go_to_the_next_round(ranks2):

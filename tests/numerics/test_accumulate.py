@@ -407,22 +407,3 @@ def test_scheduler_ticks_follow_the_updates(ranks, world, tick, split, follows):
     ticks = world if tick == "process" and not split else 1
     counts = [0, 0, ticks, 2 * ticks] if follows else [1, 2, 3, 4]
     assert on_processes(ranks, world, loop) == [[0.5**count for count in counts]] * world
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("adjust", [True, False])
-def test_adjust_scheduler(ranks, world, adjust):
-    def loop() -> tuple[int, int]:
-        plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=adjust)
-        accelerator = Accelerator(gradient_accumulation_plugin=plugin, cpu=True)
-        sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-        optimizer, scheduler = accelerator.prepare(sgd, StepLR(sgd, 1))
-        before = scheduler.scheduler._step_count
-        for _ in range(5):
-            with accelerator.accumulate():
-                optimizer.step()
-                scheduler.step()
-        return scheduler.scheduler._step_count - before, scheduler.scheduler.last_epoch
-
-    expected = (2 * world + (3 if adjust else 0), 2 * world)
-    assert on_processes(ranks, world, loop) == [expected] * world

@@ -323,23 +323,6 @@ def test_predictions_keep_the_order_without_duplicates(ranks, world, samples, si
     assert others == [None] * (world - 1)
 
 
-def limited(limit: int | float) -> tuple[list[dict[str, float]], Any]:
-    loader = DataLoader(numbers(13), batch_size=2)
-    trainer = quiet_trainer(limit_val_batches=limit, limit_predict_batches=limit)
-    return trainer.validate(Measuring(), loader), trainer.predict(Measuring(), loader)
-
-
-@every_world
-@pytest.mark.parametrize(("limit", "batches"), [(4, 4), (0.5, 3), (100, 7), (1.0, 7)])
-def test_limits_count_the_same_batches_on_any_number_of_ranks(ranks, world, limit, batches):
-    whole = numbers(13)
-    part = TensorDataset(*(tensor[: 2 * batches] for tensor in whole.tensors))
-    for rank, (metrics, outputs) in enumerate(on_processes(ranks, world, limited, limit)):
-        assert_metrics(metrics[0], expected(part, 2))
-        if rank == 0:
-            assert torch.equal(torch.cat(outputs), part.tensors[0][:, 0])
-
-
 def wide_total() -> float:
     store = MetricStore(torch.device("cpu"), world_size=dist.get_world_size())
     store.scope = TRAIN_STEP

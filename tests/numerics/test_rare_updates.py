@@ -336,12 +336,6 @@ def test_unregistered_parameters_are_refused_on_several_processes(ranks2, kind):
         assert refused if kind == "trained" else text == "fitted"
 
 
-@pytest.mark.parametrize(("kind", "times"), [("manual", 1), ("left", 0)])
-def test_the_warning_of_unregistered_parameters(kind, times, caplog):
-    assert unregistered_fit(kind) == "fitted"
-    assert caplog.text.count("that Growing does not have") == times
-
-
 # -- what a window asks of the device ---------------------------------------------------------
 
 

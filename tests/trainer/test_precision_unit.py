@@ -93,6 +93,16 @@ def test_gradients_that_wait_follow_the_scale(unscaled):
     assert (weight(first).item(), weight(second).item()) == (0, 1 - 0.5 * 2)
 
 
+def test_one_optimizer_may_step_twice_after_one_backward():
+    precision, optimizer = fp16(init_scale=4.0), sgd()
+    precision.scale(weight(optimizer).sum()).backward()
+    precision.unscale(optimizer)
+    precision.step(optimizer)
+    weight(optimizer).grad.fill_(4.0 * 2)
+    precision.step(optimizer)
+    assert weight(optimizer).item() == 1 - 0.5 - 0.5 * 2
+
+
 def test_a_closure_needs_another_precision():
     with pytest.raises(ValueError, match=r"closure .*mixed_precision='fp16'; use 'bf16'"):
         fp16().step(sgd(), lambda: None)

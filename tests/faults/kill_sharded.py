@@ -1,0 +1,263 @@
+"""Runs on several processes that are killed and started again; started by `test_kill_sharded.py`.
+
+Python and torch are imported once; the processes of each start are forks of that process. When one
+is killed, the others are killed too, as a launcher does. Prints one line of JSON: how many starts
+were killed, and which runs ended with something else than an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.data import DataLoader, Dataset
+
+from callbacks import ModelCheckpoint, WeightAveraging
+from tests.faults.kill_sweep import KILLED, Killer, kill_at_call, without_time
+from trackers import read_metrics
+from trainer import FullyShardedDataParallelPlugin, ParallelismConfig, Trainer, TrainModule
+from trainer.checkpoint.shards import merge_weights
+from trainer.checkpoint.storage import committed, verify
+
+TOLERANCE = 1e-5
+LIMIT = 120  # seconds for a start on a busy machine; more is a hang
+LAYOUTS: dict[str, tuple[int, dict[str, int] | None]] = {  # processes, sizes of the mesh
+    "one": (1, None),
+    "ddp": (2, None),
+    "fsdp": (2, {}),
+    "fsdp_4": (4, {}),
+    "hsdp": (4, {"dp_replicate_size": 2, "dp_shard_size": 2}),
+    "tp": (2, {"tp_size": 2}),
+    "fsdp_tp": (4, {"dp_shard_size": 2, "tp_size": 2}),
+}
+
+
+class Noisy(Dataset[Any]):
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __len__(self) -> int:
+        return 52
+
+    def __getitem__(self, index: int) -> Any:
+        noise = self.scale * torch.randn(8)
+        return noise + torch.arange(8).sin() * index / 52, torch.tensor(index % 3)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(16), nn.Dropout(dropout)
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.second(torch.relu(self.first(self.norm(x)))))
+
+
+class Net(TrainModule):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.blocks = nn.Sequential(Block(dropout), Block(dropout))
+        self.tp_plan = {"blocks.*.first": ColwiseParallel(), "blocks.*.second": RowwiseParallel()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = self.last(self.blocks(self.first(batch[0])))
+        loss = nn.functional.cross_entropy(outputs, batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        outputs = self.last(self.blocks(self.first(batch[0])))
+        self.log("val/loss", nn.functional.cross_entropy(outputs, batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8)
+        return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
+
+
+def fit(folder: Path, layout: str, *, noisy: bool, step: int) -> None:
+    processes, sizes = LAYOUTS[layout]
+    options: dict[str, Any] = {}
+    if sizes is not None:
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            transformer_cls_names_to_wrap=["Block"]
+        )
+        options["parallelism_config"] = ParallelismConfig(**sizes) if sizes else None
+    shares = processes // (sizes or {}).get("tp_size", 1)
+    trainer = Trainer(
+        max_epochs=2,
+        cpu=True,
+        project_dir=folder,
+        progress_bar=False,
+        log_every=2,
+        val_every=3,
+        gradient_accumulation_steps=2,  # seven batches over all processes: a short last window
+        max_grad_norm=0.5,
+        callbacks=[
+            Killer(step),
+            WeightAveraging(0.9),
+            ModelCheckpoint(monitor="val/loss", every=1, save_top_k=2),
+        ],
+        seed=5,
+        **options,
+    )
+    train = DataLoader(Noisy(1.0 if noisy else 0.0), 8 // shares, shuffle=True)
+    validation = DataLoader(Noisy(0.0), 8 // shares)
+    trainer.fit(Net(0.3 if noisy else 0.0), train, validation, ckpt_path="auto")
+
+
+def start(folder: Path, kill: dict[str, Any], *, noisy: bool) -> int:
+    """Start the run once; return the exit code of the first process that failed, else 0.
+
+    Args:
+        folder: The run's project folder.
+        kill: ``layout``; ``kind``: none, step, call or time; ``when``; the ``rank`` to be killed.
+        noisy: Whether the data and the module draw random numbers.
+    """
+    processes = LAYOUTS[kill["layout"]][0]
+    rendezvous = folder.with_suffix(".rendezvous")
+    rendezvous.unlink(missing_ok=True)
+    children = {
+        _fork(rank, processes, rendezvous, folder, kill, noisy): rank for rank in range(processes)
+    }
+    deadline = time.monotonic() + LIMIT
+    due = time.monotonic() + kill["when"] if kill["kind"] == "time" else deadline
+    code = 0
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            children.pop(pid)
+            code = code or os.waitstatus_to_exitcode(status)
+        if code or time.monotonic() > min(due, deadline):
+            code = code or (KILLED if due < deadline else signal.SIGALRM)
+            for each in children:
+                os.kill(each, signal.SIGKILL)
+            for each in list(children):
+                os.waitpid(each, 0)
+                children.pop(each)
+        time.sleep(0.005)
+    return code
+
+
+def _fork(
+    rank: int, processes: int, rendezvous: Path, folder: Path, kill: dict[str, Any], noisy: bool
+) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        torch.manual_seed(random.randrange(2**32))  # nothing may depend on it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if processes > 1:
+            for name, value in (("RANK", rank), ("WORLD_SIZE", processes)):
+                os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=processes
+            )
+        victim = rank == kill.get("rank", 0) % processes
+        if kill["kind"] == "call" and victim:
+            kill_at_call(int(kill["when"]))
+        step = int(kill["when"]) if kill["kind"] == "step" and victim else -1
+        fit(folder, kill["layout"], noisy=noisy, step=step)
+        code = 0
+    except Exception:  # noqa: BLE001 - the parent judges the exit code
+        traceback.print_exc()
+        # Where a process was killed, the others see their connection end.
+        code = 1 if kill["kind"] == "none" else KILLED % 256
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def end_of(folder: Path) -> dict[str, Any]:
+    """Return what a finished run leaves: records, kept checkpoints, weights, and files by hash."""
+    checkpoints = committed(folder / "checkpoints")
+    for checkpoint in checkpoints:
+        verify(checkpoint)
+    records = [without_time(record) for record in read_metrics(folder / "metrics.jsonl")]
+    for record in records:
+        record.pop("time")
+    merged = folder / "merged.safetensors"
+    merge_weights(checkpoints[-1], merged)
+    files = sorted(checkpoints[-1].glob("*.safetensors"))
+    return {
+        "kept": sorted(path.name for path in (folder / "checkpoints").iterdir()),
+        "records": records,
+        "weights": load_file(merged),
+        "tensors": {f"{file.name}:{k}": v for file in files for k, v in load_file(file).items()},
+    }
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any], *, exact: bool) -> list[str]:
+    """Return what differs: bit for bit, or by more than rounding on another layout."""
+    if exact:
+        pairs = found["tensors"], expected["tensors"]
+        same = pairs[0].keys() == pairs[1].keys() and all(
+            map(torch.equal, *map(dict.values, pairs))
+        )
+        wrong = [key for key in ("kept", "records") if found[key] != expected[key]]
+        return wrong if same else [*wrong, "tensors"]
+    wrong = ["kept"] if found["kept"] != expected["kept"] else []
+    largest = max(
+        float((found["weights"][name] - value).abs().max())
+        for name, value in expected["weights"].items()
+    )
+    wrong += [f"weights differ by {largest}"] if not largest <= TOLERANCE else []
+    for one, other in zip(found["records"], expected["records"], strict=True):
+        same = one.keys() == other.keys() and all(
+            one[k] == v or abs(one[k] - v) <= TOLERANCE for k, v in other.items()
+        )
+        wrong += [] if same else [f"record {one} instead of {other}"]
+    return wrong
+
+
+def main() -> None:
+    folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    whole: dict[tuple[str, bool], dict[str, Any]] = {}
+
+    def uninterrupted(layout: str, noisy: bool) -> dict[str, Any]:
+        if (layout, noisy) not in whole:
+            here = folder / f"whole-{layout}-{noisy}"
+            assert start(here, {"layout": layout, "kind": "none"}, noisy=noisy) == 0
+            whole[layout, noisy] = end_of(here)
+        return whole[layout, noisy]
+
+    kills, different = 0, []
+    for number, run in enumerate(runs):
+        here, last = folder / str(number), run[-1]["layout"]
+        exact = {kill["layout"] for kill in run} == {last}
+        for kill in run:
+            code = start(here, kill, noisy=exact)
+            kills += code == KILLED or code == KILLED % 256
+            if code not in (0, KILLED, KILLED % 256):
+                different.append([run, f"exit code {code}"])
+        if (code := start(here, {"layout": last, "kind": "none"}, noisy=exact)) != 0:
+            different.append([run, f"exit code {code}"])
+            continue
+        expected = uninterrupted(last, True) if exact else uninterrupted("one", False)
+        wrong = differences(end_of(here), expected, exact=exact)
+        different += [[run, wrong]] if wrong else []
+        shutil.rmtree(here)
+    print(json.dumps({"kills": kills, "different": different}))
+
+
+if __name__ == "__main__":
+    main()

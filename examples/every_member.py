@@ -164,7 +164,8 @@ def evaluate(accelerator, model, loader):
     model.eval()
     correct = []
     for images, labels in loader:
-        with accelerator.autocast():
+        # The second does nothing here: it splits long sequences where `cp_size` is above 1.
+        with accelerator.autocast(), accelerator.maybe_context_parallel():
             predictions = model(images).argmax(-1)
         predictions, labels = accelerator.gather_for_metrics((predictions, labels))
         correct.append(predictions == labels)

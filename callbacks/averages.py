@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainer.names import bare_names
+from trainer.tree import fill_
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -62,8 +63,8 @@ class Averages:
         own = dict(bare_names(module, zip(named, named, strict=True)))
         self._begin(named, [own[name] for name in names if name in own])
         for name, value in values.items():
-            if (here := own.get(name)) in self.values:
-                self.values[here] = value.to(self.values[here])
+            if (here := own.get(name)) in self.values and value.shape == named[here].shape:
+                fill_(self.values[here], value)
 
     @torch.no_grad()
     def put_in(self, module: nn.Module, *, keep_buffers: bool = False) -> None:

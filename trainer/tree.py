@@ -230,6 +230,35 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+def is_sharded(value: object) -> bool:
+    """Return whether a value is a tensor that is split over processes (a ``DTensor``)."""
+    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
+
+
+def local_part(tensor: Any) -> tuple[list[int], Tensor]:
+    """Return the offsets and the values of this process's part of a sharded tensor."""
+    local = tensor.to_local()
+    if not local.numel():
+        return [0] * tensor.ndim, local
+    (chunk,) = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks, too
+    return list(chunk.offsets), local
+
+
+def region_of(tensor: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Return a region of a tensor, as a view."""
+    return tensor[tuple(slice(o, o + s) for o, s in zip(offsets, shape, strict=True))]
+
+
+def fill_(target: Any, source: Any) -> None:
+    """Copy a tensor into another one, which may be sharded where the first is whole."""
+    if is_sharded(target) and isinstance(source, Tensor) and not is_sharded(source):
+        offsets, local = local_part(target)
+        if local.numel():
+            local.copy_(region_of(source, offsets, local.shape))
+        return
+    target.copy_(source)
+
+
 def own_memory(module: nn.Module) -> None:
     """Copy expanded parameters and buffers, whose elements share memory and cannot be loaded."""
     for tensor in chain(module.parameters(), module.buffers()):

@@ -19,6 +19,7 @@ from callbacks import (
     BackboneFinetuning,
     GradientAccumulationScheduler,
     GradientNormMonitor,
+    ModelCheckpoint,
     ModelSummary,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -464,6 +465,21 @@ def test_callbacks_do_on_shards_what_they_do_on_one_process(ranks2, callback, tm
     if callback in ("average", "finetuning"):  # SWA's plan depends on max_epochs
         for found in ranks2(lambda: resumed("shards")):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("saved", ["shards", "one"])
+def test_averages_go_on_from_a_checkpoint_between_two_of_them(ranks2, saved, tmp_path):
+    def run(ckpt_path: Path | None = None) -> Any:
+        keep = ModelCheckpoint(save_top_k=-1, every="1 epoch")
+        averages = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+        own, model = trainer(tmp_path, callbacks=[keep, averages], max_epochs=4), Net()
+        own.fit(model, loader(), loader(), ckpt_path=ckpt_path)
+        return whole(model)
+
+    expected = run() if saved == "one" else ranks2(run)[0]
+    *_, middle, _, _ = sorted((tmp_path / "checkpoints").iterdir())  # of the second of four epochs
+    for found in ranks2(lambda: run(ckpt_path=middle)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 class Normed(Net):

@@ -265,10 +265,10 @@ def full_at(monkeypatch, *steps):
     """The disk is full when these updates are saved."""
     real = save_module.commit
 
-    def refuse(staging, target, manifest):
+    def refuse(staging, target, *described):
         if step_of(target) in steps:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(staging, target, manifest)
+        return real(staging, target, *described)
 
     monkeypatch.setattr(save_module, "commit", refuse)
 

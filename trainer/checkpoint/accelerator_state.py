@@ -43,7 +43,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint import accelerate_format, gradients
-from trainer.checkpoint.loading import compare, renames
+from trainer.checkpoint.loading import compare, placed, renames
 from trainer.checkpoint.parts import (
     Reader,
     StatePart,
@@ -66,7 +66,6 @@ from trainer.checkpoint.save import (
 from trainer.checkpoint.sharded_state import (
     ShardedTensor,
     Shards,
-    is_sharded,
     like,
     resharded,
     state_like,
@@ -91,7 +90,7 @@ from trainer.optim.optimizer import parameters_of
 from trainer.optim.state import load_state as load_optimizer
 from trainer.optim.state import state_of
 from trainer.rng import load_rng_state, mix, rng_state, seed_generators
-from trainer.tree import leaves
+from trainer.tree import is_sharded, leaves
 
 logger = module_logger(__name__)
 
@@ -272,10 +271,11 @@ def save_state(
         every.extend(map(bare_state_dict, models))
         weights.extend(every)
 
-    def write(staging: Path) -> None:
+    def write(staging: Path) -> Sequence[str]:
         if prepared.mesh is not None:
             _check_same_models(every, weights)
-        write_parts(_parts(prepared, weights, processes, writes, safe_serialization))(staging)
+        parts = _parts(prepared, weights, processes, writes, safe_serialization)
+        return write_parts(parts)(staging)
 
     saved = save_checkpoint(
         target,
@@ -629,13 +629,15 @@ def _ranks_in(reader: Reader) -> list[int]:
     return ranks
 
 
-def _read_trees(reader: Reader) -> dict[str, Any]:
+def _read_trees(reader: Reader, *, later: bool) -> dict[str, Any]:
     """Return the fields of `Stored` that are the same on all processes, except the weights."""
     stems = [stem for kind in _STEMS for stem in map(_STEMS[kind], range(reader.manifest[kind]))]
     if reader.manifest["scaler"]:
         stems.append("scaler")
     return {
-        "trees": {stem: reader.tree(stem) for stem in stems},
+        "trees": {
+            stem: reader.tree(stem, later=later and stem.startswith("optimizer")) for stem in stems
+        },
         "loaders": reader.tree("sampler"),
         "counts": reader.manifest,
     }
@@ -643,6 +645,7 @@ def _read_trees(reader: Reader) -> dict[str, Any]:
 
 def _read(reader: Reader, rank: int, processes: int, prepared: Prepared) -> Stored:
     saved_by, hooked = reader.manifest["world_size"], bool(prepared.communication)
+    later = prepared.mesh is not None  # each process needs a share of what whole files hold
     own = reader.tree(_rank_stem(rank)) if rank < saved_by == processes else {}
     # Sharded gradients are reduced ones, and an engine gets the states of all ranks.
     needs_all = (prepared.mesh is not None and own.get("gradients")) or own.get("engine")
@@ -678,7 +681,8 @@ def _read(reader: Reader, rank: int, processes: int, prepared: Prepared) -> Stor
     return Stored(
         path=reader.path,
         weights=[
-            reader.weights(*_weights_names(number)) for number in range(reader.manifest["models"])
+            reader.weights(*_weights_names(number), later=later)
+            for number in range(reader.manifest["models"])
         ],
         rng=ranks[rank]["rng"] if rank in ranks else None,
         first_rng=first["rng"],
@@ -687,7 +691,7 @@ def _read(reader: Reader, rank: int, processes: int, prepared: Prepared) -> Stor
         window_open=first.get("window_open", True),
         communication=communication if hooked else [],
         engines=[each.get("engine", {}) for each in ranks.values()] if "engine" in first else [],
-        **_read_trees(reader),
+        **_read_trees(reader, later=later),
     )
 
 
@@ -845,9 +849,8 @@ def _apply(
         dtypes |= dtypes_of(model, weights)
     prepared.settle(drops_gradients=True)
     for model, weights in zip(models, stored.weights, strict=False):
-        here = model.state_dict(keep_vars=True)
-        placed = {name: like(each, here.get(name)) for name, each in weights.items()}
-        model.load_state_dict(placed, strict=strict, **model_kwargs)
+        values = placed(model, weights, assign=model_kwargs.get("assign", False))
+        model.load_state_dict(values, strict=strict, **model_kwargs)
     for stem, owner in prepared.owners().items():
         if stem in stored.trees:  # the scaler's may be missing
             load_optimizer(owner, _placed(stored.trees[stem], owner), dtypes)
@@ -860,7 +863,10 @@ def _apply(
         hook.load_state_dict(state)
     if stored.gradients is not None or prepared.window_open:
         named = prepared.named_parameters()
-        saved = {n: like(g, named.get(n)) for n, g in (stored.gradients or {}).items()}
+        saved = {
+            name: each if isinstance(each, ShardedTensor) else like(each, named.get(name))
+            for name, each in (stored.gradients or {}).items()
+        }
         gradients.put(named, saved)
     if stored.rng is not None:
         load_rng_state(stored.rng)

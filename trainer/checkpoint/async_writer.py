@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpoint.parts import StatePart, Write
+from trainer.checkpoint.parts import StatePart, Write, files_of
 from trainer.checkpoint.save import Ranks
 from trainer.errors import CheckpointError, module_logger
 
@@ -45,12 +45,14 @@ class HostCopies:
         self._kept = kept
         arrivals = _events_of([tensor for part in parts for tensor in part.tensors.values()])
         writers = [part.write for part in parts]  # keep no reference to the live tensors
+        files = files_of(parts)
 
-        def write(folder: Path) -> None:
+        def write(folder: Path) -> list[str]:
             for arrival in arrivals:
                 arrival.synchronize()
             for number, write_one in enumerate(writers):
                 write_one({name: t for (part, name), t in kept.items() if part == number}, folder)
+            return files
 
         return write
 

@@ -86,7 +86,7 @@ def put(named: Mapping[str, Parameter], gradients: Mapping[str, Tensor]) -> None
     """Set the parameters' ``.grad``; it becomes None if `gradients` has none for a parameter."""
     for name, parameter in named.items():
         gradient = gradients.get(name)
-        if gradient is None or gradient.is_sparse:
+        if gradient is None or getattr(gradient, "is_sparse", False):
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
             continue
         if parameter.grad is None:  # an existing .grad is kept: it may be a view of a DDP bucket

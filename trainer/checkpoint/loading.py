@@ -19,7 +19,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.sharded_state import INDEX as SHARDS
-from trainer.checkpoint.sharded_state import ShardedTensor, fill_, is_sharded, like
+from trainer.checkpoint.sharded_state import ShardedTensor, like
 from trainer.checkpoint.storage import check_file, is_portable, reading
 from trainer.checkpoint.weights import (
     BIN_NAME,
@@ -38,6 +38,8 @@ from trainer.tree import own_memory
 logger = module_logger(__name__)
 _SHOWN = 20  # names of each kind listed in an error
 _DISK = "disk"
+_OF_FSDP = "torch.distributed.fsdp"  # whose load hooks rename nothing
+_EXTRA_STATE = "_extra_state"  # the last part of the key of what set_extra_state gets
 
 
 def read_torch_file(file: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
@@ -204,6 +206,8 @@ def open_safetensors(file: Path) -> Iterator[Any]:
 
 def _torch_weights(file: Path) -> dict[str, torch.Tensor]:
     weights = read_torch_file(file, mmap=True)
+    if isinstance(weights, dict) and list(weights) == ["model"]:  # what accelerate's FSDP saves
+        weights = weights["model"]
     if not isinstance(weights, dict) or not all(
         isinstance(value, torch.Tensor) for value in weights.values()
     ):
@@ -280,7 +284,8 @@ def compare(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Ke
 
 def renames(model: torch.nn.Module) -> bool:
     """Return whether load hooks may rename keys, so that only loading shows which keys match."""
-    return any(module._load_state_dict_pre_hooks for module in model.modules())
+    hooks = (hook for part in model.modules() for hook in part._load_state_dict_pre_hooks.values())
+    return not all(_OF_FSDP in getattr(hook, "__module__", "") for hook in hooks)
 
 
 def load_into(
@@ -337,20 +342,33 @@ def _translates(module: torch.nn.Module) -> bool:
 def _load(
     module: torch.nn.Module, weights: Mapping[str, torch.Tensor], where: str | os.PathLike[str]
 ) -> Any:
-    here = module.state_dict(keep_vars=True)
-    if any(isinstance(value, ShardedTensor) for value in weights.values()) or any(
-        map(is_sharded, here.values())
-    ):
-        if not _translates(module):
-            with torch.no_grad():
-                for name in here.keys() & weights.keys():
-                    fill_(here[name].detach(), weights[name])
-            return None
-        weights = {name: like(value, here.get(name)) for name, value in weights.items()}
     try:
-        return module.load_state_dict(weights, strict=False)
+        return module.load_state_dict(placed(module, weights), strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"{os.fspath(where)} cannot be loaded: {error}") from error
+
+
+def placed(
+    module: torch.nn.Module, weights: Mapping[str, Any], *, assign: bool = False
+) -> dict[str, Any]:
+    """Return weights for ``load_state_dict``, sharded as the module's are.
+
+    Those of a sharded checkpoint are read when they are copied, one at a time, unless the module's
+    own code takes them.
+
+    Args:
+        module: The module.
+        weights: The weights by the module's own names.
+        assign: They take the place of the module's tensors.
+    """
+    here = module.state_dict(keep_vars=True)
+    copied = not (assign or _translates(module))
+    return {
+        name: value
+        if copied and isinstance(value, ShardedTensor) and not name.endswith(_EXTRA_STATE)
+        else like(value, here.get(name))
+        for name, value in weights.items()
+    }
 
 
 def _load_translated(
@@ -367,8 +385,6 @@ def _load_translated(
         if not shapes:
             raise
         found = _load(module, _without(weights, shapes), where)
-    if found is None:  # load hooks rename no keys of shards
-        return mismatch
     # A name tied to a saved one is not missing.
     missing = [name for name in found.missing_keys if name in mismatch.missing]
     return KeyMismatch(missing, list(found.unexpected_keys), shapes)

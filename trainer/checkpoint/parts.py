@@ -6,7 +6,7 @@ A fit and an `Accelerator` differ in the parts that they list; both give them to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,19 +17,20 @@ from torch import Tensor
 
 from trainer.checkpoint.loading import read_torch_file
 from trainer.checkpoint.serialization import encode_tree, load_tree, portable, write_tree
-from trainer.checkpoint.sharded_state import INDEX, ShardReader, Shards
+from trainer.checkpoint.sharded_state import INDEX, ShardReader, Shards, TensorFile
 from trainer.checkpoint.storage import examine
 from trainer.checkpoint.weights import (
     WEIGHTS_NAME,
     load_weights,
     separate_tied,
+    tied_names,
     write_weights_file,
 )
 from trainer.errors import CheckpointError
 
 # The trained weights, if model.safetensors holds other ones, such as averaged weights.
 TRAINED_NAME = "trained.safetensors"
-Write = Callable[[Path], None]
+Write = Callable[[Path], Sequence[str]]  # writes into a folder; returns the names of the files
 Encoded = tuple[str, dict[str, Tensor]]  # what `trainer.checkpoint.serialization.encode_tree` gives
 
 
@@ -49,11 +50,13 @@ class StatePart:
     Attributes:
         tensors: Plain, contiguous tensors. Training may still change them in place.
         write: Writes given tensors (these or copies of them) and the part's text into a folder.
+        files: The names of the files that it writes.
         text_size: The size of the text in bytes.
     """
 
     tensors: Mapping[str, Tensor]
     write: Callable[[Mapping[str, Tensor], Path], None]
+    files: Sequence[str]
     text_size: int = 0
 
     @property
@@ -72,6 +75,7 @@ def weights_part(state_dict: Mapping[str, object], name: str = WEIGHTS_NAME) -> 
     return StatePart(
         {name: portable(tensor, f"The weight {name!r}") for name, tensor in tensors.items()},
         lambda values, folder: write_weights_file(values, tied, folder / name),
+        [name],
     )
 
 
@@ -86,7 +90,7 @@ def tree_part(tree: object, stem: str, shards: Shards | None = None) -> StatePar
 
 def shards_part(shards: Shards) -> StatePart:
     """Return this process's parts of sharded tensors as a state part."""
-    return StatePart(shards.tensors, shards.write)
+    return StatePart(shards.tensors, shards.write, shards.files)
 
 
 def encoded_part(document: str, tensors: Mapping[str, Tensor], stem: str) -> StatePart:
@@ -94,6 +98,7 @@ def encoded_part(document: str, tensors: Mapping[str, Tensor], stem: str) -> Sta
     return StatePart(
         tensors,
         lambda values, folder: write_tree(document, values, folder, stem),
+        [f"{stem}.json", *([f"{stem}.safetensors"] if tensors else [])],
         len(document),
     )
 
@@ -101,11 +106,17 @@ def encoded_part(document: str, tensors: Mapping[str, Tensor], stem: str) -> Sta
 def write_parts(parts: Sequence[StatePart]) -> Write:
     """Return a function that writes the values that the tensors have when it is called."""
 
-    def write(folder: Path) -> None:
+    def write(folder: Path) -> list[str]:
         for part in parts:
             part.write(part.tensors, folder)
+        return files_of(parts)
 
     return write
+
+
+def files_of(parts: Iterable[StatePart]) -> list[str]:
+    """Return the names of the files that parts write."""
+    return [name for part in parts for name in part.files]
 
 
 @dataclass(frozen=True)
@@ -134,13 +145,18 @@ class Reader:
         """The checkpoint's files by name."""
         return self.manifest["files"]  # type: ignore[no-any-return]  # from JSON
 
-    def tree(self, stem: str) -> Any:
+    def tree(self, stem: str, *, later: bool = False) -> Any:
         """Return the tree of :func:`tree_part`; see `trainer.checkpoint.serialization.load_tree`.
+
+        Args:
+            stem: The files' name before the dot.
+            later: Whole tensors, too, are `ShardedTensor` objects, to be read when they are copied.
 
         Raises:
             CheckpointError: It is missing, or cannot be read.
         """
-        return load_tree(self.path, stem, self.files, self.shards)
+        read = (lambda file: TensorFile(file).tensors()) if later else None
+        return load_tree(self.path, stem, self.files, self.shards, read)
 
     @cached_property
     def shards(self) -> ShardReader | None:
@@ -153,10 +169,14 @@ class Reader:
             return True
         return self.shards is not None and bool(self.shards.weights(section_of(name)))
 
-    def weights(self, *names: str) -> dict[str, Any]:
+    def weights(self, *names: str, later: bool = False) -> dict[str, Any]:
         """Return the weights of the first of the named files that there is.
 
         Weights that were saved sharded are `ShardedTensor` objects.
+
+        Args:
+            *names: The files.
+            later: See `tree`.
 
         Raises:
             CheckpointError: There is none, or it cannot be read.
@@ -166,6 +186,11 @@ class Reader:
             return dict(self.shards.weights(section_of(names[0])))
         if file is None:
             raise CheckpointError(f"The manifest of {self.path} lists no {' or '.join(names)}.")
+        if file.suffix == ".safetensors" and later:
+            opened = TensorFile(file)
+            found = opened.tensors()
+            tied = tied_names(opened.metadata, found)
+            return {name: found[first] for name, first in tied.items()} | found
         if file.suffix == ".safetensors":
             return load_weights(file)
         weights: dict[str, torch.Tensor] = read_torch_file(file)

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from trainer.checkpoint.storage import commit, discard, open_staging, remove
+from trainer.checkpoint.storage import commit, describe_files, discard, open_staging, remove
 from trainer.distributed.guards import collective_mismatch, share
 from trainer.errors import CheckpointError, DistributedOperationException, module_logger
 
@@ -212,7 +212,7 @@ def _describe(error: Exception) -> str:
 
 def save_checkpoint(
     target: Path,
-    write: Callable[[Path], object],
+    write: Callable[[Path], Iterable[str] | None],
     *,
     manifest: Callable[[], Mapping[str, Any]],
     state: Ranks,
@@ -229,7 +229,8 @@ def save_checkpoint(
     Args:
         target: The checkpoint's path; a checkpoint there is replaced. The writer rank's counts.
         write: Writes this rank's part into the staging folder. Names of files that several ranks
-            write must contain the rank.
+            write must contain the rank. If it returns the names, this rank syncs and hashes these
+            files, else the writer rank does.
         manifest: Called on the writer ranks at the commit; returns fields for the manifest.
         state: The ranks.
         group: The process group of the collectives. A background save needs its own group, since
@@ -264,9 +265,9 @@ def save_checkpoint(
             return open_staging(place, shared=shared), target
         return place, target
 
-    def fill(work: Callable[[Path], object]) -> None:
+    def fill(work: Callable[[Path], Any]) -> Any:
         try:
-            work(staging)
+            return work(staging)
         except FileNotFoundError as error:
             if staging.exists():
                 raise
@@ -287,8 +288,10 @@ def save_checkpoint(
                 # B023: it is called at once
                 lambda: fill(before[number]) if number < len(before) else None,  # noqa: B023
             )
-        step("write", lambda: fill(write))
-        step("commit", lambda: commit(staging, place, manifest()) if is_writer else None)
+        written = step("write", lambda: describe_files(staging, fill(write) or ()))
+        ours = [written[state.process_index]] if on_each_node else written
+        known = {name: described for each in ours for name, described in each.items()}
+        step("commit", lambda: commit(staging, place, manifest(), known) if is_writer else None)
     except (CheckpointError, DistributedOperationException):
         if is_writer:
             discard(staging)

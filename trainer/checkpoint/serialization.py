@@ -23,6 +23,7 @@ import struct
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Container, Iterable, Mapping
 from errno import EIO
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,11 @@ def write_tree(
 
 
 def load_tree(
-    directory: Path, stem: str, files: Container[str] | None = None, shards: Any = None
+    directory: Path,
+    stem: str,
+    files: Container[str] | None = None,
+    shards: Any = None,
+    read: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> Any:
     """Load a tree that :func:`save_tree` wrote, with its tensors on the CPU.
 
@@ -128,6 +133,7 @@ def load_tree(
         stem: The files' name before the dot.
         files: The names of the files that may be read; None if all may.
         shards: Gives the tree's sharded tensors, see `trainer.checkpoint.sharded_state`.
+        read: Reads the file of tensors; None reads whole tensors.
 
     Raises:
         CheckpointError: If a file is missing or cannot be read; the message names it.
@@ -141,7 +147,8 @@ def load_tree(
         name = f"{stem}.safetensors"
         if named not in (None, name) or (named and files is not None and name not in files):
             raise CheckpointError(f"{file} points to tensors in {named!r}, not in {name!r}.")
-        tensors = _Tensors(read_tensors(directory / name)[0] if named else {})
+        read = read or (lambda file: read_tensors(file)[0])
+        tensors = _Tensors(read(directory / name) if named else {})
         tensors.shards = shards
         return decode_tree(tree, tensors)
 
@@ -236,9 +243,11 @@ def stream_tensors(
     text += b" " * (-len(text) % 8)
     with open(file, "wb") as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
-        for name, tensor in zip(described, values, strict=True):
-            host = portable(tensor.detach(), f"The weight {name!r}").cpu()
+        tensors = iter(values)  # zip would keep the last one while it gets the next
+        for name in described:
+            host = portable(next(tensors).detach(), f"The weight {name!r}").cpu()
             as_bytes(host).numpy().tofile(stream)
+            del host
 
 
 def aligned(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,6 +267,12 @@ def _dtype_name(dtype: torch.dtype) -> str:
         raise TypeError(f"Weights of dtype {dtype} cannot be streamed to a safetensors file.")
     raw = save({"value": torch.empty(0, dtype=dtype)})
     return str(json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])["value"]["dtype"])
+
+
+@cache
+def dtypes_by_name() -> dict[str, torch.dtype]:
+    """Return the dtypes by their names in safetensors files."""
+    return {_dtype_name(each): each for each in DTYPES if each != torch.float4_e2m1fn_x2}
 
 
 def read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -467,7 +482,8 @@ def _decode_tensor(
 def _decode_ndarray(
     tensors: Mapping[str, torch.Tensor], dtype: str, shape: list[int], data: Any
 ) -> Any:
-    return _decode(data, tensors).numpy().view(_numpy_dtype(dtype)).reshape(shape)
+    stored = torch.clone(_decode(data, tensors))
+    return stored.numpy().view(_numpy_dtype(dtype)).reshape(shape)
 
 
 def _decode_scalar(_: object, dtype: str, **fields: str) -> Any:

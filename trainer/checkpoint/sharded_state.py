@@ -3,27 +3,38 @@
 ``shard-<rank>.safetensors`` holds a process's parts, with the offsets of each in the header under
 the keys that torch's ``HuggingFaceStorageReader`` reads. ``shards.json`` holds the whole shape and
 dtype of each tensor, so that a missing part is noticed. Parts are written without communication,
-and read by any layout of processes: each reads only what it holds.
+and read by any layout of processes: each reads only the bytes of what it holds, one tensor at a
+time, into tensors that exist where there are such.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from fnmatch import fnmatch
-from functools import cached_property
-from itertools import chain, repeat
+from itertools import accumulate, chain, product, repeat
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from trainer.checkpoint.serialization import not_a_tensor, portable, write_tensors
+from trainer.checkpoint.serialization import (
+    dtypes_by_name,
+    not_a_tensor,
+    portable,
+    write_tensors,
+)
+from trainer.checkpoint.storage import check_file, reading
 from trainer.errors import CheckpointError
 from trainer.files import read_json
+from trainer.tree import as_bytes, fill_, is_sharded, local_part, map_tree, region_of
 
 INDEX = "shards.json"
 SHARD = "shard-*.safetensors"
@@ -31,18 +42,8 @@ _OFFSETS = "DCP_SHARDING_INFO"  # the key of torch.distributed.checkpoint's safe
 _LARGEST = 1 << 30
 
 
-def is_sharded(value: object) -> bool:
-    """Return whether a value is a tensor that is split over processes (a ``DTensor``)."""
-    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
-
-
-def local_part(tensor: Any) -> tuple[list[int], Tensor]:
-    """Return the offsets and the values of this process's part of a sharded tensor."""
-    local = tensor.to_local()
-    if not local.numel():
-        return [0] * tensor.ndim, local
-    (chunk,) = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks, too
-    return list(chunk.offsets), local
+def _shard_of(rank: int) -> str:
+    return f"shard-{rank:05d}.safetensors"
 
 
 def gathered(tensor: Any) -> Tensor:
@@ -123,29 +124,64 @@ class Shards:
         """This process's parts by name."""
         return self._parts
 
+    @property
+    def files(self) -> list[str]:
+        """The names of the files that `write` writes."""
+        index = [INDEX] if self._rank == 0 else []
+        return [*([_shard_of(self._rank)] if self._parts else []), *index]
+
     def write(self, values: Mapping[str, Tensor], folder: Path) -> None:
         """Write parts with these values into a folder, and on rank 0 the index."""
         offsets = {name: {"saved_offsets": where} for name, where in self._offsets.items()}
         metadata = {"format": "pt", "DCP_VERSION": "1.0", _OFFSETS: json.dumps(offsets)}
         if values:
-            write_tensors(values, folder / f"shard-{self._rank:05d}.safetensors", metadata)
+            write_tensors(values, folder / _shard_of(self._rank), metadata)
         if self._rank == 0:
             document = {"version": 1, "tensors": self._index}
             (folder / INDEX).write_text(json.dumps(document), encoding="utf-8")
 
 
 class ShardedTensor:
-    """A tensor of a sharded checkpoint, of which any region can be read.
+    """A tensor in the files of a checkpoint, of which any region can be read.
 
-    Attributes:
+    ``tensor.copy_(sharded)`` reads the region that `tensor` holds; ``load_state_dict`` does so. In
+    other functions of torch the whole tensor takes its place.
+
+    Args:
+        files: Returns the files to search for parts of it.
+        name: Its name there.
         shape: The shape of the whole tensor.
         dtype: Its dtype.
     """
 
-    def __init__(self, reader: ShardReader, name: str, shape: list[int], dtype: str) -> None:
-        self._reader, self._name = reader, name
-        self.shape = torch.Size(shape)
-        self.dtype: torch.dtype = getattr(torch, dtype)
+    def __init__(
+        self,
+        files: Callable[[], Iterable[TensorFile]],
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
+        self._files, self._name = files, name
+        self.shape, self.dtype = torch.Size(shape), dtype
+        self.nbytes = math.prod(shape) * dtype.itemsize
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Take part in functions of torch; see torch's notes on extending it."""
+        if function is Tensor.copy_ and isinstance(args[1], cls):
+            target, source = args[:2]
+            offsets, local = local_part(target) if is_sharded(target) else (source.start, target)
+            local.copy_(source.read(offsets, local.shape))
+            return target
+        return function(
+            *map_tree(_whole, args), **{k: map_tree(_whole, v) for k, v in (kwargs or {}).items()}
+        )
+
+    def size(self) -> torch.Size:
+        """Return the shape, as a tensor does."""
+        return self.shape
 
     def read(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a region, on the CPU.
@@ -155,18 +191,21 @@ class ShardedTensor:
         """
         region = torch.empty(tuple(shape), dtype=self.dtype)
         filled = 0
-        for part, opened in self._reader.parts_of(self._name):
-            size = opened.get_slice(self._name).get_shape()
+        for file in self._files() if region.numel() else ():
+            if self._name not in file.parts:
+                continue
+            part, size, _ = file.parts[self._name]
             low = [max(a, b) for a, b in zip(offsets, part, strict=True)]
             high = [
                 min(a + s, b + z) for a, s, b, z in zip(offsets, shape, part, size, strict=True)
             ]
             if any(last <= first for first, last in zip(low, high, strict=True)):
                 continue
-            there, here = _slices(low, high, part), _slices(low, high, offsets)
-            piece = opened.get_slice(self._name)[there] if there else opened.get_tensor(self._name)
-            region[here] = piece
-            filled += piece.numel()
+            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
+            file.read(self._name, low, high, into=region[here])
+            filled += region[here].numel()
+            if filled == region.numel():  # the other files need not be opened
+                break
         if filled != region.numel():
             raise CheckpointError(
                 f"{self._name}: {filled} of {region.numel()} values are in the shards."
@@ -175,12 +214,83 @@ class ShardedTensor:
 
     def whole(self) -> Tensor:
         """Return the whole tensor, on the CPU."""
-        return self.read([0] * len(self.shape), self.shape)
+        return self.read(self.start, self.shape)
+
+    @property
+    def start(self) -> list[int]:
+        """The index of its first value."""
+        return [0] * len(self.shape)
 
 
-def _slices(low: Sequence[int], high: Sequence[int], offsets: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices from `low` to `high` in a part that begins at some offsets."""
-    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
+def _whole(value: Any) -> Any:
+    return value.whole() if isinstance(value, ShardedTensor) else value
+
+
+class TensorFile:
+    """A safetensors file, of whole tensors or parts.
+
+    It is read, not memory-mapped: pages of a map count as memory of the process, and are lost with
+    the file.
+
+    Attributes:
+        metadata: Strings by name.
+        parts: The offsets, the shape and the position in the file of each part, by name.
+
+    Raises:
+        CheckpointError: It is missing or damaged.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        check_file(file)
+        with reading(file), open(file, "rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            self._header = json.loads(stream.read(min(size, _LARGEST)))
+            self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
+            offsets = json.loads(self.metadata.get(_OFFSETS, "{}"))
+            self.parts: dict[str, tuple[list[int], list[int], int]] = {
+                name: (
+                    offsets[name]["saved_offsets"] if offsets else [0] * len(entry["shape"]),
+                    entry["shape"],
+                    8 + size + entry["data_offsets"][0],
+                )
+                for name, entry in self._header.items()
+            }
+
+    def tensors(self) -> dict[str, ShardedTensor]:
+        """Return the tensors of a file that holds whole ones, by name, to be read later."""
+        dtypes = dtypes_by_name()
+        return {
+            name: ShardedTensor(lambda: [self], name, entry["shape"], dtypes[entry["dtype"]])
+            for name, entry in self._header.items()
+        }
+
+    def read(self, name: str, low: Sequence[int], high: Sequence[int], *, into: Tensor) -> None:
+        """Read the values of a part from the indices `low` to `high` of the whole tensor.
+
+        Raises:
+            CheckpointError: The file is shorter than its header says.
+        """
+        offsets, shape, begin = self.parts[name]
+        sizes = [b - a for a, b in zip(low, high, strict=True)]
+        first = [a - o for a, o in zip(low, offsets, strict=True)]
+        # Dimensions after this one are read whole, so that its values lie behind one another.
+        last = max((d for d, size in enumerate(sizes) if size != shape[d]), default=0)
+        strides = [*accumulate(reversed(shape[1:]), mul, initial=1)][::-1]
+        width = into.dtype.itemsize
+        run = math.prod(sizes[last:]) * width
+        values = into if into.is_contiguous() else torch.empty(sizes, dtype=into.dtype)
+        raw: Any = as_bytes(values).numpy()
+        target = memoryview(raw)
+        rows = product(*(range(a, a + s) for a, s in zip(first[:last], sizes, strict=False)))
+        with reading(self._file), open(self._file, "rb") as stream:
+            for number, row in enumerate(rows):
+                index = (*row, *first[last : last + 1])
+                stream.seek(begin + width * sum(map(mul, index, strides)))
+                if stream.readinto(target[number * run : (number + 1) * run]) != run:
+                    raise CheckpointError(f"{self._file} is damaged: it ends inside {name}.")
+        if values is not into:
+            into.copy_(values)
 
 
 class ShardReader:
@@ -191,35 +301,34 @@ class ShardReader:
         files: The names of its files, by its manifest.
 
     Raises:
-        CheckpointError: A shard cannot be read.
+        CheckpointError: The index cannot be read.
     """
 
     def __init__(self, folder: Path, files: Iterable[str]) -> None:
-        self._folder = folder
-        self._shards = sorted(name for name in files if fnmatch(name, SHARD))
-        self._index = read_json(folder / INDEX, _LARGEST)["tensors"]
+        with reading(folder / INDEX):
+            self._index = read_json(folder / INDEX, _LARGEST)["tensors"]
+        own = _shard_of(dist.get_rank() if dist.is_initialized() else 0)
+        names = sorted((n for n in files if fnmatch(n, SHARD)), key=lambda n: (n != own, n))
+        self._unopened = (TensorFile(folder / name) for name in names)
+        self._opened: list[TensorFile] = []
 
-    @cached_property
-    def _opened(self) -> dict[str, list[tuple[list[int], Any]]]:
-        from safetensors import safe_open
+    def shards(self) -> Iterator[TensorFile]:
+        """Yield the shards; the first one has the number of this process.
 
-        found: dict[str, list[tuple[list[int], Any]]] = {}
-        for name in self._shards:
-            opened: Any = safe_open(self._folder / name, framework="pt")
-            for key, where in json.loads(opened.metadata()[_OFFSETS]).items():
-                found.setdefault(key, []).append((where["saved_offsets"], opened))
-        return found
-
-    def parts_of(self, name: str) -> list[tuple[list[int], Any]]:
-        """Return the offsets of each part of a tensor, with its opened file."""
-        return self._opened.get(name, [])
+        On the layout that they were saved on it has all that this process needs. So each is opened
+        only when it is asked for.
+        """
+        yield from self._opened
+        for shard in self._unopened:
+            self._opened.append(shard)
+            yield shard
 
     def tensor(self, name: str) -> ShardedTensor:
         """Return a tensor by name."""
         known = self._index[name]
         if "tied" in known:
             return self.tensor(known["tied"])
-        return ShardedTensor(self, name, known["shape"], known["dtype"])
+        return ShardedTensor(self.shards, name, known["shape"], getattr(torch, known["dtype"]))
 
     def weights(self, section: str = "") -> dict[str, ShardedTensor]:
         """Return the weights of a model by name; see `Shards.add_weights`."""
@@ -238,25 +347,6 @@ class ShardReader:
         }
 
 
-def fill_(target: Any, source: Tensor | ShardedTensor) -> None:
-    """Copy a whole tensor, in memory or in a checkpoint, into a tensor that may be sharded."""
-    if not is_sharded(target):
-        target.copy_(source.whole() if isinstance(source, ShardedTensor) else source)
-        return
-    offsets, local = local_part(target)
-    if local.numel():
-        local.copy_(region_of(source, offsets, local.shape))
-
-
-def region_of(
-    source: Tensor | ShardedTensor, offsets: Sequence[int], shape: Sequence[int]
-) -> Tensor:
-    """Return a region of a tensor."""
-    if isinstance(source, ShardedTensor):
-        return source.read(offsets, shape)
-    return source[tuple(slice(o, o + s) for o, s in zip(offsets, shape, strict=True))]
-
-
 def like(source: Tensor | ShardedTensor, target: Any) -> Tensor:
     """Return a tensor's values, sharded as another tensor of its shape is."""
     if not is_sharded(target) or tuple(source.shape) != tuple(target.shape):
@@ -264,9 +354,10 @@ def like(source: Tensor | ShardedTensor, target: Any) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     offsets, local = local_part(target)
-    part = (
-        region_of(source, offsets, local.shape) if local.numel() else local.new_empty(local.shape)
-    )
+    if isinstance(source, ShardedTensor):
+        part = source.read(offsets, local.shape)
+    else:
+        part = region_of(source, offsets, local.shape).clone()  # and let go of the others
     return DTensor.from_local(
         part.to(device=local.device, dtype=source.dtype),
         target.device_mesh,
@@ -280,22 +371,36 @@ def like(source: Tensor | ShardedTensor, target: Any) -> Tensor:
 def state_like(optimizer: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a saved optimizer state whose tensors are sharded as the optimizer's parameters are.
 
+    A tensor that the optimizer has for it already is filled and returned, so that the state is not
+    held twice.
+
     Args:
         optimizer: The optimizer.
         saved: Its state dict, as read: tensors may be `ShardedTensor` objects.
     """
     if not {"state", "param_groups"} <= saved.keys():
-        return saved
+        return resharded(saved, None)  # type: ignore[no-any-return]  # a mapping like `saved`
     numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
     here = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     state = dict(saved["state"])
     for number, parameter in zip(numbers, here, strict=False):
         if number in state:
+            own = getattr(optimizer, "state", {}).get(parameter, {})
             state[number] = {
-                key: like(value, parameter) if isinstance(value, (Tensor, ShardedTensor)) else value
-                for key, value in state[number].items()
+                key: _placed(value, parameter, own.get(key)) for key, value in state[number].items()
             }
     return {**saved, "state": state}
+
+
+def _placed(value: Any, parameter: Any, own: Any) -> Any:
+    """Return a value of a parameter's state, if it is a tensor sharded as the parameter is."""
+    if not isinstance(value, (Tensor, ShardedTensor)):
+        return resharded(value, own)
+    alike = is_sharded(own) and (own.dtype, own.shape) == (value.dtype, value.shape)
+    if alike and own.placements == parameter.placements:
+        fill_(own, value)
+        return own
+    return like(value, parameter)
 
 
 def resharded(saved: Any, here: Any) -> Any:

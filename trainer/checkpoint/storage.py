@@ -112,8 +112,15 @@ def reading(what: object, problem: str = "cannot be read") -> Iterator[None]:
         raise CheckpointError(f"{what} {problem}: {error!r}.") from error
 
 
-def write_manifest(staging: Path, fields: Mapping[str, Any]) -> None:
+def write_manifest(
+    staging: Path, fields: Mapping[str, Any], known: Mapping[str, Any] | None = None
+) -> None:
     """Write the manifest of a folder's files, and sync it to disk.
+
+    Args:
+        staging: The folder.
+        fields: The caller's fields.
+        known: What `describe_files` has returned for some of the files; the others are read.
 
     Raises:
         TypeError: If a field cannot be written as JSON.
@@ -121,7 +128,11 @@ def write_manifest(staging: Path, fields: Mapping[str, Any]) -> None:
         CheckpointError: If the folder holds anything but regular files with portable names.
     """
     assert not fields.keys() & set(_OWN_FIELDS)
-    own = {"format_version": FORMAT_VERSION, **fields, "files": _describe_files(staging)}
+    known = known or {}
+    names = {file.relative_to(staging).as_posix() for file in files_in(staging)}
+    files = {**known, **describe_files(staging, names - known.keys() - {MANIFEST})}
+    files = dict(sorted(files.items()))
+    own = {"format_version": FORMAT_VERSION, **fields, "files": files}
     manifest = to_json(own)  # the same values that a reader will parse
     text = dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
     if len(text) >= LARGEST:
@@ -135,17 +146,21 @@ def write_manifest(staging: Path, fields: Mapping[str, Any]) -> None:
         os.fsync(stream.fileno())
 
 
-def _describe_files(staging: Path) -> dict[str, dict[str, Any]]:
-    """Return the size in bytes and SHA-256 of every file in a folder, by relative name."""
+def describe_files(staging: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Sync files in a folder to the disk; return the size in bytes and SHA-256 of each by name.
+
+    Raises:
+        CheckpointError: One is no regular file, or has a name that is not portable.
+    """
     described = {}
-    names = (file.relative_to(staging).as_posix() for file in files_in(staging))
-    for name in sorted(set(names) - {MANIFEST}):
+    for name in sorted(names):
         if not is_portable(name):
             raise CheckpointError(
                 f"{staging / name} has a name that not every system can read; choose another one."
             )
         try:
             with open(staging / name, "rb", opener=regular) as stream:
+                sync(staging / name)
                 size = os.fstat(stream.fileno()).st_size
                 described[name] = {"size": size, "sha256": _digest(stream)}
         except OSError as error:
@@ -439,7 +454,12 @@ def open_staging(target: Path, *, shared: bool = False) -> Path:
     return staging
 
 
-def commit(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
+def commit(
+    staging: Path,
+    target: Path,
+    manifest: Mapping[str, Any],
+    known: Mapping[str, Any] | None = None,
+) -> Path:
     """Make a staged checkpoint visible under its name, durably and atomically.
 
     A crash at any time leaves either the new checkpoint or the old one. The old one may then have a
@@ -451,6 +471,7 @@ def commit(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
         staging: The folder from :func:`open_staging`, complete except for its manifest.
         target: The checkpoint's final path. A committed checkpoint there is replaced.
         manifest: The caller's fields; `to_json` lists the types of values.
+        known: See `write_manifest`.
 
     Returns:
         ``target``.
@@ -464,9 +485,7 @@ def commit(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
     in_place = staging.parent == target
     if not in_place:
         _check_ours(target)
-    for file in files_in(staging):
-        sync(file)
-    write_manifest(staging, manifest)
+    write_manifest(staging, manifest, known)
     sync_folders(staging)
     if in_place:
         _put_in_place(staging, target, read_manifest(staging)["files"])

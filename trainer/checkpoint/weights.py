@@ -41,16 +41,18 @@ from trainer.checkpoint.serialization import (
     stream_tensors,
     write_tensors,
 )
-from trainer.checkpoint.sharded_state import gathered, is_sharded
+from trainer.checkpoint.sharded_state import gathered
 from trainer.checkpoint.storage import reading, sync, write_temporary, write_whole
 from trainer.files import read_json, with_home
 from trainer.names import COMPILED, bare_names
 from trainer.strict_json import dumps
-from trainer.tree import as_bytes
+from trainer.tree import as_bytes, is_sharded
 
 WEIGHTS_NAME = "model.safetensors"
 BIN_NAME = "pytorch_model.bin"
 INDEX_SUFFIX = ".index.json"
+# The command for a folder of torch.distributed.checkpoint, whose metadata is a pickle.
+CONVERTS = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {} weights.bin"
 
 _INDEX = "index.json"  # of weights offloaded to disk
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", re.IGNORECASE)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from trainer.checkpoint.sharded_state import is_sharded
 from trainer.data.seeding import equal, isolated_generators
 from trainer.distributed.collectives import broadcast, reduce
 from trainer.distributed.objects import all_gather_object
@@ -28,7 +27,7 @@ from trainer.loops.state import FitRun
 from trainer.names import bare_names
 from trainer.optim.optimizer import parameters_of
 from trainer.rng import isolated_rng, mix
-from trainer.tree import as_bytes, dense
+from trainer.tree import as_bytes, dense, is_sharded
 
 logger = module_logger(__name__)
 

@@ -293,10 +293,11 @@ def save_run(
     write = run.saving.writer.copies.hold(parts) if background else write_parts(parts)
     write_record = None if weights_only else _writer_of_record(run)
 
-    def write_own(folder: Path) -> None:
-        write(folder)
+    def write_own(folder: Path) -> Sequence[str]:
+        files = write(folder)
         if is_writer and write_record is not None:
             write_record(folder)
+        return files
 
     manifest = _manifest_of(run, configuration) | {"weights_only": weights_only}
     run.saving.writer.start(
@@ -637,7 +638,8 @@ def load_run(
             "pass its path as ckpt_path, in another project_dir."
         )
     state, record = reader.tree(TRAINER), reader.tree(RECORD)
-    optimizers = reader.tree(OPTIMIZER)
+    later = run.engine.mesh is not None  # each process needs a share of what whole files hold
+    optimizers = reader.tree(OPTIMIZER, later=later)
     ranks = [reader.tree(rank_stem(rank)) for rank in range(reader.manifest["world_size"])]
     trained = set(map(id, parameters_of(run.optim.optimizers)))
     trained &= set(map(id, run.module.parameters()))
@@ -649,12 +651,12 @@ def load_run(
             "configure_model. Buffers and frozen parameters may be replaced."
         )
     file = path / WEIGHTS_NAME
-    weights = reader.weights(WEIGHTS_NAME)
+    weights = reader.weights(WEIGHTS_NAME, later=later)
     load_into(run.module, weights, where=file)
     if "switches" in state:  # checkpoints of earlier releases do not have it
         load_switches(run.module, run.saving.begun, state["switches"], tell=run.rank == 0)
     if differs := reader.has_weights(TRAINED_NAME):
-        weights = reader.weights(TRAINED_NAME)
+        weights = reader.weights(TRAINED_NAME, later=later)
     with reading(path / f"{OPTIMIZER}.json", _UNFIT):
         _restore_optimizers(run, path, state, optimizers, weights)
     restored = options_of(run.optim.names, run.optim.optimizers, run.optim.schedulers)

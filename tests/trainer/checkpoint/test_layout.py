@@ -19,7 +19,7 @@ from trainer.checkpoint.save import remove_or_warn
 from trainer.checkpoint.storage import (
     FORMAT_VERSION,
     MANIFEST,
-    _describe_files,
+    describe_files,
     read_manifest,
     verify,
 )
@@ -68,7 +68,7 @@ def test_manifest(tmp_path):
         },
     }
     assert verify(path) == manifest
-    assert _describe_files(path) == manifest["files"]
+    assert describe_files(path, manifest["files"]) == manifest["files"]
     assert names(tmp_path) == ["step-00000100"]
 
 

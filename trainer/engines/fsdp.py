@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from itertools import pairwise, zip_longest
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -42,10 +41,10 @@ from trainer.optim.lomo import is_lomo
 from trainer.optim.weighting import scale_
 from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
 from trainer.state import PartialState
+from trainer.tree import fill_
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _NEED_WHOLE_TENSORS = {"Adafactor", "LBFGS", "Rprop"}
-_GRADIENT = attrgetter("grad")
 
 
 class FullyShard(SingleDevice):
@@ -220,7 +219,7 @@ class FullyShard(SingleDevice):
                 source = source.to(self.options.device)
                 if isinstance(target, DTensor) and self._tp_mesh is not None:
                     broadcast([source])
-                    _fill_part(target, source)
+                    fill_(target, source)
                 elif isinstance(target, DTensor):
                     part = distribute_tensor(source, target.device_mesh, target.placements)
                     target.to_local().copy_(part.to_local())
@@ -516,18 +515,16 @@ class FullyShard(SingleDevice):
 
     def scale_gradients_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
         """Multiply all gradients by a number or a tensor of shape (), in place."""
-        for group in by_mesh(parameters):
-            scale_(map(_GRADIENT, group), factor)
+        scale_(_own_gradients(parameters), factor)
 
     def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
         """Return whether a gradient is NaN or infinite on any process."""
-        found: bool | Tensor | None = None
-        for group in by_mesh(parameters):
-            here = find_non_finite(map(_GRADIENT, group))
-            if isinstance(found, Tensor) and isinstance(here, Tensor):
-                here = torch.maximum(found, here)
-            found = here if found is None or isinstance(here, Tensor) else found or bool(here)
-        return found
+        found = find_non_finite(_own_gradients(parameters))
+        if found is None:  # as on all processes: FSDP reduces the same parameters on all
+            return None
+        votes = torch.as_tensor(found, dtype=torch.float32).reshape(1)
+        sum_numbers(votes)
+        return votes.clamp_(max=1.0)[0] if isinstance(found, Tensor) else bool(votes.item())
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
@@ -556,15 +553,6 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers, also those that the module's ``state_dict`` leaves out."""
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-def _fill_part(target: Any, whole: Tensor) -> None:
-    """Copy this process's part of a tensor into a sharded one."""
-    local = target.to_local()
-    if local.numel():
-        (chunk,) = target.__create_chunk_list__()  # what torch.distributed.checkpoint asks, too
-        places = zip(chunk.offsets, chunk.sizes, strict=True)
-        local.copy_(whole[tuple(slice(start, start + size) for start, size in places)])
 
 
 def _root_mesh(options: EngineOptions, plugin: FullyShardedDataParallelPlugin) -> DeviceMesh:
@@ -725,6 +713,13 @@ def _check_dense(module: nn.Module) -> None:
                 f"{name or type(part).__name__} has sparse gradients, which FSDP cannot reduce: "
                 "pass sparse=False."
             )
+
+
+def _own_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parts of gradients that this process has, as plain tensors."""
+    present = (parameter.grad for parameter in parameters)
+    with torch.no_grad():
+        return [g.to_local() if isinstance(g, DTensor) else g for g in present if g is not None]
 
 
 def own_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.loading import read_torch_file
-from trainer.checkpoint.weights import load_weights
+from trainer.checkpoint.weights import CONVERTS, load_weights
 from trainer.errors import CheckpointError
 
 _STATE = re.compile(r"(optimizer|scheduler)(_\d+)?\.bin|(custom_checkpoint|random_states)_\d+\.pkl")
@@ -49,9 +49,9 @@ def read(path: Path, rank: int, local_rank: int) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} holds a sharded model in torch.distributed.checkpoint's format "
             f"({', '.join(each.name for each in sharded)}), whose .metadata is a pickle: reading "
-            "it can run any code. If you trust it, convert the weights where accelerate is "
-            f"installed (accelerate merge-weights {path / 'pytorch_model_fsdp_0'} OUT), and load "
-            "them: load_checkpoint_in_model(model, 'OUT'). The optimizers begin anew."
+            "it can run any code. If you trust it, let torch convert the weights: "
+            f"{CONVERTS.format(path / 'pytorch_model_fsdp_0')}, and load them before prepare: "
+            "load_checkpoint_in_model(model, 'weights.bin'). The optimizers begin anew."
         )
     ranks = sorted(
         int(match[1]) for file in path.iterdir() if (match := _RANK.fullmatch(file.name))

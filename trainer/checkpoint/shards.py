@@ -24,7 +24,13 @@ from trainer.checkpoint.storage import (
     sha256_of,
     write_whole,
 )
-from trainer.checkpoint.weights import INDEX_SUFFIX, WEIGHTS_NAME, tied_names, weights_metadata
+from trainer.checkpoint.weights import (
+    CONVERTS,
+    INDEX_SUFFIX,
+    WEIGHTS_NAME,
+    tied_names,
+    weights_metadata,
+)
 from trainer.errors import CheckpointError
 
 _DISTRIBUTED = ".metadata"  # what torch.distributed.checkpoint writes beside its .distcp files
@@ -127,11 +133,11 @@ def _join(folder: Path, target: Path) -> Merged:
 
 def _sources(checkpoint: Path) -> list[Path]:
     if (checkpoint / _DISTRIBUTED).is_file() or checkpoint.suffix == ".distcp":
+        folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
         raise ValueError(
             f"{checkpoint} is a checkpoint of torch.distributed.checkpoint, whose metadata file "
             f"({_DISTRIBUTED}) is a pickle: reading it can run any code, so it is not read here. "
-            "If you trust the file, torch converts it: python -m "
-            "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER weights.bin."
+            f"If you trust the file, torch converts it: {CONVERTS.format(folder)}."
         )
     files = find_weight_files(locate(checkpoint))
     if pickled := [file for file in files if file.suffix != ".safetensors"]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
@@ -186,9 +190,16 @@ def test_sampler_and_loader_states_warn(copy, name, caplog):
     assert "skip_first_batches" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as asked
 def test_fsdp_shards_raise_with_the_command_to_convert_them(copy):
+    model = torch.nn.Linear(3, 2)
     folder = copy / "pytorch_model_fsdp_0"
-    folder.mkdir()
-    (folder / ".metadata").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=rf"is a pickle.*accelerate merge-weights {folder}"):
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)  # accelerate's form
+    with pytest.raises(CheckpointError, match=r"is a pickle.*load them before prepare") as caught:
         load_state(copy, make(), processes(0, 1))
+    command = re.search(r"(python -m .* weights\.bin)", str(caught.value))[1].split()
+    subprocess.run([sys.executable, *command[1:]], check=True, capture_output=True)
+    other = torch.nn.Linear(3, 2)
+    load_checkpoint_in_model(other, "weights.bin")
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(other.bias, model.bias)

@@ -93,9 +93,9 @@ def _fit(task: Any, *, logs: bool = True, metrics: int = 0, **settings: Any) -> 
     trainer.fit(kind(task, logs=logs, metrics=metrics), task.whole)
 
 
-def barebones(task: Any) -> None:
+def barebones(task: Any, **settings: Any) -> None:
     """Train with a `Trainer` with everything switched off."""
-    _fit(task, logs=False, barebones=True)
+    _fit(task, logs=False, barebones=True, **settings)
 
 
 def defaults(task: Any, *, metrics: int = 0, **settings: Any) -> None:
@@ -111,7 +111,7 @@ def defaults(task: Any, *, metrics: int = 0, **settings: Any) -> None:
         _fit(task, metrics=metrics, **settings)
 
 
-def own_loop(task: Any) -> None:
+def own_loop(task: Any, **settings: Any) -> None:
     """Train with a loop written by hand and Cadence's `Accelerator`."""
     AcceleratorState._reset_state()  # each turn begins like a new process
     accelerator = Accelerator(
@@ -119,6 +119,7 @@ def own_loop(task: Any) -> None:
         mixed_precision=task.precision,
         # as the loop by hand copies to a device
         dataloader_config=DataLoaderConfiguration(non_blocking=task.device != "cpu"),
+        **settings,
     )
     model, optimizer, loader = accelerator.prepare(task.model, task.optimizer(), task.whole)
     model.train()

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,20 @@ def by_hand(task: Task) -> None:
         optimizer.zero_grad()
 
 
-def defaults(task: Task) -> None:
-    """Train with a default `Trainer`, in one folder for all processes."""
-    with tempfile.TemporaryDirectory() as folder:
+@contextmanager
+def shared_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Make one temporary folder for all processes."""
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
         shared = [folder]
         dist.broadcast_object_list(shared)
-        contestants.defaults(task, project_dir=f"{shared[0]}/run")
+        yield Path(shared[0])
         dist.barrier()
+
+
+def defaults(task: Task, **settings: Any) -> None:
+    """Train with a default `Trainer`, in one folder for all processes."""
+    with shared_folder() as folder:
+        contestants.defaults(task, project_dir=f"{folder}/run", **settings)
 
 
 def rows(steps: int, *hidden: int) -> list[Contender]:
@@ -113,17 +121,22 @@ def measure(options: Namespace) -> Result:
 
 def run(options: Namespace) -> Result:
     """Start the processes, wait for them and load their result."""
+    return run_on_processes("ddp", options)
+
+
+def run_on_processes(benchmark: str, options: Namespace) -> Result:
+    """Start processes that run a benchmark's module as a script; load their result."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(options.processes), "-m", "benchmarks.ddp", folder),
+            *("--nproc-per-node", str(options.processes), "-m", f"benchmarks.{benchmark}", folder),
             *("--steps", str(options.steps), "--repeats", str(options.repeats)),
             *("--rows", *options.rows),
         ]
         # torchrun and the trainer choose, and tell so, where the variable is not set
         with patch_environment(OMP_NUM_THREADS=1):
             subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
-        return Result.load(Path(folder) / "ddp.json")
+        return Result.load(Path(folder) / f"{benchmark}.json")
 
 
 def _take_a_share_of_the_cores() -> None:
@@ -139,7 +152,8 @@ def _take_a_share_of_the_cores() -> None:
             os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
 
 
-def _process() -> None:
+def process(measure: Callable[[Namespace], Result]) -> None:
+    """Run a benchmark as one of the processes; the first one saves the result."""
     parser = ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int)
@@ -156,4 +170,4 @@ def _process() -> None:
 
 
 if __name__ == "__main__":
-    _process()
+    process(measure)

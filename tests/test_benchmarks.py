@@ -14,6 +14,7 @@ import time
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -26,6 +27,7 @@ from benchmarks import (
     contestants,
     data,
     ddp,
+    fsdp,
     imports,
     logs,
     memory,
@@ -514,6 +516,27 @@ def test_ddp(ranks2):
         assert_measured(result, [*names, "Cadence Accelerator"] * 3)
         assert len({row.group for row in result.rows}) == 3
     assert ddp.names() == [*names, "Cadence Accelerator"]
+
+
+def test_fsdp(ranks2):
+    def measured():
+        groups = {"small": ((64, 64), 1), "smaller": ((32,), 2)}
+        with mock.patch.multiple(fsdp, GROUPS=groups, LAYERS=1):
+            return fsdp.measure(options("fsdp", "--steps", 8, "--repeats", 1))
+
+    names = ["FSDP2 loop by hand", "Cadence Trainer, everything off", "Cadence Trainer, defaults"]
+    names += ["Cadence Accelerator"]
+    for result in ranks2(measured):
+        steps, saves = result.rows[:8], result.rows[8:]
+        assert [row.name for row in result.rows] == names * 2 + list(fsdp.SAVED)
+        assert not any(row.void for row in result.rows)
+        assert all({"cpu", "cpu_ratio", "wall", "wall_ratio"} == row.values.keys() for row in steps)
+        loads = ["plain files", "torch.distributed.checkpoint"]
+        loads += ["Cadence Accelerator, save_state and load_state"]
+        assert [row.name for row in saves if "load" in row.values] == loads
+        assert all({"save", "stall"} <= row.values.keys() for row in saves)
+        assert all(row.group == "a checkpoint of 13 MB" for row in saves)
+    assert fsdp.names() == [*names, *fsdp.SAVED]
 
 
 @pytest.mark.parametrize("processes", [1, 2])  # torchrun chooses, and warns of it, only for more

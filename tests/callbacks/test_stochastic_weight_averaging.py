@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
 from callbacks import (
+    BackboneFinetuning,
     Callback,
     EarlyStopping,
     ModelCheckpoint,
@@ -463,3 +464,25 @@ def test_invalid_combinations_are_refused_before_the_first_update():
     average = StochasticWeightAveraging(0.1, 1, update_batch_norm=False)
     train(average, module=module, folder="e", loader=stream, max_epochs=2)
     assert average.num_averaged == 2
+
+
+class Late(Net):
+    """A part is trained later, in a parameter group of its own."""
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.SGD(trained, lr=0.2)
+
+
+def test_a_parameter_group_that_joins_goes_to_the_same_rate():
+    rates = Rates()
+    thawing = BackboneFinetuning(2, lambda epoch: 1.0, 0.5, backbone="net")
+    train(StochasticWeightAveraging(0.1, 2, 4, "linear"), thawing, rates, module=Late())
+    by_epoch = rates.rates[::6]
+    assert [len(each) for each in by_epoch] == [1, 1, 2, 2, 2, 2]
+    wanted = [0.2, 0.2, 0.175, 0.15, 0.125, 0.1]
+    assert [each[0] for each in by_epoch] == pytest.approx(wanted)
+    assert by_epoch[5][1] == pytest.approx(0.1)
+    thawing = BackboneFinetuning(2, backbone="net")
+    with pytest.raises(ValueError, match="swa_lrs has 1 rates for 2 parameter groups"):
+        train(thawing, StochasticWeightAveraging([0.1], 2, 4), module=Late(), folder="other")

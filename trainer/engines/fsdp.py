@@ -81,6 +81,7 @@ class FullyShard(SingleDevice):
         self._ran: list[int] = []  # the units that ran in this window or evaluation, by index
         self._checked: tuple[HostCopy, list[int]] | None = None
         self._dummy = False
+        self._reduces: bool | None = None  # in the next backward; None if that is not known
         self._handles: list[Any] = []
         self._undo: list[Callable[[], Any]] = []
 
@@ -234,11 +235,13 @@ class FullyShard(SingleDevice):
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """Keep whole gradients in backward, instead of reducing them."""
+        self._reduces = None
         return _unsynced(module) if isinstance(module, FSDPModule) else nullcontext()
 
     @contextmanager
     def trigger_sync(self, module: nn.Module) -> Iterator[None]:
         """Reduce all gradients in the next backward."""
+        self._reduces = None
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(True)
         yield
@@ -290,7 +293,7 @@ class FullyShard(SingleDevice):
         Raises:
             ValueError: In manual optimisation, the module has trained parameters of its own.
         """
-        self.module = module
+        self.module, self._reduces = module, None
         if step_sync is not None:
             self.step_sync = step_sync
         automatic = getattr(module, "automatic_optimization", True)
@@ -357,7 +360,9 @@ class FullyShard(SingleDevice):
     def begin_micro_batch(self, *, sync: bool) -> None:
         """Reduce gradients only in the last backward of a window."""
         root: Any = self.module
-        root.set_requires_gradient_sync(sync)
+        if sync is not self._reduces:  # torch visits all submodules to set it
+            root.set_requires_gradient_sync(sync)
+            self._reduces = sync
         root.reshard()  # a hook may have run forward before the parameters were updated
 
     def dummy_step(

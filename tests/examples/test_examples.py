@@ -11,15 +11,18 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
 import matplotlib
 import numpy
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -450,3 +453,80 @@ def test_language_model_learns_more_than_frequencies_and_writes_the_same_again(t
     assert again.startswith(f"Resuming from {tmp_path}/runs/lm/checkpoints/step-00000032")
     assert results(again) == results(output)
     assert series(folder, "val/loss") == [*losses, losses[-1]]  # it was evaluated once more
+
+
+# -- large models ----------------------------------------------------------------------------------
+
+
+def launch(*arguments: object, processes: int, kill_at: Path | None = None) -> str:
+    """Run an example under `trainer launch`; kill all its processes once a path is there."""
+    # FutureWarning: peft uses a name that transformers has replaced.
+    started = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "trainer", "launch", "--cpu", "--num_processes"),
+            *(str(processes), str(EXAMPLES / str(arguments[0])), *map(str, arguments[1:])),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that a hanging one ends with its children
+        env={**os.environ, "PYTHONWARNINGS": "error,ignore::FutureWarning", "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        while kill_at is not None and started.poll() is None and not kill_at.exists():
+            time.sleep(0.01)
+        if kill_at is not None:
+            launcher = psutil.Process(started.pid)
+            for process in (*launcher.children(recursive=True), launcher):
+                process.kill()
+        output, errors = started.communicate(timeout=400)
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.communicate()
+    assert started.returncode == (0 if kill_at is None else -signal.SIGKILL), f"{output}\n{errors}"
+    return output
+
+
+@pytest.mark.timeout(900)  # a minute, on a machine that may be busy with others
+def test_large_language_model_is_killed_resumed_merged_and_used_in_plain_pytorch(tmp_path):
+    name, outputs = "large_language_model.py", {}
+    options = ("--max-steps", 24, "--save-every", 8, "--project-dir")
+    killed = tmp_path / "killed/checkpoints/step-00000008"
+    launch(name, *options, "killed", "--batch-size", 8, processes=2, kill_at=killed)
+    for folder, processes in (("one", 1), ("two", 2), ("killed", 2)):
+        batch_size = ("--batch-size", 16 // processes)
+        outputs[folder] = launch(name, *options, folder, *batch_size, processes=processes)
+    assert outputs["killed"].startswith(f"Resuming from {tmp_path}/killed/checkpoints/step-0000")
+    losses = {folder: series(tmp_path / folder, "val/loss") for folder in outputs}
+    assert len(losses["two"]) == 4  # three of the fit, one of the end
+    assert losses["killed"] == losses["two"] == pytest.approx(losses["one"], rel=1e-4)
+    assert losses["two"][2] < losses["two"][0] - 0.1
+    whole, here = re.findall(r"\d+,\d+", printed(outputs["two"], "parameters"))
+    assert int(here.replace(",", "")) == int(whole.replace(",", "")) / 2
+
+    texts = []
+    for folder in ("two", "killed"):
+        merge, generate = (
+            shlex.split(printed(outputs[folder], each)) for each in ("merge", "generate")
+        )
+        subprocess.run([sys.executable, "-m", *merge], check=True, capture_output=True, timeout=240)
+        texts.append(run(name, *generate[2:]))
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 200  # what was generated, after the prompt
+
+
+@pytest.mark.timeout(900)  # a minute, on a machine that may be busy with others
+def test_finetune_lora_adapts_to_code_alike_on_two_processes(tmp_path):
+    found = []
+    for processes in (1, 2):
+        options = ("--max-steps", 40, "--batch-size", 16 // processes, "--project-dir", processes)
+        output = launch("finetune_lora.py", *options, processes=processes)
+        found.append([float(printed(output, name).split()[0]) for name in ("base", "adapted")])
+        adapters = load_file(tmp_path / printed(output, "adapters") / "adapter_model.safetensors")
+        trained = printed(output, "trained").split()[0].replace(",", "")
+        assert sum(value.numel() for value in adapters.values()) == int(trained)
+    assert found[1] == pytest.approx(found[0], abs=2e-3)
+    assert found[0][1] < found[0][0] - 0.1
+    again = launch("finetune_lora.py", *options, processes=2)
+    assert results(again) == results(output)

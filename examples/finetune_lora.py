@@ -21,7 +21,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer import FullyShardedDataParallelPlugin, Trainer, TrainModule
+from trainer import FullyShardedDataParallelPlugin, Trainer, TrainModule, set_seed
 
 CONTEXT = 64  # characters of a sample
 UNSEEN = 200  # samples of code that are left for the evaluation
@@ -112,6 +112,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=16, help="per process")
     arguments = parser.parse_args()
 
+    set_seed(0)
     docstrings, code = load_samples()
     model = get_peft_model(
         load_base(docstrings, arguments),

@@ -30,6 +30,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REFERENCE = ROOT / "docs" / "reference.md"
 LANGUAGES = {"python", "bash", "console", "text", "yaml"}
 
+PEFT = "ignore:`is_gradient_checkpointing` is deprecated"  # of transformers, which peft causes
+
 FENCE = re.compile(r"^```(\S*)[ \t]*([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 IMAGE = re.compile(r"!\[[^\]]+\]\(([^)\s]+)\)")
@@ -92,7 +94,7 @@ def run_shell(command: str) -> None:
         env={
             **os.environ,
             "PATH": path,
-            "PYTHONWARNINGS": "error",
+            "PYTHONWARNINGS": f"error,{PEFT}",
             "OMP_NUM_THREADS": "1",
             "HF_HOME": "hf",  # where `trainer config` writes
         },
@@ -109,6 +111,7 @@ def run_shell(command: str) -> None:
 # Of torch, while it compiles; the second one it hides by other means than filters.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings(PEFT)
 @each_page
 def test_every_block_runs(page, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")

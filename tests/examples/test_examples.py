@@ -529,4 +529,4 @@ def test_finetune_lora_adapts_to_code_alike_on_two_processes(tmp_path):
     assert found[1] == pytest.approx(found[0], abs=2e-3)
     assert found[0][1] < found[0][0] - 0.1
     again = launch("finetune_lora.py", *options, processes=2)
-    assert results(again) == results(output)
+    assert [float(printed(again, name).split()[0]) for name in ("base", "adapted")] == found[1]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainer.names import bare_names
-from trainer.tree import fill_
+from trainer.tree import fill_, part_here
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -45,8 +45,8 @@ class Averages:
         """Update each average: ``average += weight * (value - average)``; new ones are copies."""
         named = self._matched(self._averaged(module))
         known = [name for name in named if name in self.values]
-        averages = [self.values[name] for name in known]
-        targets = [named[name].to(self.values[name].dtype) for name in known]
+        averages = [part_here(self.values[name]) for name in known]
+        targets = [part_here(named[name]).to(self.values[name].dtype) for name in known]
         if averages:
             torch._foreach_lerp_(averages, targets, weight)
         self._begin(named, [name for name in named if name not in self.values])

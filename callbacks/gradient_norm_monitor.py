@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -105,17 +105,20 @@ class GradientNormMonitor(Callback):
 
 def _norms(parameters: Iterable[Tensor], order: float) -> dict[int, Tensor]:
     """Return the norm of each parameter's gradient, in at least float32, by the parameter's id."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype, object], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            kind = (parameter.grad.device, parameter.grad.dtype)
+            mesh = getattr(parameter.grad, "device_mesh", None)  # of a sharded gradient
+            kind = (parameter.grad.device, parameter.grad.dtype, mesh)
             by_kind.setdefault(kind, []).append(parameter)
     norms: dict[int, Tensor] = {}
-    for (_, dtype), alike in by_kind.items():
+    for (_, dtype, mesh), alike in by_kind.items():
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
         own = [each.grad for each in alike if each.grad is not None]
         # The rows of a sparse gradient have the same norm.
         gradients = [each.coalesce().values() if each.is_sparse else each for each in own]
-        found = torch._foreach_norm(gradients, order, dtype=wide)
+        found: Sequence[Any] = torch._foreach_norm(gradients, order, dtype=wide)
+        if mesh is not None:
+            found = [norm.full_tensor() for norm in found]
         norms.update((id(p), norm) for p, norm in zip(alike, found, strict=True))
     return norms

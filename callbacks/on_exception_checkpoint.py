@@ -22,11 +22,14 @@ class OnExceptionCheckpoint(Callback):
     They are saved to ``exception-<step>-rank-<rank>`` as that process has them, possibly in the
     middle of an update. No run can resume from them; use `ModelCheckpoint` for that, whose
     ``on_exception=True`` also does the same in its own folder. An interrupt (Ctrl-C) is not a
-    failure: it saves the run itself.
+    failure: it saves the run itself. A process of a sharded model has only its part of the weights,
+    so that `fit` refuses this callback there.
 
     Args:
         dirpath: The folder, by default the run's checkpoints folder.
     """
+
+    needs_whole_model = True
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
         self.dirpath = absolute_folder(dirpath)

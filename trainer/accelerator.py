@@ -233,6 +233,7 @@ class Accelerator:
                 cpu,
                 dynamo_plugin=self.dynamo_plugin if is_first else None,
                 fsdp_plugin=fsdp_plugin if is_first else None,
+                parallelism_config=self.parallelism_config if is_first else None,
                 _from_accelerator=True,
                 **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
             )
@@ -261,6 +262,7 @@ class Accelerator:
                 parallelism_config=self.parallelism_config,
                 mixed_precision=self.precision.mode,
                 dynamo_plugin=self.dynamo_plugin,
+                sync_each_batch=window.sync_each_batch,
                 engine=engine,
             )
         )

@@ -126,6 +126,11 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def export(**kwargs: Any) -> None:
+    """Set environment variables for the rest of the process, for other libraries to read."""
+    os.environ.update({name: str(value) for name, value in kwargs.items()})
+
+
 @contextmanager
 def clear_environment() -> Iterator[None]:
     """Clear the environment in the block, and restore exactly the previous one afterwards."""

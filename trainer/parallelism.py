@@ -54,7 +54,8 @@ class ParallelismConfig:
         for name in _DIMENSIONS:
             if getattr(self, f"{name}_size") is None:
                 variable = f"PARALLELISM_CONFIG_{name.upper()}_SIZE"
-                setattr(self, f"{name}_size", environment.read_int(variable) or 1)
+                size = environment.read_int(variable)
+                setattr(self, f"{name}_size", 1 if size is None else size)
         check_counts(1, **self._sizes("{}_size"))
         if self.sp_enabled:
             raise NotImplementedError(
@@ -266,13 +267,18 @@ class FullyShardedDataParallelPlugin:
         cpu_offload: Keep shards in host memory: a bool, or torch's ``CPUOffloadPolicy``; None takes
             ``FSDP_OFFLOAD_PARAMS``, else False.
         ignored_modules: Submodules that are not sharded, or a regular expression for their names.
-        state_dict_type: ``"SHARDED_STATE_DICT"`` or ``"FULL_STATE_DICT"``; None takes
+        state_dict_type: ``"SHARDED_STATE_DICT"`` or ``"FULL_STATE_DICT"``, which makes no
+            difference: states are saved as shards, which load on any number of processes, and
+            `save_model` and ``trainer merge-weights`` write whole weights. None takes
             ``FSDP_STATE_DICT_TYPE``, else ``"SHARDED_STATE_DICT"``.
-        state_dict_config: Not used.
-        optim_state_dict_config: Not used.
+        state_dict_config: FSDP 1's; makes no difference.
+        optim_state_dict_config: FSDP 1's; makes no difference.
         activation_checkpointing: Recompute the activations of these submodules in backward; None
             takes ``FSDP_ACTIVATION_CHECKPOINTING``, else False.
-        cpu_ram_efficient_loading: Only rank 0 reads pretrained weights; None takes
+        cpu_ram_efficient_loading: Tell transformers that only the first process of each machine
+            need read weights in ``from_pretrained``, by setting this variable and
+            ``ACCELERATE_USE_FSDP`` when the Trainer or `Accelerator` is made. In every case all
+            processes receive rank 0's weights, and may have theirs on the meta device. None takes
             ``FSDP_CPU_RAM_EFFICIENT_LOADING``, else False.
         param_init_fn: Initialises a module of the meta device, on rank 0; None calls its
             ``reset_parameters``.
@@ -386,6 +392,8 @@ class FullyShardedDataParallelPlugin:
             given = environment.read("FSDP_RESHARD_AFTER_FORWARD")
         if given is None:
             return bool(_STRATEGIES[self.sharding_strategy])
+        if isinstance(given, str) and given.isdigit():
+            given = int(given)
         if isinstance(given, int):
             return given
         name = getattr(given, "name", str(given)).upper()
@@ -398,6 +406,11 @@ class FullyShardedDataParallelPlugin:
     def hybrid(self) -> bool:
         """Whether machines have replicas, and shards are within a machine."""
         return str(self.sharding_strategy).startswith("HYBRID")
+
+    def tell_transformers(self) -> None:
+        """Set the variables by which ``from_pretrained`` reads on the first process only."""
+        if self.cpu_ram_efficient_loading:
+            environment.export(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
 
     def set_auto_wrap_policy(self, model: Any) -> None:
         """Take the classes to wrap from a model's ``_no_split_modules``, unless they are given."""

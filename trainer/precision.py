@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -17,8 +17,10 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from trainer.configuration import AutocastKwargs, GradScalerKwargs
+from trainer.distributed.transport import sum_numbers
 from trainer.errors import module_logger
-from trainer.tree import map_tree
+from trainer.state import PartialState
+from trainer.tree import map_tree, part_here
 
 logger = module_logger(__name__)
 
@@ -60,6 +62,29 @@ class Scaler(torch.amp.GradScaler):
         """Return the scaler's state dict for the next loss; it synchronizes with the device."""
         return torch.amp.GradScaler.state_dict(self._adapted())
 
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscale gradients; of sharded ones, an overflow on any process counts on all.
+
+        Torch's own method asks only the processes that share the first gradient, and takes no
+        gradients of several meshes.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        unscale: Any = super()._unscale_grads_  # private; there is no public hook
+        if not any(hasattr(p.grad, "to_local") for p in parameters):
+            flags: dict[torch.device, Tensor] = unscale(optimizer, inv_scale, found_inf, allow_fp16)
+            return flags
+        parts = [_part_with_gradient(p.grad) for p in parameters if p.grad is not None]
+        flags = unscale(
+            SimpleNamespace(param_groups=[{"params": parts}]), inv_scale, found_inf, allow_fp16
+        )
+        for flag in flags.values():
+            anywhere = flag.to(PartialState().device).reshape(1)
+            sum_numbers(anywhere)
+            flag.copy_(anywhere[0].clamp(max=1.0))
+        return flags
+
     def _adapted(self) -> Scaler:
         """Return this scaler, or an updated copy if an optimizer has stepped with its scale."""
         if not self._enabled:  # a disabled scaler has no state
@@ -77,6 +102,14 @@ class Scaler(torch.amp.GradScaler):
         adapted._per_optimizer_states = copy.deepcopy(states)
         adapted.update()
         return adapted
+
+
+def _part_with_gradient(gradient: Tensor) -> Tensor:
+    """Return a tensor whose ``grad`` is this process's part of a gradient, in the same memory."""
+    part = part_here(gradient)
+    holder = part.detach()
+    holder.grad = part
+    return holder
 
 
 class Precision:

@@ -259,6 +259,13 @@ def fill_(target: Any, source: Any) -> None:
     target.copy_(source)
 
 
+@torch.no_grad()
+def part_here(tensor: Tensor) -> Tensor:
+    """Return this process's part of a sharded tensor, in the same memory; others as they are."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 def own_memory(module: nn.Module) -> None:
     """Copy expanded parameters and buffers, whose elements share memory and cannot be loaded."""
     for tensor in chain(module.parameters(), module.buffers()):

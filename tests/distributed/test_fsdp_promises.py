@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,9 @@ from trainer import GradScalerKwargs, Preempted, Trainer, TrainModule
 from trainer.tuning import Tuner
 
 DATA = TensorDataset(X, Y)
+NEEDS_A_COMPILER = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU"
+)
 
 
 class Net(test_fsdp.Net):
@@ -502,48 +507,87 @@ def test_batch_statistics_of_averaged_weights_are_those_of_ddp(ranks2, tmp_path)
         torch.testing.assert_close(found[1][part], expected[1][part], rtol=0, atol=1e-5)
 
 
-class Terminated(Net):
-    """One rank receives SIGTERM in the fourth step."""
+def terminated_at(step: int) -> type[Net]:
+    class Terminated(Net):
+        """One rank receives SIGTERM."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if (
-            rank() == 1
-            and self.trainer.global_step == 3
-            and not self.trainer.checkpoint_dir.exists()
-        ):
-            os.kill(os.getpid(), signal.SIGTERM)
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if rank() == 1 and self.trainer.global_step == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    return Terminated
 
 
-def test_sigterm_on_one_rank_saves_shards_and_the_run_resumes(ranks2, tmp_path):
-    expected = fit(tmp_path / "one")
+@pytest.mark.parametrize("averages", [False, True], ids=["plain", "swa"])
+def test_sigterm_on_one_rank_saves_shards_and_the_run_resumes(ranks2, averages, tmp_path):
+    """With averages, it comes in the third of four epochs, of which the last three are averaged."""
 
-    def preempted() -> Any:
-        options = {"checkpointing": True}
-        with pytest.raises(Preempted):
-            fit(tmp_path / "shards", Terminated, **options)
-        own, model = trainer(tmp_path / "shards", **options), Net()
-        own.fit(model, loader(), loader(), ckpt_path="auto")
+    def run(name: str, module: type[Net] = Net, **resumes: Any) -> Any:
+        swa = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)
+        options = {"checkpointing": True, "max_epochs": 4 if averages else 2}
+        own = trainer(tmp_path / name, callbacks=[swa] if averages else [], **options)
+        model = module()
+        own.fit(model, loader(), loader(), **resumes)
         return whole(model), metrics_of(own)
 
+    def preempted() -> Any:
+        with pytest.raises(Preempted):
+            run("shards", terminated_at(14 if averages else 3))
+        return run("shards", ckpt_path="auto")
+
+    expected = run("one")
     for found in ranks2(preempted):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+class OutOfTime(Net):
+    """The clock of rank 0 reaches `max_time` in the fourth step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 3 and rank() == 0:
+            self.trainer._run.started -= 10_000.0
+
+
+def test_the_end_of_max_time_saves_shards_and_the_run_resumes(ranks2, tmp_path):
+    expected = fit(tmp_path / "one")
+
+    def timed() -> Any:
+        options = {"checkpointing": True, "max_epochs": None, "max_time": "2 hours"}
+        own = trainer(tmp_path / "shards", **options)
+        with suppress(Preempted):
+            own.fit(OutOfTime(), loader(), loader())
+        steps = own.global_step
+        own, model = trainer(tmp_path / "shards", checkpointing=True), Net()
+        own.fit(model, loader(), loader(), ckpt_path="auto")
+        return steps, (whole(model), metrics_of(own))
+
+    (steps, found), other = ranks2(timed)
+    assert 4 <= steps == other[0] <= 6
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch asks for it itself
-@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=str)
-def test_units_are_compiled(ranks2, options, tmp_path):
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("aot_eager", {}),
+        ("aot_eager", {"activation_checkpointing": True}),
+        pytest.param("inductor", {}, marks=[pytest.mark.long, NEEDS_A_COMPILER]),
+    ],
+)
+def test_units_are_compiled(ranks2, backend, options, tmp_path):
     expected = fit(tmp_path / "one")
 
     def compiled() -> Any:
         tqdm.monitor_interval = 0  # torch makes bars that it does not show
-        own = trainer(tmp_path / "two", fsdp_plugin=plugin(**options), dynamo_backend="aot_eager")
+        own = trainer(tmp_path / "two", fsdp_plugin=plugin(**options), dynamo_backend=backend)
         model, forward = Net(), []
         model.on_train_start = lambda: forward.append(model.blocks[0].forward)
         own.fit(model, loader(), loader())
         made = hasattr(forward[0], "_torchdynamo_orig_callable")
         return made, (whole(model), metrics_of(own))
 
-    for made, found in ranks2(compiled, timeout=150):
+    for made, found in ranks2(compiled, timeout=250):
         assert made
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 

@@ -339,3 +339,122 @@ def test_a_state_of_split_layers_loads_into_one_process_and_back(ranks, tmp_path
     for name, value in expected.items():
         assert torch.equal(here[name], value)
         assert torch.equal(back[name], value)
+
+
+# -- what only one part of a layer has -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_a_bad_number_in_one_part_of_a_layer_skips_on_all_parts(
+    ranks2, ranks, precision, shards, tmp_path
+):
+    class Spoils(Net):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            last = dist.get_rank() == dist.get_world_size() - 1
+            if self.trainer.global_step == 2 and last:
+                self.blocks[0].first.weight.grad.to_local().fill_(torch.nan)
+
+        def on_after_backward(self) -> None:
+            last = dist.get_rank() == dist.get_world_size() - 1
+            if self.trainer.global_step == 2 and last and precision == "fp16":
+                self.blocks[0].first.weight.grad.to_local().fill_(torch.inf)
+
+    def run() -> Any:
+        config = ParallelismConfig(tp_size=2, dp_shard_size=shards)
+        trainer = Trainer(
+            cpu=True,
+            seed=3,
+            progress_bar=False,
+            checkpointing=False,
+            project_dir=tmp_path,
+            max_epochs=1,
+            parallelism_config=config,
+            mixed_precision=precision,
+            non_finite="skip",
+            max_grad_norm=0.5,
+        )
+        model = Spoils()
+        trainer.fit(model, DataLoader(TensorDataset(X, Y), 8))
+        finite = all(bool(v.isfinite().all()) for v in whole(model).values())
+        return trainer.skipped_updates, finite
+
+    pool = ranks2 if shards == 1 else ranks(4)
+    assert pool(run) == [(1, True)] * (2 * shards)
+
+
+class Dropped(Net):
+    """Dropout on what all parts of a layer share."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.dropout(self.blocks(self.first(x)), 0.5, self.training))
+
+
+def replicas(model: nn.Module) -> list[Tensor]:
+    """Return this process's parts of parameters that are not split."""
+    split = ("first.weight", "first.bias", "second.weight")
+    own = [p for n, p in model.named_parameters() if not (n[:6] == "blocks" and n.endswith(split))]
+    return [p.detach().to_local().clone() for p in own]
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "Accelerator"])
+def test_parts_of_a_layer_draw_the_same_dropout_without_a_seed(ranks2, kind, tmp_path):
+    def train() -> Any:
+        torch.manual_seed(17 * dist.get_rank())  # as in processes that nobody seeds
+        model = Dropped()
+        torch.manual_seed(29 * dist.get_rank())
+        if kind == "Trainer":
+            trainer = Trainer(
+                cpu=True,
+                progress_bar=False,
+                checkpointing=False,
+                project_dir=tmp_path,
+                max_epochs=1,
+                parallelism_config=ParallelismConfig(tp_size=2),
+            )
+            trainer.fit(model, DataLoader(TensorDataset(X, Y), 8))
+            return replicas(model)
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            accelerator.backward(nn.functional.cross_entropy(model(X), Y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return replicas(model)
+
+    one, other = ranks2(train)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_averages_and_norms_span_split_and_whole_layers(ranks2, ranks, shards, tmp_path):
+    from callbacks import GradientNormMonitor, WeightAveraging
+
+    def run(folder: str, **options: Any) -> Any:
+        callbacks = [WeightAveraging(decay=0.7), GradientNormMonitor(per="parameter")]
+        return fit(tmp_path / folder, callbacks=callbacks, max_grad_norm=0.5, **options)
+
+    config = ParallelismConfig(tp_size=2, dp_shard_size=shards)
+    pool = ranks2 if shards == 1 else ranks(4)
+    found = pool(lambda: run("parts", shares=shards, parallelism_config=config))
+    assert_close(found, run("one"))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers_step_split_and_whole_layers(ranks2, optimizer, precision, tmp_path):
+    class Own(Net):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return OPTIMIZERS[optimizer](self.parameters())  # type: ignore[no-any-return]
+
+    options = {"max_grad_norm": 0.5, "mixed_precision": precision}
+    expected = fit(tmp_path / "one", Own, **options)
+    found = ranks2(lambda: fit(tmp_path / "two", Own, **SPLIT, **options))
+    assert_close(found, expected, 1e-5 if precision == "no" else 5e-2)

@@ -403,12 +403,13 @@ def _placed(value: Any, parameter: Any, own: Any) -> Any:
     return like(value, parameter)
 
 
-def resharded(saved: Any, here: Any) -> Any:
+def resharded(saved: Any, here: Any, named: Mapping[str, Tensor] | None = None) -> Any:
     """Return saved state with whole or sharded tensors in place of `ShardedTensor` objects.
 
     Args:
         saved: Nested dicts and lists, as read.
         here: The present state, whose tensors tell how those at the same place are sharded.
+        named: Tensors by name, such as parameters, that tell it where `here` has no such place.
     """
     if isinstance(saved, ShardedTensor):
         return like(saved, here) if isinstance(here, Tensor) else saved.whole()
@@ -416,9 +417,9 @@ def resharded(saved: Any, here: Any) -> Any:
         own = here if isinstance(here, Mapping) else {}
         made: Any = copy(saved)
         for key, value in saved.items():
-            made[key] = resharded(value, own.get(key))
+            made[key] = resharded(value, own.get(key, (named or {}).get(key)), named)
         return made
     if type(saved) in (list, tuple):
         padded = chain(here if isinstance(here, (list, tuple)) else (), repeat(None))
-        return type(saved)(resharded(a, b) for a, b in zip(saved, padded, strict=False))
+        return type(saved)(resharded(a, b, named) for a, b in zip(saved, padded, strict=False))
     return saved

@@ -37,6 +37,7 @@ class EngineOptions:
         fsdp_plugin: How the model is sharded; None does not shard it.
         parallelism_config: The sizes of the dimensions over which it is sharded and split.
         mixed_precision: The precision of the forward pass: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        sync_each_batch: Reduce gradients after every micro-batch, not only at the end of a window.
         dynamo_plugin: How an engine with `Engine.compiles_units` compiles them.
         engine: The user's own engine, or None for the one that fits the processes.
         mesh: The device mesh of all processes, if an earlier engine has made it.
@@ -50,6 +51,7 @@ class EngineOptions:
     parallelism_config: ParallelismConfig | None = None
     mixed_precision: str = "no"
     dynamo_plugin: TorchDynamoPlugin | None = None
+    sync_each_batch: bool = False
     engine: Callable[[EngineOptions], Engine] | None = None
     mesh: Any = None
 

@@ -14,17 +14,25 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from itertools import pairwise, zip_longest
+from math import inf
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from trainer.distributed.collectives import broadcast
+from trainer.distributed.guards import read_back
 from trainer.distributed.objects import all_gather_object
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import HostCopy, send, sum_numbers
@@ -34,17 +42,24 @@ from trainer.engines.context_parallel import recompute_contexts
 from trainer.engines.single import SingleDevice
 from trainer.engines.tensor_parallel import keep_ties, split_layers
 from trainer.enums import DynamoBackend
+from trainer.errors import module_logger
 from trainer.names import bare_names
-from trainer.optim.clipping import clip_
 from trainer.optim.finite import find_non_finite
 from trainer.optim.lomo import is_lomo
 from trainer.optim.weighting import scale_
 from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
+from trainer.rng import load_rng_state, rng_state
 from trainer.state import PartialState
-from trainer.tree import fill_
+from trainer.tree import fill_, part_here
+
+logger = module_logger(__name__)
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_NEED_WHOLE_TENSORS = {"Adafactor", "LBFGS", "Rprop"}
+_NEED_WHOLE_TENSORS = {  # optimizers by name, and why
+    "Adafactor": "",
+    "LBFGS": "",
+    "Rprop": "",
+}
 
 
 class FullyShard(SingleDevice):
@@ -55,7 +70,14 @@ class FullyShard(SingleDevice):
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
+        if options.ddp_kwargs is not None and options.ddp_kwargs.comm_hook != "no":
+            raise ValueError(
+                f"DistributedDataParallelKwargs(comm_hook={options.ddp_kwargs.comm_hook.value!r}) "
+                "compresses the all-reduce of DDP, which sharded models do not have. Leave it out; "
+                "FullyShardedDataParallelPlugin(mixed_precision_policy=...) has a reduce_dtype."
+            )
         self.plugin = options.fsdp_plugin or FullyShardedDataParallelPlugin()
+        self.plugin.tell_transformers()
         self.mesh = options.mesh or _root_mesh(options, self.plugin)
         self.options = replace(options, mesh=self.mesh)  # a fit's engine has the same one
         names = self.mesh.mesh_dim_names or ()
@@ -74,11 +96,18 @@ class FullyShard(SingleDevice):
         self._tp_mesh = self.mesh["tp"] if "tp" in names else None
         self.counts_values = self._tp_mesh is None or self._tp_mesh.get_local_rank() == 0
         self.counts_data = self.counts_values and part == 0
-        # By the id of each parameter that was replaced; the old ones are kept so that no id recurs.
+        # By the id of each parameter that was replaced; the old ones are kept, without their
+        # memory, so that no id recurs.
         self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._ignored: list[nn.Parameter] = []  # which are frozen, and not sharded
         self._roots: list[Any] = []  # which gather their parameters and those of units inside them
         self._units: list[Any] = []  # roots and the units inside them, in the same order everywhere
         self._ran: list[int] = []  # the units that ran in this window or evaluation, by index
+        self._parameters: list[list[nn.Parameter]] = []  # of each unit, in automatic optimisation
+        self._used: set[int] = set()  # ids of those that got a gradient in this window
+        self._unwatched: set[Any] = set()
+        self._watches: list[Any] = []
         self._checked: tuple[HostCopy, list[int]] | None = None
         self._dummy = False
         self._reduces: bool | None = None  # in the next backward; None if that is not known
@@ -88,24 +117,49 @@ class FullyShard(SingleDevice):
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Put the sharded parameters into an optimizer that was made with the whole ones.
 
+        Parameters of a module that is prepared later follow then.
+
         Raises:
             ValueError: It needs whole tensors.
         """
-        names = {kind.__name__ for kind in type(optimizer).__mro__} & _NEED_WHOLE_TENSORS
-        if names or is_lomo(optimizer):
+        names = {kind.__name__ for kind in type(optimizer).__mro__} & _NEED_WHOLE_TENSORS.keys()
+        why = "it updates in backward" if is_lomo(optimizer) else None
+        for name in names:
+            why = _NEED_WHOLE_TENSORS[name]
+        if why is not None:
             raise ValueError(
-                f"{type(optimizer).__name__} cannot update sharded parameters, because it needs "
-                "whole tensors. Use AdamW or SGD, or train without fsdp_plugin."
+                f"{type(optimizer).__name__} cannot update sharded parameters: {why}. Use AdamW or "
+                "SGD, or train without fsdp_plugin."
             )
+        self._replace_parameters(optimizer)
+        if isinstance(optimizer, Optimizer):
+            self._optimizers.add(optimizer)
+            # A forward pass between backward and the update has gathered the old parameters.
+            optimizer.register_step_post_hook(self._release)
+        return optimizer
+
+    def _replace_parameters(self, optimizer: Optimizer) -> None:
+        """Put sharded parameters, and the state of whole ones, into an optimizer."""
         mixed = False
         for group in optimizer.param_groups:
-            group["params"] = [self._replaced.get(id(p), (p, p))[1] for p in group["params"]]
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) in self._replaced:
+                    group["params"][index] = new = self._replaced[id(parameter)][1]
+                    if parameter in optimizer.state:
+                        state = optimizer.state.pop(parameter)
+                        optimizer.state[new] = {
+                            name: _as_shards(value, new) for name, value in state.items()
+                        }
             mixed |= len(set(map(mesh_of, group["params"]))) > 1
         if mixed:  # foreach kernels take only tensors of one mesh
             for group in optimizer.param_groups:
                 if "foreach" in group:
                     group["foreach"] = False
-        return optimizer
+
+    def _release(self, *_: Any) -> None:
+        """Put the shards in the place of gathered parameters."""
+        for unit in self._units:
+            unit.reshard()
 
     # -- placing -----------------------------------------------------------------------------------
 
@@ -119,22 +173,62 @@ class FullyShard(SingleDevice):
         """Shard a module in place."""
         if not isinstance(module, FSDPModule):
             self._shard(module, [module])
+        self._units += _units_in(module)
         return module
 
     def _shard(self, module: nn.Module, roots: list[nn.Module]) -> None:
-        plugin = self.plugin
         _check_dense(module)
+        self._check_not_shared(roots)
+        self._share_generators()
         before = dict(module.named_parameters(remove_duplicate=False))
         whole = self._rank_0s_weights(module)
         split_layers(module, self._tp_mesh)
-        units: list[Any] = [unit for unit in units_of(module, plugin) if unit not in roots]
-        if plugin.activation_checkpointing:
-            for unit in units:
-                _checkpoint_activations(unit)
+        units: list[Any] = self._units_to_shard(module)
+        self._fully_shard(module, roots, [unit for unit in units if unit not in roots])
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            old = before.get(name, parameter)
+            if old is not parameter:
+                self._replaced[id(old)] = old, parameter
+                _free(old)
+        if whole is not None:
+            self._materialise(module, whole)
+        for optimizer in self._optimizers:
+            self._replace_parameters(optimizer)
+
+    def _fully_shard(self, module: nn.Module, roots: list[nn.Module], units: list[Any]) -> None:
+        """Call torch's `fully_shard` on each unit and root."""
+        plugin = self.plugin
+        for parameter in module.parameters():  # it takes no other strides
+            if not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.contiguous()
+        ignored = self._ignored_parameters(module)
+        arguments: dict[str, Any] = {
+            "mesh": self._data_mesh,
+            "mp_policy": plugin.policy(self.options.mixed_precision),
+            "offload_policy": plugin.offload(self.options.device),
+            "ignored_params": ignored,
+        }
+        for unit in reversed(units):  # inner ones first
+            _shard_one(unit, reshard_after_forward=plugin.reshard_after_forward, **arguments)
+        for root in roots:
+            # Others than the whole module may run forward without backward, and are stepped then.
+            released = None if root is module else True
+            _shard_one(root, reshard_after_forward=released, **arguments)
+        for part in _units_in(module):
+            # A process may leave out a parameter that others use: all reduce the same tensors.
+            part.set_reduce_scatter_unused_params(True)
+        self._prefetch(units)
+
+    def _ignored_parameters(self, module: nn.Module) -> set[nn.Parameter]:
+        """Return the parameters of ignored modules, on the device.
+
+        Raises:
+            ValueError: Some are trained.
+        """
         ignored = {
             parameter
             for name, part in module.named_modules()
-            if plugin.ignores(name, part)
+            if self.plugin.ignores(name, part)
             for parameter in part.parameters()
         }
         named = bare_names(module, module.named_parameters())
@@ -144,28 +238,71 @@ class FullyShard(SingleDevice):
                 "ignored_modules: FSDP would not average their gradients over the processes. "
                 "Freeze them with requires_grad_(False), or do not ignore them."
             )
-        arguments: dict[str, Any] = {
-            "mesh": self._data_mesh,
-            "mp_policy": plugin.policy(self.options.mixed_precision),
-            "offload_policy": plugin.offload(self.options.device),
-            "ignored_params": ignored,
-        }
-        for unit in reversed(units):  # inner ones first
-            fully_shard(unit, reshard_after_forward=plugin.reshard_after_forward, **arguments)
-        for root in roots:
-            # Others than the whole module may run forward without backward, and are stepped then.
-            released = None if root is module else True
-            fully_shard(root, reshard_after_forward=released, **arguments)
+        for parameter in ignored:  # which `fully_shard` leaves where they are
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(self.options.device)
+        self._ignored += ignored
+        return ignored
+
+    def _units_to_shard(self, module: nn.Module) -> list[nn.Module]:
+        """Return the units, whose activations are recomputed if the plugin says so.
+
+        Units that share a parameter with modules outside are left out: their parents gather it.
+
+        Raises:
+            ValueError: There are none whose activations could be recomputed.
+        """
+        owners: dict[int, set[int]] = {}
         for part in module.modules():
-            if isinstance(part, FSDPModule):
-                # A process may leave out a parameter that others use: all reduce the same tensors.
-                part.set_reduce_scatter_unused_params(True)
-        self._prefetch(units)
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if name in before:
-                self._replaced[id(before[name])] = before[name], parameter
-        if whole is not None:
-            self._materialise(module, whole)
+            for parameter in part.parameters(recurse=False):
+                owners.setdefault(id(parameter), set()).add(id(part))
+        kept: list[nn.Module] = []
+        left: list[nn.Module] = []
+        for unit in units_of(module, self.plugin):
+            inside = set(map(id, unit.modules()))
+            alone = all(owners[id(parameter)] <= inside for parameter in unit.parameters())
+            (kept if alone else left).append(unit)
+        if left and self.options.rank == 0:
+            names = {part: name for name, part in module.named_modules()}
+            logger.warning(
+                "%s share parameters with other parts of %s, and are gathered together with them.",
+                ", ".join(names[unit] for unit in left),
+                type(module).__name__,
+            )
+        if self.plugin.activation_checkpointing:
+            if not kept + left:
+                raise ValueError(
+                    "activation_checkpointing recomputes the activations of each unit, but the "
+                    f"plugin wraps none in {type(module).__name__}: choose an auto_wrap_policy, "
+                    "such as transformer_cls_names_to_wrap, or leave it out."
+                )
+            for unit in kept + left:
+                _checkpoint_activations(unit)
+        return kept
+
+    def _check_not_shared(self, roots: list[nn.Module]) -> None:
+        """Raise a ValueError if a parameter is also in another model, or in two roots."""
+        owners: dict[int, nn.Module] = {}
+        for root in roots:
+            for name, parameter in root.named_parameters():
+                other = owners.setdefault(id(parameter), root)
+                if other is not root or id(parameter) in self._replaced:
+                    where = f"{type(other).__name__} and {type(root).__name__}, which"
+                    if other is root:
+                        where = f"{type(root).__name__} and a model that was prepared before, which"
+                    raise ValueError(
+                        f"The parameter {name!r} is shared by {where} gather their parameters "
+                        "separately. Put both into one module that is prepared (in manual "
+                        "optimisation: whose forward is called)."
+                    )
+
+    def _share_generators(self) -> None:
+        """Make processes that share layers draw the same numbers, such as for dropout."""
+        if self._tp_mesh is not None:
+            state = [rng_state()]
+            group = self._tp_mesh.get_group()
+            torch.distributed.broadcast_object_list(state, group=group, group_src=0)
+            load_rng_state(state[0])
 
     def _prefetch(self, units: list[Any]) -> None:
         """Gather the next unit's parameters while a unit runs, if the plugin says so."""
@@ -200,18 +337,19 @@ class FullyShard(SingleDevice):
                 "split over processes already: leave parallelize_module to an attribute tp_plan."
             )
         whole: dict[str, Tensor] = {}
-        if self.options.rank == 0:
-            if on_meta:
-                _initialise(module, self.plugin.param_init_fn)
-            whole = {name: each.detach().cpu() for name, each in _named_tensors(module)}
         with keep_ties(module):
+            if self.options.rank == 0:
+                if on_meta:
+                    _initialise(module, self.plugin.param_init_fn)
+                whole = {name: each.detach().cpu() for name, each in _named_tensors(module)}
             module.to("meta")
         return whole
 
     def _materialise(self, module: nn.Module, whole: dict[str, Tensor]) -> None:
         """Fill the shards with rank 0's weights, one tensor at a time; collective."""
+        offloads = isinstance(self.plugin.offload(self.options.device), CPUOffloadPolicy)
         with keep_ties(module):
-            module.to_empty(device=self.options.device)
+            module.to_empty(device="cpu" if offloads else self.options.device)
         with torch.no_grad():
             for name, target in _named_tensors(module):
                 source = whole.pop(name, None)
@@ -227,6 +365,9 @@ class FullyShard(SingleDevice):
                 else:
                     broadcast([source])
                     target.copy_(source)
+        for owner in module.modules() if offloads else ():  # only parameters are
+            for name, buffer in owner.named_buffers(recurse=False):
+                setattr(owner, name, buffer.to(self.options.device))
 
     def _broadcast_part(self, part: Tensor) -> None:
         """Make the first replica's part of a layer everybody's who holds this part; collective."""
@@ -300,7 +441,7 @@ class FullyShard(SingleDevice):
         self._roots = [module] if automatic else list(_children_of_manual(module))
         if not any(isinstance(part, FSDPModule) for part in module.modules()):
             self._shard(module, self._roots)
-        self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._units = _units_in(module)
         for root in self._roots:
             # `unshard` of a unit inside does not do it; there is no public name.
             root._get_fsdp_state()._lazy_init()
@@ -308,6 +449,7 @@ class FullyShard(SingleDevice):
             if unit is not module:
                 note = partial(self._note, index)
                 self._undo.append(unit.register_forward_pre_hook(note, prepend=True).remove)
+                self._undo.append(unit.register_forward_hook(self._watch, prepend=True).remove)
         self._compile_units()
         if automatic:
             for name in _STEPS:
@@ -342,6 +484,7 @@ class FullyShard(SingleDevice):
         @wraps(step)
         def run(*args: Any) -> Any:
             output = step(*args)
+            self._watch(self.module)
             if self._dummy:
                 self._zero_gradients_of(self.module)
             return output
@@ -357,13 +500,75 @@ class FullyShard(SingleDevice):
             if parameter.requires_grad:
                 self._handles.append(parameter.register_hook(torch.zeros_like))
 
+    def check_unknown_parameters(self) -> None:
+        """Check that each gradient belongs to a parameter that was sharded.
+
+        Raises:
+            RuntimeError: Parameters were added or unfrozen that FSDP does not reduce.
+        """
+        trained = any(parameter.requires_grad for parameter in self._ignored)
+        named = self.module.named_parameters() if hasattr(self, "module") else ()
+        plain = [n for n, p in named if p.grad is not None and not isinstance(p, DTensor)]
+        if trained or plain:
+            raise RuntimeError(
+                f"{', '.join(plain) or 'Some parameters of ignored_modules'} got gradients that "
+                "FSDP does not average over the processes: they were added, or unfrozen although "
+                "they are ignored, after the model was sharded. Add parameters in configure_model "
+                "or before, and leave what is trained later out of ignored_modules."
+            )
+
     def begin_micro_batch(self, *, sync: bool) -> None:
         """Reduce gradients only in the last backward of a window."""
         root: Any = self.module
+        sync = sync or self.options.sync_each_batch
         if sync is not self._reduces:  # torch visits all submodules to set it
             root.set_requires_gradient_sync(sync)
             self._reduces = sync
-        root.reshard()  # a hook may have run forward before the parameters were updated
+
+    def begin_epoch(self) -> None:
+        """Watch anew which parameters get a gradient, in automatic optimisation."""
+        if not getattr(self.module, "automatic_optimization", True):
+            return
+        self._release()
+        while self._watches:
+            self._watches.pop().remove()
+        self._unwatched = set(self._units)
+        self._used = set()
+        self._parameters = [list(own_parameters(unit)) for unit in self._units]
+
+    def _watch(self, unit: nn.Module, *_: Any) -> None:
+        """Watch a unit's parameters, at the end of its first forward pass: they are gathered."""
+        if unit not in self._unwatched:
+            return
+        self._unwatched.remove(unit)
+        index = self._units.index(unit)
+        for number, parameter in enumerate(own_parameters(unit)):
+            if parameter.requires_grad:
+                note = partial(self._note_use, id(self._parameters[index][number]))
+                self._watches.append(parameter.register_post_accumulate_grad_hook(note))
+
+    def _note_use(self, sharded: int, _: Tensor) -> None:
+        self._used.add(sharded)
+
+    def _flags_of_use(self) -> Tensor:
+        """Return 1 for each parameter that got a gradient here in this window, else 0."""
+        flags = [id(p) in self._used for own in self._parameters for p in own]
+        return torch.tensor(flags, dtype=torch.float64).to(self.options.device)
+
+    def _drop_unused(self, counts: Tensor) -> None:
+        """Remove gradients that no process has: FSDP has made them zero, and zeros are updates.
+
+        Args:
+            counts: The sum of `_flags_of_use` over the processes. The host reads it only if this
+                process lacks a gradient.
+        """
+        used, self._used = self._used, set()
+        parameters = [p for own in self._parameters for p in own]
+        if all(id(p) in used or not p.requires_grad for p in parameters):
+            return
+        for parameter, count in zip(parameters, read_back(counts).tolist(), strict=True):
+            if not count:
+                parameter.grad = None
 
     def dummy_step(
         self, rerun: Callable[[], Tensor], stats: StepStats | None = None
@@ -391,17 +596,19 @@ class FullyShard(SingleDevice):
                 handle.remove()
 
     def sync_stats(self, stats: StepStats) -> float | Tensor:
-        """All-reduce the step stats of a window, and compare which units ran."""
-        vector = self.step_sync.sync_vector(stats)
-        total = torch.cat([vector, self._digest()])
+        """All-reduce the step stats of a window; compare which units ran and what was used."""
+        vector, flags = self.step_sync.sync_vector(stats), self._flags_of_use()
+        total = torch.cat([vector, flags, self._digest()])
         sum_numbers(total)
         ran, self._ran = self._ran, []
         self._check_units()
         if total.is_cpu:
             self._compare(total, ran)
         else:
-            self._checked = HostCopy(total), ran
-        return self.step_sync.count(total[:-2])
+            self._checked = HostCopy(total[-2:]), ran
+        if self._parameters:
+            self._drop_unused(total[len(vector) : -2])
+        return self.step_sync.count(total[: len(vector)])
 
     # -- that all processes run the same units -----------------------------------------------------
 
@@ -455,9 +662,10 @@ class FullyShard(SingleDevice):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Release gathered parameters at the end: a callback may change the sharded ones."""
+        """Release gathered parameters before and after: a callback may change the sharded ones."""
         self._check_units()
         self._ran = []
+        self._release()
         try:
             yield
             sums = self._digest()
@@ -465,8 +673,7 @@ class FullyShard(SingleDevice):
             self._compare(sums, self._ran)
         finally:
             self._ran = []
-            for unit in self._units:
-                unit.reshard()
+            self._release()
 
     @contextmanager
     def evaluate_for_others(self) -> Iterator[None]:
@@ -513,45 +720,109 @@ class FullyShard(SingleDevice):
 
     def close(self) -> None:
         """Leave the module sharded, and undo everything else."""
+        while self._watches:
+            self._watches.pop().remove()
         while self._undo:
             self._undo.pop()()
 
     # -- the update --------------------------------------------------------------------------------
 
+    def _gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return the gradients, also those of parameters that were replaced by sharded ones."""
+        own = (self._replaced.get(id(p), (p, p))[1] for p in parameters)
+        return [p.grad for p in own if p.grad is not None]
+
+    def _parts_of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return this process's parts of the gradients."""
+        return list(map(part_here, self._gradients(parameters)))
+
     def scale_gradients_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
         """Multiply all gradients by a number or a tensor of shape (), in place."""
-        scale_(_own_gradients(parameters), factor)
+        _scale_parts(self._parts_of(parameters), factor)
 
     def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
         """Return whether a gradient is NaN or infinite on any process."""
-        found = find_non_finite(_own_gradients(parameters))
-        if found is None:  # as on all processes: FSDP reduces the same parameters on all
+        here = find_non_finite(self._parts_of(parameters))
+        if here is None:
             return None
-        votes = torch.as_tensor(found, dtype=torch.float32).reshape(1)
-        sum_numbers(votes)
-        return votes.clamp_(max=1.0)[0] if isinstance(found, Tensor) else bool(votes.item())
+        # Torch's check of sharded tensors asks only the processes that share the first one.
+        anywhere = torch.zeros(1, device=self.options.device) + here
+        sum_numbers(anywhere)
+        flag = anywhere[0].clamp(max=1.0)
+        return bool(flag) if flag.is_cpu else flag
 
+    @torch.no_grad()
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """Scale the gradients to a total norm of at most `max_norm`; return the norm before."""
-        groups = by_mesh(parameters)
-        if not groups:
-            return torch.zeros((), device=self.options.device)
-        norms = [
-            torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None], norm_type)
-            for group in groups
-        ]
-        whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-        total: Tensor = torch.linalg.vector_norm(torch.stack(whole), norm_type)
-        for group in groups:
-            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
-        return total
+        """Scale the gradients to a total norm of at most `max_norm`; return the norm before.
+
+        Each process adds the norms of its parts, divided by the number of processes that have the
+        same part. So one all-reduce is enough, whatever the meshes.
+        """
+        gradients = self._gradients(parameters)
+        parts = list(map(part_here, gradients))
+        by_kind: dict[Any, list[Tensor]] = {}
+        for gradient, part in zip(gradients, parts, strict=True):
+            if part.numel():  # the largest magnitude needs an element
+                by_kind.setdefault((self._copies_of(gradient), part.dtype), []).append(part)
+        total = torch.zeros(1, dtype=torch.float64, device=self.options.device)
+        for (copies, _), alike in by_kind.items():
+            norm = torch.nn.utils.get_total_norm(alike, norm_type).to(total)
+            if norm_type == inf:
+                total = torch.maximum(total, norm)
+            else:
+                total += norm**norm_type / copies
+        if norm_type == inf:
+            torch.distributed.all_reduce(total, torch.distributed.ReduceOp.MAX)
+        else:
+            sum_numbers(total)
+            total = total ** (1 / norm_type)
+        whole = total[0].float()
+        _scale_parts(parts, (max_norm / (whole + 1e-6)).clamp(max=1.0))  # as in torch
+        return whole
+
+    def _copies_of(self, gradient: Tensor) -> int:
+        """Return how many processes have the same part of a gradient."""
+        copies = self.options.world_size
+        if isinstance(gradient, DTensor):
+            for size, placement in zip(
+                gradient.device_mesh.shape, gradient.placements, strict=True
+            ):
+                copies //= 1 if placement.is_replicate() else size
+        return copies
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
         """Limit the magnitude of each element of the gradients."""
-        for group in by_mesh(parameters):
-            clip_(group, max_value=max_value)
+        for part in self._parts_of(parameters):
+            part.clamp_(-max_value, max_value)
+
+
+def _scale_parts(parts: list[Tensor], factor: float | Tensor) -> None:
+    if parts and isinstance(factor, Tensor):
+        factor = factor.to(parts[0].device)  # the host, if they are offloaded
+    scale_(parts, factor)
+
+
+def _shard_one(part: nn.Module, **arguments: Any) -> None:
+    """Shard one unit, and free its whole parameters, which `fully_shard` put on the device."""
+    before, kind = list(own_parameters(part)), type(part)
+    fully_shard(part, **arguments)
+    made = type(part)  # a subclass, whose name would appear in messages and records
+    made.__name__, made.__qualname__, made.__module__ = (
+        kind.__name__,
+        kind.__qualname__,
+        kind.__module__,
+    )
+    for whole, shard in zip(before, own_parameters(part), strict=True):
+        if whole is not shard:
+            _free(whole)
+
+
+def _free(parameter: nn.Parameter) -> None:
+    """Free the memory of a parameter that was replaced; an optimizer may hold it still."""
+    if not isinstance(parameter, DTensor):
+        parameter.data = parameter.data.new_empty(0)
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -589,6 +860,20 @@ def _root_mesh(options: EngineOptions, plugin: FullyShardedDataParallelPlugin) -
     return mesh
 
 
+def _units_in(module: nn.Module) -> list[Any]:
+    """Return the units of a sharded module, itself first, in the same order on all processes."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _as_shards(value: Any, parameter: nn.Parameter) -> Any:
+    """Return this process's part of an optimizer's state, if it is as large as its parameter."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    target = torch.empty_like(parameter, dtype=value.dtype)
+    fill_(target, value)
+    return target
+
+
 def units_of(module: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Iterator[nn.Module]:
     """Yield the submodules that gather their parameters by themselves, outer ones first.
 
@@ -609,13 +894,12 @@ def units_of(module: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Itera
             names = [
                 n for part in module.modules() for n in getattr(part, "_no_split_modules", ()) or ()
             ]
-        found = [part for part in parts if type(part).__name__ in names]
-        if names and not found:
+        elif missing := set(names) - {type(part).__name__ for part in parts}:
             raise ValueError(
-                f"transformer_cls_names_to_wrap names {', '.join(names)}, but "
+                f"transformer_cls_names_to_wrap names {', '.join(sorted(missing))}, but "
                 f"{type(module).__name__} has no submodule of such a class."
             )
-        yield from found
+        yield from (part for part in parts if type(part).__name__ in names)
 
 
 def _by_size(module: nn.Module, least: int) -> Iterator[nn.Module]:
@@ -720,13 +1004,6 @@ def _check_dense(module: nn.Module) -> None:
             )
 
 
-def _own_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parts of gradients that this process has, as plain tensors."""
-    present = (parameter.grad for parameter in parameters)
-    with torch.no_grad():
-        return [g.to_local() if isinstance(g, DTensor) else g for g in present if g is not None]
-
-
 def own_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of a module that are not those of a unit inside it."""
     yield from unit.parameters(recurse=False)
@@ -738,12 +1015,3 @@ def own_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:
 def mesh_of(tensor: Tensor) -> DeviceMesh | None:
     """Return the mesh of a sharded tensor; None for a plain one."""
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
-
-
-def by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group parameters that have gradients by their mesh, as torch's foreach kernels need it."""
-    groups: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            groups.setdefault(mesh_of(parameter), []).append(parameter)
-    return list(groups.values())

@@ -66,9 +66,9 @@ def join_uneven_inputs(
 
     Raises:
         TypeError: One of `joinables` cannot take part.
-        ValueError: One of `joinables` is an optimizer, and gradients are accumulated. A process
-            without batches would step the optimizer at every micro-batch, the others only at the
-            end of a window.
+        ValueError: A model is sharded, and processes may have different numbers of batches. Or one
+            of `joinables` is an optimizer, and gradients are accumulated: a process without batches
+            would step the optimizer at every micro-batch, the others only at the end of a window.
     """
     if PartialState().num_processes == 1:
         yield
@@ -77,6 +77,8 @@ def join_uneven_inputs(
     with ExitStack() as stack:
         if even_batches is not None:
             _override(loaders, even_batches, stack)
+        if even_batches is False or any(not _is_even(loader) for loader in loaders):
+            _check_whole(joinables)
         if even_batches or not taking_part:
             yield
             return
@@ -195,6 +197,20 @@ def _joinable(candidate: Any) -> Joinable | None:
         f"joinables holds a {type(inner).__name__}; it takes models that were prepared, and "
         "optimizers that are torch.distributed.algorithms.Joinable."
     )
+
+
+def _is_even(loader: Any) -> bool:
+    return getattr(loader, "even_batches", True) is not False
+
+
+def _check_whole(joinables: Sequence[Any]) -> None:
+    for each in joinables:
+        if isinstance(each, nn.Module) and any(hasattr(p, "to_local") for p in each.parameters()):
+            raise ValueError(
+                f"join_uneven_inputs was given a {type(each).__name__} that is sharded, whose "
+                "forward pass needs every process. Use even_batches=True, or the Trainer, in which "
+                "a process without a batch runs a dummy batch."
+            )
 
 
 def _override(loaders: Sequence[Any], even_batches: bool, stack: ExitStack) -> None:

@@ -41,7 +41,7 @@ from trainer.checkpoint.save import (
     save_checkpoint,
 )
 from trainer.checkpoint.serialization import encode_tree, save_tree
-from trainer.checkpoint.sharded_state import Shards, state_like
+from trainer.checkpoint.sharded_state import ShardedTensor, Shards, resharded, state_like
 from trainer.checkpoint.storage import (
     commit,
     open_staging,
@@ -667,7 +667,7 @@ def load_run(
     for callback in callbacks:
         if callback.state_key in state["callbacks"]:
             with reading(f"The state of {callback.state_key} in {path}", _UNFIT):
-                callback.load_state_dict(state["callbacks"][callback.state_key])
+                _restore_callback(run, callback, state["callbacks"][callback.state_key])
     if differs:
         load_into(run.module, weights, where=path / TRAINED_NAME)
     for callback in callbacks:
@@ -687,6 +687,14 @@ def load_run(
     run.recorder.resume(record.get("trackers", {}), run.counters.global_step)
     offset: int | None = record["offset"]
     return offset
+
+
+def _restore_callback(run: FitRun, callback: Callback, state: dict[str, Any]) -> None:
+    """Load the state of a callback; tensors that were sharded are as they or parameters are now."""
+    if any(isinstance(leaf, ShardedTensor) for leaf in leaves(state)):
+        named = dict(bare_names(run.module, run.module.named_parameters()))
+        state = resharded(state, callback.state_dict(), named)
+    callback.load_state_dict(state)
 
 
 def _open(path: Path) -> Reader:

@@ -69,6 +69,20 @@ def check_rank_consistency(
         )
 
 
+def check_sharded(callbacks: Iterable[Callback]) -> None:
+    """Raise for callbacks that cannot work on a sharded model.
+
+    Raises:
+        ValueError: There are such callbacks.
+    """
+    if names := [type(each).__name__ for each in callbacks if each.needs_whole_model]:
+        raise ValueError(
+            f"{' and '.join(names)} cannot be used with a sharded model (FSDP): on an error it "
+            "would save the weights of one process, which has only its part of them. Leave it out "
+            "(of ModelCheckpoint, on_exception=True); the last checkpoint is there to resume from."
+        )
+
+
 def check_optimizer_fingerprints(options: Mapping[str, str]) -> None:
     """Raise if optimizer options differ between ranks, so that weights would diverge; collective.
 

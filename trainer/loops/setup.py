@@ -48,6 +48,7 @@ from trainer.loops.preflight import (
     check_one_pass_loaders,
     check_optimizer_fingerprints,
     check_rank_consistency,
+    check_sharded,
     monitors_of,
     warn_of_no_validation,
 )
@@ -464,7 +465,8 @@ def choose_start(
 
     Raises:
         ValueError: The folder has another run's checkpoints, arguments differ between ranks, or
-            the model is sharded over machines that share no disk.
+            the model is sharded over machines that share no disk, or with a callback that cannot
+            work on shards.
         TypeError: Hyper-parameters that were set after ``__init__`` are not plain data.
         CheckpointError: The requested checkpoint is missing or damaged, or does not match the
             module.
@@ -472,6 +474,7 @@ def choose_start(
     check_rank_consistency(context.settings, context.callbacks, ckpt_path)
     if context.accelerator.engine.mesh is not None:
         check_shared_disk(context.project.on_each_node)
+        check_sharded(context.callbacks)
     on_all(lambda: to_manifest(module), "fit")  # fail before the first step, not at the first save
     if ckpt_path is None:
         context.project.check_fresh(context.roots())

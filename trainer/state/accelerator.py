@@ -8,11 +8,17 @@ from typing import Any, ClassVar
 
 from trainer import environment
 from trainer.configuration import check_not_fp8
-from trainer.enums import PrecisionType
+from trainer.enums import DistributedType, PrecisionType
 from trainer.plugins import TorchDynamoPlugin
 from trainer.state.partial import PartialState
 
-_PLUGINS = ("dynamo_plugin", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
+_PLUGINS = (
+    "dynamo_plugin",
+    "deepspeed_plugin",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "parallelism_config",
+)
 
 
 class AcceleratorState(PartialState):
@@ -29,6 +35,7 @@ class AcceleratorState(PartialState):
         deepspeed_plugin: The settings of the DeepSpeed engine.
         fsdp_plugin: The settings of the FSDP engine.
         megatron_lm_plugin: The settings of the Megatron-LM engine.
+        parallelism_config: The sizes of the device mesh over which models are sharded and split.
         _from_accelerator: Whether the caller is the `Accelerator`.
         **kwargs: See `PartialState`.
 
@@ -50,6 +57,7 @@ class AcceleratorState(PartialState):
     deepspeed_plugin: Any
     fsdp_plugin: Any
     megatron_lm_plugin: Any
+    parallelism_config: Any
     _mixed_precision: str
     _of_trainer: bool = False  # whether a `Trainer` without an `accelerator=` argument created it
     _runs: bool = False  # whether a `Trainer` with this state is running
@@ -62,13 +70,20 @@ class AcceleratorState(PartialState):
         deepspeed_plugin: Any = None,
         fsdp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
         _from_accelerator: bool = False,
         **kwargs: Any,
     ) -> None:
         self.__dict__ = AcceleratorState._shared_state
         if _from_accelerator:  # so that its loaders get the same seeds as in a new process
             PartialState._shared_state.pop("_seeds_taken", None)
-        given = (dynamo_plugin, deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
+        given = (
+            dynamo_plugin,
+            deepspeed_plugin,
+            fsdp_plugin,
+            megatron_lm_plugin,
+            parallelism_config,
+        )
         plugins = dict(zip(_PLUGINS, given, strict=True))
         if mixed_precision is not None:
             mixed_precision = _supported(mixed_precision, "mixed_precision")
@@ -87,6 +102,8 @@ class AcceleratorState(PartialState):
         PartialState(cpu, **kwargs)
         plugins["dynamo_plugin"] = dynamo_plugin or TorchDynamoPlugin()  # reads the environment
         self.__dict__.update(plugins, _mixed_precision=mixed_precision)
+        if self.is_fsdp2:  # `PartialState` keeps the kind of device
+            self.__dict__["distributed_type"] = DistributedType.FSDP
 
     def _check_same(self, mixed_precision: str | None, plugins: dict[str, Any]) -> None:
         """Raise if a later instance asks for settings that differ from the first one's."""
@@ -113,7 +130,8 @@ class AcceleratorState(PartialState):
     @property
     def is_fsdp2(self) -> bool:
         """Whether the first `Accelerator` shards models over several processes."""
-        return self.fsdp_plugin is not None and self.use_distributed
+        sharded = self.fsdp_plugin is not None or self.parallelism_config is not None
+        return sharded and self.use_distributed
 
     @property
     def use_ipex(self) -> bool:

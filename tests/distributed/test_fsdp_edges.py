@@ -1,0 +1,454 @@
+"""Models and loops that are easily sharded wrongly: each trains as one process, or is refused."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from tests.distributed.test_fsdp import Block, X, plugin, whole
+from tests.distributed.test_fsdp_promises import Net, assert_equal, fit, loader, trainer, world
+from tests.distributed.test_watchdog import listening
+from tests.helpers.ranks import RankError
+from trainer import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    ParallelismConfig,
+    Trainer,
+    TrainModule,
+)
+from trainer.state import AcceleratorState, PartialState
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+def test_the_whole_parameters_are_freed_even_if_somebody_holds_them(ranks2):
+    def held() -> int:
+        model = Net()
+        before = list(model.parameters())
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accelerator.prepare(model, optimizer)
+        return sum(parameter.untyped_storage().nbytes() for parameter in before)
+
+    assert ranks2(held) == [0, 0]
+
+
+# -- optimizers and their parameters -----------------------------------------------------------
+
+
+def own_loop(order: str) -> dict[str, Tensor]:
+    """Train three steps; `order` says what is prepared first."""
+    sharded = {"fsdp_plugin": plugin()} if world() > 1 else {}
+    accelerator = Accelerator(cpu=True, **sharded)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if order == "with state":
+        (model(X).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if order == "optimizer first":
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+    else:
+        optimizer, model = accelerator.prepare(optimizer, model)
+    for x in torch.split(X[:24], 8):
+        part = x.chunk(world())[accelerator.process_index]
+        accelerator.backward(model(part).square().mean())
+        with torch.no_grad():
+            model(part)  # between backward and the update
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+@pytest.mark.parametrize("order", ["together", "optimizer first", "with state"])
+def test_an_optimizer_trains_the_shards_whenever_it_was_prepared(ranks2, order):
+    assert_equal(ranks2, lambda name: own_loop(order))
+
+
+def test_parameters_from_before_the_sharding_are_clipped(ranks2):
+    def norms() -> Any:
+        sharded = {"fsdp_plugin": plugin()} if world() > 1 else {}
+        accelerator = Accelerator(cpu=True, **sharded)
+        model = Net()
+        parameters = list(model.parameters())
+        model = accelerator.prepare(model)
+        accelerator.backward(model(X).square().mean())
+        found = [accelerator.clip_grad_norm_(parameters, 0.5, order) for order in (2, 1, "inf")]
+        accelerator.clip_grad_value_(parameters, 1e-3)
+        gradients = {n: p.grad for n, p in model.named_parameters()}
+        return found, {n: g.full_tensor() if world() > 1 else g for n, g in gradients.items()}
+
+    assert_equal(ranks2, lambda name: norms())
+
+
+class Peeks(Net):
+    """Runs a forward pass between backward and the update."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self(X[:4])
+
+
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_forward_pass_before_the_update_leaves_no_old_weights(ranks2, sharding, tmp_path):
+    def run(name: str) -> Any:
+        given = {"fsdp_plugin": plugin(sharding_strategy=sharding)} if world() > 1 else {}
+        return fit(tmp_path / name, Peeks, **given)
+
+    assert_equal(ranks2, run)
+
+
+class Unused(Net):
+    """A layer in a block, and a whole block, that no loss uses; decay would change them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].unused = nn.Linear(16, 16)
+        self.spare = Block()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+def test_parameters_that_are_never_used_stay_as_they_are(ranks2, tmp_path):
+    def run(name: str) -> Any:
+        own, model = trainer(tmp_path / name, max_grad_norm=0.5), Unused()
+        own.fit(model, loader())
+        known = own.optimizers[0].state
+        return whole(model), {n: p in known for n, p in model.named_parameters()}
+
+    expected = assert_equal(ranks2, run, 1e-4)
+    assert not expected[1]["blocks.0.unused.weight"]
+    assert torch.equal(expected[0]["spare.first.weight"], whole(Unused())["spare.first.weight"])
+
+
+class Adds(Net):
+    """Adds a layer when the model is sharded already."""
+
+    def on_train_epoch_start(self) -> None:
+        self.added = nn.Linear(2, 2)
+        self.optimizers().add_param_group({"params": list(self.added.parameters())})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.added(self(batch[0])), batch[1])
+
+
+def test_parameters_added_after_the_sharding_are_refused(ranks2, tmp_path):
+    with pytest.raises(RankError, match=r"added.weight, added.bias got gradients that FSDP does"):
+        ranks2(lambda: trainer(tmp_path).fit(Adds(), loader()))
+
+
+def test_ignored_parameters_that_are_unfrozen_later_are_refused(ranks2):
+    def run() -> None:
+        model = Net()
+        model.last.requires_grad_(False)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(ignored_modules=[model.last]))
+        model = accelerator.prepare(model)
+        model.last.requires_grad_(True)
+        accelerator.backward(model(X).square().mean())
+
+    with pytest.raises(RankError, match="Some parameters of ignored_modules got gradients"):
+        ranks2(run)
+
+
+# -- the meta device ---------------------------------------------------------------------------
+
+
+class Tied(Net):
+    """Tied weights, a buffer that the state dict leaves out, and a frozen, ignored part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].second.weight = self.blocks[2].first.weight
+        self.out = nn.Linear(16, 8)
+        self.out.weight = nn.Parameter(self.first.weight.detach().T.clone())
+        self.back = nn.Linear(16, 8, bias=False)
+        self.back.weight = self.out.weight
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("scale", torch.full((8,), 0.7), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.blocks(self.first(x))
+        return (
+            self.last(self.first((self.out(hidden) + self.back(hidden)) * self.scale))
+            + (self.frozen(x)[:, :2])
+        )
+
+
+class OnMeta(Tied):
+    """Rank 1 has no weights of its own."""
+
+    def __init__(self) -> None:
+        with torch.device("meta" if world() > 1 and dist.get_rank() else "cpu"):
+            super().__init__()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("module", [Tied, OnMeta])
+def test_ties_and_buffers_survive_the_sharding(ranks2, module, offload, tmp_path):
+    def run(name: str) -> Any:
+        given = {"fsdp_plugin": plugin(ignored_modules="frozen", cpu_offload=offload)}
+        options = given if world() > 1 else {}
+        own, model = trainer(tmp_path / name, **options), module()
+        own.fit(model, loader(), loader())
+        ties = [model.out.weight is model.back.weight]
+        ties.append(model.blocks[2].first.weight is model.blocks[2].second.weight)
+        return whole(model), model.scale, ties
+
+    expected = assert_equal(ranks2, run)
+    assert expected[2] == [True, True]
+
+
+def test_tied_weights_on_meta_follow_into_an_optimizer_that_was_made_before(ranks2):
+    def run() -> Any:
+        with torch.device("meta" if world() > 1 and dist.get_rank() else "cpu"):
+            torch.manual_seed(0)
+            model = Tied()
+        sharded = {"fsdp_plugin": plugin(ignored_modules="frozen")} if world() > 1 else {}
+        accelerator = Accelerator(cpu=True, **sharded)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(2):
+            accelerator.backward(model(X).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(model)
+
+    assert_equal(ranks2, lambda name: run())
+
+
+def test_only_the_first_process_reads_pretrained_weights(ranks2, tmp_path):
+    pytest.importorskip("transformers")
+
+    def load() -> Any:
+        import transformers
+        from transformers.integrations import is_fsdp_enabled
+
+        from trainer.environment import patch_environment
+
+        tqdm.monitor_interval = 0  # its thread would never end
+        config = transformers.LlamaConfig(
+            vocab_size=40,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )
+        torch.manual_seed(0)
+        expected = transformers.LlamaForCausalLM(config)
+        tokens = torch.arange(16).reshape(2, 8)
+        with patch_environment(ACCELERATE_USE_FSDP="false", FSDP_CPU_RAM_EFFICIENT_LOADING="0"):
+            given = plugin(cpu_ram_efficient_loading=True, transformer_cls_names_to_wrap=None)
+            accelerator = Accelerator(cpu=True, fsdp_plugin=given)
+            told = is_fsdp_enabled()
+        if accelerator.is_main_process:
+            expected.save_pretrained(tmp_path / "model")
+            model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        else:
+            with torch.device("meta"):
+                model = transformers.LlamaForCausalLM(config)
+        found = accelerator.prepare(model)(tokens).logits
+        return told, found.detach(), expected(tokens).logits.detach()
+
+    for told, found, expected in ranks2(load):
+        assert told
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+# -- units -------------------------------------------------------------------------------------
+
+
+class AcrossUnits(Net):
+    """A weight of the first block is the last block's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].first.weight = self.blocks[0].first.weight
+
+
+def test_units_that_share_a_parameter_are_gathered_together(ranks2, tmp_path):
+    def run(name: str) -> Any:
+        own, model = trainer(tmp_path / name), AcrossUnits()
+        own.fit(model, loader(), loader())
+        tied = model.blocks[2].first.weight is model.blocks[0].first.weight
+        units = [n for n, part in model.named_modules() if hasattr(part, "unshard")]
+        return (whole(model), tied), units
+
+    expected, _ = run("one")
+    for found, units in ranks2(lambda: run("shards")):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        assert units == ["", "blocks.1"]
+
+
+class SharedRoots(TrainModule):
+    """Two children with forward passes of their own share an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.makes, self.judges = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.judges.weight = self.makes.weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_parameters_of_two_models_that_gather_separately_are_refused(ranks2, tmp_path):
+    with pytest.raises(RankError, match="'weight' is shared by Linear and Linear, which gather"):
+        ranks2(lambda: trainer(tmp_path).fit(SharedRoots(), loader()))
+
+    def two_models() -> None:
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(auto_wrap_policy="no_wrap"))
+        module = SharedRoots()
+        accelerator.prepare(module.makes, module.judges)
+
+    with pytest.raises(RankError, match="Linear and a model that was prepared before"):
+        ranks2(two_models)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"activation_checkpointing": True, "auto_wrap_policy": "no_wrap"},
+            "activation_checkpointing .* the plugin wraps none in Net",
+        ),
+        (
+            {"transformer_cls_names_to_wrap": ["Block", "Blok"]},
+            "transformer_cls_names_to_wrap names Blok, but Net has no",
+        ),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(ranks2, options, message, tmp_path):
+    with pytest.raises(RankError, match=message):
+        ranks2(lambda: fit(tmp_path, fsdp_plugin=plugin(**options)))
+
+
+def test_a_communication_hook_of_ddp_is_refused(ranks2, tmp_path):
+    hook = DistributedDataParallelKwargs(comm_hook="fp16")
+    with pytest.raises(RankError, match=r"comm_hook='fp16'.* which sharded models do not have"):
+        ranks2(lambda: fit(tmp_path, kwargs_handlers=[hook]))
+
+
+@pytest.mark.parametrize(
+    "callback", [OnExceptionCheckpoint(), ModelCheckpoint(on_exception=True)], ids=type
+)
+def test_callbacks_that_save_one_process_alone_are_refused(ranks2, callback, tmp_path):
+    with pytest.raises(RankError, match=f"{type(callback).__name__} cannot be used with a sharded"):
+        ranks2(lambda: fit(tmp_path, callbacks=[callback]))
+
+
+def test_uneven_inputs_of_a_sharded_model_are_refused(ranks2):
+    def join(even_batches: bool | None) -> str:
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin())
+        model = accelerator.prepare(Net())
+        try:
+            with accelerator.join_uneven_inputs([model], even_batches=even_batches):
+                return "joined"
+        except ValueError as error:
+            return str(error)
+
+    assert "Net that is sharded, whose forward pass needs every process" in ranks2(join, False)[0]
+    assert ranks2(join, None) == ["joined", "joined"]
+
+
+# -- accumulation ------------------------------------------------------------------------------
+
+
+def test_each_micro_batch_may_be_reduced(ranks2, tmp_path):
+    """Then a process never holds whole gradients."""
+    expected = fit(tmp_path / "one", gradient_accumulation_steps=4, max_grad_norm=0.5)
+
+    def run() -> Any:
+        window = GradientAccumulationPlugin(num_steps=4, sync_each_batch=True)
+        ready = Accelerator(cpu=True, fsdp_plugin=plugin(), gradient_accumulation_plugin=window)
+        own = Trainer(
+            accelerator=ready,
+            max_epochs=2,
+            checkpointing=False,
+            log_every=1,
+            seed=3,
+            progress_bar=False,
+            project_dir=tmp_path / "two",
+            max_grad_norm=0.5,
+        )
+        model, reduced = Net(), []
+        model.on_train_batch_end = lambda *_: reduced.append(model.last.weight.grad is not None)
+        own.fit(model, loader(), loader())
+        metrics = {name: float(value) for name, value in own.callback_metrics.items()}
+        return (whole(model), metrics), all(reduced)
+
+    for found, reduced in ranks2(run):
+        assert reduced
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+# -- what a process says of itself -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["plugin", "mesh", "nothing"])
+def test_the_state_says_that_models_are_sharded_and_keeps_the_kind_of_device(ranks2, by):
+    def told() -> Any:
+        given: dict[str, Any] = {}
+        if by == "plugin":
+            given["fsdp_plugin"] = plugin()
+        elif by == "mesh":
+            given["parallelism_config"] = ParallelismConfig(dp_shard_size=2)
+        accelerator = Accelerator(cpu=True, **given)
+        state = accelerator.state
+        return [
+            accelerator.distributed_type,
+            state.distributed_type,
+            state.is_fsdp2,
+            PartialState().distributed_type,
+            AcceleratorState().distributed_type,
+        ]
+
+    kind = DistributedType.MULTI_CPU if by == "nothing" else DistributedType.FSDP
+    expected = [kind, kind, by != "nothing", DistributedType.MULTI_CPU, kind]
+    assert ranks2(told) == [expected, expected]
+
+
+# -- processes that run different numbers of units ---------------------------------------------
+
+
+class SkipsOnRank1(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = self.blocks if dist.get_rank() == 0 else self.blocks[:1]
+        return self.last(blocks(self.first(x)))
+
+
+def test_the_watchdog_names_processes_that_run_different_numbers_of_units(ranks2, tmp_path):
+    def hang() -> None:
+        def heard() -> None:
+            if "No process has made progress" in texts[-1]:
+                with suppress(FileExistsError), (tmp_path / "said").open("x") as said:
+                    said.write(texts[-1])
+                os._exit(3)  # nothing else ends it before the timeout of the backend
+
+        with listening(heard) as texts:
+            fit(tmp_path / "run", SkipsOnRank1)
+
+    with pytest.raises(RankError):
+        ranks2(hang)
+    said = (tmp_path / "said").read_text()
+    assert "rank 0 is in fit, epoch 0, step 0, validation batch 0" in said
+    assert "rank 1 is in fit, epoch 0, step 0, validation batch 0" in said
+    assert "in forward" in said

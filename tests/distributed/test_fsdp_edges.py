@@ -419,10 +419,11 @@ def test_the_state_says_that_models_are_sharded_and_keeps_the_kind_of_device(ran
             state.is_fsdp2,
             PartialState().distributed_type,
             AcceleratorState().distributed_type,
+            state.parallelism_config is given.get("parallelism_config"),
         ]
 
     kind = DistributedType.MULTI_CPU if by == "nothing" else DistributedType.FSDP
-    expected = [kind, kind, by != "nothing", DistributedType.MULTI_CPU, kind]
+    expected = [kind, kind, by != "nothing", DistributedType.MULTI_CPU, kind, True]
     assert ranks2(told) == [expected, expected]
 
 

@@ -133,6 +133,30 @@ def test_parameters_that_are_never_used_stay_as_they_are(ranks2, tmp_path):
     assert torch.equal(expected[0]["spare.first.weight"], whole(Unused())["spare.first.weight"])
 
 
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_batch_normalisation_keeps_float32_weights_in_mixed_precision(ranks2, precision, tmp_path):
+    """Each process normalises its own batch, as with DDP."""
+
+    def run(**options: Any) -> Any:
+        model, seen = Normed(), set()
+        model.first[1].register_forward_pre_hook(lambda norm, _: seen.add(norm.weight.dtype))
+        own = trainer(tmp_path / str(options), mixed_precision=precision, max_epochs=1, **options)
+        own.fit(model, loader())
+        return whole(model), seen
+
+    expected = ranks2(lambda: run(fsdp_plugin=None))
+    for (found, seen), (weights, _) in zip(ranks2(run), expected, strict=True):
+        assert seen == {torch.float32}
+        for name in ("first.1.weight", "blocks.1.first.weight"):
+            torch.testing.assert_close(found[name], weights[name], rtol=0, atol=3e-2)
+
+
 class Adds(Net):
     """Adds a layer when the model is sharded already."""
 

@@ -24,10 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -56,9 +58,9 @@ logger = module_logger(__name__)
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _NEED_WHOLE_TENSORS = {  # optimizers by name, and why
-    "Adafactor": "",
-    "LBFGS": "",
-    "Rprop": "",
+    "Adafactor": "torch cannot run its norms of rows and columns on them",
+    "LBFGS": "it decides by the loss of one process how often all run forward",
+    "Rprop": "torch cannot run its steps by sign on them",
 }
 
 
@@ -208,6 +210,12 @@ class FullyShard(SingleDevice):
             "offload_policy": plugin.offload(self.options.device),
             "ignored_params": ignored,
         }
+        if arguments["mp_policy"].param_dtype is not None:
+            # Batch normalisation takes weights of the dtype of its statistics alone.
+            wide = MixedPrecisionPolicy(cast_forward_inputs=False)
+            for part in module.modules():
+                if isinstance(part, _BatchNorm) and part.affine and part not in {*units, *roots}:
+                    _shard_one(part, **{**arguments, "mp_policy": wide})
         for unit in reversed(units):  # inner ones first
             _shard_one(unit, reshard_after_forward=plugin.reshard_after_forward, **arguments)
         for root in roots:

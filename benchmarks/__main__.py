@@ -21,6 +21,7 @@ from benchmarks import (
     memory,
     overhead,
     page,
+    scale,
     transformer,
 )
 from benchmarks.arguments import at_least, folder_at, make, part_of_one
@@ -38,6 +39,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "import": imports,
     "memory": memory,
     "transformer": transformer,
+    "scale": scale,
 }
 NOT_HERE = 3  # the exit code when a requirement of a benchmark is missing
 

@@ -28,6 +28,12 @@ def _numel(parameter: nn.Parameter) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
+def _part(parameter: nn.Parameter) -> Any:
+    """Return this process's part of a parameter that may be sharded (a ``DTensor``)."""
+    sharded: Any = parameter.detach()
+    return sharded.to_local() if hasattr(sharded, "to_local") else sharded
+
+
 def _count(parameters: Iterable[nn.Parameter]) -> str:
     parameters = list(parameters)
     total = f"{sum(map(_numel, parameters)):,}"
@@ -75,7 +81,8 @@ def summarize(module: nn.Module, max_depth: int = 1, flops: Flops | None = None)
     """Return a table of the submodules of ``module`` with their parameter counts, and the totals.
 
     A row includes all of its submodules. A parameter that several submodules share (tied weights)
-    is counted in the row of each, but only once in the totals.
+    is counted in the row of each, but only once in the totals. Counts are those of the whole model;
+    if it is sharded, a line tells how much of it this process holds.
 
     Args:
         module: Any module.
@@ -100,6 +107,10 @@ def summarize(module: nn.Module, max_depth: int = 1, flops: Flops | None = None)
         f"{_count(p for p in parameters if not p.requires_grad)} frozen parameters",
         f"{_count(parameters)} parameters, {size:,.3f} MB",
     ]
+    if any(hasattr(parameter, "to_local") for parameter in parameters):
+        parts = [_part(parameter) for parameter in parameters]
+        held = sum(part.nbytes for part in parts) / 1e6
+        lines.append(f"{_count(parts)} of them on this process, {held:,.3f} MB")
     if flops is not None:
         lines.append(f"{flops.total:,} FLOPs in the forward pass of one batch")
         if flops.uncounted:
@@ -113,10 +124,10 @@ class ModelSummary(Callback):
     Args:
         max_depth: Levels of nesting to show; 0 shows the totals alone, -1 every level.
         flops: Count the FLOPs of the first batch's forward pass, up to its first backward, in total
-            and by module, and print the table then. Nothing runs twice and no result changes, but
-            this batch runs without ``torch.compile``. Each process counts its own batch; the main
-            process prints. Custom kernels are not counted, but listed. An operation outside any
-            module's call is only in the total.
+            and by module, and print the table after this batch. Nothing runs twice and no result
+            changes, but this batch runs without ``torch.compile``. Each process counts its own
+            batch; the main process prints. Custom kernels are not counted, but listed. An operation
+            outside any module's call is only in the total.
 
     Attributes:
         flops: The counts, a :class:`callbacks.flops.Flops`; None before.
@@ -149,20 +160,21 @@ class ModelSummary(Callback):
             self._counting = self._contexts.enter_context(flops_of(module))
 
     def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: Tensor) -> None:
-        """Print the table, since the forward pass is over."""
-        self._finish(trainer, module)
+        """Stop counting: the forward pass is over."""
+        self._stop()
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Print the table if there was no backward pass."""
-        self._finish(trainer, module)
+        """Print the table; sharded parameters are no longer gathered."""
+        self._stop()
+        if self._due:
+            self._print(trainer, module)
 
-    def _finish(self, trainer: Trainer, module: TrainModule) -> None:
+    def _stop(self) -> None:
         if self._counting is not None:
             self._contexts.close()
             self.flops, self._counting = self._counting, None
-            self._print(trainer, module)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """Print the table without FLOPs if the first batch failed or there was none."""

@@ -34,6 +34,7 @@ from benchmarks import (
     overhead,
     page,
     peers,
+    scale,
     transformer,
 )
 from benchmarks.__main__ import BENCHMARKS, main, parser
@@ -622,6 +623,40 @@ def test_transformer(monkeypatch, tmp_path):
         for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     }
     assert "aten::embedding" in names
+
+
+def test_scale(monkeypatch):
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    small |= {"vocab_size": 128, "num_attention_heads": 8}
+    monkeypatch.setattr(scale, "LLAMA", small)
+    monkeypatch.setattr(scale, "PROCESSES", (8, 16))
+    monkeypatch.setattr(scale, "TOKENS", 32)
+    result = scale.run(options("scale", "--repeats", 1))
+    ends = {8: ["8 processes, rank 0", "8 processes, rank 7"]}
+    ends[16] = ["16 processes, rank 0", "16 processes, rank 15"]
+    assert_measured(result, [*ends[8], *ends[16], *ends[16], *ends[8], *ends[16]])
+    assert scale.names() == [*ends[8], *ends[16]]
+    number = 2 * 128 * 64 + 64 + 3 * (4 * 64 * 64 + 3 * 64 * 96 + 2 * 64)
+    fsdp8, fsdp16, hsdp, tp8, tp16 = result.rows[::2]
+    for row, parts in ((fsdp8, 8), (fsdp16, 16), (hsdp, 8)):
+        assert (
+            row.values["parameters"]
+            == row.values["gradients"]
+            == pytest.approx(4 * number / parts / 1e9)
+        )
+        steps = 4 * (3 * 9 + 3)  # the number of steps of each parameter
+        assert row.values["optimizer"] == pytest.approx(2 * row.values["parameters"] + steps / 1e9)
+        assert row.values["file"] == pytest.approx(3 * row.values["parameters"])
+        # the root once, and each of the three blocks before forward and before backward
+        assert row.values["all-gather"] == 1 + 2 * 3
+        assert row.values["reduce-scatter"] == 1 + 3
+    assert [row.values["files"] for row in result.rows[::2]] == [8, 16, 8, 8, 16]
+    assert hsdp.values["all-reduce"] == fsdp8.values["all-reduce"] + 1 + 3
+    assert result.rows[5].values["file"] == 0  # its replica is not the first
+    norms = 4 * (3 * 2 + 1) * 64  # which each of the processes that share layers has
+    whole = 8 * tp8.values["parameters"] * 1e9
+    assert whole == pytest.approx(4 * number + 7 * norms)
+    assert tp16.values["all-reduce"] >= tp8.values["all-reduce"] > fsdp8.values["all-reduce"]
 
 
 def test_the_transformer_has_124_million_parameters():

@@ -236,12 +236,25 @@ def is_sharded(value: object) -> bool:
 
 
 def local_part(tensor: Any) -> tuple[list[int], Tensor]:
-    """Return the offsets and the values of this process's part of a sharded tensor."""
-    local = tensor.to_local()
-    if not local.numel():
-        return [0] * tensor.ndim, local
-    (chunk,) = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks, too
-    return list(chunk.offsets), local
+    """Return the offsets and the values of this process's part of a sharded tensor.
+
+    The dimensions of the mesh split a tensor in turn, each into parts as ``torch.chunk`` makes
+    them. One that FSDP has split after tensor parallelism (``_StridedShard``) comes last. Torch's
+    own answer, ``__create_chunk_list__``, is wrong for some sizes that both split and none divides,
+    such as 9 rows on 4 x 2 processes.
+    """
+    local: Tensor = tensor.to_local()
+    mesh = tensor.device_mesh
+    where = mesh.get_coordinate()
+    offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
+    splits = [(n, each) for n, each in enumerate(tensor.placements) if hasattr(each, "dim")]
+    for number, split in sorted(splits, key=lambda each: hasattr(each[1], "split_factor")):
+        step = -(-sizes[split.dim] // mesh.size(number))
+        start = min(step * where[number], sizes[split.dim])
+        offsets[split.dim] += start
+        sizes[split.dim] = min(step, sizes[split.dim] - start)
+    assert sizes == list(local.shape), (sizes, local.shape, tensor.placements)
+    return offsets, local
 
 
 def region_of(tensor: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:

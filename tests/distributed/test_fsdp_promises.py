@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 import signal
@@ -26,6 +28,7 @@ from callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from callbacks.model_summary import summarize
 from tests.distributed import test_fsdp
 from tests.distributed.test_fsdp import Block, X, Y, plugin, whole
 from tests.helpers.ranks import RankError
@@ -485,6 +488,27 @@ def test_averages_go_on_from_a_checkpoint_between_two_of_them(ranks2, saved, tmp
     *_, middle, _, _ = sorted((tmp_path / "checkpoints").iterdir())  # of the second of four epochs
     for found in ranks2(lambda: run(ckpt_path=middle)):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("flops", [False, True])
+def test_the_summary_tells_the_whole_and_the_part(ranks2, flops, tmp_path):
+    def summaries() -> tuple[str, str, int]:
+        own, model = trainer(tmp_path / "two", callbacks=[ModelSummary(flops=flops)]), Net()
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            own.fit(model, loader())
+        held = sum(p.to_local().nbytes for p in model.parameters())
+        return printed.getvalue(), summarize(model), held
+
+    (printed, first, held), (silent, second, other) = ranks2(summaries)
+    assert silent == ""
+    assert first.splitlines()[-1] in printed.splitlines()
+    whole = summarize(Net()).splitlines()
+    assert [each.splitlines()[:-1] for each in (first, second)] == [whole, whole]
+    number = int(whole[-1].partition(" parameters")[0].replace(",", ""))
+    parts = [each.splitlines()[-1].split(" of them on this process, ") for each in (first, second)]
+    assert sum(int(part.replace(",", "")) for part, _ in parts) == number
+    assert [size for _, size in parts] == [f"{each / 1e6:,.3f} MB" for each in (held, other)]
 
 
 class Normed(Net):

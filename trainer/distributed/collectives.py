@@ -225,7 +225,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         if isinstance(leaf, Tensor):
             values = dense(leaf)
             transport.send(values, from_process)
-            if receives and values.data_ptr() != leaf.data_ptr():
+            if receives and not values.is_set_to(leaf):
                 leaf.copy_(values)
         return leaf
 

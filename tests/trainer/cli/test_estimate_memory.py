@@ -308,6 +308,21 @@ def test_shards_follow_the_stages_of_zero(capsys):
         assert row["activations"] is None
 
 
+def test_a_layout_of_fsdp_is_measured_beside_that_of_one_process(capsys):
+    words = ["weighed:Tied", "--precision", "no", "--input", "7:int64"]
+    (alone,) = estimate(capsys, *words)
+    words += ["--wrap", "TransformerEncoderLayer", "--fsdp", 1, 2]
+    one, two = estimate(capsys, *words)
+    assert one == alone
+    assert (two["processes"], two["sharding"]) == (2, "FSDP 2")
+    assert two["activations"] == alone["activations"]
+    module = import_module("weighed").Tied()
+    halves = {p: -(-len(p) // 2) * p[0].nbytes for p in module.parameters()}
+    assert two["parameters"] == sum(halves.values())
+    assert two["gradients"] == sum(size for p, size in halves.items() if p.requires_grad)
+    assert two["gathered"] == alone["parameters"]  # the two layers, and all around them
+
+
 def test_the_formulas_are_those_of_the_paper():
     # Its example, with 16 bytes of model state a parameter: 7.5e9 parameters on 64 processes.
     whole = Footprint(parameters=15, gradients=15, optimizer=90, buffers=0)  # in 1e9 bytes
@@ -367,6 +382,9 @@ def test_configure_model_is_called(capsys):
         (["weighed:Image", "--optimizer", "weighed:F"], 2, "takes MODULE:NAME, a class or func"),
         (["weighed:Image", "--optimizer", "weighed:no_optimizer"], 1, "is a list, not a torch.opt"),
         (["weighed:Tied", "--input", "7:int46"], 2, "'int64'"),
+        (["weighed:Tied", "--wrap", "Linear"], 2, "need --fsdp or --tp"),
+        (["weighed:Tied", "--fsdp", "2", "--wrap", "Block"], 1, "has no submodule of such a class"),
+        (["weighed:Image", "--tp", "2"], 1, "does not say which layers to split"),
         (["weighed:Reads", "--input", "3"], 1, "must not read values"),
         (["weighed:Image", "--input", "3"], 1, "--input must be what forward takes"),
     ],

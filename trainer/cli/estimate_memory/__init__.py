@@ -7,12 +7,13 @@ import inspect
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +35,14 @@ from trainer.strict_json import dumps
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainer.cli.estimate_memory.footprint import Input
+    from trainer.cli.estimate_memory.footprint import Footprint, Input
+    from trainer.cli.estimate_memory.sharding import Layout
 
 _PRECISIONS = ("no", "fp16", "bf16", "pure-bf16")
 _INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d+(?:x\d+)*)?(?::(\w+))?")
 _OWN = "MODULE:NAME, a class or function that creates an optimizer from a list of parameters"
 _PATIENCE = 10.0  # seconds in which a hub finds a configuration of a few kilobytes
-_COLUMNS = ("parameters", "gradients", "optimizer", "buffers", "activations")
+_COLUMNS = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activations")
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -54,13 +56,20 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "weights. pure-bf16 converts the model itself. Activations are what one forward pass\n"
         "keeps for its backward pass, with the kernels of the CPU. Not counted: temporary memory\n"
         "of operations, buckets of communication, what the allocator wastes, and the driver's\n"
-        "own memory.",
+        "own memory.\n\n"
+        "--fsdp and --tp lay the model out as the Trainer does with as many processes, and give\n"
+        "the memory of the first one, which has the most. gathered are the parameters that it\n"
+        "gathers at once for a pass: the model's own, and those of two wrapped submodules.\n"
+        "Replicas (HSDP) do not change it. --shards needs no layout: it divides the whole by the\n"
+        "stages of ZeRO.",
         examples=[
             ("a class in net.py, in the current folder", "net:Net --init width=512"),
             ("with activations, for batches of 32", "net:Net --input 3x224x224 --batch 32"),
             ("token ids, by the name of the argument", "net:Net --input input_ids=1024:int64"),
             ("another optimizer", "net:Net --optimizer sgd --optimizer-init momentum=0.9"),
             ("sharded over processes, by the stages of ZeRO", "net:Net --shards 1 8 64"),
+            ("sharded by FSDP, a unit for each Block", "net:Net --fsdp 8 64 --wrap Block"),
+            ("layers split over 8 of 64 processes", "net:Net --fsdp 8 --tp 8 --wrap Block"),
             ("a model of transformers", "some/model-name --precision pure-bf16"),
         ],
         codes={0: "done", 1: "the model cannot be created or measured without data"},
@@ -82,6 +91,14 @@ def parser(prog: str) -> argparse.ArgumentParser:
     several("--input", type=_input, default=[], metavar="[NAME=]SHAPE[:DTYPE]", help=what)
     several("--batch", type=count, metavar="N", help="batch sizes; default: 1")
     several("--shards", type=count, metavar="N", help="numbers of processes; default: 1")
+    what = "numbers of processes that share each replica of the model by FSDP; default: 1"
+    several("--fsdp", type=count, metavar="N", help=what)
+    what = "numbers of processes that share each layer, by the model's tp_plan; default: 1"
+    several("--tp", type=count, metavar="N", help=what)
+    what = "submodules that gather their parameters by themselves; default: _no_split_modules"
+    several("--wrap", metavar="CLASS", help=what)
+    what = "recompute the activations of these submodules in backward"
+    made.add_argument("--activation-checkpointing", action="store_true", help=what)
     made.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return made
 
@@ -102,26 +119,17 @@ def run(arguments: argparse.Namespace) -> int:
     make = _maker(arguments.model, dict(arguments.init))
     optimizer, make_optimizer = _optimizer(arguments.optimizer, dict(arguments.optimizer_init))
     inputs = [_typed(*each) for each in arguments.input]
+    layouts = _layouts(arguments)
     numbers = _attempt(arguments.model, partial(footprint.count, make))
     rows: list[dict[str, Any]] = []
     for precision in dict.fromkeys(arguments.precision or ("no", "bf16")):
         for batch in dict.fromkeys((inputs and arguments.batch) or (1,)):
             settings = {"precision": precision, "inputs": inputs, "batch": batch}
-            measure = partial(footprint.measure, make, make_optimizer=make_optimizer, **settings)
-            whole = _attempt(arguments.model, measure)
-            for processes in dict.fromkeys(arguments.shards or (1,)):
-                for stage in (0,) if processes == 1 else (1, 2, 3):  # of ZeRO
-                    part = whole.sharded(stage, processes) if stage else whole
-                    rows.append(
-                        {
-                            "precision": precision,
-                            "batch": batch if inputs else None,
-                            "processes": processes,
-                            "zero": stage,
-                            **{name: getattr(part, name) for name in _COLUMNS},
-                            "total": part.total,
-                        }
-                    )
+            settings |= {"make": make, "make_optimizer": make_optimizer}
+            known = {"precision": precision, "batch": batch if inputs else None}
+            for where, part in _parts(arguments, layouts, settings):
+                sizes = {name: getattr(part, name) for name in _COLUMNS}
+                rows.append({**known, **where, **sizes, "total": part.total})
     if arguments.json:
         names = ("parameters", "trained", "buffers")
         report = {"model": arguments.model, "elements": dict(zip(names, numbers, strict=True))}
@@ -136,13 +144,52 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _layouts(arguments: argparse.Namespace) -> list[Layout]:
+    """Return the layouts of --fsdp and --tp; none if neither is given."""
+    if not (arguments.fsdp or arguments.tp):
+        if arguments.wrap or arguments.activation_checkpointing:
+            raise CommandError("--wrap and --activation-checkpointing need --fsdp or --tp.", code=2)
+        return []
+    from trainer.cli.estimate_memory.sharding import Layout
+
+    sizes = product(dict.fromkeys(arguments.fsdp or (1,)), dict.fromkeys(arguments.tp or (1,)))
+    return [
+        Layout(
+            shard=shard,
+            tp=tp,
+            wrap=arguments.wrap and tuple(arguments.wrap),
+            activation_checkpointing=arguments.activation_checkpointing,
+        )
+        for shard, tp in sizes
+    ]
+
+
+def _parts(
+    arguments: argparse.Namespace, layouts: Sequence[Layout], settings: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], Footprint]]:
+    """Yield the memory of one process in each requested way to share, with what describes it."""
+    from trainer.cli.estimate_memory import footprint, sharding
+
+    if arguments.shards or not layouts:
+        whole = _attempt(arguments.model, partial(footprint.measure, **settings))
+        for processes in dict.fromkeys(arguments.shards or (1,)):
+            for stage in (0,) if processes == 1 else (1, 2, 3):
+                part = whole.sharded(stage, processes) if stage else whole
+                text = f"ZeRO-{stage}" if stage else "-"
+                yield {"processes": processes, "zero": stage, "sharding": text}, part
+    for layout in layouts:
+        one = layout.processes == 1
+        measure = footprint.measure if one else partial(sharding.measure, layout=layout)
+        part = _attempt(arguments.model, partial(measure, **settings))
+        yield {"processes": layout.processes, "zero": 0, "sharding": str(layout)}, part
+
+
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [["precision", "batch", "processes", "sharding", *_COLUMNS, "total"]]
     for row in rows:
         unknown = row["activations"] is None
         sizes = ["unknown" if row[name] is None else _size(row[name]) for name in _COLUMNS]
-        where = f"ZeRO-{row['zero']}" if row["zero"] else "-"
-        begin = [row["precision"], str(row["batch"] or "-"), str(row["processes"]), where]
+        begin = [str(row[name] or "-") for name in ("precision", "batch", "processes", "sharding")]
         lines.append([*begin, *sizes, _size(row["total"]) + " +" * unknown])
     return aligned(lines, right=[at for at in range(len(lines[0])) if at not in (0, 3)])
 

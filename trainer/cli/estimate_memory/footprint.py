@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.cli.parsing import CommandError
+from trainer.tree import is_sharded
 
 # name: (dtype of the weights, dtype of autocast); None for no conversion, no autocast
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
@@ -54,6 +56,8 @@ class Footprint:
         gradients: Of the trained parameters.
         optimizer: Its state after a step.
         buffers: Each counted once; every process keeps all of them.
+        gathered: Parameters of which this process has a part, gathered for a pass; see
+            `trainer.cli.estimate_memory.sharding`.
         activations: What the forward pass keeps for the backward pass; None without an input.
     """
 
@@ -61,13 +65,13 @@ class Footprint:
     gradients: int
     optimizer: int
     buffers: int
+    gathered: int = 0
     activations: int | None = None
 
     @property
     def total(self) -> int:
         """The sum of all that is known."""
-        own = self.parameters + self.gradients + self.optimizer + self.buffers
-        return own + (self.activations or 0)
+        return sum(value for value in vars(self).values() if value is not None)
 
     def sharded(self, stage: int, processes: int) -> Footprint:
         """Return the part of one of several processes, by a stage of ZeRO from 1 to 3."""
@@ -105,13 +109,13 @@ def measure(
         module = make().to(weights).train()
     activations = None
     if inputs:
-        activations = _kept_for_backward(module, inputs, batch, weights, computed)
+        activations = _kept_without_data(module, inputs, batch, weights, computed)
     trained = [p for p in module.parameters() if p.requires_grad]
     return Footprint(
-        parameters=_bytes(module.parameters()),
-        gradients=_bytes(trained),
-        optimizer=_optimizer_state(trained, make_optimizer),
-        buffers=_bytes(module.buffers()),
+        parameters=bytes_of(module.parameters()),
+        gradients=bytes_of(trained),
+        optimizer=optimizer_state(trained, make_optimizer),
+        buffers=bytes_of(module.buffers()),
         activations=activations,
     )
 
@@ -128,27 +132,19 @@ def count(make: Callable[[], nn.Module]) -> tuple[int, int, int]:
     )
 
 
-def _kept_for_backward(
+def _kept_without_data(
     module: nn.Module,
     inputs: Sequence[Input],
     batch: int,
     weights: torch.dtype | None,
     computed: torch.dtype | None,
 ) -> int:
-    """Return the bytes that a forward pass keeps, apart from parameters and buffers.
+    """Return what `kept_for_backward` returns, for a module on the meta device.
 
     It runs on fake CPU tensors, since meta tensors take other kernels, with which attention would
-    keep its whole matrix. oneDNN is disabled: fake tensors do not know what its LSTM keeps, and
-    would count nothing.
+    keep its whole matrix.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
-
-    kept: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no two share an address
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage
-        return tensor
 
     with FakeTensorMode():
         state = {
@@ -160,23 +156,58 @@ def _kept_for_backward(
             )
             for name, tensor in chain(module.named_parameters(), module.named_buffers())
         }
-        positional, named = [], {}
-        for each in inputs:
-            dtype = weights if weights and each.dtype.is_floating_point else each.dtype
-            tensor = torch.zeros((batch, *each.shape), dtype=dtype)
-            if each.name is None:
-                positional.append(tensor)
-            else:
-                named[each.name] = tensor
-        casting = torch.autocast("cpu", computed) if computed else nullcontext()
-        with (
-            casting,
-            _without_onednn(),
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        ):
-            torch.func.functional_call(module, state, tuple(positional), named)
-        own = {tensor.untyped_storage()._cdata for tensor in state.values()}
-        return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+        arguments, keywords = arguments_of(inputs, batch, weights)
+        run = partial(torch.func.functional_call, module, state, tuple(arguments), keywords)
+        return kept_for_backward(run, state.values, computed)
+
+
+def arguments_of(
+    inputs: Sequence[Input], batch: int, weights: torch.dtype | None
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the positional and the named arguments of ``forward``."""
+    positional, named = [], {}
+    for each in inputs:
+        dtype = weights if weights and each.dtype.is_floating_point else each.dtype
+        tensor = torch.zeros((batch, *each.shape), dtype=dtype)
+        if each.name is None:
+            positional.append(tensor)
+        else:
+            named[each.name] = tensor
+    return positional, named
+
+
+def kept_for_backward(
+    forward: Callable[[], object],
+    held: Callable[[], Iterable[torch.Tensor]],
+    computed: torch.dtype | None,
+) -> int:
+    """Return the bytes that a forward pass keeps, apart from those of some tensors.
+
+    oneDNN is disabled: fake tensors do not know what its LSTM keeps, and would count nothing.
+
+    Args:
+        forward: The forward pass.
+        held: Returns the parameters and buffers afterwards.
+        computed: The dtype of autocast; None for none.
+    """
+    kept: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no two share an address
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            storage = _local(tensor).untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    casting = torch.autocast("cpu", computed) if computed else nullcontext()
+    with (
+        casting,
+        _without_onednn(),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        forward()
+    own = {_local(tensor).untyped_storage()._cdata for tensor in held()}
+    # The storages of gathered parameters that were released have no bytes.
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
 
 
 @contextmanager
@@ -189,11 +220,21 @@ def _without_onednn() -> Iterator[None]:
         torch.backends.mkldnn.set_flags(before)
 
 
-def _optimizer_state(
+def optimizer_state(
     parameters: list[nn.Parameter],
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    prepare: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None = None,
 ) -> int:
-    """Return the bytes of an optimizer's state after a step, which is free on the meta device."""
+    """Return the bytes of an optimizer's state after a step, which is free without data.
+
+    Args:
+        parameters: Tensors without data: of the meta device, or fake.
+        make_optimizer: Creates the optimizer.
+        prepare: What an engine does with it then.
+
+    Raises:
+        CommandError: The optimizer rejects the parameters, or cannot step on them.
+    """
     if not parameters:
         return 0
     for each in parameters:
@@ -202,6 +243,8 @@ def _optimizer_state(
         optimizer = make_optimizer(parameters)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"it is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        if prepare is not None:
+            optimizer = prepare(optimizer)
         with _AnyValue():  # type: ignore[no-untyped-call]  # torch leaves its base untyped
             optimizer.step()
     except Exception as error:
@@ -211,7 +254,7 @@ def _optimizer_state(
             "as --optimizer-init NAME=VALUE, or choose another with --optimizer."
         ) from error
     tensors = [value for state in optimizer.state.values() for value in state.values()]
-    return _bytes(value for value in tensors if isinstance(value, torch.Tensor))
+    return bytes_of(value for value in tensors if isinstance(value, torch.Tensor))
 
 
 class _AnyValue(TorchDispatchMode):
@@ -227,5 +270,11 @@ class _AnyValue(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of this process's parts of tensors."""
+    return sum(part.numel() * part.element_size() for part in map(_local, tensors))
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return part

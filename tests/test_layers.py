@@ -37,6 +37,7 @@ FLOORS = {
     "trainer.distributed.guards": 1,
     "trainer.distributed.process_control": 1,
     "trainer.configuration": 2,
+    "trainer.deepspeed_plugin": 2,
     "trainer.parallelism": 2,
     "trainer.plugins": 2,
     "trainer.state": 2,

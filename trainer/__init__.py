@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from trainer.data.prepare import skip_first_batches
     from trainer.datamodule import DataModule
+    from trainer.deepspeed_plugin import DeepSpeedPlugin
     from trainer.distributed.objects import gather_object
     from trainer.enums import (
         DDPCommunicationHookType,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
         ParallelismConfig,
         TorchTensorParallelPlugin,
     )
-    from trainer.plugins import DeepSpeedPlugin, MegatronLMPlugin, TorchDynamoPlugin
+    from trainer.plugins import MegatronLMPlugin, TorchDynamoPlugin
     from trainer.rng import set_seed, synchronize_rng_states
     from trainer.state import AcceleratorState, GradientState, PartialState
     from trainer.trainer import Trainer
@@ -65,7 +66,7 @@ _HOME = {
     "DDPCommunicationHookType": "enums",
     "DataLoaderConfiguration": "configuration",
     "DataModule": "datamodule",
-    "DeepSpeedPlugin": "plugins",
+    "DeepSpeedPlugin": "deepspeed_plugin",
     "DistributedDataParallelKwargs": "configuration",
     "DistributedOperationException": "errors",
     "DistributedType": "enums",

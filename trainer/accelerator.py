@@ -48,6 +48,7 @@ from trainer.configuration import (
 )
 from trainer.data.dataloader import PreparedLoader
 from trainer.data.prepare import prepare_data_loader, skip_first_batches
+from trainer.deepspeed_plugin import DeepSpeedPlugin, DummyScheduler
 from trainer.distributed import collectives
 from trainer.distributed.collectives import Trigger
 from trainer.distributed.metrics import gather_for_metrics
@@ -67,7 +68,7 @@ from trainer.parallelism import (
     ParallelismConfig,
     TorchTensorParallelPlugin,
 )
-from trainer.plugins import DeepSpeedPlugin, MegatronLMPlugin, TorchDynamoPlugin, check_engine
+from trainer.plugins import MegatronLMPlugin, TorchDynamoPlugin, check_engine
 from trainer.precision import Precision
 from trainer.rng import as_types
 from trainer.state import AcceleratorState, GradientState, PartialState, is_initialized
@@ -106,7 +107,9 @@ class Accelerator:
             ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else 1.
         cpu: Use the CPU even if an accelerator is available, also with several processes.
         dataloader_config: How loaders divide the data among the processes.
-        deepspeed_plugin: Not supported yet: raises ``NotImplementedError``.
+        deepspeed_plugin: Partitions a model and its optimizer with DeepSpeed; None does so if
+            ``ACCELERATE_USE_DEEPSPEED`` is set. May map names to several plugins, of which the
+            first is in use until `AcceleratorState.select_deepspeed_plugin`.
         fsdp_plugin: Shards models over the processes (FSDP); None does so if
             ``ACCELERATE_USE_FSDP`` is set.
         torch_tp_plugin: Splits layers over processes; ``ParallelismConfig(tp_size=...)`` does the
@@ -134,6 +137,7 @@ class Accelerator:
             each process, as scripts for the documented API expect; or ``"update"``, once.
         parallelism_config: The dimensions over which models are replicated, sharded and split; None
             reads them from the environment if ``ACCELERATE_USE_PARALLELISM_CONFIG`` is set.
+        deepspeed_plugins: Another name of `deepspeed_plugin`.
         engine: An engine of your own: a class with the methods of `trainer.engines.base.Engine`,
             called with `EngineOptions`. None takes the one that fits the processes.
 
@@ -159,7 +163,6 @@ class Accelerator:
         device_specific_seed="set_seed(seed, device_specific=True)",
         non_blocking="dataloader_config=DataLoaderConfiguration(non_blocking=True)",
         gradient_clipping="accelerator.clip_grad_norm_(parameters, max_norm)",
-        deepspeed_plugins="nothing: DeepSpeed is not supported yet",
     )
     def __init__(
         self,
@@ -169,7 +172,7 @@ class Accelerator:
         gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: DeepSpeedPlugin | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: MegatronLMPlugin | None = None,
@@ -187,6 +190,7 @@ class Accelerator:
         dynamo_plugin: TorchDynamoPlugin | None = None,
         scheduler_tick: str = "process",
         parallelism_config: ParallelismConfig | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         engine: Callable[[EngineOptions], Engine] | None = None,
     ) -> None:
         check_bools(
@@ -194,7 +198,7 @@ class Accelerator:
             cpu=cpu,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         )
-        check_engine(deepspeed_plugin, megatron_lm_plugin)
+        check_engine(megatron_lm_plugin)
         fsdp_plugin = FullyShardedDataParallelPlugin.requested(fsdp_plugin)
         self.parallelism_config = ParallelismConfig.requested(parallelism_config, torch_tp_plugin)
         check_type("dataloader_config", dataloader_config, DataLoaderConfiguration)
@@ -224,16 +228,22 @@ class Accelerator:
             self.project_configuration.set_directories(project_dir)
         self._tracking = RunTrackers(log_with, self.project_configuration.logging_dir)
         self.dynamo_plugin = _chosen_dynamo(dynamo_backend, dynamo_plugin)
-        window = _chosen_window(gradient_accumulation_steps, gradient_accumulation_plugin)
         before = AcceleratorState._leave_to_trainer(mixed_precision)
         is_first = not is_initialized()
+        of_deepspeed = _chosen_deepspeed(
+            deepspeed_plugin, deepspeed_plugins, fsdp_plugin or self.parallelism_config, is_first
+        )
+        window = _chosen_window(
+            gradient_accumulation_steps, gradient_accumulation_plugin, of_deepspeed
+        )
         try:
             self.state = AcceleratorState(
-                mixed_precision,
+                DeepSpeedPlugin.precision_of(of_deepspeed, mixed_precision),
                 cpu,
                 dynamo_plugin=self.dynamo_plugin if is_first else None,
                 fsdp_plugin=fsdp_plugin if is_first else None,
                 parallelism_config=self.parallelism_config if is_first else None,
+                deepspeed_plugin=of_deepspeed,
                 _from_accelerator=True,
                 **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
             )
@@ -259,6 +269,7 @@ class Accelerator:
                 world_size=self.state.num_processes,
                 ddp_kwargs=self.ddp_handler,
                 fsdp_plugin=fsdp_plugin,
+                deepspeed_plugin=self.state.deepspeed_plugin,
                 parallelism_config=self.parallelism_config,
                 mixed_precision=self.precision.mode,
                 dynamo_plugin=self.dynamo_plugin,
@@ -290,10 +301,16 @@ class Accelerator:
     def distributed_type(self) -> DistributedType:
         """The type of device and whether there are several processes, such as ``MULTI_GPU``.
 
-        It is ``FSDP`` if models are sharded over the processes.
+        It is ``FSDP`` if models are sharded over the processes, and ``DEEPSPEED`` with DeepSpeed.
         """
         sharded = self.engine.mesh is not None
-        return DistributedType.FSDP if sharded else PartialState().distributed_type
+        kind = DistributedType.FSDP if sharded else self.engine.distributed_type
+        return kind or PartialState().distributed_type
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The settings of DeepSpeed in use; None without DeepSpeed."""
+        return self.state.deepspeed_plugin
 
     @property
     def multi_device(self) -> bool:
@@ -361,7 +378,7 @@ class Accelerator:
 
         Else the first process of each machine does.
         """
-        return self.is_fsdp2 or self.is_local_main_process
+        return self.is_fsdp2 or self.engine.gathers_state or self.is_local_main_process
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -588,6 +605,7 @@ class Accelerator:
             )
         for number, place in enumerate(device_placement):
             check_bools(**given(**{f"device_placement[{number}]": place}))
+        self._fill_deepspeed(args)
         # Models first: an engine may replace their parameters, which optimizers hold. Schedulers
         # last: they need their prepared optimizers.
         placed = list(zip(args, device_placement, strict=True))
@@ -597,7 +615,7 @@ class Accelerator:
         ]
         prepared = tuple(
             self.prepare_scheduler(obj)
-            if isinstance(obj, (LRScheduler, ReduceLROnPlateau))
+            if isinstance(obj, (LRScheduler, ReduceLROnPlateau, DummyScheduler))
             else obj
             for obj in [
                 self._prepare_one(obj, place)
@@ -605,6 +623,21 @@ class Accelerator:
             ]
         )
         return prepared[0] if len(prepared) == 1 else prepared
+
+    def _fill_deepspeed(self, objects: Sequence[Any]) -> None:
+        """Give the plugin in use the values of the run, for ``"auto"`` in its configuration."""
+        plugin = self.state.deepspeed_plugin
+        if plugin is None:
+            return
+        if plugin is not self.engine.options.deepspeed_plugin and not self._models:
+            self.engine = choose_engine(replace(self.engine.options, deepspeed_plugin=plugin))
+        sizes = [each.batch_size for each in objects if isinstance(each, DataLoader)]
+        known = [
+            size // (self.num_processes if self.split_batches else 1) for size in sizes if size
+        ]
+        if known:
+            chosen = min(known) if plugin.is_train_batch_min else max(known)
+            plugin.run_values["train_micro_batch_size_per_gpu"] = chosen
 
     def _prepare_one(self, obj: Any, place: bool) -> Any:
         if isinstance(obj, DataLoader):
@@ -670,12 +703,13 @@ class Accelerator:
             self._placed(device_placement) is not None,
             precision=self.precision,
             reduce=self.engine.reduce_gradients,
+            driver=self.engine.optimizer_driver,
         )
         self._optimizers.append(prepared)
         return prepared
 
     def prepare_scheduler(
-        self, scheduler: LRScheduler | AcceleratedScheduler
+        self, scheduler: LRScheduler | DummyScheduler | AcceleratedScheduler
     ) -> AcceleratedScheduler:
         """Wrap a scheduler to advance with its optimizer's updates; see `scheduler_tick`.
 
@@ -689,13 +723,14 @@ class Accelerator:
         for known in self._schedulers:
             if scheduler is known.scheduler:
                 return known
+        used = self.engine.prepare_scheduler(scheduler)
         own = [
             optimizer
             for optimizer in self._optimizers
             if scheduler.optimizer in (optimizer, optimizer.optimizer)
         ]
         prepared = AcceleratedScheduler(
-            scheduler,
+            used,
             own or list(self._optimizers),
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
@@ -777,12 +812,12 @@ class Accelerator:
         For sharded models (FSDP) it is collective: rank 0 gets whole tensors in host memory, the
         others {}.
         """
-        if self.engine.mesh is not None:  # raises, rather than waits, if a rank is elsewhere
+        if self._collects:  # raises, rather than waits, if a rank is elsewhere
             what, name = "Gathering the weights", "get_state_dict"
             run_on_all_ranks(what, lambda: None, self.state, operation=name)
         elif not unwrap:
             return model.state_dict()
-        return self.engine.full_state_dict(model)
+        return self.engine.exported_state_dict(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Drop the references to all prepared objects, and empty the device's cache.
@@ -1107,8 +1142,14 @@ class Accelerator:
         check_bools(safe_serialization=safe_serialization)
         parse_size(max_shard_size, "max_shard_size")  # a bad size raises on every rank
         options = _bare(model), save_directory, max_shard_size, safe_serialization
-        if self.engine.mesh is not None:
-            what = f"Saving the model to {os.fspath(save_directory)}"
+        what = f"Saving the model to {os.fspath(save_directory)}"
+        if self.engine.gathers_state:
+            state = self.get_state_dict(model)
+            write = partial(write_model, *options, writes=self._writes, state=state)
+            run_on_all_ranks(
+                what, lambda: self._writes and write(), self.state, operation="save_model"
+            )
+        elif self.engine.mesh is not None:
             run = partial(run_on_all_ranks, what, state=self.state, operation="save_model")
             write_model(*options, writes=self._writes, step=lambda work: run(work=work))
         elif self._writes:
@@ -1226,6 +1267,11 @@ class Accelerator:
         handle = RemovableHandle(self._load_hooks)
         self._load_hooks[handle.id] = hook
         return handle
+
+    @property
+    def _collects(self) -> bool:
+        """Whether all processes take part in collecting a model's weights."""
+        return self.engine.mesh is not None or self.engine.gathers_state
 
     @property
     def _writes(self) -> bool:
@@ -1396,9 +1442,36 @@ def _with_options(
     return replace(config or DataLoaderConfiguration(), **said)
 
 
+def _chosen_deepspeed(
+    given: Any, several: Any, other: object, is_first: bool
+) -> dict[str, DeepSpeedPlugin] | None:
+    """Return the plugins from the arguments, the environment or the first `Accelerator`."""
+    plugins = DeepSpeedPlugin.requested(given, several)
+    if plugins is not None and other is not None:
+        raise ValueError(
+            "deepspeed_plugin cannot be combined with fsdp_plugin or parallelism_config: both "
+            "divide the model over the processes. Pass one."
+        )
+    if plugins is None and not is_first:  # a further Accelerator, for another model
+        return AcceleratorState().deepspeed_plugins
+    return plugins
+
+
 def _chosen_window(
-    steps: int | None, plugin: GradientAccumulationPlugin | None
+    steps: int | None,
+    plugin: GradientAccumulationPlugin | None,
+    of_deepspeed: Mapping[str, DeepSpeedPlugin] | None,
 ) -> GradientAccumulationPlugin:
+    for each in (of_deepspeed or {}).values():
+        theirs = each.gradient_accumulation_steps
+        here = steps if plugin is None else plugin.num_steps
+        if isinstance(theirs, int) and here not in (None, 1, theirs):
+            raise ValueError(
+                f"gradient_accumulation_steps is {here}, but the DeepSpeed configuration has "
+                f"{theirs}: set it to 'auto' there."
+            )
+        if isinstance(theirs, int) and plugin is None:
+            steps = theirs
     check_type("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     if plugin is None:
         if steps is not None:

@@ -31,7 +31,17 @@ def wrapped_child(module: nn.Module) -> str | None:
     """Return the name under which a wrapper holds the user's module; None for other modules."""
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return "module"
+    own: str | None = getattr(type(module), "wrapped_child", None)  # an engine's wrapper
+    if own is not None:
+        return own
     return COMPILED if is_compile_wrapper(module) else None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the user's module from inside all wrappers."""
+    while child := wrapped_child(module):
+        module = getattr(module, child)
+    return module
 
 
 def bare_names(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:

@@ -1,29 +1,25 @@
 """Plugins that configure compilation and other training engines of an `Accelerator`.
 
-`TorchDynamoPlugin` configures ``torch.compile``. The other two describe engines that are not
-supported yet. They validate their arguments, and `check_engine` raises an error, so that no run
-trains without the requested engine.
+`TorchDynamoPlugin` configures ``torch.compile``. `MegatronLMPlugin` describes an engine that is not
+supported yet. It validates its arguments, and `check_engine` raises an error, so that no run trains
+without the requested engine.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from trainer import environment
-from trainer.checks import check_positive, check_type, choice_error
-from trainer.configuration import at_least, check_bool_fields, explains_itself, fill
+from trainer.checks import check_type, choice_error
+from trainer.configuration import check_bool_fields, explains_itself, fill
 from trainer.enums import DynamoBackend
 
 _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
-_OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 _SUPPORTED = (
-    "This release trains on one device, data parallel with DDP, or sharded with fsdp_plugin, and "
-    "compiles with dynamo_backend"
+    "This release trains on one device, data parallel with DDP, or sharded with fsdp_plugin or "
+    "deepspeed_plugin, and compiles with dynamo_backend"
 )
 
 
@@ -107,83 +103,6 @@ class TorchDynamoPlugin:
 
 @explains_itself
 @dataclass(kw_only=True)
-class DeepSpeedPlugin:
-    """Arguments of DeepSpeed.
-
-    Attributes:
-        hf_ds_config: A DeepSpeed configuration, as a mapping or the path of its JSON file; None
-            takes ``ACCELERATE_DEEPSPEED_CONFIG_FILE``.
-        gradient_accumulation_steps: Micro-batches per update or ``"auto"``; None takes
-            ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else ``"auto"``.
-        gradient_clipping: The maximum norm or ``"auto"``; None takes
-            ``ACCELERATE_GRADIENT_CLIPPING``, else ``"auto"``.
-        zero_stage: ZeRO stage, 0 to 3; None takes ``ACCELERATE_DEEPSPEED_ZERO_STAGE``, else 2.
-        is_train_batch_min: With several loaders, take the smallest batch size.
-        offload_optimizer_device: ``"none"``, ``"cpu"`` or ``"nvme"``.
-        offload_param_device: The same for parameters.
-        offload_optimizer_nvme_path: The path for ``"nvme"``.
-        offload_param_nvme_path: The same for parameters.
-        zero3_init_flag: Shard the model while it is constructed.
-        zero3_save_16bit_model: Gather 16-bit weights to save them.
-        transformer_moe_cls_names: Classes of mixture-of-experts layers, separated by commas.
-
-    Raises:
-        ValueError: A value is outside its choices, or the configuration names no ZeRO stage.
-        TypeError: A value has the wrong type.
-    """
-
-    hf_ds_config: Any = None
-    gradient_accumulation_steps: int | str | None = None
-    gradient_clipping: float | str | None = None
-    zero_stage: int | None = None
-    is_train_batch_min: bool = True
-    offload_optimizer_device: str | None = None
-    offload_param_device: str | None = None
-    offload_optimizer_nvme_path: str | None = None
-    offload_param_nvme_path: str | None = None
-    zero3_init_flag: bool | None = None
-    zero3_save_16bit_model: bool | None = None
-    transformer_moe_cls_names: str | None = None
-
-    def __post_init__(self) -> None:
-        """Fill in missing values from the environment and validate all."""
-        fill(self, "ACCELERATE_DEEPSPEED_CONFIG_FILE", hf_ds_config=None)
-        fill(
-            self,
-            "ACCELERATE_DEEPSPEED_",
-            zero_stage=2,
-            offload_optimizer_device="none",
-            offload_param_device="none",
-            offload_optimizer_nvme_path="none",
-            offload_param_nvme_path="none",
-            zero3_init_flag=False,
-            zero3_save_16bit_model=False,
-        )
-        fill(self, "ACCELERATE_", gradient_accumulation_steps="auto", gradient_clipping="auto")
-        if self.gradient_accumulation_steps != "auto":
-            self.gradient_accumulation_steps = int(self.gradient_accumulation_steps or 0)
-            at_least(1, "gradient_accumulation_steps", self.gradient_accumulation_steps)
-        if self.gradient_clipping != "auto":
-            self.gradient_clipping = float(self.gradient_clipping or 0)
-            check_positive(gradient_clipping=self.gradient_clipping)
-        if self.zero_stage not in range(4):
-            raise ValueError(f"zero_stage is {self.zero_stage!r}; it must be 0, 1, 2 or 3.")
-        for name in ("offload_optimizer_device", "offload_param_device"):
-            if (value := getattr(self, name)) not in _OFFLOAD_DEVICES:
-                raise ValueError(choice_error(name, value, _OFFLOAD_DEVICES))
-        check_bool_fields(self)
-        config = self.hf_ds_config
-        if isinstance(config, (str, PathLike)):
-            config = json.loads(Path(config).read_text())
-        if config is not None and "zero_optimization" not in config:
-            raise ValueError(
-                f"hf_ds_config has the keys {sorted(config)}; name the ZeRO stage under "
-                "'zero_optimization'."
-            )
-
-
-@explains_itself
-@dataclass(kw_only=True)
 class MegatronLMPlugin:
     """Arguments of Megatron-LM, which its documentation explains.
 
@@ -260,36 +179,21 @@ class MegatronLMPlugin:
         check_bool_fields(self)
 
 
-def check_engine(
-    deepspeed_plugin: object | None = None,
-    megatron_lm_plugin: object | None = None,
-) -> None:
-    """Raise if an argument or the environment requests an engine that is not supported yet.
-
-    The variables are ``ACCELERATE_USE_DEEPSPEED`` and ``ACCELERATE_USE_MEGATRON_LM``.
+def check_engine(megatron_lm_plugin: object | None = None) -> None:
+    """Raise if an argument or ``ACCELERATE_USE_MEGATRON_LM`` requests Megatron-LM.
 
     Raises:
-        TypeError: An argument is not an instance of its plugin class.
-        NotImplementedError: An engine is requested.
+        TypeError: The argument is not a `MegatronLMPlugin`.
+        NotImplementedError: It is requested, and not supported yet.
     """
-    for argument, plugin, kind, engine, variable in (
-        ("deepspeed_plugin", deepspeed_plugin, DeepSpeedPlugin, "DeepSpeed", "DEEPSPEED"),
-        (
-            "megatron_lm_plugin",
-            megatron_lm_plugin,
-            MegatronLMPlugin,
-            "Megatron-LM",
-            "MEGATRON_LM",
-        ),
-    ):
-        check_type(argument, plugin, kind)
-        variable = f"ACCELERATE_USE_{variable}"
-        if plugin is not None:
-            asked, fix = argument, f"leave {argument} out"
-        elif environment.read_flag(variable):
-            asked, fix = f"{variable}={environment.read(variable)}", f"unset {variable}"
-        else:
-            continue
-        raise NotImplementedError(
-            f"{asked} asks for {engine}, which is not supported yet. {_SUPPORTED}: {fix}."
-        )
+    check_type("megatron_lm_plugin", megatron_lm_plugin, MegatronLMPlugin)
+    variable = "ACCELERATE_USE_MEGATRON_LM"
+    if megatron_lm_plugin is not None:
+        asked, fix = "megatron_lm_plugin", "leave megatron_lm_plugin out"
+    elif environment.read_flag(variable):
+        asked, fix = f"{variable}={environment.read(variable)}", f"unset {variable}"
+    else:
+        return
+    raise NotImplementedError(
+        f"{asked} asks for Megatron-LM, which is not supported yet. {_SUPPORTED}: {fix}."
+    )

@@ -32,6 +32,7 @@ from trainer.checkpoint.save import is_writer_rank, remove_or_warn
 from trainer.checks import check_bools, explained
 from trainer.configuration import DataLoaderConfiguration, KwargsHandler, ProjectConfiguration
 from trainer.data.epoch_iterator import EpochIterator
+from trainer.deepspeed_plugin import DeepSpeedPlugin
 from trainer.distributed.guards import check_collective
 from trainer.distributed.watchdog import watched
 from trainer.engines.averaging import gradients_kept
@@ -81,7 +82,7 @@ from trainer.parallelism import (
     ParallelismConfig,
     TorchTensorParallelPlugin,
 )
-from trainer.plugins import DeepSpeedPlugin, MegatronLMPlugin, TorchDynamoPlugin
+from trainer.plugins import MegatronLMPlugin, TorchDynamoPlugin
 from trainer.ported.arguments import IN_AN_EVALUATION, check_trainer_arguments
 from trainer.ported.attributes import check_settable, trainer_attribute_hint
 from trainer.ported.hooks import check_uncalled_hooks
@@ -251,7 +252,7 @@ class Trainer:
         mixed_precision: str | None = None,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: DeepSpeedPlugin | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: MegatronLMPlugin | None = None,

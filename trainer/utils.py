@@ -34,6 +34,12 @@ from trainer.configuration import (
     KwargsHandler,
     ProjectConfiguration,
 )
+from trainer.deepspeed_plugin import (
+    DeepSpeedPlugin,
+    DummyOptim,
+    DummyScheduler,
+    HfDeepSpeedConfig,
+)
 from trainer.distributed.collectives import broadcast, gather, pad_across_processes
 from trainer.distributed.collectives import reduce as _reduce
 from trainer.distributed.objects import broadcast_object_list, gather_object
@@ -51,11 +57,7 @@ from trainer.errors import DistributedOperationException
 from trainer.launchers import debug_launcher, notebook_launcher
 from trainer.memory import find_executable_batch_size, release_memory
 from trainer.parallelism import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
-from trainer.plugins import (
-    DeepSpeedPlugin,
-    MegatronLMPlugin,
-    TorchDynamoPlugin,
-)
+from trainer.plugins import MegatronLMPlugin, TorchDynamoPlugin
 from trainer.rng import set_seed, synchronize_rng_states
 from trainer.state import PartialState
 from trainer.tree import (
@@ -82,11 +84,14 @@ __all__ = [
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
+    "DummyOptim",
+    "DummyScheduler",
     "DynamoBackend",
     "FP8RecipeKwargs",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
+    "HfDeepSpeedConfig",
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoggerType",
@@ -226,8 +231,8 @@ def is_comet_ml_available() -> bool:
 
 
 def is_deepspeed_available() -> bool:
-    """Return whether DeepSpeed can be used: always False, it is not supported yet."""
-    return False
+    """Return whether DeepSpeed is installed."""
+    return find_spec("deepspeed") is not None
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:

@@ -33,11 +33,7 @@ from trainer.configuration import (
 from trainer.data.dispatcher import DataLoaderDispatcher
 from trainer.engines.single import SingleDevice
 from trainer.errors import CheckpointError
-from trainer.plugins import (
-    DeepSpeedPlugin,
-    MegatronLMPlugin,
-    TorchDynamoPlugin,
-)
+from trainer.plugins import MegatronLMPlugin, TorchDynamoPlugin
 from trainer.state import AcceleratorState, GradientState, PartialState
 
 
@@ -158,7 +154,6 @@ def test_rng_types_reach_the_loaders():
 @pytest.mark.parametrize(
     ("argument", "plugin"),
     [
-        ("deepspeed_plugin", DeepSpeedPlugin()),
         ("megatron_lm_plugin", MegatronLMPlugin()),
     ],
 )

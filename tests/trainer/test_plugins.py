@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from math import nan
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
-from trainer.enums import DynamoBackend
-from trainer.plugins import (
+from trainer.deepspeed_plugin import (
     DeepSpeedPlugin,
-    MegatronLMPlugin,
-    TorchDynamoPlugin,
-    check_engine,
+    DummyOptim,
+    DummyScheduler,
+    HfDeepSpeedConfig,
 )
+from trainer.enums import DynamoBackend
+from trainer.plugins import MegatronLMPlugin, TorchDynamoPlugin, check_engine
 
 
 @pytest.mark.parametrize("backend", ["inductor", "INDUCTOR", DynamoBackend.INDUCTOR])
@@ -84,33 +89,148 @@ def test_invalid_torch_compile_arguments_raise(arguments, error, text):
         TorchDynamoPlugin(**arguments)
 
 
-def test_a_deepspeed_plugin_has_its_defaults_and_reads_the_environment(monkeypatch):
+def test_a_deepspeed_plugin_has_its_defaults_and_reads_the_environment(monkeypatch, tmp_path):
     plugin = DeepSpeedPlugin()
     assert plugin.zero_stage == 2
     assert plugin.gradient_accumulation_steps == plugin.gradient_clipping == "auto"
     assert plugin.offload_optimizer_device == plugin.offload_param_device == "none"
     assert plugin.zero3_init_flag is plugin.zero3_save_16bit_model is False
+    assert plugin.deepspeed_config["zero_optimization"]["stage"] == 2
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT_FLAG", "true")
+    assert DeepSpeedPlugin().zero3_init_flag is True
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "Experts")
     named = DeepSpeedPlugin()
     assert (named.zero_stage, named.offload_param_device) == (3, "cpu")
     assert (named.gradient_accumulation_steps, named.gradient_clipping) == (4, 0.5)
-    assert named.zero3_init_flag is True
-    assert DeepSpeedPlugin(zero_stage=0).zero_stage == 0
-
-
-def test_deepspeed_configuration_needs_a_zero_stage(tmp_path):
-    sound = {"zero_optimization": {"stage": 3}}
-    assert DeepSpeedPlugin(hf_ds_config=sound).hf_ds_config is sound
+    assert named.zero3_init_flag is False
+    assert named.transformer_moe_cls_names == "Experts"
+    assert named.get_value("zero_optimization.offload_param.device") == "cpu"
+    assert DeepSpeedPlugin(zero_stage=0, offload_param_device="none").zero_stage == 0
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps(sound))
-    DeepSpeedPlugin(hf_ds_config=path)
-    path.write_text(json.dumps({"fp16": {}}))
+    path.write_text('{"zero_optimization": {"stage": 1}}')
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
+    monkeypatch.delenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
+    assert DeepSpeedPlugin().zero_stage == 1
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert DeepSpeedPlugin.requested(None)[""].zero_stage == 1
+
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+}
+
+
+def test_a_deepspeed_configuration_is_read_in_each_form_and_keeps_the_given_one(tmp_path):
+    path = tmp_path / "ds.json"
+    text = json.dumps(CONFIG)
+    path.write_text(text)
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+    for given in (CONFIG, path, str(path), text, encoded, HfDeepSpeedConfig(CONFIG)):
+        plugin = DeepSpeedPlugin(hf_ds_config=given)
+        assert plugin.deepspeed_config == CONFIG
+        assert plugin.zero_stage == 3
+    plugin.deepspeed_config_process(
+        must_match=False,
+        **{
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_clipping": 1.0,
+            "zero_optimization.reduce_bucket_size": 100,
+            "optimizer.params.lr": 0.1,
+            "optimizer.params.weight_decay": 0.0,
+        },
+    )
+    assert plugin.get_value("optimizer.params.lr") == 0.1
+    assert not plugin.is_auto("gradient_clipping")
+    assert CONFIG["gradient_clipping"] == "auto"
+    with pytest.raises(ValueError, match="train_micro_batch_size_per_gpu is 4, but the run has 8"):
+        plugin.deepspeed_config_process(train_micro_batch_size_per_gpu=8)
+    with pytest.raises(
+        ValueError, match=r"train_micro_batch_size_per_gpu is 'auto'.*no value for it"
+    ):
+        DeepSpeedPlugin(hf_ds_config=CONFIG).deepspeed_config_process()
+    with pytest.raises(ValueError, match=r"hf_ds_config is 'no.json'; it must be"):
+        DeepSpeedPlugin(hf_ds_config="no.json")
     with pytest.raises(ValueError, match=r"\['fp16'\].*'zero_optimization'"):
-        DeepSpeedPlugin(hf_ds_config=str(path))
+        DeepSpeedPlugin(hf_ds_config={"fp16": {}})
+
+
+def test_a_deepspeed_configuration_answers_by_dotted_keys():
+    config = HfDeepSpeedConfig(
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "a": False}
+    )
+    assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (True, False, True)
+    assert (config.is_true("a"), config.is_false("a"), config.is_false("b")) == (False, True, False)
+    assert config.find_config_node("no.such") == (None, "such")
+    config.del_config_sub_tree("zero_optimization.offload_optimizer")
+    assert config.config["zero_optimization"] == {"stage": 2}
+    config.del_config_sub_tree("zero_optimization.c")
+    with pytest.raises(ValueError, match=r"has no zero_optimization\.c"):
+        config.del_config_sub_tree("zero_optimization.c", must_exist=True)
+
+
+def test_the_final_configuration_has_the_values_of_the_run():
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(hidden_size=10)
+    plugin = DeepSpeedPlugin(hf_ds_config=CONFIG)
+    plugin.run_values["train_micro_batch_size_per_gpu"] = 4
+    optimizer = DummyOptim(model.parameters(), lr=0.3, weight_decay=0.2)
+    config = plugin.final_config(model, optimizer, bf16=True)
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    assert config["optimizer"]["params"] == {"lr": 0.3, "weight_decay": 0.2, "torch_adam": True}
+    assert config["zero_optimization"]["reduce_bucket_size"] == 100
+    assert config["bf16"]["enabled"] is True
+    assert "optimizer" not in plugin.final_config(model, None, bf16=False)
+    with pytest.raises(ValueError, match=r"has an optimizer, and the script has a SGD"):
+        plugin.final_config(model, torch.optim.SGD(model.parameters(), 0.1), bf16=False)
+    bare = DeepSpeedPlugin()
+    with pytest.raises(ValueError, match=r"DummyOptim stands for.*which has none"):
+        bare.final_config(model, optimizer, bf16=False)
+    with pytest.raises(ValueError, match=r"reduce_bucket_size is 'auto'.*no value"):
+        plugin.final_config(nn.Linear(2, 2), optimizer, bf16=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("curriculum_learning", {"enabled": True}),
+        ("tensor_parallel", {"autotp_size": 2}),
+        ("sparse_gradients", True),
+    ],
+)
+def test_what_deepspeed_would_do_beside_the_loop_is_refused_by_name(key, value):
+    config = {"zero_optimization": {"stage": 1}, key: value}
+    with pytest.raises(NotImplementedError, match=f"sets {key}, which is not supported"):
+        DeepSpeedPlugin(hf_ds_config=config).final_config(nn.Linear(1, 1), None, bf16=False)
+
+
+def test_the_optimizer_that_cannot_rescale_gradients_is_refused_by_name():
+    config = {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+    with pytest.raises(NotImplementedError, match=r"BF16_Optimizer"):
+        DeepSpeedPlugin(hf_ds_config=config).final_config(nn.Linear(1, 1), None, bf16=True)
+
+
+def test_a_precision_of_the_configuration_counts_and_must_not_differ():
+    own = {"": DeepSpeedPlugin(hf_ds_config={"zero_optimization": {}, "bf16": {"enabled": True}})}
+    assert DeepSpeedPlugin.precision_of(own, None) == "bf16"
+    with pytest.raises(ValueError, match=r"mixed_precision is 'fp16', but .* enables bf16"):
+        DeepSpeedPlugin.precision_of(own, "fp16")
+
+
+def test_stand_ins_do_nothing_by_themselves():
+    optimizer = DummyOptim(nn.Linear(1, 1).parameters())
+    with pytest.raises(RuntimeError, match=r"DummyOptim stands for"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"DummyScheduler stands for"):
+        DummyScheduler(optimizer).step()
+    with pytest.raises(ValueError, match=r"which has none: add 'scheduler'"):
+        DummyScheduler(optimizer).make(DeepSpeedPlugin(), optimizer)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +241,12 @@ def test_deepspeed_configuration_needs_a_zero_stage(tmp_path):
         ({"gradient_clipping": nan}, ValueError, "gradient_clipping is nan; it must be a number"),
         ({"gradient_clipping": "much"}, ValueError, "'much'"),
         ({"offload_param_device": "gpu"}, ValueError, "offload_param_device is 'gpu'.*'nvme'"),
-        ({"zero3_init_flag": "no"}, TypeError, "zero3_init_flag is 'no'"),
+        ({"zero3_init_flag": "no", "zero_stage": 3}, TypeError, "zero3_init_flag is 'no'"),
+        ({"zero3_init_flag": True}, ValueError, "only stage 3 partitions"),
+        ({"offload_param_device": "nvme", "zero_stage": 3}, NotImplementedError, "'nvme'"),
+        ({"offload_param_device": "cpu"}, ValueError, "only stage 3 partitions"),
+        ({"offload_optimizer_device": "cpu", "zero_stage": 0}, ValueError, "needs a ZeRO stage"),
+        ({"enable_msamp": True}, NotImplementedError, "MS-AMP"),
     ],
 )
 def test_invalid_deepspeed_arguments_raise(arguments, error, text):
@@ -140,7 +265,7 @@ def test_a_megatron_plugin_has_its_defaults_and_reads_the_environment(monkeypatc
     assert (named.tp_degree, named.pp_degree, named.gradient_clipping) == (4, 2, 0.5)
     assert named.sequence_parallelism is True
     monkeypatch.setenv("MEGATRON_LM_GRADIENT_CLIPPING", "much")
-    with pytest.raises(ValueError, match="'much'"):
+    with pytest.raises(ValueError, match=r"'much'"):
         MegatronLMPlugin()
 
 
@@ -157,25 +282,15 @@ def test_invalid_megatron_arguments_raise(arguments, error, text):
         MegatronLMPlugin(**arguments)
 
 
-ENGINES = [
-    ("deepspeed_plugin", DeepSpeedPlugin, "ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-    ("megatron_lm_plugin", MegatronLMPlugin, "ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
-]
-
-
-@pytest.mark.parametrize(("argument", "kind", "variable", "engine"), ENGINES)
-def test_unsupported_engine_error_names_the_alternatives(
-    argument, kind, variable, engine, monkeypatch
-):
+def test_unsupported_engine_error_names_the_alternatives(monkeypatch):
     check_engine()
-    text = f"{argument} asks for {engine}, which is not supported yet.*DDP.*leave {argument} out"
+    text = "asks for Megatron-LM, which is not supported yet.*DDP.*leave megatron_lm_plugin out"
     with pytest.raises(NotImplementedError, match=text):
-        check_engine(**{argument: kind()})
-    with pytest.raises(TypeError, match=f"{argument} is 'zero'; it must be a {kind.__name__}"):
-        check_engine(**{argument: "zero"})
-    monkeypatch.setenv(variable, "false")
+        check_engine(MegatronLMPlugin())
+    with pytest.raises(TypeError, match=r"megatron_lm_plugin is 'zero'; it must be a Megatron"):
+        check_engine("zero")
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "false")
     check_engine()
-    monkeypatch.setenv(variable, "true")
-    text = f"{variable}=true asks for {engine}.*dynamo_backend: unset {variable}"
-    with pytest.raises(NotImplementedError, match=text):
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    with pytest.raises(NotImplementedError, match=r"=true asks for Megatron-LM.*: unset ACCEL"):
         check_engine()

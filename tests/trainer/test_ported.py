@@ -292,7 +292,7 @@ def test_what_is_recommended_for_them_are_arguments():
         ("precision", None, "leave it out"),
         ("strategy", "ddp", "several processes train with DDP"),
         ("strategy", "fsdp", "use fsdp_plugin=FullyShardedDataParallelPlugin"),
-        ("strategy", "deepspeed_stage_2", "not supported yet"),
+        ("strategy", "deepspeed_stage_2", "use deepspeed_plugin=DeepSpeedPlugin"),
         ("strategy", "auto", "leave it out"),
         ("val_check_interval", 0.25, "val_every='0.25 epochs'"),
         ("val_check_interval", 1.0, "val_every='1 epoch'"),

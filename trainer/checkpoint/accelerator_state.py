@@ -69,6 +69,7 @@ from trainer.checkpoint.sharded_state import (
     like,
     resharded,
     state_like,
+    whole,
 )
 from trainer.checkpoint.storage import (
     MANIFEST,
@@ -151,6 +152,11 @@ class Prepared:
     def mesh(self) -> Any:
         """The device mesh over which models are sharded; None if they are not."""
         return None if self.engine is None else self.engine.mesh
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the engine gathers the state on rank 0."""
+        return self.engine is not None and self.engine.gathers_state
 
     def settle(self, *, drops_gradients: bool = False) -> None:
         """See `trainer.engines.base.Engine.settle`."""
@@ -240,13 +246,13 @@ def save_state(
     """
     project = project or ProjectConfiguration()
     writes = is_writer_rank(processes, project.save_on_each_node)
-    if prepared.mesh is not None:
+    if prepared.mesh is not None or prepared.gathers:
         check_shared_disk(project.save_on_each_node)
-        if not safe_serialization:
-            raise ValueError(
-                "safe_serialization is False, but each process writes its part of a sharded model "
-                "as safetensors: leave it out."
-            )
+    if prepared.mesh is not None and not safe_serialization:
+        raise ValueError(
+            "safe_serialization is False, but each process writes its part of a sharded model "
+            "as safetensors: leave it out."
+        )
     displaces: list[Path] = []
     if project.automatic_checkpoint_naming:
         target = _root(project) / f"checkpoint_{project.iteration}"
@@ -268,7 +274,9 @@ def save_state(
 
     def take(_: Path) -> None:
         prepared.settle()
-        every.extend(map(bare_state_dict, models))
+        engine = prepared.engine
+        gathers = engine is not None and engine.gathers_state
+        every.extend(map(engine.full_state_dict if engine and gathers else bare_state_dict, models))
         weights.extend(every)
 
     def write(staging: Path) -> Sequence[str]:
@@ -849,6 +857,9 @@ def _apply(
         dtypes |= dtypes_of(model, weights)
     prepared.settle(drops_gradients=True)
     for model, weights in zip(models, stored.weights, strict=False):
+        if prepared.engine is not None and prepared.gathers:
+            prepared.engine.load_weights(model, {n: whole(each) for n, each in weights.items()})
+            continue
         values = placed(model, weights, assign=model_kwargs.get("assign", False))
         model.load_state_dict(values, strict=strict, **model_kwargs)
     for stem, owner in prepared.owners().items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.sharded_state import INDEX as SHARDS
-from trainer.checkpoint.sharded_state import ShardedTensor, like
+from trainer.checkpoint.sharded_state import ShardedTensor, like, whole
 from trainer.checkpoint.storage import check_file, is_portable, reading
 from trainer.checkpoint.weights import (
     BIN_NAME,
@@ -273,13 +273,18 @@ def compare(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Ke
         ],
         [name for name in shapes if name not in here],
         {
-            name: (shapes[name], tuple(value.shape))
+            name: (shapes[name], whole_shape(value))
             for name, value in here.items()
             if isinstance(value, torch.Tensor)
             and not is_lazy(value)
-            and tuple(shapes.get(name, value.shape)) != tuple(value.shape)
+            and tuple(shapes.get(name, whole_shape(value))) != whole_shape(value)
         },
     )
+
+
+def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor, or of the one of which DeepSpeed has left nothing here."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def renames(model: torch.nn.Module) -> bool:
@@ -294,6 +299,7 @@ def load_into(
     *,
     where: str | os.PathLike[str],
     strict: bool = True,
+    load: Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], None] | None = None,
 ) -> None:
     """Load weights into a module, whether its submodules are compiled or not.
 
@@ -303,6 +309,7 @@ def load_into(
         where: The file that they came from, for the error.
         strict: All names and shapes must match. False loads the weights that match and logs a
             warning that lists the others.
+        load: Copies whole weights into the module, where only an engine can.
 
     Raises:
         CheckpointError: Names or shapes do not match. The message lists the missing and unexpected
@@ -312,7 +319,7 @@ def load_into(
     own_memory(module)
     weights = own_names(module, weights)
     mismatch = compare(module, {name: tuple(tensor.shape) for name, tensor in weights.items()})
-    if translates := _translates(module):
+    if (translates := _translates(module)) and load is None:
         mismatch = _load_translated(module, weights, mismatch, where)
     named = printable(str(mismatch.bare(module)))
     if mismatch and strict:
@@ -322,7 +329,10 @@ def load_into(
             "load_from_checkpoint(…, strict=False), or strict_loading = False in the module, which "
             "does not count where fit resumes a run."
         )
-    if not translates:
+    if load is not None:
+        fitting = _without(weights, (*mismatch.misshaped, *mismatch.unexpected))
+        load(module, {name: whole(value) for name, value in fitting.items()})
+    elif not translates:
         _load(module, _without(weights, mismatch.misshaped), where)
     if mismatch:
         logger.warning(

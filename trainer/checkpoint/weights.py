@@ -215,6 +215,7 @@ def write_model(
     safe_serialization: bool,
     *,
     writes: bool = True,
+    state: Mapping[str, Any] | None = None,
     step: Callable[[Callable[[], None]], object] = lambda work: work(),
 ) -> None:
     """Save weights as :func:`save_model` does; for a sharded model collective.
@@ -228,11 +229,12 @@ def write_model(
         max_shard_size: The same.
         safe_serialization: The same.
         writes: Whether this process writes.
+        state: The weights, if the model does not have them.
         step: Runs each step, so that all processes raise if it fails on one.
     """
     limit = parse_size(max_shard_size, "max_shard_size")
     folder = Path(with_home("save_directory", save_directory))
-    export = _Export(model, folder, WEIGHTS_NAME if safe_serialization else BIN_NAME, writes)
+    export = _Export(model, folder, WEIGHTS_NAME if safe_serialization else BIN_NAME, writes, state)
     step(export.begin)
     shards = plan_shards(export.tensors, limit)
     files = _names(export.name, len(shards))
@@ -253,9 +255,16 @@ class _Export:
         aside: The hidden files that were written, by their final paths.
     """
 
-    def __init__(self, model: torch.nn.Module, folder: Path, name: str, writes: bool) -> None:
-        state = model.state_dict(keep_vars=True)  # whose tied tensors are the same objects
-        self._state = dict(bare_names(model, state.items()))
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        folder: Path,
+        name: str,
+        writes: bool,
+        state: Mapping[str, Any] | None,
+    ) -> None:
+        own = model.state_dict(keep_vars=True)  # whose tied tensors are the same objects
+        self._state = dict(bare_names(model, own.items())) if state is None else dict(state)
         self._folder, self.name, self._writes = folder, name, writes
         self.tensors: dict[str, torch.Tensor] = {}
         self._tied: dict[str, str] = {}

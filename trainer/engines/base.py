@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.configuration import DistributedDataParallelKwargs
+from trainer.deepspeed_plugin import DeepSpeedPlugin
 from trainer.distributed.step_sync import StepStats, StepSync
+from trainer.enums import DistributedType
+from trainer.optim.optimizer import OptimizerDriver
 from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
 from trainer.plugins import TorchDynamoPlugin
 
@@ -35,6 +38,7 @@ class EngineOptions:
         world_size: The number of processes.
         ddp_kwargs: Arguments of DDP, or None for its defaults.
         fsdp_plugin: How the model is sharded; None does not shard it.
+        deepspeed_plugin: How DeepSpeed partitions a model and its optimizer; None does not.
         parallelism_config: The sizes of the dimensions over which it is sharded and split.
         mixed_precision: The precision of the forward pass: ``"no"``, ``"bf16"`` or ``"fp16"``.
         sync_each_batch: Reduce gradients after every micro-batch, not only at the end of a window.
@@ -48,6 +52,7 @@ class EngineOptions:
     world_size: int
     ddp_kwargs: DistributedDataParallelKwargs | None = None
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    deepspeed_plugin: DeepSpeedPlugin | None = None
     parallelism_config: ParallelismConfig | None = None
     mixed_precision: str = "no"
     dynamo_plugin: TorchDynamoPlugin | None = None
@@ -72,6 +77,11 @@ class Engine(Protocol):
         mesh: The device mesh of all processes, if tensors of modules are sharded over it.
         forward_is_collective: Whether a forward pass waits for the other processes, so that one
             without a batch must run a dummy batch.
+        distributed_type: What `Accelerator.distributed_type` is; None if the processes say it.
+        gathers_state: Whether `full_state_dict` and the optimizer's ``state_dict`` are collective,
+            and give everything to rank 0 alone: a checkpoint is not sharded.
+        optimizer_driver: Makes the updates of prepared optimizers, and has their state; None if
+            they do and have.
         compiles_units: Whether `start` compiles parts of the module; else the loop compiles its
             steps.
         reduce_gradients: Averages an optimizer's gradients over the processes when it steps; None
@@ -85,6 +95,9 @@ class Engine(Protocol):
     counts_values: bool
     mesh: Any
     forward_is_collective: bool
+    distributed_type: DistributedType | None
+    gathers_state: bool
+    optimizer_driver: OptimizerDriver | None
     compiles_units: bool
     reduce_gradients: Callable[[Optimizer], None] | None
 
@@ -93,6 +106,9 @@ class Engine(Protocol):
 
         An engine that replaces parameters puts the new ones into it.
         """
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Return the scheduler to use in its place, after its optimizer was prepared."""
 
     # -- the models of a loop of your own ----------------------------------------------------------
 
@@ -119,6 +135,15 @@ class Engine(Protocol):
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return whole tensors under the names of the user's module; collective."""
+
+    def exported_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return weights for use elsewhere, such as in 16 bits; see `full_state_dict`."""
+
+    def load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
+        """Copy weights that `full_state_dict` gave, on each process, into a module; collective.
+
+        It is called only if the engine `gathers_state`.
+        """
 
     def settle(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
         """Release gathered parameters, before the state of a module is saved or loaded.

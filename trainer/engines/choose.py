@@ -1,4 +1,4 @@
-"""Choose the engine of a loop: one device, DDP in the variant that the loop needs, or FSDP."""
+"""Choose the engine of a loop: one device, DDP in the variant it needs, FSDP, or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ def choose_engine(options: EngineOptions, *, automatic: bool = False) -> Engine:
     """
     if options.engine is not None:
         return options.engine(options)
+    if options.deepspeed_plugin is not None:
+        from trainer.engines.deepspeed import ZeroRedundancy  # imports deepspeed
+
+        return ZeroRedundancy(options)
     config = options.parallelism_config
     if config is not None and config.total_size != options.world_size:
         raise ValueError(

@@ -8,7 +8,7 @@ from torch import nn
 from trainer import environment
 from trainer.engines.base import Engine
 from trainer.engines.compile import compile_model, uncompiled
-from trainer.names import wrapped_child
+from trainer.names import unwrapped
 from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision, unwrap_forward
 from trainer.state import PartialState
@@ -78,8 +78,7 @@ def unwrap_model(
         keep_fp32_wrapper: False restores the module's own ``forward``, without autocast, for good.
         keep_torch_compile: False removes the compiled code from the module, for good.
     """
-    while child := wrapped_child(model):
-        model = getattr(model, child)
+    model = unwrapped(model)
     if not keep_fp32_wrapper:
         unwrap_forward(model)
     if not keep_torch_compile:

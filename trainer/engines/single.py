@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.averaging import give_nothing
 from trainer.engines.base import EngineOptions
+from trainer.enums import DistributedType
 from trainer.names import bare_state_dict
 from trainer.optim.clipping import clip_
 from trainer.optim.finite import find_non_finite
+from trainer.optim.optimizer import OptimizerDriver
 from trainer.optim.weighting import scale_
 from trainer.tree import own_memory
 
@@ -34,6 +36,9 @@ class SingleDevice:
     counts_data = True
     counts_values = True
     forward_is_collective = False
+    distributed_type: DistributedType | None = None
+    gathers_state = False
+    optimizer_driver: OptimizerDriver | None = None
     compiles_units = False
     reduce_gradients: Callable[[Optimizer], None] | None = None
     module: nn.Module
@@ -46,6 +51,10 @@ class SingleDevice:
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer itself: its parameters are still the module's."""
         return optimizer
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Return the scheduler itself."""
+        return scheduler
 
     # -- the models of a loop of your own ----------------------------------------------------------
 
@@ -74,6 +83,14 @@ class SingleDevice:
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the module's state dict, without the prefixes of wrappers."""
         return bare_state_dict(module)
+
+    def exported_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the same as `full_state_dict`."""
+        return self.full_state_dict(module)
+
+    def load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
+        """Load a state dict."""
+        module.load_state_dict(weights)
 
     def settle(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
         """Do nothing: a module's parameters and their gradients are always in it."""

@@ -13,6 +13,7 @@ from trainer.accelerator import Accelerator
 from trainer.checks import check_bools, check_type
 from trainer.configuration import GradientAccumulationPlugin, ProjectConfiguration, at_least
 from trainer.data.epoch_iterator import EpochIterator
+from trainer.deepspeed_plugin import DeepSpeedPlugin
 from trainer.enums import RNGType
 from trainer.hooks import is_overridden
 from trainer.interval import seconds_of
@@ -277,15 +278,18 @@ class Settings:
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Settings:
         """Return the settings among a Trainer's arguments; `fast_dev_run` and `barebones` applied.
 
-        The micro-batches per update are the argument, else the accelerator's, else the default,
-        which may come from the environment.
+        The micro-batches per update are the argument, else the accelerator's or DeepSpeed's, else
+        the default, which may come from the environment.
         """
         own = {field.name: arguments[field.name] for field in fields(cls)}
         batches = own.pop("fast_dev_run")
         if own["gradient_accumulation_steps"] is None:
             ready = arguments["accelerator"]
+            plugins = DeepSpeedPlugin.requested(arguments["deepspeed_plugin"]) or {}
+            theirs = [plugin.gradient_accumulation_steps for plugin in plugins.values()]
+            steps = next((each for each in theirs if isinstance(each, int)), None)
             own["gradient_accumulation_steps"] = (
-                GradientAccumulationPlugin().num_steps
+                GradientAccumulationPlugin(num_steps=steps).num_steps
                 if ready is None
                 else ready.gradient_accumulation_steps
             )

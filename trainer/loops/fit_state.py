@@ -263,9 +263,10 @@ def save_run(
     is_writer = is_writer_rank(state, on_each_node)
     mesh = run.engine.mesh
     shards = None if mesh is None else Shards(run.rank, mesh)
+    gathered, optimizers = _gathered(run, weights_only)
 
     def capture() -> Encoded | None:
-        others, trained = _weights_of(run, trainer, callbacks)
+        others, trained = _weights_of(run, trainer, callbacks, gathered)
         if shards is not None:
             shards.add_weights(others)
         elif is_writer:
@@ -273,7 +274,7 @@ def save_run(
         if weights_only:
             return None
         if is_writer or shards is not None:
-            parts = _shared_parts(run, callbacks, trained, extra, shards)
+            parts = _shared_parts(run, callbacks, trained, extra, shards, optimizers)
             shared.extend(parts if is_writer else ())
         own.append(encode_tree(_state_of_rank(run), rank_stem(run.rank)))
         return own[0] if on_each_node else None
@@ -318,6 +319,15 @@ def save_run(
     return background or run.saving.writer.wait()
 
 
+def _gathered(run: FitRun, weights_only: bool) -> tuple[Mapping[str, Any] | None, list[Any] | None]:
+    """Return the weights and the optimizers' states if the engine gathers them; collective."""
+    if not run.engine.gathers_state:
+        return None, None
+    optimizers = [] if weights_only else run.optim.optimizers
+    states = [state_of(each, [run.module]) for each in optimizers]
+    return run.engine.full_state_dict(run.module), states
+
+
 def _settle(run: FitRun) -> None:
     """Wait for pending work, so that the state is consistent: of one update, on all ranks."""
     run.saving.writer.wait()
@@ -357,6 +367,7 @@ def _shared_parts(
     trained: Mapping[str, object] | None,
     extra: Mapping[str, Any],
     shards: Shards | None,
+    optimizers: list[Any] | None,
 ) -> list[StatePart]:
     """Return the state parts that are equal on all ranks, except the file of the model's weights.
 
@@ -366,8 +377,10 @@ def _shared_parts(
         trained: The trained weights if the model's file holds other ones, else None.
         extra: What the ``on_save_checkpoint`` hooks have added.
         shards: Takes sharded tensors.
+        optimizers: The optimizers' states, if the engine has gathered them.
     """
-    optimizers = [state_of(optimizer, [run.module]) for optimizer in run.optim.optimizers]
+    if optimizers is None:
+        optimizers = [state_of(optimizer, [run.module]) for optimizer in run.optim.optimizers]
     parts = [tree_part(optimizers, OPTIMIZER, shards)]
     if trained is not None and shards is not None:
         shards.add_weights(trained, section_of(TRAINED_NAME))
@@ -435,7 +448,8 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
         if not is_writer_rank(state, on_each_node):
             return
         tensors = [*run.module.state_dict().values()]
-        tensors += leaves([optimizer.state_dict() for optimizer in run.optim.optimizers])
+        if not run.engine.gathers_state:  # which is collective
+            tensors += leaves([optimizer.state_dict() for optimizer in run.optim.optimizers])
         now = _bytes_of(tensors)
         later = now + 2 * _bytes_of(p for p in run.optim.parameters if p.requires_grad)
         check_space(folder, now)
@@ -473,7 +487,10 @@ def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, An
 
 
 def _weights_of(
-    run: FitRun, trainer: Any, callbacks: Sequence[Callback]
+    run: FitRun,
+    trainer: Any,
+    callbacks: Sequence[Callback],
+    gathered: Mapping[str, Any] | None,
 ) -> tuple[Mapping[str, object], Mapping[str, object] | None]:
     """Return the weights of the model's file and, if they differ, the trained weights.
 
@@ -494,7 +511,8 @@ def _weights_of(
             f"{' and '.join(key for key, _ in given)} both return weights_to_save; a checkpoint "
             "can hold those of only one. Leave out the others."
         )
-    others, trained = given[0][1] if given else (run.module.state_dict(), None)
+    own = run.module.state_dict() if gathered is None else gathered
+    others, trained = given[0][1] if given else (own, None)
     bare = dict(bare_names(run.module, others.items()))
     return bare, None if trained is None else dict(bare_names(run.module, trained.items()))
 
@@ -652,7 +670,8 @@ def load_run(
         )
     file = path / WEIGHTS_NAME
     weights = reader.weights(WEIGHTS_NAME, later=later)
-    load_into(run.module, weights, where=file)
+    load = run.engine.load_weights if run.engine.gathers_state else None
+    load_into(run.module, weights, where=file, load=load)
     if "switches" in state:  # checkpoints of earlier releases do not have it
         load_switches(run.module, run.saving.begun, state["switches"], tell=run.rank == 0)
     if differs := reader.has_weights(TRAINED_NAME):
@@ -669,7 +688,7 @@ def load_run(
             with reading(f"The state of {callback.state_key} in {path}", _UNFIT):
                 _restore_callback(run, callback, state["callbacks"][callback.state_key])
     if differs:
-        load_into(run.module, weights, where=path / TRAINED_NAME)
+        load_into(run.module, weights, where=path / TRAINED_NAME, load=load)
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, run.module, state["extra"])
     with reading(f"The states of the processes in {path}", _UNFIT):

@@ -6,7 +6,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -219,8 +219,12 @@ def prepare_optimizers(
             engine.prepare_optimizer(optimizer),
             precision=accelerator.precision,
             reduce=engine.reduce_gradients,
+            driver=engine.optimizer_driver,
         )
         for optimizer in optimizers
+    ]
+    schedulers = [
+        replace(entry, scheduler=engine.prepare_scheduler(entry.scheduler)) for entry in schedulers
     ]
     return prepared, entries, schedulers
 
@@ -472,7 +476,7 @@ def choose_start(
             module.
     """
     check_rank_consistency(context.settings, context.callbacks, ckpt_path)
-    if context.accelerator.engine.mesh is not None:
+    if context.accelerator.engine.mesh is not None or context.accelerator.engine.gathers_state:
         check_shared_disk(context.project.on_each_node)
         check_sharded(context.callbacks)
     on_all(lambda: to_manifest(module), "fit")  # fail before the first step, not at the first save

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,25 @@ from trainer.state import GradientState, PartialState
 _NOT_COPIED = ("_gradient_state", "step", "before_step")
 
 
+class OptimizerDriver(Protocol):
+    """Makes the updates of optimizers whose state it has; an engine.
+
+    The optimizers keep the user's parameter groups, whose options count at each update.
+    """
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        """Make an update."""
+
+    def optimizer_zero_grad(self, optimizer: Optimizer) -> None:
+        """Drop the gradients."""
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state on rank 0, and no tensors on the others; collective."""
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load such a state, given on each process; collective."""
+
+
 class AcceleratedOptimizer(Optimizer):
     """A wrapper of an optimizer that steps only at the end of a gradient accumulation window.
 
@@ -34,6 +53,7 @@ class AcceleratedOptimizer(Optimizer):
         precision: Unscales gradients, and skips updates whose gradients overflowed (fp16).
         reduce: Called with the wrapped optimizer before each update, to average its gradients over
             the ranks; None if the engine does that.
+        driver: Makes its updates and has its state; None if it does.
 
     Attributes:
         optimizer: The user's optimizer.
@@ -53,12 +73,14 @@ class AcceleratedOptimizer(Optimizer):
         *,
         precision: Precision,
         reduce: Callable[[Optimizer], None] | None = None,
+        driver: OptimizerDriver | None = None,
     ) -> None:
         # Do not call Optimizer.__init__: the parameters are the wrapped optimizer's.
         self.optimizer = optimizer
         self._precision = precision
         precision.watch(optimizer)
         self._reduce = reduce
+        self._driver = driver
         self._reduced = False
         self._gradient_state = GradientState()
         self._skipped: bool | Tensor = False
@@ -138,10 +160,15 @@ class AcceleratedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict."""
+        if self._driver is not None:
+            return self._driver.optimizer_state_dict(self.optimizer)
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state dict."""
+        if self._driver is not None:
+            self._driver.load_optimizer_state_dict(self.optimizer, state_dict)
+            return
         self.optimizer.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -154,6 +181,9 @@ class AcceleratedOptimizer(Optimizer):
         if not self._gradient_state.sync_gradients:
             return
         self._reduced = False
+        if self._driver is not None:
+            self._driver.optimizer_zero_grad(self.optimizer)
+            return
         zero = getattr(self.optimizer.zero_grad, "__func__", None)
         if zero is Optimizer.zero_grad and set_to_none is not False:
             # The same without torch's profiler section, which costs more than a small model's step.
@@ -202,7 +232,9 @@ class AcceleratedOptimizer(Optimizer):
             self._note_call()
             return None
         returned = None
-        if not self._updates_in_backward:
+        if self._driver is not None:
+            self._drive(self._driver, closure)
+        elif not self._updates_in_backward:
             if self._reduce is not None and closure is not None:
                 closure = partial(self._call_together, closure)
             elif self._reduce is not None:
@@ -223,6 +255,22 @@ class AcceleratedOptimizer(Optimizer):
         self._reduced = False
         self.steps += 1
         return returned
+
+    def _drive(self, driver: OptimizerDriver, closure: Callable[[], Any] | None) -> None:
+        """Let the driver make an update.
+
+        Raises:
+            ValueError: There is a closure, which it would not call.
+        """
+        if closure is not None:
+            raise ValueError(
+                "step was called with a closure, which DeepSpeed's step does not call: call "
+                "backward, and then step() without one."
+            )
+        if self.before_step is not None:
+            self.before_step(self)
+        driver.optimizer_step(self.optimizer)
+        self._skipped = False
 
     def _call_together(self, closure: Callable[[], Any]) -> Any:
         """Call a closure, and average its gradients and its loss over the ranks; collective.

@@ -10,7 +10,7 @@ from typing import Any
 from trainer.ported.hooks import MANUAL
 
 _NOTHING = "leave it out"
-_NO_ENGINE = f"{_NOTHING}: DeepSpeed is not supported yet; fsdp_plugin shards a model"
+_NO_ENGINE = "deepspeed_plugin=DeepSpeedPlugin(zero_stage=...), under trainer launch"
 _SHARDED = "fsdp_plugin=FullyShardedDataParallelPlugin(...), under trainer launch"
 _NO_SUCH_DEVICE = f"{_NOTHING}: such devices are not supported"
 _FIND_UNUSED = "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"

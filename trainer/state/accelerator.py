@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from trainer import environment
+from trainer.checks import choice_error
 from trainer.configuration import check_not_fp8
+from trainer.deepspeed_plugin import DeepSpeedPlugin
 from trainer.enums import DistributedType, PrecisionType
 from trainer.plugins import TorchDynamoPlugin
 from trainer.state.partial import PartialState
 
 _PLUGINS = (
     "dynamo_plugin",
-    "deepspeed_plugin",
+    "deepspeed_plugins",
     "fsdp_plugin",
     "megatron_lm_plugin",
     "parallelism_config",
@@ -32,7 +34,7 @@ class AcceleratorState(PartialState):
         cpu: See `PartialState`.
         dynamo_plugin: The settings of ``torch.compile`` of the first `Accelerator`; each later one
             has its own. None takes the settings from the environment.
-        deepspeed_plugin: The settings of the DeepSpeed engine.
+        deepspeed_plugin: The settings of DeepSpeed, or several by name; the first is in use.
         fsdp_plugin: The settings of the FSDP engine.
         megatron_lm_plugin: The settings of the Megatron-LM engine.
         parallelism_config: The sizes of the device mesh over which models are sharded and split.
@@ -54,7 +56,7 @@ class AcceleratorState(PartialState):
     )
 
     dynamo_plugin: Any
-    deepspeed_plugin: Any
+    deepspeed_plugins: dict[str, DeepSpeedPlugin] | None
     fsdp_plugin: Any
     megatron_lm_plugin: Any
     parallelism_config: Any
@@ -67,7 +69,7 @@ class AcceleratorState(PartialState):
         mixed_precision: str | None = None,
         cpu: bool = False,
         dynamo_plugin: Any = None,
-        deepspeed_plugin: Any = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         fsdp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
         parallelism_config: Any = None,
@@ -77,9 +79,12 @@ class AcceleratorState(PartialState):
         self.__dict__ = AcceleratorState._shared_state
         if _from_accelerator:  # so that its loaders get the same seeds as in a new process
             PartialState._shared_state.pop("_seeds_taken", None)
+        by_name = deepspeed_plugin
+        if isinstance(deepspeed_plugin, DeepSpeedPlugin):
+            by_name = {"": deepspeed_plugin}
         given = (
             dynamo_plugin,
-            deepspeed_plugin,
+            by_name,
             fsdp_plugin,
             megatron_lm_plugin,
             parallelism_config,
@@ -104,6 +109,12 @@ class AcceleratorState(PartialState):
         self.__dict__.update(plugins, _mixed_precision=mixed_precision)
         if self.is_fsdp2:  # `PartialState` keeps the kind of device
             self.__dict__["distributed_type"] = DistributedType.FSDP
+        if self.deepspeed_plugins:
+            self.__dict__["distributed_type"] = DistributedType.DEEPSPEED
+        for plugin in (self.deepspeed_plugins or {}).values():
+            plugin.set_mixed_precision(mixed_precision)
+        if self.deepspeed_plugins:
+            self.select_deepspeed_plugin(next(iter(self.deepspeed_plugins)))
 
     def _check_same(self, mixed_precision: str | None, plugins: dict[str, Any]) -> None:
         """Raise if a later instance asks for settings that differ from the first one's."""
@@ -132,6 +143,31 @@ class AcceleratorState(PartialState):
         """Whether the first `Accelerator` shards models over several processes."""
         sharded = self.fsdp_plugin is not None or self.parallelism_config is not None
         return sharded and self.use_distributed
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The settings of DeepSpeed in use; None without DeepSpeed."""
+        return next(
+            (each for each in (self.deepspeed_plugins or {}).values() if each.selected), None
+        )
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """Return one of several plugins, by its name in `deepspeed_plugins`.
+
+        Raises:
+            ValueError: There is none of that name.
+        """
+        plugins = self.deepspeed_plugins or {}
+        if name not in plugins:
+            raise ValueError(choice_error("The name of a DeepSpeedPlugin", name, plugins))
+        return plugins[name]
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Use one of several plugins for the models that are prepared next."""
+        chosen = self.get_deepspeed_plugin(name)
+        for each in (self.deepspeed_plugins or {}).values():
+            each._unselect()
+        chosen.select(_from_accelerator_state=True)
 
     @property
     def use_ipex(self) -> bool:

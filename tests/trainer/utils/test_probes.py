@@ -17,10 +17,10 @@ def test_packages_are_there_or_not():
     )
     assert utils.is_wandb_available() == (find_spec("wandb") is not None)
     assert utils.is_comet_ml_available() == (find_spec("comet_ml") is not None)
+    assert utils.is_deepspeed_available() == (find_spec("deepspeed") is not None)
 
 
 def test_what_cannot_be_used_yet_is_not_there():
-    assert not utils.is_deepspeed_available()
     assert not utils.is_npu_available(check_device=True)
     assert not utils.is_torch_xla_available(check_is_tpu=True)
 

@@ -1,0 +1,427 @@
+"""Training on DeepSpeed's ZeRO equals that of one process on the whole batches, and resumes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import Callback
+from tests.distributed.test_fsdp import X, Y
+from tests.distributed.test_fsdp_promises import (
+    Evaluated,
+    Nan,
+    NanGradient,
+    Net,
+    NoItemsOnRank1,
+    Tokens,
+    loader,
+    optimized,
+)
+from tests.helpers.ranks import RankError
+from trainer import Accelerator, DeepSpeedPlugin, Trainer, TrainModule
+from trainer.checkpoint.weights import load_weights
+from trainer.utils import DummyOptim, DummyScheduler
+
+DATA = TensorDataset(X, Y)
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def plugin(stage: int, **options: Any) -> DeepSpeedPlugin:
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:  # else the parameters of a model so small stay whole
+        zero |= {"stage3_param_persistence_threshold": 0}
+    return DeepSpeedPlugin(hf_ds_config={"zero_optimization": {**zero, **options}})
+
+
+class State(Callback):
+    """Keeps the whole weights, and the optimizer's state, of the end of a fit; rank 0's alone."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.optimizer: dict[str, Any] = {}
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        engine = trainer._fit.engine
+        self.weights = engine.full_state_dict(module)
+        self.optimizer = trainer.optimizers[0].state_dict()["state"]
+
+
+def fit(
+    folder: Path,
+    stage: int | None = None,
+    module: type[Net] = Net,
+    data: Any = DATA,
+    **options: Any,
+) -> Any:
+    """Train on batches that are as large over all processes; return rank 0's state."""
+    given = options.pop("plugin", None if stage is None else plugin(stage))
+    batch, resumes = options.pop("batch", 8), options.pop("ckpt_path", None)
+    shuffle = options.pop("shuffle", False)
+    options = {"max_epochs": 1, "checkpointing": False, "log_every": 1, "seed": 3, **options}
+    state, model = State(), module()
+    own = Trainer(
+        cpu=True,
+        progress_bar=False,
+        project_dir=folder,
+        deepspeed_plugin=given,
+        callbacks=[state],
+        **options,
+    )
+    own.fit(
+        model,
+        DataLoader(data, batch // world(), shuffle=shuffle),
+        DataLoader(data, batch // world()),
+        ckpt_path=resumes,
+    )
+    metrics = {name: float(value) for name, value in own.callback_metrics.items()}
+    return state.weights, metrics, state.optimizer, own.skipped_updates
+
+
+def assert_equal(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    """Assert that rank 0 has these weights, and all ranks these metrics."""
+    torch.testing.assert_close(found[0][0], expected[0], rtol=0, atol=tolerance)
+    for each in found:
+        assert each[1] == pytest.approx(expected[1], abs=tolerance)
+        assert each[3] == expected[3]
+
+
+STAGES = [0, 1, 2, 3]
+PLANS: dict[str, tuple[type[Net], int, dict[str, Any]]] = {
+    "clipped": (Net, 44, {"max_grad_norm": 0.1}),
+    "accumulated": (Net, 44, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}),
+    "short last window": (Net, 44, {"gradient_accumulation_steps": 5}),
+    "tokens": (
+        Tokens,
+        44,
+        {"gradient_accumulation_steps": 4, "max_grad_norm": 0.2},
+    ),
+    "rank without items": (NoItemsOnRank1, 44, {"gradient_accumulation_steps": 2}),
+    "rank without a batch in the first step": (Net, 4, {}),
+    "bad loss skipped": (Nan, 44, {"non_finite": "skip"}),
+    "bad gradient skipped": (NanGradient, 44, {"non_finite": "skip"}),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_it_trains_as_one_process_on_the_whole_batches(ranks2, plan, stage, tmp_path):
+    module, samples, options = PLANS[plan]
+    data = TensorDataset(X[:samples], Y[:samples])
+    expected = fit(tmp_path / "one", None, module, data, **options)
+    found = ranks2(lambda: fit(tmp_path / "two", stage, module, data, **options))
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bfloat16_trains_alike_and_float32_weights_are_updated(ranks2, stage, tmp_path):
+    options = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    expected = fit(tmp_path / "one", **options)
+    found = ranks2(lambda: fit(tmp_path / "two", stage, **options))
+    assert_equal(found, expected, 2e-2)
+    assert {each.dtype for each in found[0][0].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_optimizers_state_may_be_in_host_memory(ranks2, stage, tmp_path):
+    expected = fit(tmp_path / "one", max_grad_norm=0.2, gradient_accumulation_steps=2)
+    given = plugin(stage, offload_optimizer={"device": "cpu"})
+    found = ranks2(
+        lambda: fit(
+            tmp_path / "two", plugin=given, max_grad_norm=0.2, gradient_accumulation_steps=2
+        )
+    )
+    assert_equal(found, expected)
+
+
+class Adam(Net):
+    """With dropout and a schedule, so that a resumed run needs all of its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.drop(x))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
+        return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "no"), (2, "bf16"), (3, "no")])
+def test_a_resumed_run_is_bit_identical(ranks2, stage, precision, tmp_path):
+    options = {"checkpointing": True, "shuffle": True, "mixed_precision": precision}
+    options |= {"max_epochs": None, "num_sanity_val_steps": 0}
+
+    def run(name: str, steps: int, **more: Any) -> Any:
+        return ranks2(lambda: fit(tmp_path / name, stage, Adam, max_steps=steps, **options, **more))
+
+    whole, _ = run("whole", 8)
+    run("cut", 3)
+    found, _ = run("cut", 8, ckpt_path="auto")
+    torch.testing.assert_close(found, whole, rtol=0, atol=0)
+    files = {file.suffix for file in (tmp_path / "cut").rglob("step-*/*")}
+    assert files == {".json", ".safetensors"}
+
+
+class Plain(Adam):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Identity()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_resumes_on_other_numbers_of_processes_and_without_deepspeed(
+    ranks2, ranks3, stage, tmp_path
+):
+    def run(name: str, epochs: int, stage: int | None = stage, **more: Any) -> Any:
+        options = {"max_epochs": epochs, "checkpointing": True, **more}
+        data = TensorDataset(X[:36], Y[:36])
+        return fit(tmp_path / name, stage, Plain, data, batch=12, **options)
+
+    run("one", 1, None)
+    ranks2(lambda: run("two", 1))
+    expected = fit_all = run("whole", 2, None)
+    for name, copy in [("one", "a"), ("two", "b"), ("two", "c")]:
+        shutil.copytree(tmp_path / name, tmp_path / copy)
+    resume = {"ckpt_path": "auto"}
+    assert_equal(ranks3(lambda: run("a", 2, **resume)), expected, 1e-4)
+    assert_equal(ranks3(lambda: run("b", 2, **resume)), expected, 1e-4)
+    assert_equal([run("c", 2, None, **resume)], fit_all, 1e-4)
+
+
+# -- evaluation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fits", [0, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluation_of_batches_that_do_not_divide_is_exact(ranks2, fits, stage, tmp_path):
+    def run(name: str) -> Any:
+        options = {"deepspeed_plugin": plugin(stage)} if world() > 1 else {}
+        own = Trainer(
+            cpu=True,
+            progress_bar=False,
+            project_dir=tmp_path / name,
+            max_epochs=1,
+            checkpointing=False,
+            **options,
+        )
+        model = Evaluated()
+        several = [loader(TensorDataset(X[:n], Y[:n])) for n in (3, 20, 44)]
+        for _ in range(fits):
+            own.fit(model, loader(), several)
+        metrics = own.validate(model, several), own.test(model, several[0])
+        predicted = own.predict(model, several[1])
+        return metrics, None if predicted is None else torch.cat(predicted)
+
+    expected = run("one")
+    first, second = ranks2(lambda: run("two"))
+    torch.testing.assert_close(first, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(second[0], expected[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_bad_number_on_one_rank_stops_all(ranks2, stage, tmp_path):
+    def stopped() -> str:
+        with pytest.raises(FloatingPointError) as caught:
+            fit(tmp_path, stage, NanGradient)
+        return str(caught.value)
+
+    for message in ranks2(stopped):
+        assert "update 2" in message or "step 2" in message
+
+
+# -- an own loop --------------------------------------------------------------------------------
+
+
+def train(stage: int | None, folder: Path, steps: range, precision: str = "no") -> Any:
+    options = {} if stage is None else {"deepspeed_plugin": plugin(stage)}
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        mixed_precision=precision,
+        scheduler_tick="update",
+        **options,
+    )
+    model = Plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=8)
+    loader = DataLoader(TensorDataset(X[:40], Y[:40]), 4 // world())
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    if steps.start:
+        accelerator.load_state(folder)
+    norms = []
+    for step, (x, y) in enumerate(loader):
+        if step not in steps:
+            continue
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    accelerator.save_state(folder)
+    weights = accelerator.get_state_dict(model)
+    accelerator.save_model(model, folder / "model")
+    return weights, norms, schedule.get_last_lr()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_own_loop_trains_saves_and_resumes_as_one_process(ranks2, stage, tmp_path):
+    expected = train(None, tmp_path / "one", range(10))
+    found = ranks2(lambda: train(stage, tmp_path / "two", range(10)))
+    torch.testing.assert_close(found[0][0], expected[0], rtol=0, atol=2e-5)
+    assert found[0][1] == pytest.approx(expected[1], abs=1e-6)
+    torch.testing.assert_close(load_weights(tmp_path / "two" / "model"), found[0][0])
+    ranks2(lambda: train(stage, tmp_path / "cut", range(4)))
+    again = ranks2(lambda: train(stage, tmp_path / "cut", range(4, 10)))
+    torch.testing.assert_close(again[0][0], found[0][0], rtol=0, atol=0)
+    assert again[0][1] == found[0][1][2:]
+
+
+def test_nothing_is_compiled_and_one_process_will_do(ranks, tmp_path):
+    def built() -> list[str]:
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path / "extensions")
+        try:
+            for stage in STAGES:
+                fit(tmp_path / str(stage), stage, max_epochs=None, max_steps=1)
+        finally:
+            del os.environ["TORCH_EXTENSIONS_DIR"]
+        return os.listdir(tmp_path)
+
+    assert "extensions" not in ranks(1)(built)[0]
+
+
+# -- the configuration ---------------------------------------------------------------------------
+
+CONFIG = {
+    "zero_optimization": {"stage": 2},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_clipping": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+            "warmup_type": "linear",
+        },
+    },
+}
+
+
+class Configured(Plain):
+    """The optimizer and the schedule are those of the configuration."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = DummyOptim(self.parameters(), lr=2e-2, weight_decay=0.1)
+        schedule = DummyScheduler(optimizer, total_num_steps=6, warmup_num_steps=2)
+        return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
+
+
+class Written(Plain):
+    """The same, written with torch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=2e-2, weight_decay=0.1)
+        rates = [0.0, 0.0, 0.5, 1.0, 0.75, 0.5, 0.25]  # DeepSpeed counts its first step as 0
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__)
+        return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
+
+
+def test_the_optimizer_and_the_schedule_may_be_the_configurations(ranks2, tmp_path):
+    expected = fit(tmp_path / "one", None, Written)
+    found = ranks2(
+        lambda: fit(tmp_path / "two", None, Configured, plugin=DeepSpeedPlugin(hf_ds_config=CONFIG))
+    )
+    assert_equal(found, expected, 2e-5)
+
+
+def test_one_of_several_plugins_is_selected(ranks2):
+    def select() -> list[Any]:
+        plugins = {"student": plugin(1), "teacher": plugin(3)}
+        accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins)
+        found = [accelerator.deepspeed_plugin is plugins["student"]]
+        assert accelerator.state.get_deepspeed_plugin("teacher") is plugins["teacher"]
+        model = Net()
+        model, _ = accelerator.prepare(model, model.configure_optimizers())
+        found.append(hasattr(next(model.parameters()), "ds_id"))
+        accelerator.state.select_deepspeed_plugin("teacher")
+        other, teacher = Accelerator(), Net()
+        teacher = other.prepare_model(teacher, evaluation_mode=True)
+        found.append(hasattr(next(teacher.parameters()), "ds_id"))
+        with torch.no_grad():
+            same = torch.allclose(teacher(X), Net()(X))
+        with pytest.raises(ValueError, match=r"'pupil'.*'student', 'teacher'"):
+            other.state.select_deepspeed_plugin("pupil")
+        return [*found, same, str(other.distributed_type)]
+
+    assert ranks2(select) == [[True, False, True, True, "DistributedType.DEEPSPEED"]] * 2
+
+
+# -- what cannot work is refused ----------------------------------------------------------------
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Two(Net):
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return torch.optim.SGD([first], 0.1), torch.optim.SGD(others, 0.1)
+
+
+class Unfreezes(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.last.requires_grad_(self.trainer.current_epoch > 0)
+
+
+REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
+    "manual": (Manual, {}, "automatic_optimization = False, but DeepSpeed"),
+    "optimizers": (Two, {}, "DeepSpeed has one optimizer"),
+    "Adafactor": (optimized(torch.optim.Adafactor), {}, "Adafactor cannot update flat"),
+    "values": (Net, {"max_grad_value": 0.1}, "clips gradients by their norm only"),
+    "unfrozen": (Unfreezes, {"max_epochs": 2}, "last.weight, last.bias were added, frozen or"),
+    "fp16": (Net, {"mixed_precision": "fp16"}, "'fp16', whose loss scaling is not supported"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_work_is_refused_by_name(ranks2, what, tmp_path):
+    module, options, message = REFUSED[what]
+    with pytest.raises(RankError, match=message):
+        ranks2(lambda: fit(tmp_path, 2, module, **options))
+
+
+def test_the_state_inside_a_window_is_refused(ranks2, tmp_path):
+    def save() -> None:
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin(2))
+        model = Net()
+        model, _ = accelerator.prepare(model, model.configure_optimizers())
+        accelerator.backward(model(X).sum())
+        accelerator.save_state(tmp_path / "state")
+
+    with pytest.raises(RankError, match="gradients that no update has used"):
+        ranks2(save)

@@ -1,0 +1,833 @@
+"""DeepSpeed's ZeRO: optimizer state, gradients and parameters are partitioned over the processes.
+
+Stage 0 is data parallelism. Stage 1 partitions the optimizer's state, stage 2 also the gradients,
+and stage 3 also the parameters, which each module gathers before its forward and backward passes
+(Rajbhandari et al., "ZeRO", SC 2020). In bf16 the module computes with bfloat16 weights, and the
+optimizer updates float32 ones.
+
+DeepSpeed's own step unscales, clips and updates at once. So factors and limits are collected here,
+and the optimizer's `step` hands them over. Windows of micro-batches are Cadence's: every backward
+pass is one inside a window for DeepSpeed, and `_end_window` reduces what is left to reduce.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer import environment
+from trainer.deepspeed_plugin import DummyOptim, DummyScheduler
+from trainer.distributed.collectives import broadcast
+from trainer.distributed.step_sync import StepStats, StepSync
+from trainer.distributed.transport import send, sum_numbers
+from trainer.engines.base import EngineOptions
+from trainer.engines.single import SingleDevice
+from trainer.enums import DistributedType
+from trainer.names import bare_names, unwrapped
+from trainer.optim.lomo import is_lomo
+from trainer.tree import map_tree
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+# These look at whole tensors; DeepSpeed gives them parts of a flat vector.
+_NEED_WHOLE_TENSORS = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """Import DeepSpeed, so that it compiles nothing and uses this device.
+
+    Raises:
+        ImportError: It is not installed.
+        ValueError: It was imported for another kind of device.
+    """
+    try:
+        with environment.patch_environment(
+            **({"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {})
+        ):
+            import deepspeed
+            from deepspeed.accelerator import get_accelerator
+
+            kind = get_accelerator().device_name()
+    except ImportError as error:
+        raise ImportError(
+            "deepspeed_plugin asks for DeepSpeed, which is not installed: "
+            "pip install 'cadence-trainer[deepspeed]'."
+        ) from error
+    if kind != device.type:
+        raise ValueError(
+            f"DeepSpeed was imported for {kind!r} devices, but this run uses {device.type!r}: "
+            "import it after the Accelerator or the Trainer is created."
+        )
+    # An all-reduce through shared memory, which would be compiled at the first start.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+class _Stage(nn.Module):
+    """The module that DeepSpeed wraps: calls any function of the user's module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+
+class _Prepared(nn.Module):
+    """What an own loop calls: the user's module, run by DeepSpeed once it has an optimizer."""
+
+    wrapped_child = "module"  # see `trainer.names.wrapped_child`
+
+    def __init__(self, module: nn.Module, engine: ZeroRedundancy) -> None:
+        super().__init__()
+        self.module = module
+        vars(self)["engine"] = engine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        engine: ZeroRedundancy = vars(self)["engine"]
+        return engine.run(self.module, *args, **kwargs)
+
+
+class ZeroRedundancy(SingleDevice):
+    """Engine on DeepSpeed; see `trainer.engines.base.Engine` for the methods.
+
+    It has one model and its optimizer.
+    """
+
+    distributed_type: DistributedType | None = DistributedType.DEEPSPEED
+    gathers_state = True
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        assert options.deepspeed_plugin is not None
+        self.plugin = options.deepspeed_plugin
+        self.stage = self.plugin.stage
+        # A backward pass of stages 2 and 3 reduces gradients, in the order in which they arrive.
+        self.forward_is_collective = self.stage >= 2
+        if options.mixed_precision == "fp16":
+            raise NotImplementedError(
+                "mixed_precision is 'fp16', whose loss scaling is not supported with DeepSpeed: "
+                "use 'bf16' or 'no'."
+            )
+        self._half = options.mixed_precision == "bf16"
+        self._deepspeed = import_deepspeed(options.device)
+        self.optimizer_driver = self
+        self._engine: Any = None  # DeepSpeed's
+        self._stage: _Stage | None = None
+        self._client: Optimizer | None = None
+        self._undo: list[Callable[[], Any]] = []
+        self._ended = False  # whether the window's gradients are reduced
+        self._pending = False  # whether there are gradients that no step has used
+        self._scheduled = False  # whether the configuration's scheduler was prepared
+        self._factor: float | Tensor = 1.0
+        self._max_norm = 0.0
+
+    # -- placing -----------------------------------------------------------------------------------
+
+    def prepare_module(
+        self,
+        module: nn.Module,
+        *,
+        device: torch.device | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Return a wrapper, which DeepSpeed runs once the model's optimizer is prepared.
+
+        Raises:
+            ValueError: There is a model already.
+        """
+        if isinstance(module, _Prepared):
+            return module
+        super().prepare_module(module, device=device)
+        if evaluation_mode and self.stage < 3:
+            return module
+        if self._stage is not None:
+            raise ValueError(
+                f"DeepSpeed trains one model with its optimizer, and has prepared a "
+                f"{type(self._stage.module).__name__} already: use another Accelerator for the "
+                f"{type(module).__name__}, or prepare_model(model, evaluation_mode=True)."
+            )
+        self._place(module)
+        if evaluation_mode:
+            self._initialize(None)
+        return _Prepared(module, self)
+
+    def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
+        """Take the module; DeepSpeed partitions it when its optimizer is prepared.
+
+        Raises:
+            ValueError: The module is optimised manually.
+        """
+        if step_sync is not None and not getattr(module, "automatic_optimization", True):
+            raise ValueError(
+                f"{type(module).__name__} sets automatic_optimization = False, but DeepSpeed's "
+                "step reduces, clips and updates at once: leave out deepspeed_plugin, or let the "
+                "Trainer optimise."
+            )
+        super().start(module, step_sync)
+        self._place(module)
+        if self.stage == 3:
+            for name in _STEPS:
+                step = getattr(module, name)
+                self._undo.append(_putting_back(module, name))
+                vars(module)[name] = wraps(step)(partial(self.run, step))
+            if step_sync is None:
+                self._initialize(None)
+
+    def _place(self, module: nn.Module) -> None:
+        whole = [t for t in (*module.parameters(), *module.buffers()) if not hasattr(t, "ds_id")]
+        if dist.is_initialized():
+            broadcast(whole)
+        self._stage = _Stage(module)
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Partition the model and the optimizer's state.
+
+        Returns:
+            The optimizer itself, with the user's groups and parameters. DeepSpeed steps a copy of
+            it, which takes the options of the groups before each step.
+
+        Raises:
+            ValueError: The optimizer needs whole tensors, has parameters that the model has not, or
+                is the second one; or there is no model yet.
+        """
+        if self._stage is None:
+            raise ValueError(
+                "DeepSpeed partitions a model together with its optimizer: prepare the model "
+                "first, or both in one call."
+            )
+        if self._client is not None:
+            raise ValueError(
+                f"DeepSpeed has one optimizer, a {type(self._client).__name__}, and was given "
+                f"another, a {type(optimizer).__name__}: put all parameters into groups of one."
+            )
+        names = {kind.__name__ for kind in type(optimizer).__mro__} & _NEED_WHOLE_TENSORS
+        if names or is_lomo(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot update flat parts of parameters, as DeepSpeed "
+                "has them, because it needs whole tensors. Use AdamW or SGD, or train without "
+                "deepspeed_plugin."
+            )
+        module = self._stage.module
+        own = set(map(id, module.parameters()))
+        for group in optimizer.param_groups:
+            if unknown := [tuple(p.shape) for p in group["params"] if id(p) not in own]:
+                raise ValueError(
+                    f"The optimizer has parameters of the shapes {unknown} that "
+                    f"{type(module).__name__} has not: DeepSpeed could not partition them. "
+                    "Assign them to an attribute of the model."
+                )
+        self._client = optimizer
+        self._initialize(optimizer)
+        return optimizer
+
+    def _initialize(self, optimizer: Optimizer | None) -> None:
+        assert self._stage is not None
+        config = self.plugin.final_config(self._stage.module, optimizer, bf16=self._half)
+        _quieten(config)
+        if not dist.is_initialized():  # with one process
+            kind = "nccl" if self.options.device.type == "cuda" else "gloo"
+            store = dist.HashStore()  # type: ignore[attr-defined]  # not in its __all__
+            dist.init_process_group(kind, store=store, rank=0, world_size=1)
+        with environment.patch_environment(**_location()):
+            self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+            self._engine, *_ = self._deepspeed.initialize(
+                model=self._stage, config=config, **_optimizer_arguments(optimizer)
+            )
+        self._zero = self._engine.optimizer
+        if optimizer is not None:
+            self._trains = {id(p) for g in self._groups for p in _trained(g["params"])}
+            if isinstance(optimizer, DummyOptim):
+                for group, made in zip(self._groups, self._basic.param_groups, strict=True):
+                    group.update({key: value for key, value in made.items() if key != "params"})
+        if self.stage == 3:
+            # Parameters that the module uses outside a submodule's forward.
+            for parameter in self._stage.module.parameters(recurse=False):
+                self._deepspeed.zero.register_external_parameter(self._stage, parameter)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Return the configuration's scheduler in the place of `DummyScheduler`."""
+        if not isinstance(scheduler, DummyScheduler):
+            return scheduler
+        self._scheduled = True
+        return scheduler.make(self.plugin, self._client or scheduler.optimizer)
+
+    # -- the steps ---------------------------------------------------------------------------------
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the user's module, and let DeepSpeed see its output."""
+        if self._engine is None:
+            return function(*args, **kwargs)
+        if self.stage < 3 and not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        return self._engine(function, *args, **kwargs)
+
+    def forward(self, name: str, *args: Any) -> Any:
+        """Call a method of the user's module by name."""
+        step = getattr(self.module, name)
+        return step(*args) if self.stage == 3 else self.run(step, *args)
+
+    def begin_micro_batch(self, *, sync: bool) -> None:  # noqa: ARG002 - an interface
+        """Drop gradients of a window whose update was skipped."""
+        if self._ended:
+            self.optimizer_zero_grad()
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Do nothing: gradients are reduced when they are needed, or as ZeRO needs it."""
+        return SingleDevice.trigger_sync(self, module)
+
+    def backward(
+        self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
+    ) -> float | Tensor:
+        """Accumulate the gradients of a micro-batch."""
+        if self._ended:
+            self.optimizer_zero_grad()
+        self._pending = True
+        self._engine.set_gradient_accumulation_boundary(False)
+        self._engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
+        if stats is None:
+            return 0.0
+        self._end_window()
+        return self.sync_stats(stats)
+
+    def dummy_step(
+        self, rerun: Callable[[], Tensor], stats: StepStats | None = None
+    ) -> float | Tensor:
+        """Contribute zero gradients; stages 2 and 3 run a dummy batch, to join the collectives."""
+        if self.forward_is_collective:
+            with self.dummy():
+                self.backward(rerun())
+        if stats is None:
+            return 0.0
+        self._end_window()
+        return self.sync_stats(stats)
+
+    @contextmanager
+    def dummy(self) -> Iterator[None]:
+        """Make the gradients of all parameters zero in backward passes inside the block.
+
+        They are replaced, not multiplied: infinity × 0 is NaN.
+        """
+        assert self._stage is not None
+        parameters = [p for p in self._stage.parameters() if id(p) in self._trains]
+        handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _end_window(self) -> None:
+        """Reduce the gradients of a window; collective, once a window."""
+        if self._ended:
+            return
+        self._ended = self._pending = True
+        self._engine.set_gradient_accumulation_boundary(True)
+        if self.stage >= 2:
+            self._zero.finalize_gradient_accumulation_boundary()
+            return
+        if self.stage == 1:
+            assert self._stage is not None
+            self._zero.setup_buckets()
+            # Each process reduces the same tensors, whatever its loss depends on.
+            for parameter in self._stage.parameters():
+                if id(parameter) in self._trains and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        self._engine.allreduce_gradients()
+
+    def sync_stats(self, stats: StepStats) -> float | Tensor:
+        """All-reduce the step stats of a window."""
+        total = self.step_sync.sync_vector(stats)
+        sum_numbers(total)
+        return self.step_sync.count(total)
+
+    def check_unknown_parameters(self) -> None:
+        """Check that the same parameters are trained as when they were partitioned.
+
+        Raises:
+            RuntimeError: Some were added, frozen or unfrozen.
+        """
+        if self._client is None:
+            return
+        groups = self._client.param_groups
+        now = {id(p) for group in groups for p in _trained(group["params"])}
+        if now != self._trains:
+            assert self._stage is not None
+            named = bare_names(self._stage.module, self._stage.module.named_parameters())
+            changed = [name for name, p in named if (id(p) in now) != (id(p) in self._trains)]
+            raise RuntimeError(
+                f"{', '.join(changed) or 'Parameters'} were added, frozen or unfrozen after "
+                "DeepSpeed has partitioned the model and its optimizer: decide what is trained in "
+                "configure_model or configure_optimizers, or before prepare."
+            )
+
+    def begin_epoch(self) -> None:
+        """See `check_unknown_parameters`."""
+        self.check_unknown_parameters()
+
+    # -- the update --------------------------------------------------------------------------------
+
+    @property
+    def _plain(self) -> bool:
+        """Whether gradients are in the parameters, in float32."""
+        return self.stage == 0 and not self._half
+
+    def scale_gradients_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+        """Multiply all gradients, when the optimizer steps."""
+        if self._plain:
+            super().scale_gradients_(parameters, factor)
+        else:
+            self._factor = self._factor * factor
+
+    def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
+        """Return whether a gradient is NaN or infinite on any process."""
+        self._end_window()
+        if self.stage == 0:
+            return super().found_non_finite(parameters)
+        return bool(self._zero.has_overflow())
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip when the optimizer steps; return the norm before.
+
+        Raises:
+            NotImplementedError: DeepSpeed has no such norm, or these are not all parameters.
+        """
+        self._end_window()
+        if self._plain:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        chosen = {id(parameter) for parameter in parameters} & self._trains
+        if not chosen:
+            return torch.zeros((), device=self.options.device)
+        if norm_type != 2.0 or chosen != self._trains:
+            what = "some parameters" if norm_type == 2.0 else f"norm_type={norm_type}"
+            raise NotImplementedError(
+                f"Gradients are to be clipped by the norm of {what}, but DeepSpeed clips by the "
+                "2-norm of all trained parameters: pass model.parameters()."
+            )
+        if self.plugin.clips_at not in (0.0, max_norm):
+            raise ValueError(
+                f"Gradients are to be clipped at a norm of {max_norm}, but gradient_clipping of "
+                f"the DeepSpeed configuration is {self.plugin.clips_at}: set it to 'auto'."
+            )
+        self._max_norm = float(max_norm)
+        if self.stage == 0:
+            gradients = [p.grad for g in self._groups for p in g["params"] if p.grad is not None]
+            return torch.nn.utils.get_total_norm(gradients) * self._factor
+        squares = torch.stack([part.double().square().sum() for part in self._gradient_parts()])
+        total = squares.sum().to(self.options.device)
+        dist.all_reduce(total)
+        return (total.sqrt() * self._factor).float()
+
+    def _gradient_parts(self) -> Iterator[Tensor]:
+        """Yield the gradients that this process holds."""
+        if self.plugin.offload_optimizer_device != "none":
+            for flat in dict.fromkeys(self._flats().values()):
+                assert flat.grad is not None
+                yield flat.grad
+        elif self.stage == 3:
+            yield self._zero.grad_partitions_flat_buffer
+        else:
+            yield from chain(*self._zero.averaged_gradients.values())
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
+        """Limit the magnitude of each element of the gradients.
+
+        Raises:
+            NotImplementedError: DeepSpeed keeps the gradients to itself.
+        """
+        self._end_window()
+        if not self._plain:
+            raise NotImplementedError(
+                "DeepSpeed clips gradients by their norm only: use max_grad_norm or "
+                "clip_grad_norm_ instead of a limit on each value."
+            )
+        super().clip_grad_value_(parameters, max_value)
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - there is one
+        """Make an update, with the factor and the limit that were asked for; collective."""
+        self.check_unknown_parameters()
+        if not self._scheduled and "scheduler" in self.plugin.deepspeed_config:
+            raise ValueError(
+                "The DeepSpeed configuration has a scheduler, which nothing advances: prepare a "
+                "DummyScheduler(optimizer), or return it from configure_optimizers."
+            )
+        self._end_window()
+        for own, group in zip(self._basic.param_groups, self._groups, strict=True):
+            own.update({key: value for key, value in group.items() if key != "params"})
+        limit = self._max_norm or self.plugin.clips_at
+        scale = 1.0 / self._factor
+        if self.stage:
+            self._zero.clip_grad = limit
+            self._zero.custom_loss_scaler, self._zero.external_loss_scale = True, scale
+        elif self._half:
+            self._zero.clip_grad = limit
+            self._zero.loss_scale_config.cur_scale = scale
+        elif limit and not self._max_norm:
+            super().clip_grad_norm_(chain(*(g["params"] for g in self._groups)), limit)
+        self._engine.step()
+        if self.stage:
+            self._zero.custom_loss_scaler = False
+        elif self._half:
+            self._zero.loss_scale_config.cur_scale = 1.0
+        self._begin_window()
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """The user's groups that have trained parameters; loading a state replaces them."""
+        assert self._client is not None
+        return [group for group in self._client.param_groups if _trained(group["params"])]
+
+    @property
+    def _basic(self) -> Optimizer:
+        """The optimizer that DeepSpeed steps, whose groups hold its own tensors."""
+        basic: Optimizer = getattr(self._zero, "optimizer", self._zero)
+        return basic
+
+    def optimizer_zero_grad(self, optimizer: Optimizer | None = None) -> None:  # noqa: ARG002 - there is one
+        """Drop the gradients that no step has used."""
+        if self._pending:
+            self._drop_gradients()
+        self._begin_window()
+
+    def _drop_gradients(self) -> None:
+        zero = self._zero
+        if self.stage == 0:
+            self._engine.zero_grad()
+            return
+        zero.zero_grad()  # stage 3 then overwrites the parts that it holds
+        for held in (zero.averaged_gradients, getattr(zero, "all_grad_tensors", {})):
+            held.update(dict.fromkeys(held))
+        if self.plugin.offload_optimizer_device != "none":
+            zero.reset_cpu_buffers()
+        if self.stage == 3:
+            # Parts of parameters that the next loss does not depend on are not overwritten.
+            zero.grad_partitions_flat_buffer.zero_()
+        else:
+            zero.micro_step_id = -1  # as after a step: with offload, the next gradients are first
+
+    def _begin_window(self) -> None:
+        self._ended = self._pending = False
+        self._factor, self._max_norm = 1.0, 0.0
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return whole weights on the host of rank 0, and {} elsewhere; collective.
+
+        They are the float32 ones that the optimizer updates.
+        """
+        return self._weights_of(module, self._master)
+
+    def exported_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the weights for use elsewhere; see `full_state_dict`.
+
+        They are in 16 bits if the plugin's `zero3_save_16bit_model` is True.
+        """
+        half = self.plugin.zero3_save_16bit_model
+        return self._weights_of(module, self._gathered if half else self._master)
+
+    def _weights_of(
+        self, module: nn.Module, value_of: Callable[[nn.Parameter], Tensor]
+    ) -> dict[str, Any]:
+        own = unwrapped(module)
+        whole: dict[str, Any] = {}
+        tied: dict[int, Any] = {}
+        for name, value in bare_names(own, own.state_dict(keep_vars=True).items()):
+            if id(value) not in tied:
+                here = value_of(value) if isinstance(value, nn.Parameter) else value
+                if isinstance(here, Tensor):
+                    here = here.detach().to("cpu", copy=True) if self.options.rank == 0 else None
+                tied[id(value)] = here
+            if self.options.rank == 0:
+                whole[name] = tied[id(value)]
+        return whole
+
+    def _gathered(self, parameter: nn.Parameter) -> Tensor:
+        """Return the whole values of a parameter; collective."""
+        if not hasattr(parameter, "ds_id"):
+            return parameter.detach()
+        with self._deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        """Return the float32 values that the optimizer updates; collective."""
+        if self._client is None or id(parameter) not in self._trains:
+            return self._gathered(parameter)
+        if self.stage == 0:
+            return self._masters.get(id(parameter), parameter).detach()
+        whole: Tensor = self._deepspeed.utils.safe_get_full_fp32_param(parameter)
+        return whole
+
+    @property
+    def _masters(self) -> dict[int, Tensor]:
+        """The float32 copies of stage 0 by the id of the bfloat16 parameter."""
+        if not self._half:
+            return {}
+        pairs = zip(chain(*self._zero.fp16_groups), chain(*self._zero.fp32_groups), strict=True)
+        return {id(half): master for half, master in pairs}
+
+    def load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
+        """Copy whole weights, given on each process, into a module; collective."""
+        own = unwrapped(module)
+        here = own.state_dict(keep_vars=True)
+        here |= dict(bare_names(own, here.items()))
+        with torch.no_grad():
+            for name, value in weights.items():
+                target = here[name]
+                if hasattr(target, "ds_id"):
+                    with self._deepspeed.zero.GatheredParameters([target], modifier_rank=0):
+                        target.data.copy_(value)
+                else:
+                    target.data.copy_(value)
+                if self._client is None or id(target) not in self._trains:
+                    continue
+                if self.stage:
+                    self._set(target, value)
+                elif id(target) in self._masters:
+                    self._masters[id(target)].copy_(value)
+
+    def _set(self, parameter: Any, value: Tensor, *key: str) -> None:
+        """Set the float32 values of a parameter, or those of its state, to a whole tensor."""
+        utils = self._deepspeed.utils
+        wide = value.to(self.options.device, torch.float32)
+        if self.stage < 3:
+            own, local = "full", wide
+        else:  # DeepSpeed's function for whole tensors fails where the parts are padded
+            size = parameter.ds_tensor.numel()
+            padded = nn.functional.pad(
+                wide.flatten(), (0, size * self.options.world_size - wide.numel())
+            )
+            own, local = "local", padded.narrow(0, size * self.options.rank, size)
+        what = "optimizer_state" if key else "fp32_param"
+        getattr(utils, f"safe_set_{own}_{what}")(parameter, local, *key)
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state on rank 0, as one process has it; collective."""
+        state = Optimizer.state_dict(optimizer)
+        writes = self.options.rank == 0
+        state["state"] = {}
+        for number, parameter, flat in self._numbered(optimizer):
+            own = self._basic.state.get(flat, {})
+            whole = {key: self._whole(parameter, flat, key, value) for key, value in own.items()}
+            if whole and writes:
+                state["state"][number] = map_tree(_on_host, whole)
+        return state
+
+    def _whole(self, parameter: Any, flat: Tensor, key: str, value: Any) -> Any:
+        """Return the state of one parameter from that of a flat part; collective."""
+        if self.stage == 0 or not isinstance(value, Tensor) or value.shape != flat.shape:
+            return value
+        return self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+
+    def _numbered(self, optimizer: Optimizer) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
+        """Yield the number of each trained parameter, it, and the tensor that DeepSpeed updates."""
+        flats = self._flats()
+        numbers = iter(range(sum(len(group["params"]) for group in optimizer.param_groups)))
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                number = next(numbers)
+                if id(parameter) in self._trains:
+                    yield number, parameter, flats[id(parameter)]
+
+    def _flats(self) -> dict[int, Tensor]:
+        zero = self._zero
+        if self.stage == 0:
+            masters = self._masters
+            return {id(p): masters.get(id(p), p) for g in self._groups for p in g["params"]}
+        if self.stage == 3:
+            parts = zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)
+        else:
+            parts = zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
+        return {id(parameter): flat for group, flat in parts for parameter in group}
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a state as one process has it, given on each process; collective."""
+        saved = state["state"]
+        Optimizer.load_state_dict(optimizer, {**state, "state": {}})
+        if any(saved.values()):
+            self._make_state()
+        for number, parameter, flat in self._numbered(optimizer):
+            own = self._basic.state.get(flat, {})
+            for key, value in saved.get(number, {}).items():
+                here = own.get(key)
+                if self.stage and isinstance(here, Tensor) and here.shape == flat.shape:
+                    self._set(parameter, value, key)
+                elif isinstance(here, Tensor):
+                    here.copy_(value)
+                else:
+                    own[key] = value
+
+    def _make_state(self) -> None:
+        """Let the optimizer make its state, by an update of nothing with a rate of 0."""
+        if self.stage == 0:
+            for flat in self._flats().values():
+                flat.grad = torch.zeros_like(flat)
+        else:
+            for number, flat in enumerate(dict.fromkeys(self._flats().values())):
+                zeros = torch.zeros_like(flat, dtype=self._zero.gradient_accumulation_dtype)
+                self._zero.averaged_gradients[number] = [zeros]
+        rates = [group.get("lr") for group in self._basic.param_groups]
+        for group in self._basic.param_groups:
+            group["lr"] = 0.0
+        (self._zero if self.stage else self._basic).step()
+        for group, rate in zip(self._basic.param_groups, rates, strict=True):
+            group["lr"] = rate
+        if self.stage == 0:
+            for flat in self._flats().values():
+                flat.grad = None
+
+    def settle(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
+        """Notice gradients that no update has used.
+
+        Raises:
+            RuntimeError: There are some, which DeepSpeed keeps to itself.
+        """
+        if drops_gradients:
+            self.optimizer_zero_grad()
+        elif self._pending:
+            raise RuntimeError(
+                f"{type(module).__name__} has gradients that no update has used, which DeepSpeed "
+                "keeps to itself: save after optimizer.step() at the end of a window, under "
+                "`if accelerator.sync_gradients:`."
+            )
+
+    # -- evaluation --------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluate_for_others(self) -> Iterator[None]:
+        """Announce each module of stage 3 before it gathers and releases its parameters."""
+        if self.stage < 3:
+            yield
+            return
+        assert self._stage is not None
+        handles = []
+        for index, part in enumerate(self._stage.modules()):
+            before = partial(self._announce, 2 * index)
+            after = partial(self._announce, 2 * index + 1)
+            handles.append(part.register_forward_pre_hook(before, prepend=True))
+            handles.append(part.register_forward_hook(after, prepend=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._announce(-1)
+
+    def _announce(self, event: int, *_: Any) -> None:
+        """Send an event from rank 0, which has a batch if any process has one."""
+        send(torch.tensor([event], device=self.options.device), 0)
+
+    def evaluate_without_batch(self) -> None:
+        """Gather and release the parameters of the modules that rank 0 announces."""
+        if self.stage < 3:
+            return
+        assert self._stage is not None
+        parts = list(self._stage.modules())
+        coordinator = self._offload.get_param_coordinator()
+        announced = torch.tensor([-1], device=self.options.device)
+        while True:
+            send(announced, 0)
+            event = int(announced)
+            if event < 0:
+                return
+            index, ends = divmod(event, 2)
+            if ends:
+                coordinator.release_sub_module(parts[index], forward=True)
+                continue
+            if index == 0:
+                coordinator.reset_step()
+            coordinator.trace_prologue(parts[index])
+            if coordinator.is_record_trace():
+                coordinator.record_module(parts[index])
+            coordinator.fetch_sub_module(parts[index], forward=True)
+
+    @property
+    def _offload(self) -> Any:
+        """What gathers and releases the parameters of stage 3."""
+        return getattr(self._zero, "parameter_offload", self._zero)
+
+    def broadcast_buffers(self) -> None:
+        """Broadcast rank 0's buffers to all processes."""
+        broadcast(list(self.module.buffers()))
+
+    def close(self) -> None:
+        """Leave the module to other engines; parameters of stage 3 stay partitioned."""
+        while self._undo:
+            self._undo.pop()()
+        if self._engine is not None:
+            if self.stage == 3:
+                self._offload.get_param_coordinator().reset_step()
+            self._engine.module_forward_pre_hook.remove()
+            self._engine.module_forward_post_hook.remove()
+            self._engine.destroy()
+            self._engine = None
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _trained(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def _optimizer_arguments(optimizer: Optimizer | None) -> dict[str, Any]:
+    """Return the arguments of ``deepspeed.initialize`` for an optimizer."""
+    if optimizer is None:
+        return {}
+    if not isinstance(optimizer, DummyOptim):
+        return {"optimizer": _twin(optimizer)}
+    return {
+        "model_parameters": [
+            {**group, "params": _trained(group["params"])}
+            for group in optimizer.given
+            if _trained(group["params"])
+        ]
+    }
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer of the same class, whose groups and state are its own.
+
+    Hooks and a patched ``step`` stay with the user's: DeepSpeed steps once for each of its parts.
+    """
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    twin.param_groups = [
+        {**group, "params": _trained(group["params"])}
+        for group in optimizer.param_groups
+        if _trained(group["params"])
+    ]
+    twin.state = type(optimizer.state)(dict)
+    return twin
+
+
+def _location() -> Mapping[str, str]:
+    """Return the variables from which DeepSpeed reads where a process is."""
+    from trainer.state import PartialState
+
+    return {"LOCAL_RANK": str(PartialState().local_process_index)}
+
+
+def _putting_back(module: nn.Module, name: str) -> Callable[[], Any]:
+    """Return a function that puts a module's own attribute back, or removes a later one."""
+    own = vars(module)
+    return partial(own.update, {name: own[name]}) if name in own else partial(own.pop, name)
+
+
+def _quieten(config: Mapping[str, Any]) -> None:
+    """Log DeepSpeed's warnings only, unless the configuration asks for its timers or a level."""
+    asked = ("log_level", "wall_clock_breakdown", "dump_state", "memory_breakdown")
+    if not any(config.get(name) for name in asked):
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

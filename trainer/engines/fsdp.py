@@ -307,10 +307,10 @@ class FullyShard(SingleDevice):
     def _share_generators(self) -> None:
         """Make processes that share layers draw the same numbers, such as for dropout."""
         if self._tp_mesh is not None:
-            state = [rng_state()]
+            states: list[Any] = [None] * self._tp_mesh.size()
             group = self._tp_mesh.get_group()
-            torch.distributed.broadcast_object_list(state, group=group, group_src=0)
-            load_rng_state(state[0])
+            torch.distributed.all_gather_object(states, rng_state(), group=group)
+            load_rng_state(states[0])
 
     def _prefetch(self, units: list[Any]) -> None:
         """Gather the next unit's parameters while a unit runs, if the plugin says so."""

@@ -133,6 +133,22 @@ def test_parameters_that_are_never_used_stay_as_they_are(ranks2, tmp_path):
     assert torch.equal(expected[0]["spare.first.weight"], whole(Unused())["spare.first.weight"])
 
 
+class Thaws(Net):
+    """Unfreezes a block within an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.blocks[1].requires_grad_(batch_idx >= 2)
+
+
+def test_parameters_that_are_unfrozen_within_an_epoch_are_trained(ranks2, tmp_path):
+    weights, *_ = assert_equal(ranks2, lambda name: fit(tmp_path / name, Thaws))
+    assert not torch.equal(weights["blocks.1.first.weight"], whole(Net())["blocks.1.first.weight"])
+
+
 class Normed(Net):
     def __init__(self) -> None:
         super().__init__()

@@ -107,6 +107,7 @@ class FullyShard(SingleDevice):
         self._units: list[Any] = []  # roots and the units inside them, in the same order everywhere
         self._ran: list[int] = []  # the units that ran in this window or evaluation, by index
         self._parameters: list[list[nn.Parameter]] = []  # of each unit, in automatic optimisation
+        self._trained: set[int] = set()  # ids of those that are trained and watched in this epoch
         self._used: set[int] = set()  # ids of those that got a gradient in this window
         self._unwatched: set[Any] = set()
         self._watches: list[Any] = []
@@ -543,6 +544,7 @@ class FullyShard(SingleDevice):
         self._unwatched = set(self._units)
         self._used = set()
         self._parameters = [list(own_parameters(unit)) for unit in self._units]
+        self._trained = {id(p) for own in self._parameters for p in own if p.requires_grad}
 
     def _watch(self, unit: nn.Module, *_: Any) -> None:
         """Watch a unit's parameters, at the end of its first forward pass: they are gathered."""
@@ -551,9 +553,12 @@ class FullyShard(SingleDevice):
         self._unwatched.remove(unit)
         index = self._units.index(unit)
         for number, parameter in enumerate(own_parameters(unit)):
+            sharded = id(self._parameters[index][number])
             if parameter.requires_grad:
-                note = partial(self._note_use, id(self._parameters[index][number]))
+                note = partial(self._note_use, sharded)
                 self._watches.append(parameter.register_post_accumulate_grad_hook(note))
+            else:
+                self._trained.discard(sharded)
 
     def _note_use(self, sharded: int, _: Tensor) -> None:
         self._used.add(sharded)
@@ -571,11 +576,11 @@ class FullyShard(SingleDevice):
                 process lacks a gradient.
         """
         used, self._used = self._used, set()
-        parameters = [p for own in self._parameters for p in own]
-        if all(id(p) in used or not p.requires_grad for p in parameters):
+        if self._trained <= used:
             return
+        parameters = (p for own in self._parameters for p in own)
         for parameter, count in zip(parameters, read_back(counts).tolist(), strict=True):
-            if not count:
+            if not count and id(parameter) in self._trained:
                 parameter.grad = None
 
     def dummy_step(

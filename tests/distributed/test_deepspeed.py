@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback
+from callbacks import Callback, GradientNormMonitor, WeightAveraging
 from tests.distributed.test_fsdp import X, Y
 from tests.distributed.test_fsdp_promises import (
     Evaluated,
@@ -75,7 +75,7 @@ def fit(
         progress_bar=False,
         project_dir=folder,
         deepspeed_plugin=given,
-        callbacks=[state],
+        callbacks=[state, *options.pop("callbacks", ())],
         **options,
     )
     own.fit(
@@ -404,6 +404,8 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
     "Adafactor": (optimized(torch.optim.Adafactor), {}, "Adafactor cannot update flat"),
     "values": (Net, {"max_grad_value": 0.1}, "clips gradients by their norm only"),
     "unfrozen": (Unfreezes, {"max_epochs": 2}, "last.weight, last.bias were added, frozen or"),
+    "gradients read": (Net, {"callbacks": [GradientNormMonitor()]}, "GradientNormMonitor reads"),
+    "averages": (Net, {"callbacks": [WeightAveraging()]}, "WeightAveraging puts averaged"),
     "fp16": (Net, {"mixed_precision": "fp16"}, "'fp16', whose loss scaling is not supported"),
 }
 

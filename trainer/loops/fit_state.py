@@ -481,6 +481,11 @@ def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, An
         CheckpointError: The target exists and is not a checkpoint.
         OSError: The weights cannot be written.
     """
+    if any(hasattr(each, "ds_id") for each in run.module.parameters()):
+        raise CheckpointError(
+            f"{target} is not written: stage 3 of DeepSpeed has left the weights in parts, which "
+            "one process cannot gather after an error."
+        )
     staging = open_staging(target)
     save_weights(bare_state_dict(run.module), staging)
     return commit(staging, target, _manifest_of(run, configuration) | {"weights_only": True})

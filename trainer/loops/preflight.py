@@ -12,11 +12,20 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from callbacks import Callback, EarlyStopping, Interval, ModelCheckpoint, SpikeDetection, Timer
+from callbacks import (
+    Callback,
+    EarlyStopping,
+    GradientNormMonitor,
+    Interval,
+    ModelCheckpoint,
+    SpikeDetection,
+    Timer,
+)
 from callbacks.monitor import Monitor
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.datamodule import DataModule
 from trainer.distributed.objects import all_gather_object
+from trainer.engines.base import Engine
 from trainer.errors import module_logger
 from trainer.hooks import is_overridden
 from trainer.loops.config import Length, Settings
@@ -96,6 +105,25 @@ def check_optimizer_fingerprints(options: Mapping[str, str]) -> None:
         raise ValueError(
             f"configure_optimizers returned different values of {name}: {shown}. The weights would "
             f"differ from the first update on. {_SHARED}"
+        )
+
+
+def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
+    """Raise if a callback reads gradients, or gives other weights, that an engine keeps to itself.
+
+    Raises:
+        ValueError: There is such a callback, and the engine gathers its state.
+    """
+    for each in callbacks if engine.gathers_state else ():
+        if isinstance(each, GradientNormMonitor):
+            what = "reads gradients"
+        elif is_overridden(each, "weights_to_save", Callback):
+            what = "puts averaged weights in the place of the trained ones"
+        else:
+            continue
+        raise ValueError(
+            f"{type(each).__name__} {what}, which DeepSpeed keeps to itself, in parts: leave it "
+            "out, or train without deepspeed_plugin."
         )
 
 

@@ -45,6 +45,7 @@ from trainer.loops.module_state import switches_of
 from trainer.loops.pending_saves import PendingSaves
 from trainer.loops.preflight import (
     can_be_due,
+    check_callbacks_of,
     check_one_pass_loaders,
     check_optimizer_fingerprints,
     check_rank_consistency,
@@ -534,6 +535,7 @@ def make_fit_run(
     # The user's `count_items` may return fractions.
     step_sync = StepSync(accelerator.device, whole_items=not counts_items(module))
     engine = choose_engine(accelerator.engine.options, automatic=module.automatic_optimization)
+    check_callbacks_of(engine, context.callbacks)
     engine.start(module, step_sync)
     optimizers, entries, schedulers = prepare_optimizers(module, accelerator, engine)
     names = names_of(entries)

@@ -270,6 +270,7 @@ def _check_supported(found: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{key} asks for {engine}, which is not supported yet. {_SUPPORTED}; for those "
                 f"remove {key}."
+                + (" (A script may pass deepspeed_plugin.)" if engine == "DeepSpeed" else "")
             )
     if dict(found.get("dynamo_config") or {}).get("dynamo_use_regional_compilation"):
         raise ValueError(

@@ -93,6 +93,12 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--{name} asks for {REFUSED[name]}, which is not supported yet: this release trains "
             "on one device, or on several, data parallel or sharded with --use_fsdp."
         )
+        if name == "use_deepspeed":
+            problem = (
+                "--use_deepspeed and its options are not supported yet by this command: pass "
+                "deepspeed_plugin=DeepSpeedPlugin(...) in the script, or set the variables "
+                "ACCELERATE_USE_DEEPSPEED=true and ACCELERATE_DEEPSPEED_..., which it reads."
+            )
     if not arguments.words:
         problem = "the script is missing."
     elif arguments.cpu and (arguments.multi_gpu or arguments.gpu_ids):

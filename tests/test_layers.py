@@ -43,6 +43,7 @@ FLOORS = {
     "trainer.state": 2,
     "trainer.distributed": 3,
     "trainer.logging": 3,
+    "trainer.fp8": 4,
     "trainer.precision": 4,
     "trainer.rng": 4,
     "trainer.tracking": 4,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainer.accelerator import Accelerator
     from trainer.checkpoint.loading import load_checkpoint_in_model
     from trainer.configuration import (
+        AORecipeKwargs,
         AutocastKwargs,
         DataLoaderConfiguration,
         DistributedDataParallelKwargs,
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
         GradScalerKwargs,
         InitProcessGroupKwargs,
         KwargsHandler,
+        MSAMPRecipeKwargs,
         ProjectConfiguration,
+        TERecipeKwargs,
     )
     from trainer.data.prepare import skip_first_batches
     from trainer.datamodule import DataModule
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
         DDPCommunicationHookType,
         DistributedType,
         DynamoBackend,
+        FP8BackendType,
         LoggerType,
         PrecisionType,
         RNGType,
@@ -72,6 +76,10 @@ _HOME = {
     "DistributedType": "enums",
     "DynamoBackend": "enums",
     "FP8RecipeKwargs": "configuration",
+    "AORecipeKwargs": "configuration",
+    "MSAMPRecipeKwargs": "configuration",
+    "TERecipeKwargs": "configuration",
+    "FP8BackendType": "enums",
     "FullyShardedDataParallelPlugin": "parallelism",
     "ParallelismConfig": "parallelism",
     "TorchTensorParallelPlugin": "parallelism",
@@ -107,6 +115,7 @@ _HOME = {
 _MODULES = ("launchers", "logging", "state", "tracking", "utils")  # after ``import trainer`` alone
 
 __all__ = [
+    "AORecipeKwargs",
     "Accelerator",
     "AcceleratorState",
     "AutocastKwargs",
@@ -119,6 +128,7 @@ __all__ = [
     "DistributedOperationException",
     "DistributedType",
     "DynamoBackend",
+    "FP8BackendType",
     "FP8RecipeKwargs",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
@@ -127,6 +137,7 @@ __all__ = [
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoggerType",
+    "MSAMPRecipeKwargs",
     "MegatronLMPlugin",
     "MetricError",
     "ParallelismConfig",
@@ -135,6 +146,7 @@ __all__ = [
     "Preempted",
     "ProjectConfiguration",
     "RNGType",
+    "TERecipeKwargs",
     "TorchDynamoPlugin",
     "TorchTensorParallelPlugin",
     "TrainModule",

@@ -34,6 +34,7 @@ from trainer.checkpoint.save import run_on_all_ranks
 from trainer.checkpoint.weights import parse_size, save_model, write_model
 from trainer.checks import check_bools, check_numbers, check_type, explained, given
 from trainer.configuration import (
+    AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -42,9 +43,11 @@ from trainer.configuration import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    MSAMPRecipeKwargs,
     ProjectConfiguration,
+    TERecipeKwargs,
     at_least,
-    check_not_fp8,
+    recipe_of,
 )
 from trainer.data.dataloader import PreparedLoader
 from trainer.data.prepare import prepare_data_loader, skip_first_batches
@@ -57,7 +60,7 @@ from trainer.engines import model as models
 from trainer.engines.base import Engine, EngineOptions
 from trainer.engines.choose import choose_engine
 from trainer.engines.ddp import communication_of
-from trainer.enums import DistributedType, RNGType, SchedulerTick
+from trainer.enums import DistributedType, FP8BackendType, RNGType, SchedulerTick
 from trainer.memory import release_memory
 from trainer.optim.clipping import as_list
 from trainer.optim.lomo import is_lomo, lomo_backward
@@ -79,11 +82,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _STEPS = attrgetter("steps")
+_RECIPES = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)
 _HANDLERS = (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    *_RECIPES,
 )
 _KINDS = {
     "model": "a torch.nn.Module",
@@ -101,7 +106,7 @@ class Accelerator:
     Args:
         device_placement: Put models, batches and optimizer states on the device.
         split_batches: See `DataLoaderConfiguration`; a value here overrides `dataloader_config`.
-        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``; None takes
+        mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``; None takes
             ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         gradient_accumulation_steps: Micro-batches per update, with `accumulate`; None takes
             ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else 1.
@@ -254,6 +259,7 @@ class Accelerator:
                 self.state.device,
                 autocast=self.autocast_handler,
                 scaler=self.scaler_handler,
+                recipe=_chosen_recipe(self.state.mixed_precision, handlers),
             )
             self.gradient_state = GradientState(window)
         except BaseException:
@@ -272,6 +278,7 @@ class Accelerator:
                 deepspeed_plugin=self.state.deepspeed_plugin,
                 parallelism_config=self.parallelism_config,
                 mixed_precision=self.precision.mode,
+                fp8_layers=self.precision.layers,
                 dynamo_plugin=self.dynamo_plugin,
                 sync_each_batch=window.sync_each_batch,
                 engine=engine,
@@ -424,7 +431,7 @@ class Accelerator:
 
     @property
     def mixed_precision(self) -> str:
-        """``"no"``, ``"bf16"`` or ``"fp16"``."""
+        """``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``."""
         return self.state.mixed_precision
 
     @property
@@ -443,6 +450,25 @@ class Accelerator:
                 "'fp16' to the Accelerator."
             )
         self.precision.autocasts = bool(value)
+
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """The recipe of fp8 with torchao, if it is in use."""
+        recipe = self.precision.recipe
+        return recipe if isinstance(recipe, AORecipeKwargs) else None
+
+    @property
+    def te_recipe_handler(self) -> TERecipeKwargs | None:
+        """The recipe of fp8 with TransformerEngine, if it is in use."""
+        recipe = self.precision.recipe
+        return recipe if isinstance(recipe, TERecipeKwargs) else None
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """The library of ``mixed_precision="fp8"``, or `FP8BackendType.NO`."""
+        if self.ao_recipe_handler is not None:
+            return FP8BackendType.AO
+        return FP8BackendType.NO if self.te_recipe_handler is None else FP8BackendType.TE
 
     @property
     def use_fp16(self) -> bool:
@@ -1457,6 +1483,24 @@ def _chosen_deepspeed(
     return plugins
 
 
+def _chosen_recipe(
+    mixed_precision: str, handlers: dict[type, Any]
+) -> AORecipeKwargs | TERecipeKwargs | None:
+    """Return the recipe of fp8; None in another precision.
+
+    Raises:
+        ValueError: There is a recipe, but the precision is another.
+    """
+    if mixed_precision == "fp8":
+        return recipe_of(list(handlers.values()))
+    if given := [kind.__name__ for kind in _RECIPES if kind in handlers]:
+        raise ValueError(
+            f"kwargs_handlers holds {given[0]}, but mixed_precision is {mixed_precision!r}: pass "
+            "mixed_precision='fp8', or leave the recipe out."
+        )
+    return None
+
+
 def _chosen_window(
     steps: int | None,
     plugin: GradientAccumulationPlugin | None,
@@ -1515,8 +1559,6 @@ def _by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
         raise TypeError(f"kwargs_handlers is {shown}; it must be a list: [{shown}].")
     found: dict[type, Any] = {}
     for handler in handlers:
-        if isinstance(handler, FP8RecipeKwargs):
-            check_not_fp8("FP8RecipeKwargs")
         if type(handler) not in _HANDLERS:
             raise TypeError(
                 f"kwargs_handlers holds {handler!r}; it takes "

@@ -83,12 +83,21 @@ class DistributedType(Choice):
 
 
 class PrecisionType(Choice):
-    """The precision of the forward pass; ``fp8`` is recognised but not supported yet."""
+    """The precision of the forward pass."""
 
     NO = "no"
     FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"
+
+
+class FP8BackendType(Choice):
+    """The library of ``mixed_precision="fp8"``: torchao, TransformerEngine or MS-AMP."""
+
+    NO = "NO"
+    MSAMP = "MSAMP"
+    TE = "TE"
+    AO = "AO"
 
 
 class RNGType(Choice):

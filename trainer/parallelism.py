@@ -477,6 +477,7 @@ def _policy(mixed_precision: str) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     dtypes = {"no": None, "fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+    dtypes["fp8"] = torch.bfloat16  # around the layers that compute in fp8
     if mixed_precision not in dtypes:
         raise ValueError(choice_error("mixed_precision_policy", mixed_precision, dtypes))
     dtype = dtypes[mixed_precision]

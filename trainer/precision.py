@@ -16,15 +16,21 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from trainer.configuration import AutocastKwargs, GradScalerKwargs
+from trainer.configuration import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    GradScalerKwargs,
+    TERecipeKwargs,
+)
 from trainer.distributed.transport import sum_numbers
 from trainer.errors import module_logger
+from trainer.fp8 import TorchAOLayers, TransformerEngineLayers
 from trainer.state import PartialState
 from trainer.tree import map_tree, part_here
 
 logger = module_logger(__name__)
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _NARROW = {str(dtype) for dtype in _DTYPES.values()}
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
@@ -118,21 +124,26 @@ class Precision:
     ``"bf16"`` and ``"fp16"`` run the forward pass under ``torch.autocast``. ``"fp16"`` also scales
     the loss, so that small gradients do not underflow (Micikevicius et al., "Mixed Precision
     Training", ICLR 2018). It skips updates whose gradients overflowed, and adapts the scale. Both
-    work on the CPU too, but fp16 is slow there, so use bf16.
+    work on the CPU too, but fp16 is slow there, so use bf16. ``"fp8"`` is ``"bf16"`` with linear
+    layers that multiply in 8 bits, which `convert` puts into a module.
 
     Args:
-        mode: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        mode: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
         device: The device of the forward pass.
         autocast: Arguments of ``torch.autocast``; None takes the defaults.
         scaler: Arguments of ``torch.amp.GradScaler``; None takes the defaults.
+        recipe: Which layers compute in 8 bits, and how; None takes torchao's recipe.
 
     Attributes:
+        recipe: The recipe in use; None unless the mode is ``"fp8"``.
+        layers: Converts layers to 8 bits; None unless the mode is ``"fp8"``.
         autocasts: Whether the forward pass runs under autocast. It may be set, unless the mode is
             ``"no"``.
         scales: Whether losses are scaled and updates with overflowed gradients are skipped.
 
     Raises:
         ValueError: The device does not support the mode.
+        ImportError: The recipe's package is not installed.
     """
 
     def __init__(
@@ -142,6 +153,7 @@ class Precision:
         *,
         autocast: AutocastKwargs | None = None,
         scaler: GradScalerKwargs | None = None,
+        recipe: AORecipeKwargs | TERecipeKwargs | None = None,
     ) -> None:
         if mode != "no":
             _check_device(mode, device)
@@ -149,6 +161,12 @@ class Precision:
         self.autocasts = mode != "no"
         self._device_type = device.type
         self._autocast = (autocast or AutocastKwargs()).to_kwargs()
+        self.layers: TorchAOLayers | TransformerEngineLayers | None = None
+        self.recipe = (recipe or AORecipeKwargs()) if mode == "fp8" else None
+        if isinstance(self.recipe, TERecipeKwargs):
+            self.layers = TransformerEngineLayers(self.recipe)
+        elif self.recipe is not None:
+            self.layers = TorchAOLayers(self.recipe, device)
         self._unscaled: set[int] = set()  # ids of optimizers unscaled since the last scale update
         self._stepped: set[int] = set()  # ids of optimizers that stepped with the current scale
         self._known: WeakSet[Optimizer] = WeakSet()  # optimizers whose gradients may be scaled
@@ -185,7 +203,24 @@ class Precision:
                 return _NO_CONTEXT  # no autocast to disable
             return torch.autocast(self._device_type, **handler.to_kwargs())
         kwargs = self._autocast if handler is None else handler.to_kwargs()
-        return torch.autocast(self._device_type, dtype=_DTYPES[self.mode], **kwargs)
+        if self.layers is None:
+            return torch.autocast(self._device_type, dtype=_DTYPES[self.mode], **kwargs)
+        return self._eight_bits(kwargs)
+
+    @contextmanager
+    def _eight_bits(self, kwargs: dict[str, Any]) -> Iterator[None]:
+        assert self.layers is not None
+        autocast = torch.autocast(self._device_type, dtype=torch.bfloat16, **kwargs)
+        with autocast, self.layers.context():
+            yield
+
+    def convert(self, module: nn.Module) -> None:
+        """Convert layers of a module to 8 bits, in place, if the mode is ``"fp8"``.
+
+        Parameters stay the same objects under the same names; a converted module is left as it is.
+        """
+        if self.layers is not None:
+            self.layers.convert(module)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the current scale; without a scaler, the loss itself."""

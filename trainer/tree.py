@@ -243,7 +243,7 @@ def local_part(tensor: Any) -> tuple[list[int], Tensor]:
     own answer, ``__create_chunk_list__``, is wrong for some sizes that both split and none divides,
     such as 9 rows on 4 x 2 processes.
     """
-    local: Tensor = tensor.to_local()
+    local = part_here(tensor)
     mesh = tensor.device_mesh
     where = mesh.get_coordinate()
     offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
@@ -275,8 +275,11 @@ def fill_(target: Any, source: Any) -> None:
 @torch.no_grad()
 def part_here(tensor: Tensor) -> Tensor:
     """Return this process's part of a sharded tensor, in the same memory; others as they are."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    part: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if hasattr(part, "fsdp_pre_all_gather"):  # torchao's, around a plain tensor
+        part = getattr(part, part.__tensor_flatten__()[0][0])
+    whole: Tensor = part
+    return whole
 
 
 def own_memory(module: nn.Module) -> None:

@@ -24,6 +24,7 @@ from trainer.checkpoint.weights import BIN_NAME as WEIGHTS_NAME
 from trainer.checkpoint.weights import INDEX_SUFFIX
 from trainer.checkpoint.weights import WEIGHTS_NAME as SAFE_WEIGHTS_NAME
 from trainer.configuration import (
+    AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -32,7 +33,9 @@ from trainer.configuration import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    MSAMPRecipeKwargs,
     ProjectConfiguration,
+    TERecipeKwargs,
 )
 from trainer.deepspeed_plugin import (
     DeepSpeedPlugin,
@@ -48,6 +51,7 @@ from trainer.enums import (
     DDPCommunicationHookType,
     DistributedType,
     DynamoBackend,
+    FP8BackendType,
     LoggerType,
     PrecisionType,
     RNGType,
@@ -77,6 +81,7 @@ __all__ = [
     "SAFE_WEIGHTS_NAME",
     "WEIGHTS_INDEX_NAME",
     "WEIGHTS_NAME",
+    "AORecipeKwargs",
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
@@ -87,6 +92,7 @@ __all__ = [
     "DummyOptim",
     "DummyScheduler",
     "DynamoBackend",
+    "FP8BackendType",
     "FP8RecipeKwargs",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
@@ -95,10 +101,12 @@ __all__ = [
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoggerType",
+    "MSAMPRecipeKwargs",
     "MegatronLMPlugin",
     "PrecisionType",
     "ProjectConfiguration",
     "RNGType",
+    "TERecipeKwargs",
     "TorchDynamoPlugin",
     "TorchTensorParallelPlugin",
     "broadcast",

@@ -24,7 +24,6 @@ from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
-    FP8RecipeKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -166,14 +165,6 @@ def test_missing_engines_are_refused(argument, plugin, monkeypatch):
     monkeypatch.setenv(variable, "true")
     with pytest.raises(NotImplementedError, match=f"{variable}=true asks for"):
         accelerate()
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"mixed_precision": "fp8"}, {"kwargs_handlers": [FP8RecipeKwargs()]}]
-)
-def test_fp8_is_refused(arguments):
-    with pytest.raises(NotImplementedError, match="8-bit training, which this release does not"):
-        accelerate(**arguments)
 
 
 def test_dynamo_settings_are_those_of_each_accelerator_or_of_the_environment(monkeypatch):

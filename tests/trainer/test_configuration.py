@@ -20,12 +20,14 @@ from trainer.configuration import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProjectConfiguration,
-    check_not_fp8,
+    TERecipeKwargs,
+    recipe_of,
 )
 from trainer.enums import (
     DDPCommunicationHookType,
     DistributedType,
     DynamoBackend,
+    FP8BackendType,
     LoggerType,
     PrecisionType,
     RNGType,
@@ -36,6 +38,7 @@ CHOICES = [
     DDPCommunicationHookType,
     DistributedType,
     DynamoBackend,
+    FP8BackendType,
     LoggerType,
     PrecisionType,
     RNGType,
@@ -284,10 +287,10 @@ def test_ddp_defaults_equal_those_of_torch():
         assert default in (None, parameter.default), name
 
 
-def test_fp8_recipe_is_parsed_and_refused():
+def test_an_earlier_fp8_recipe_is_that_of_transformer_engine():
     assert FP8RecipeKwargs(backend="te", fp8_format="hybrid").to_kwargs() == {
         "backend": "TE",
         "fp8_format": "HYBRID",
     }
-    with pytest.raises(NotImplementedError, match=r"FP8RecipeKwargs asks for .*='bf16', 'fp16'"):
-        check_not_fp8("FP8RecipeKwargs")
+    found = recipe_of([FP8RecipeKwargs(backend="TE", margin=2)])
+    assert found == TERecipeKwargs(margin=2, fp8_format="E4M3")

@@ -237,16 +237,6 @@ def test_accelerator_state_needs_an_accelerator_first():
     assert AcceleratorState().mixed_precision == "bf16"
 
 
-def test_fp8_is_refused_with_the_alternatives(monkeypatch):
-    with pytest.raises(NotImplementedError, match=r"mixed_precision='fp8' asks .*='bf16', 'fp16'"):
-        make("fp8")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    with pytest.raises(NotImplementedError, match="ACCELERATE_MIXED_PRECISION='fp8'"):
-        make()
-    assert not AcceleratorState._shared_state
-    assert not PartialState._shared_state
-
-
 @pytest.mark.parametrize("name", PLUGINS)
 def test_plugins_are_kept_and_cannot_change(name):
     others = {each: getattr(make(**{name: "first"}), each) for each in PLUGINS if each != name}

@@ -23,6 +23,7 @@ from trainer.configuration import DistributedDataParallelKwargs
 from trainer.deepspeed_plugin import DeepSpeedPlugin
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.enums import DistributedType
+from trainer.fp8 import TorchAOLayers, TransformerEngineLayers
 from trainer.optim.optimizer import OptimizerDriver
 from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
 from trainer.plugins import TorchDynamoPlugin
@@ -40,7 +41,9 @@ class EngineOptions:
         fsdp_plugin: How the model is sharded; None does not shard it.
         deepspeed_plugin: How DeepSpeed partitions a model and its optimizer; None does not.
         parallelism_config: The sizes of the dimensions over which it is sharded and split.
-        mixed_precision: The precision of the forward pass: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        mixed_precision: The precision of the forward pass: ``"no"``, ``"bf16"``, ``"fp16"`` or
+            ``"fp8"``.
+        fp8_layers: Has converted layers of the modules to 8 bits, with ``"fp8"``.
         sync_each_batch: Reduce gradients after every micro-batch, not only at the end of a window.
         dynamo_plugin: How an engine with `Engine.compiles_units` compiles them.
         engine: The user's own engine, or None for the one that fits the processes.
@@ -55,6 +58,7 @@ class EngineOptions:
     deepspeed_plugin: DeepSpeedPlugin | None = None
     parallelism_config: ParallelismConfig | None = None
     mixed_precision: str = "no"
+    fp8_layers: TorchAOLayers | TransformerEngineLayers | None = None
     dynamo_plugin: TorchDynamoPlugin | None = None
     sync_each_batch: bool = False
     engine: Callable[[EngineOptions], Engine] | None = None

@@ -118,6 +118,11 @@ class ZeroRedundancy(SingleDevice):
                 "mixed_precision is 'fp16', whose loss scaling is not supported with DeepSpeed: "
                 "use 'bf16' or 'no'."
             )
+        if options.mixed_precision == "fp8":
+            raise NotImplementedError(
+                "mixed_precision='fp8' is not supported with DeepSpeed: use 'bf16', or shard with "
+                "fsdp_plugin."
+            )
         self._half = options.mixed_precision == "bf16"
         self._deepspeed = import_deepspeed(options.device)
         self.optimizer_driver = self

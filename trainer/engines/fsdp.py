@@ -96,6 +96,11 @@ class FullyShard(SingleDevice):
         self.data_size //= sharing
         self.data_rank, part = divmod(rank, sharing)
         self._tp_mesh = self.mesh["tp"] if "tp" in names else None
+        if self._tp_mesh is not None and options.fp8_layers is not None:
+            raise NotImplementedError(
+                "mixed_precision='fp8' is not supported with tensor parallel layers (tp_size above "
+                "1): use mixed_precision='bf16', or shard the model with dp_shard_size alone."
+            )
         self.counts_values = self._tp_mesh is None or self._tp_mesh.get_local_rank() == 0
         self.counts_data = self.counts_values and part == 0
         # By the id of each parameter that was replaced; the old ones are kept, without their
@@ -185,6 +190,8 @@ class FullyShard(SingleDevice):
         self._share_generators()
         before = dict(module.named_parameters(remove_duplicate=False))
         whole = self._rank_0s_weights(module)
+        if self.options.fp8_layers is not None:
+            self.options.fp8_layers.gather_in_fp8(module)
         split_layers(module, self._tp_mesh)
         units: list[Any] = self._units_to_shard(module)
         self._fully_shard(module, roots, [unit for unit in units if unit not in roots])
@@ -370,7 +377,7 @@ class FullyShard(SingleDevice):
                     fill_(target, source)
                 elif isinstance(target, DTensor):
                     part = distribute_tensor(source, target.device_mesh, target.placements)
-                    target.to_local().copy_(part.to_local())
+                    part_here(target).copy_(part.to_local())
                 else:
                     broadcast([source])
                     target.copy_(source)

@@ -23,7 +23,7 @@ def prepare_model(
     dynamo_plugin: TorchDynamoPlugin | None = None,
     evaluation_mode: bool = False,
 ) -> nn.Module:
-    """Apply autocast to a model, move it to the device, hand it to the engine, and compile it.
+    """Convert a model to a mixed precision, move it to the device, wrap it, and compile it.
 
     A model is not moved if a device map spreads it over several devices, or if it was loaded
     quantised.
@@ -54,6 +54,7 @@ def prepare_model(
             f"{state.num_processes} processes. Start one process, or load it without a device map; "
             "ACCELERATE_BYPASS_DEVICE_MAP=true tries it anyway."
         )
+    precision.convert(model)
     precision.wrap_forward(uncompiled(model))
     quantised = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
     model = engine.prepare_module(

@@ -536,6 +536,7 @@ def make_fit_run(
     step_sync = StepSync(accelerator.device, whole_items=not counts_items(module))
     engine = choose_engine(accelerator.engine.options, automatic=module.automatic_optimization)
     check_callbacks_of(engine, context.callbacks)
+    accelerator.precision.convert(module)
     engine.start(module, step_sync)
     optimizers, entries, schedulers = prepare_optimizers(module, accelerator, engine)
     names = names_of(entries)
@@ -781,6 +782,7 @@ def prepare_evaluation(
         manifest = on_all(partial(load_weights, module, chosen), stage)
         counters = Counters(global_step=manifest["step"], epoch=manifest["epoch"])
     engine = choose_engine(context.accelerator.engine.options)
+    context.accelerator.precision.convert(module)
     engine.start(module, None)  # initial weights may differ between ranks
     recorder = context.project.make_recorder(evaluates=True)
     run = Run(**_common(context, module, datamodule, hooks, recorder, engine), counters=counters)

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from trainer import environment
 from trainer.checks import choice_error
-from trainer.configuration import check_not_fp8
 from trainer.deepspeed_plugin import DeepSpeedPlugin
 from trainer.enums import DistributedType, PrecisionType
 from trainer.plugins import TorchDynamoPlugin
@@ -29,8 +28,8 @@ class AcceleratorState(PartialState):
     Users only read it; the `Accelerator` creates it.
 
     Args:
-        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``. None takes the environment variable
-            ``ACCELERATE_MIXED_PRECISION``, or ``"no"`` without it.
+        mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``. None takes
+            ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         cpu: See `PartialState`.
         dynamo_plugin: The settings of ``torch.compile`` of the first `Accelerator`; each later one
             has its own. None takes the settings from the environment.
@@ -44,7 +43,6 @@ class AcceleratorState(PartialState):
     Raises:
         ValueError: There is no `Accelerator` yet; the precision is unknown; or the precision or a
             plugin differs from that of the first instance.
-        NotImplementedError: The precision is ``"fp8"``.
         AttributeError: An attribute is assigned to, or is read after ``_reset_state``.
     """
 
@@ -91,7 +89,7 @@ class AcceleratorState(PartialState):
         )
         plugins = dict(zip(_PLUGINS, given, strict=True))
         if mixed_precision is not None:
-            mixed_precision = _supported(mixed_precision, "mixed_precision")
+            mixed_precision = PrecisionType.parse(mixed_precision, "mixed_precision")
         if self.initialized:
             self._check_same(mixed_precision, plugins)
             PartialState(cpu)
@@ -103,7 +101,7 @@ class AcceleratorState(PartialState):
             )
         if mixed_precision is None:
             named = environment.read("ACCELERATE_MIXED_PRECISION") or "no"
-            mixed_precision = _supported(named, "ACCELERATE_MIXED_PRECISION")
+            mixed_precision = PrecisionType.parse(named, "ACCELERATE_MIXED_PRECISION")
         PartialState(cpu, **kwargs)
         plugins["dynamo_plugin"] = dynamo_plugin or TorchDynamoPlugin()  # reads the environment
         self.__dict__.update(plugins, _mixed_precision=mixed_precision)
@@ -219,10 +217,3 @@ class AcceleratorState(PartialState):
         if not self.initialized:
             return "AcceleratorState(reset)"
         return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"
-
-
-def _supported(mixed_precision: str, what: str) -> str:
-    mixed_precision = PrecisionType.parse(mixed_precision, what)
-    if mixed_precision == PrecisionType.FP8:
-        check_not_fp8(f"{what}='fp8'")
-    return mixed_precision

@@ -178,7 +178,6 @@ def test_invalid_files_are_refused_by_name(text, said):
         ({"machine_rank": 1}, ValueError, "from 0 to 0"),
         ({"main_process_port": 0, "num_machines": 2}, ValueError, "need the same port"),
         ({"mixed_precision": "bf1"}, ValueError, "Did you mean 'bf16'"),
-        ({"mixed_precision": "fp8"}, NotImplementedError, "8-bit"),
         ({"dynamo_backend": "indctor"}, ValueError, "Did you mean 'INDUCTOR'"),
         ({"rdzv_backend": "etcd"}, ValueError, "'c10d', 'static'"),
         ({"gpu_ids": "0,,1"}, ValueError, "like '0,1'"),

@@ -19,7 +19,7 @@ _SPLIT, _SHARDS, _REPLICAS = (
     f"parallelism_config_{name}_size" for name in ("tp", "dp_shard", "dp_replicate")
 )
 _SUFFIXES = (".yaml", ".yml", ".json")
-_PRECISIONS = [name for name in PrecisionType.list() if name != PrecisionType.FP8]
+_PRECISIONS = PrecisionType.list()
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -151,6 +151,16 @@ def _ask(known: LaunchConfiguration) -> LaunchConfiguration:
     answers["gpu_ids"] = None if answers["use_cpu"] else _question("devices (0,1 or all)", ids, str)
     what, precision = f"precision ({', '.join(_PRECISIONS)})", known.mixed_precision or "no"
     answers["mixed_precision"] = _question(what, precision, _one_of(*_PRECISIONS))
+    answers["fp8_config"] = None
+    if answers["mixed_precision"] == PrecisionType.FP8:
+        fp8 = dict(known.fp8_config or {})
+        choose = _one_of("AO", "TE")
+        fp8["fp8_backend"] = _question(
+            "library of fp8 (AO, torchao; TE, TransformerEngine)",
+            fp8.get("fp8_backend", "AO"),
+            choose,
+        )
+        answers["fp8_config"] = fp8
     answers |= _ask_sharding(known, answers["num_processes"])
     what, backend = "backend of torch.compile (no, inductor, …)", known.dynamo_backend or "no"
     answers["dynamo_backend"] = _question(what, backend, _backend)

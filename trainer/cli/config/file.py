@@ -18,8 +18,8 @@ import yaml
 
 from trainer import environment
 from trainer.checks import check_bools, check_counts, check_numbers, choice_error
+from trainer.cli.config.fp8 import fp8_variables, normalised
 from trainer.cli.config.sharding import check_settings, variables_of
-from trainer.configuration import check_not_fp8
 from trainer.enums import DynamoBackend, PrecisionType
 from trainer.strict_json import dumps
 
@@ -32,7 +32,6 @@ _REFUSED_TYPES = ("DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
 _REFUSED_CONFIGS = {
     "deepspeed_config": "DeepSpeed",
     "megatron_lm_config": "Megatron-LM",
-    "fp8_config": "8-bit training",
 }
 # Keys that have no effect here, and why.
 _TPU = "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env"
@@ -69,7 +68,7 @@ class LaunchConfiguration:
         main_process_port: A free port of machine 0; 0 finds one if there is a single machine.
         use_cpu: Use the CPU even if there is an accelerator.
         gpu_ids: The devices of this machine to use, ``"0,1"``, or ``"all"``.
-        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
         gradient_accumulation_steps: Micro-batches per update.
         dynamo_backend: The backend of ``torch.compile``; ``"no"`` compiles nothing.
         dynamo_mode: The mode of ``torch.compile``.
@@ -80,6 +79,7 @@ class LaunchConfiguration:
             ``{"fsdp_offload_params": True}``; None does not.
         parallelism_config: The sizes of the device mesh, such as
             ``{"parallelism_config_tp_size": 2}``.
+        fp8_config: Settings of ``mixed_precision="fp8"``, such as ``{"backend": "AO"}``.
         debug: Compare shapes before collectives start.
         rdzv_backend: How machines meet, ``"static"`` or ``"c10d"``; None means ``"static"``, or
             ``"c10d"`` if processes may be restarted.
@@ -90,7 +90,6 @@ class LaunchConfiguration:
     Raises:
         ValueError: A value is outside its choices, or values contradict each other.
         TypeError: A value has the wrong type.
-        NotImplementedError: 8-bit training is requested.
     """
 
     num_processes: int | None = None
@@ -109,6 +108,7 @@ class LaunchConfiguration:
     num_cpu_threads_per_process: int | None = None
     fsdp_config: dict[str, Any] | None = None
     parallelism_config: dict[str, Any] | None = None
+    fp8_config: dict[str, Any] | None = None
     debug: bool | None = None
     rdzv_backend: str | None = None
     rdzv_conf: str = ""
@@ -129,8 +129,6 @@ class LaunchConfiguration:
             )
         if "mixed_precision" in given:
             PrecisionType.parse(self.mixed_precision, "mixed_precision")
-            if self.mixed_precision == PrecisionType.FP8:
-                check_not_fp8("mixed_precision='fp8'")
         if self.dynamo_backend is not None:
             DynamoBackend.parse(self.dynamo_backend.upper(), "dynamo_backend")
         if self.rdzv_backend not in (None, "static", "c10d"):
@@ -146,6 +144,12 @@ class LaunchConfiguration:
             raise ValueError(
                 f"num_processes is {self.num_processes}, of all machines together; it must be a "
                 f"multiple of num_machines, which is {self.num_machines}."
+            )
+        object.__setattr__(self, "fp8_config", normalised(self.fp8_config))
+        if self.fp8_config and self.mixed_precision not in (None, PrecisionType.FP8):
+            raise ValueError(
+                f"fp8_config has settings, but mixed_precision is {self.mixed_precision!r}: it "
+                "must be 'fp8', or remove fp8_config."
             )
         check_settings(self.fsdp_config, self.parallelism_config, self.num_processes)
         if self.num_machines > 1 and self.main_process_port == 0:
@@ -168,6 +172,7 @@ class LaunchConfiguration:
             "ACCELERATE_DEBUG_MODE": self.debug,
             "OMP_NUM_THREADS": self.num_cpu_threads_per_process,
             **variables_of(self.fsdp_config, self.parallelism_config),
+            **fp8_variables(self.fp8_config),
             "CUDA_VISIBLE_DEVICES": None if self.gpu_ids == "all" else self.gpu_ids,
         }
         return {
@@ -233,7 +238,7 @@ def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         given[name] = str(given[name] or "no")  # YAML reads a bare `no` as False
     for name in {"gpu_ids", "main_process_ip", "dynamo_mode", "rdzv_conf"} & given.keys():
         given[name] = str(given[name])  # and a bare 0 as a number
-    for name in ("fsdp_config", "parallelism_config"):
+    for name in ("fsdp_config", "parallelism_config", "fp8_config"):
         if not given.get(name):
             given.pop(name, None)
     if found.get("distributed_type") == "FSDP":

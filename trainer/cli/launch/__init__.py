@@ -21,10 +21,12 @@ from typing import Any
 from trainer import environment
 from trainer.cli.config import accelerators, device_count, known_of
 from trainer.cli.config.file import LaunchConfiguration, default_place
+from trainer.cli.config.fp8 import FP8
 from trainer.cli.config.sharding import FSDP, MESH
 from trainer.cli.launch.options import REFUSED
 from trainer.cli.launch.options import parser as parser
 from trainer.cli.parsing import CommandError, echo, ended_at_once
+from trainer.enums import PrecisionType
 
 _SLURM_GRACE = 120  # seconds before its time limit that a job is signalled
 
@@ -160,6 +162,11 @@ def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
     ):
         known.pop("num_processes", None)  # it was meant for other machines or devices
     _take_sharding(arguments, known, given)
+    chosen = {name: value for name in FP8 if (value := getattr(arguments, name)) is not None}
+    if given.get("mixed_precision", PrecisionType.FP8) != PrecisionType.FP8:
+        known.pop("fp8_config", None)
+    if chosen:
+        given["fp8_config"] = {**known.get("fp8_config", {}), **chosen}
     if given.get("num_machines") == 1:
         known.pop("machine_rank", None)
     try:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from trainer.cli.config.fp8 import FP8, three_bools
 from trainer.cli.config.sharding import FSDP, MESH
 from trainer.cli.parsing import command_parser, count, truth
 from trainer.enums import DynamoBackend, PrecisionType
@@ -62,7 +63,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     made.formatter_class = _OneSpelling
     made.usage = "%(prog)s [OPTION ...] script.py [ARGUMENT ...]"  # there are more than thirty
-    for add_group in (_processes, _training, _sharding, _machines, _output):
+    for add_group in (_processes, _training, _fp8, _sharding, _machines, _output):
         add_group(made)
     what = "the script, or with -m a module; and its own arguments"
     # One word and all that follow, including a --.
@@ -124,10 +125,18 @@ def _training(made: argparse.ArgumentParser) -> None:
 
 _KINDS: dict[str, dict[str, Any]] = {
     "bool": {"type": truth, "metavar": "BOOL"},
+    "bools": {"type": three_bools, "metavar": "BOOL,BOOL,BOOL"},
     "count": {"type": count, "metavar": "N"},
+    "int": {"type": int, "metavar": "N"},
     "text": {"metavar": "NAME"},
     "version": {"type": int, "choices": (1, 2)},
 }
+
+
+def _fp8(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("8 bits, with --mixed_precision fp8")
+    for name, (kind, what) in FP8.items():
+        _add(group, f"--{name}", **_KINDS[kind], help=what)
 
 
 def _sharding(made: argparse.ArgumentParser) -> None:

@@ -1,0 +1,189 @@
+"""Linear layers that multiply in 8 bits (fp8): torchao's, or those of TransformerEngine.
+
+Weights, gradients and optimizer state keep their dtype: each layer scales its inputs, weights and
+gradients to the range of fp8 and rounds them, right before it multiplies (Micikevicius et al., "FP8
+Formats for Deep Learning", 2022).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.configuration import AORecipeKwargs, TERecipeKwargs
+from trainer.errors import module_logger
+
+logger = module_logger(__name__)
+
+
+class TorchAOLayers:
+    """Replaces linear layers by torchao's ``Float8Linear``, which has the same parameters.
+
+    Args:
+        recipe: How, and which layers.
+        device: Where they run. The CPU rounds to fp8 and multiplies in a higher precision.
+
+    Raises:
+        ImportError: torchao is not installed.
+    """
+
+    def __init__(self, recipe: AORecipeKwargs, device: torch.device) -> None:
+        try:
+            from torchao.float8 import Float8LinearConfig
+        except ImportError as error:
+            raise ImportError(
+                "mixed_precision='fp8' with the recipe 'AO' needs torchao: pip install "
+                "'cadence-trainer[fp8]'."
+            ) from error
+        given = {"enable_fsdp_float8_all_gather": recipe.enable_fsdp_float8_all_gather}
+        given["pad_inner_dim"] = recipe.pad_inner_dim
+        config = replace(
+            recipe.config or Float8LinearConfig(),
+            **{name: value for name, value in given.items() if value is not None},
+        )
+        if device.type == "cpu" and not config.emulate:
+            config = replace(config, emulate=True)
+            logger.warning(
+                "mixed_precision='fp8' on the CPU: fp8 is emulated, which shows its rounding but "
+                "is slower than 'no'."
+            )
+        self._gathering = config if config.enable_fsdp_float8_all_gather else None
+        self._config = replace(config, enable_fsdp_float8_all_gather=False)
+        self._filter = recipe.module_filter_func
+
+    def convert(self, module: nn.Module) -> None:
+        """Replace the layers that the recipe chooses; the parameters stay the same objects."""
+        from torchao.float8 import convert_to_float8_training
+        from torchao.float8.float8_linear import Float8Linear
+
+        names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+        ends = {*names[:1], *names[-1:]}
+        found: list[str] = []
+
+        def is_chosen(part: nn.Module, name: str) -> bool:
+            if isinstance(part, Float8Linear):
+                found.append(name)
+                return False
+            if self._filter is not None:
+                chosen = bool(self._filter(part, name))
+            else:  # a subclass may have a forward of its own
+                sizes = (part.in_features, part.out_features)
+                divisible = all(int(size) % 16 == 0 for size in sizes)  # type: ignore[arg-type] # torch types attributes of modules as Tensor | Module
+                chosen = type(part) is nn.Linear and name not in ends and divisible
+            if chosen:
+                found.append(name)
+            return chosen
+
+        if isinstance(module, nn.Linear):  # torchao would return another module
+            ends.add("")
+        else:
+            convert_to_float8_training(module, config=self._config, module_filter_fn=is_chosen)
+        if not found:
+            logger.warning(
+                f"mixed_precision='fp8' finds no layer of {type(module).__name__} to convert, "
+                "which runs in bfloat16: by default these are nn.Linear, but the first and the "
+                "last, whose dimensions are multiples of 16. Choose others by "
+                "AORecipeKwargs(module_filter_func=...)."
+            )
+
+    def gather_in_fp8(self, module: nn.Module) -> None:
+        """Wrap the converted layers' weights so that FSDP gathers them in fp8, if asked for."""
+        if self._gathering is None:
+            return
+        from torchao.float8 import convert_to_float8_training
+        from torchao.float8.float8_linear import Float8Linear
+
+        convert_to_float8_training(
+            module,
+            config=self._gathering,
+            module_filter_fn=lambda part, _: isinstance(part, Float8Linear),
+        )
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Return an empty context: the layers themselves compute in fp8."""
+        return nullcontext()
+
+
+class TransformerEngineLayers:
+    """Replaces linear layers by TransformerEngine's, and runs forward in its ``fp8_autocast``.
+
+    Args:
+        recipe: The options of its scaling.
+
+    Raises:
+        ImportError: TransformerEngine cannot be imported.
+    """
+
+    def __init__(self, recipe: TERecipeKwargs) -> None:
+        try:
+            import transformer_engine.common.recipe as scaling
+            import transformer_engine.pytorch as engine
+        except (
+            ImportError,
+            OSError,
+            RuntimeError,
+        ) as error:  # a missing CUDA library is an OSError
+            raise ImportError(
+                "mixed_precision='fp8' with the recipe 'TE' needs transformer_engine, which "
+                f"cannot be imported: {error}. Its installation needs CUDA and cuDNN: see "
+                "NVIDIA's instructions. The recipe 'AO' (torchao) needs neither: "
+                "kwargs_handlers=[AORecipeKwargs()] or ACCELERATE_FP8_BACKEND=AO."
+            ) from error
+        self._engine = engine
+        self._evaluates = bool(recipe.use_autocast_during_eval)
+        if recipe.use_mxfp8_block_scaling:
+            self._scaling = scaling.MXFP8BlockScaling(
+                margin=recipe.margin, fp8_format=getattr(scaling.Format, str(recipe.fp8_format))
+            )
+        else:
+            self._scaling = scaling.DelayedScaling(
+                margin=recipe.margin,
+                interval=recipe.interval,
+                fp8_format=getattr(scaling.Format, str(recipe.fp8_format)),
+                amax_history_len=recipe.amax_history_len,
+                amax_compute_algo=recipe.amax_compute_algo,
+                override_linear_precision=recipe.override_linear_precision,
+            )
+
+    def convert(self, module: nn.Module) -> None:
+        """Replace the linear layers inside whose dimensions are multiples of 16."""
+        linear: Any = self._engine.Linear
+        for name, child in list(module.named_children()):
+            self.convert(child)
+            if type(child) is not nn.Linear:
+                continue
+            if child.in_features % 16 or child.out_features % 16:
+                continue
+            made = linear(
+                child.in_features,
+                child.out_features,
+                bias=child.bias is not None,
+                params_dtype=child.weight.dtype,
+            )
+            made.weight = child.weight
+            if child.bias is not None:
+                made.bias = child.bias
+            setattr(module, name, made)
+
+    def gather_in_fp8(self, module: nn.Module) -> None:
+        """Raise: TransformerEngine's layers are not sharded here.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "mixed_precision='fp8' with the recipe 'TE' is not supported with FSDP: use the recipe "
+            "'AO', kwargs_handlers=[AORecipeKwargs()], or train without fsdp_plugin."
+        )
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Return TransformerEngine's context: fp8 in training, and if asked in evaluation."""
+        enabled = self._evaluates or torch.is_grad_enabled()
+        context: AbstractContextManager[Any] = self._engine.fp8_autocast(
+            enabled=enabled, fp8_recipe=self._scaling
+        )
+        return context

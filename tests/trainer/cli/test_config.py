@@ -265,6 +265,13 @@ def test_wrong_usage_is_refused(capsys, monkeypatch, words, code, said):
     assert said in capsys.readouterr().err
 
 
+def test_the_library_of_fp8_is_asked_for(home, answer):
+    assert answer(b"\n1\nfp8\nTE\n\n\n") == 0
+    found = LaunchConfiguration(**read_file(home)[0])
+    assert found.mixed_precision == "fp8"
+    assert found.fp8_config == {"fp8_backend": "TE"}
+
+
 def test_questions_are_asked_with_what_is_known_as_the_answer(home, answer, capsys):
     """Two machines, three wrong answers, and the rest as it is known."""
     write_file(home, LaunchConfiguration(num_processes=2, use_cpu=True, mixed_precision="bf16"))
@@ -272,7 +279,7 @@ def test_questions_are_asked_with_what_is_known_as_the_answer(home, answer, caps
     shown = capsys.readouterr().out
     assert "machines [1]: " in shown
     assert "'two' must be a number of 1 or more" in shown
-    assert "precision (no, fp16, bf16) [bf16]: " in shown
+    assert "precision (no, fp8, fp16, bf16) [bf16]: " in shown
     assert "Did you mean 'INDUCTOR'?" in shown
     given, _ = read_file(home)
     assert LaunchConfiguration(**given) == LaunchConfiguration(

@@ -7,6 +7,7 @@ all other objects are leaves.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import chain
@@ -279,6 +280,21 @@ def part_here(tensor: Tensor) -> Tensor:
     if hasattr(part, "fsdp_pre_all_gather"):  # torchao's, around a plain tensor
         part = getattr(part, part.__tensor_flatten__()[0][0])
     whole: Tensor = part
+    return whole
+
+
+def gathered(tensor: Any) -> Tensor:
+    """Return the whole tensor on all processes; collective for a sharded one."""
+    if not is_sharded(tensor):
+        return tensor  # type: ignore[no-any-return]  # a plain tensor
+    # Torch warns that sums over two dimensions of a mesh are rounded; here nothing is summed.
+    log = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        whole: Tensor = tensor.full_tensor()
+    finally:
+        log.setLevel(level)
     return whole
 
 

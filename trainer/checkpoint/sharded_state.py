@@ -46,12 +46,6 @@ def _shard_of(rank: int) -> str:
     return f"shard-{rank:05d}.safetensors"
 
 
-def gathered(tensor: Any) -> Tensor:
-    """Return the whole tensor on all processes; collective for a sharded one."""
-    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return whole
-
-
 class Shards:
     """Collects this process's parts of the sharded tensors of a checkpoint.
 

@@ -41,12 +41,11 @@ from trainer.checkpoint.serialization import (
     stream_tensors,
     write_tensors,
 )
-from trainer.checkpoint.sharded_state import gathered
 from trainer.checkpoint.storage import reading, sync, write_temporary, write_whole
 from trainer.files import read_json, with_home
 from trainer.names import COMPILED, bare_names
 from trainer.strict_json import dumps
-from trainer.tree import as_bytes, is_sharded
+from trainer.tree import as_bytes, gathered, is_sharded
 
 WEIGHTS_NAME = "model.safetensors"
 BIN_NAME = "pytorch_model.bin"

@@ -9,6 +9,8 @@ batch runs a dummy batch.
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -33,6 +35,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from trainer.checks import choice_error
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.guards import read_back
 from trainer.distributed.objects import all_gather_object
@@ -52,7 +55,7 @@ from trainer.optim.weighting import scale_
 from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
 from trainer.rng import load_rng_state, rng_state
 from trainer.state import PartialState
-from trainer.tree import fill_, part_here
+from trainer.tree import fill_, gathered, part_here
 
 logger = module_logger(__name__)
 
@@ -410,7 +413,7 @@ class FullyShard(SingleDevice):
         for name, value in bare_names(module, module.state_dict(keep_vars=True).items()):
             here = tied.get(id(value), value)
             if isinstance(value, Tensor) and id(value) not in tied:
-                here = value.full_tensor() if isinstance(value, DTensor) else value
+                here = gathered(value)
                 tied[id(value)] = here = here.detach().cpu() if self.options.rank == 0 else None
             if self.options.rank == 0:
                 whole[name] = here
@@ -468,6 +471,9 @@ class FullyShard(SingleDevice):
                 self._undo.append(unit.register_forward_hook(self._watch, prepend=True).remove)
         self._compile_units()
         if automatic:
+            # The loss has the hook that a view of the module's own output could lose.
+            kind = re.escape(f"FSDP2-wrapped module ({type(module).__name__}) returned a view")
+            warnings.filterwarnings("ignore", kind)
             for name in _STEPS:
                 self._undo.append(_putting_back(module, name))
                 vars(module)[name] = self._watched(getattr(module, name))
@@ -914,11 +920,12 @@ def units_of(module: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Itera
             names = [
                 n for part in module.modules() for n in getattr(part, "_no_split_modules", ()) or ()
             ]
-        elif missing := set(names) - {type(part).__name__ for part in parts}:
-            raise ValueError(
-                f"transformer_cls_names_to_wrap names {', '.join(sorted(missing))}, but "
-                f"{type(module).__name__} has no submodule of such a class."
-            )
+        else:
+            classes = {type(part).__name__ for part in parts}
+            for name in names:
+                if name not in classes:
+                    what = f"A class of {type(module).__name__} in transformer_cls_names_to_wrap"
+                    raise ValueError(choice_error(what, name, classes))
         yield from (part for part in parts if type(part).__name__ in names)
 
 

@@ -12,6 +12,7 @@ A layer with LoRA adapters of peft (Hu et al., 2021) is split with them: by colu
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,10 +99,9 @@ def _carry_out(part: nn.Module, plan: dict[str, Any], mesh: DeviceMesh) -> None:
         for name, layer in layers:
             _split(name, layer, _style(style), mesh)
         if not layers and not _of_transformers(part):
-            raise ValueError(
-                f"tp_plan of {type(part).__name__} has the key {pattern!r}, which no submodule "
-                f"matches. Its submodules are {', '.join(n for n, _ in part.named_children())}."
-            )
+            names = {re.sub(r"\b\d+\b", "*", name) for name, _ in part.named_modules() if name}
+            what = f"A key of the tp_plan of {type(part).__name__}"
+            raise ValueError(choice_error(what, pattern, names))
 
 
 def _plans(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any]]]:

@@ -383,7 +383,11 @@ def test_configure_model_is_called(capsys):
         (["weighed:Image", "--optimizer", "weighed:no_optimizer"], 1, "is a list, not a torch.opt"),
         (["weighed:Tied", "--input", "7:int46"], 2, "'int64'"),
         (["weighed:Tied", "--wrap", "Linear"], 2, "need --fsdp or --tp"),
-        (["weighed:Tied", "--fsdp", "2", "--wrap", "Block"], 1, "has no submodule of such a class"),
+        (
+            ["weighed:Tied", "--fsdp", "2", "--wrap", "Block"],
+            1,
+            "transformer_cls_names_to_wrap is 'Block'; it must be one of",
+        ),
         (["weighed:Image", "--tp", "2"], 1, "does not say which layers to split"),
         (["weighed:Reads", "--input", "3"], 1, "must not read values"),
         (["weighed:Image", "--input", "3"], 1, "--input must be what forward takes"),

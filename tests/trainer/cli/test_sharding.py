@@ -156,7 +156,7 @@ def test_questions_lead_to_shards_and_split_layers(monkeypatch, home):
     master, terminal = pty.openpty()
     with os.fdopen(terminal) as stdin, os.fdopen(master, "wb") as keyboard:
         monkeypatch.setattr("sys.stdin", stdin)
-        keyboard.write(b"\n\n\nyes\n\nyes\n\n2\n\n\n")
+        keyboard.write(b"\n\n\nyes\n\nyes\n\nBlock\n2\n\n\n")
         keyboard.flush()
         assert main(["config"]) == 0
     found = LaunchConfiguration(**read_file(home)[0])
@@ -165,6 +165,7 @@ def test_questions_lead_to_shards_and_split_layers(monkeypatch, home):
         "fsdp_reshard_after_forward": True,
         "fsdp_offload_params": True,
         "fsdp_activation_checkpointing": False,
+        "fsdp_transformer_layer_cls_to_wrap": "Block",
     }
     assert found.parallelism_config == {
         "parallelism_config_dp_shard_size": 2,

@@ -209,6 +209,11 @@ def _ask_sharding(known: LaunchConfiguration, processes: int) -> dict[str, Any]:
             default = fsdp.get(key, usual)
             default = default if isinstance(default, bool) else truth(str(default))
             fsdp[key] = _question(f"{asked} (yes, no)", default, truth)
+        classes = "classes to shard by themselves, as Block (none: those that the model names)"
+        key = "fsdp_transformer_layer_cls_to_wrap"
+        fsdp[key] = _question(classes, fsdp.get(key) or "none", str)
+        if fsdp[key] == "none":
+            del fsdp[key]
         answers["fsdp_config"] = fsdp
     split = _question(
         "processes that share each layer, tensor parallel", mesh.get(_SPLIT) or 1, count

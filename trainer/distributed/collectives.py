@@ -225,7 +225,8 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         if isinstance(leaf, Tensor):
             values = dense(leaf)
             transport.send(values, from_process)
-            if receives and not values.is_set_to(leaf):
+            shared = leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg()
+            if receives and not shared:
                 leaf.copy_(values)
         return leaf
 

@@ -9,7 +9,7 @@ layer at a time, and everything else of its part.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,9 +80,12 @@ def attention_over(mesh: DeviceMesh) -> Iterator[None]:
         _active.pop()
 
 
-def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a checkpointed forward pass and of its recomputation in backward."""
-    return nullcontext(), attention_over(_active[-1].mesh) if _active else nullcontext()
+def checkpoint_options() -> dict[str, Any]:
+    """Return options of ``torch.utils.checkpoint`` that recompute attention as it ran."""
+    if not _active:
+        return {}
+    mesh = _active[-1].mesh
+    return {"context_fn": lambda: (nullcontext(), attention_over(mesh))}
 
 
 class _GatheringAttention(TorchFunctionMode):

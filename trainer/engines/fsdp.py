@@ -43,7 +43,7 @@ from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import HostCopy, send, sum_numbers
 from trainer.engines.base import EngineOptions
 from trainer.engines.compile import torch_arguments
-from trainer.engines.context_parallel import recompute_contexts
+from trainer.engines.context_parallel import checkpoint_options
 from trainer.engines.single import SingleDevice
 from trainer.engines.tensor_parallel import keep_ties, split_layers
 from trainer.enums import DynamoBackend
@@ -950,9 +950,7 @@ def _checkpoint_activations(unit: nn.Module) -> None:
     forward = unit.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(
-            forward, *args, use_reentrant=False, context_fn=recompute_contexts, **kwargs
-        )
+        return checkpoint(forward, *args, use_reentrant=False, **checkpoint_options(), **kwargs)
 
     unit.forward = run
 

@@ -65,5 +65,5 @@ def test_killed_sharded_runs_equal_uninterrupted_ones(tmp_path):
 def test_runs_killed_on_all_layouts_equal_uninterrupted_ones(tmp_path):
     draw = random.Random(3)
     runs = [[kill(layout, draw) for _ in range(2)] for layout in SHARDED for _ in range(8)]
-    runs += [[kill(draw.choice(alike), draw) for _ in range(4)] for alike in ALIKE * 7]
+    runs += [[kill(draw.choice(alike), draw) for _ in range(4)] for alike in ALIKE * 9]
     assert sweep(tmp_path, runs, limit=3500) >= 100

@@ -15,6 +15,7 @@ from callbacks.base import Callback
 from callbacks.flops import Flops, flops_of
 from trainer.checks import check_counts
 from trainer.names import bare_names
+from trainer.tree import is_sharded, part_here
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -26,12 +27,6 @@ def _numel(parameter: nn.Parameter) -> int:
         return 0
     # DeepSpeed's ZeRO stage 3 leaves an empty tensor, and the whole size in ds_numel
     return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def _part(parameter: nn.Parameter) -> Any:
-    """Return this process's part of a parameter that may be sharded (a ``DTensor``)."""
-    sharded: Any = parameter.detach()
-    return sharded.to_local() if hasattr(sharded, "to_local") else sharded
 
 
 def _count(parameters: Iterable[nn.Parameter]) -> str:
@@ -107,8 +102,8 @@ def summarize(module: nn.Module, max_depth: int = 1, flops: Flops | None = None)
         f"{_count(p for p in parameters if not p.requires_grad)} frozen parameters",
         f"{_count(parameters)} parameters, {size:,.3f} MB",
     ]
-    if any(hasattr(parameter, "to_local") for parameter in parameters):
-        parts = [_part(parameter) for parameter in parameters]
+    if any(map(is_sharded, parameters)):
+        parts: list[Any] = [part_here(parameter) for parameter in parameters]
         held = sum(part.nbytes for part in parts) / 1e6
         lines.append(f"{_count(parts)} of them on this process, {held:,.3f} MB")
     if flops is not None:

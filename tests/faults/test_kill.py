@@ -17,10 +17,10 @@ UPDATES = 21  # three epochs of seven
 CALLS = 480  # fewer than the run makes of those that put files on the disk
 
 
-def sweep(folder: Path, kinds: list[dict[str, Any]], limit: int) -> int:
-    """Run the sweep; the number of kills, none of which made a difference."""
+def sweep(folder: Path, kinds: list[Any], limit: int, program: str = "kill_sweep") -> int:
+    """Run a program of this folder; the number of kills, none of which made a difference."""
     process = subprocess.run(
-        [sys.executable, "-m", "tests.faults.kill_sweep", str(folder), json.dumps(kinds)],
+        [sys.executable, "-m", f"tests.faults.{program}", str(folder), json.dumps(kinds)],
         cwd=ROOT,
         capture_output=True,
         text=True,

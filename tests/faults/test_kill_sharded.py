@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.faults.test_kill import sweep
+
 UPDATES = 8  # two epochs of four
 CALLS = 160  # about as many as rank 0 makes of those that put files on the disk
 SHARDED = ("fsdp", "hsdp", "tp", "fsdp_tp")
 # Layouts with as many shares of the data: a run may change between them within an epoch.
 ALIKE = (("one", "tp"), ("ddp", "fsdp", "fsdp_tp"), ("fsdp_4", "hsdp"))
-
-
-def sweep(folder: Path, runs: list[list[dict[str, Any]]], limit: int) -> int:
-    """Run the sweep; return the number of kills, none of which made a difference."""
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.faults.kill_sharded", str(folder), json.dumps(runs)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert process.returncode == 0, process.stderr
-    result = json.loads(process.stdout.splitlines()[-1])
-    assert result["different"] == [], process.stderr
-    return int(result["kills"])
 
 
 def kill(layout: str, draw: random.Random) -> dict[str, Any]:
@@ -57,7 +37,7 @@ def test_killed_sharded_runs_equal_uninterrupted_ones(tmp_path):
         {"layout": "fsdp", "kind": "step", "when": 3},
         {"layout": "ddp", "kind": "step", "when": 6},
     ]
-    assert sweep(tmp_path, [on_shards, to_another], limit=540) == 4
+    assert sweep(tmp_path, [on_shards, to_another], 540, "kill_sharded") == 4
 
 
 @pytest.mark.long
@@ -66,4 +46,4 @@ def test_runs_killed_on_all_layouts_equal_uninterrupted_ones(tmp_path):
     draw = random.Random(3)
     runs = [[kill(layout, draw) for _ in range(2)] for layout in SHARDED for _ in range(8)]
     runs += [[kill(draw.choice(alike), draw) for _ in range(4)] for alike in ALIKE * 9]
-    assert sweep(tmp_path, runs, limit=3500) >= 100
+    assert sweep(tmp_path, runs, 3500, "kill_sharded") >= 100

@@ -30,13 +30,12 @@ from trainer.distributed.collectives import broadcast
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import send, sum_numbers
 from trainer.engines.base import EngineOptions
-from trainer.engines.single import SingleDevice
+from trainer.engines.single import STEPS, SingleDevice, attribute_restorer
 from trainer.enums import DistributedType
 from trainer.names import bare_names, unwrapped
 from trainer.optim.lomo import is_lomo
 from trainer.tree import map_tree
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 # These look at whole tensors; DeepSpeed gives them parts of a flat vector.
 _NEED_WHOLE_TENSORS = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
 
@@ -181,9 +180,9 @@ class ZeroRedundancy(SingleDevice):
         super().start(module, step_sync)
         self._place(module)
         if self.stage == 3:
-            for name in _STEPS:
+            for name in STEPS:
                 step = getattr(module, name)
-                self._undo.append(_putting_back(module, name))
+                self._undo.append(attribute_restorer(module, name))
                 vars(module)[name] = wraps(step)(partial(self.run, step))
             if step_sync is None:
                 self._initialize(None)
@@ -823,12 +822,6 @@ def _location() -> Mapping[str, str]:
     from trainer.state import PartialState
 
     return {"LOCAL_RANK": str(PartialState().local_process_index)}
-
-
-def _putting_back(module: nn.Module, name: str) -> Callable[[], Any]:
-    """Return a function that puts a module's own attribute back, or removes a later one."""
-    own = vars(module)
-    return partial(own.update, {name: own[name]}) if name in own else partial(own.pop, name)
 
 
 def _quieten(config: Mapping[str, Any]) -> None:

@@ -44,7 +44,7 @@ from trainer.distributed.transport import HostCopy, send, sum_numbers
 from trainer.engines.base import EngineOptions
 from trainer.engines.compile import torch_arguments
 from trainer.engines.context_parallel import checkpoint_options
-from trainer.engines.single import SingleDevice
+from trainer.engines.single import STEPS, SingleDevice, attribute_restorer
 from trainer.engines.tensor_parallel import keep_ties, split_layers
 from trainer.enums import DynamoBackend
 from trainer.errors import module_logger
@@ -59,7 +59,6 @@ from trainer.tree import fill_, gathered, part_here
 
 logger = module_logger(__name__)
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _NEED_WHOLE_TENSORS = {  # optimizers by name, and why
     "Adafactor": "torch cannot run its norms of rows and columns on them",
     "LBFGS": "it decides by the loss of one process how often all run forward",
@@ -474,8 +473,8 @@ class FullyShard(SingleDevice):
             # The loss has the hook that a view of the module's own output could lose.
             kind = re.escape(f"FSDP2-wrapped module ({type(module).__name__}) returned a view")
             warnings.filterwarnings("ignore", kind)
-            for name in _STEPS:
-                self._undo.append(_putting_back(module, name))
+            for name in STEPS:
+                self._undo.append(attribute_restorer(module, name))
                 vars(module)[name] = self._watched(getattr(module, name))
                 register_fsdp_forward_method(module, name)
 
@@ -497,7 +496,7 @@ class FullyShard(SingleDevice):
                 "as transformer_cls_names_to_wrap, or leave dynamo_backend out."
             )
         for unit in units:
-            self._undo.append(_putting_back(unit, "forward"))
+            self._undo.append(attribute_restorer(unit, "forward"))
             unit.forward = torch.compile(unit.forward, **arguments)
 
     def _watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -991,12 +990,6 @@ def _unsynced(module: FSDPModule) -> Iterator[None]:
         yield
     finally:
         module.set_requires_gradient_sync(True)
-
-
-def _putting_back(module: nn.Module, name: str) -> Callable[[], Any]:
-    """Return a function that puts a module's own attribute back, or removes a later one."""
-    own = vars(module)
-    return partial(own.update, {name: own[name]}) if name in own else partial(own.pop, name)
 
 
 def _children_of_manual(module: nn.Module) -> Iterator[nn.Module]:

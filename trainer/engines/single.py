@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainer.optim.optimizer import OptimizerDriver
 from trainer.optim.weighting import scale_
 from trainer.tree import own_memory
 
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _GRADIENT = attrgetter("grad")
 
 
@@ -192,3 +194,9 @@ class SingleDevice:
 
     def close(self) -> None:
         """Do nothing: the module was not wrapped."""
+
+
+def attribute_restorer(module: nn.Module, name: str) -> Callable[[], Any]:
+    """Return a function that puts a module's own attribute back, or removes a later one."""
+    own = vars(module)
+    return partial(own.update, {name: own[name]}) if name in own else partial(own.pop, name)

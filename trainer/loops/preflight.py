@@ -78,20 +78,6 @@ def check_rank_consistency(
         )
 
 
-def check_sharded(callbacks: Iterable[Callback]) -> None:
-    """Raise for callbacks that cannot work on a sharded model.
-
-    Raises:
-        ValueError: There are such callbacks.
-    """
-    if names := [type(each).__name__ for each in callbacks if each.needs_whole_model]:
-        raise ValueError(
-            f"{' and '.join(names)} cannot be used with a sharded model (FSDP): on an error it "
-            "would save the weights of one process, which has only its part of them. Leave it out "
-            "(of ModelCheckpoint, on_exception=True); the last checkpoint is there to resume from."
-        )
-
-
 def check_optimizer_fingerprints(options: Mapping[str, str]) -> None:
     """Raise if optimizer options differ between ranks, so that weights would diverge; collective.
 
@@ -109,12 +95,22 @@ def check_optimizer_fingerprints(options: Mapping[str, str]) -> None:
 
 
 def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
-    """Raise if a callback reads gradients, or gives other weights, that an engine keeps to itself.
+    """Raise for callbacks that need what an engine keeps in parts: weights, gradients, averages.
 
     Raises:
-        ValueError: There is such a callback, and the engine gathers its state.
+        ValueError: There is such a callback.
     """
-    for each in callbacks if engine.gathers_state else ():
+    divided = engine.mesh is not None or engine.gathers_state
+    for each in callbacks if divided else ():
+        if each.needs_whole_model:
+            raise ValueError(
+                f"{type(each).__name__} cannot be used with a sharded model: on an error it would "
+                "save the weights of one process, which has only its part of them. Leave it out "
+                "(of ModelCheckpoint, on_exception=True); the last checkpoint is there to resume "
+                "from."
+            )
+        if not engine.gathers_state:
+            continue
         if isinstance(each, GradientNormMonitor):
             what = "reads gradients"
         elif is_overridden(each, "weights_to_save", Callback):

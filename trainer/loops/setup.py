@@ -49,7 +49,6 @@ from trainer.loops.preflight import (
     check_one_pass_loaders,
     check_optimizer_fingerprints,
     check_rank_consistency,
-    check_sharded,
     monitors_of,
     warn_of_no_validation,
 )
@@ -479,7 +478,7 @@ def choose_start(
     check_rank_consistency(context.settings, context.callbacks, ckpt_path)
     if context.accelerator.engine.mesh is not None or context.accelerator.engine.gathers_state:
         check_shared_disk(context.project.on_each_node)
-        check_sharded(context.callbacks)
+    check_callbacks_of(context.accelerator.engine, context.callbacks)
     on_all(lambda: to_manifest(module), "fit")  # fail before the first step, not at the first save
     if ckpt_path is None:
         context.project.check_fresh(context.roots())
@@ -535,7 +534,6 @@ def make_fit_run(
     # The user's `count_items` may return fractions.
     step_sync = StepSync(accelerator.device, whole_items=not counts_items(module))
     engine = choose_engine(accelerator.engine.options, automatic=module.automatic_optimization)
-    check_callbacks_of(engine, context.callbacks)
     accelerator.precision.convert(module)
     engine.start(module, step_sync)
     optimizers, entries, schedulers = prepare_optimizers(module, accelerator, engine)

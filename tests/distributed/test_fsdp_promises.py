@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from tests.distributed import test_fsdp
 from tests.distributed.test_fsdp import Block, X, Y, plugin, whole
 from tests.helpers.ranks import RankError
 from trainer import GradScalerKwargs, Preempted, Trainer, TrainModule
+from trainer.engines import fsdp
 from trainer.tuning import Tuner
 
 DATA = TensorDataset(X, Y)
@@ -222,6 +224,27 @@ def test_a_bad_number_on_one_rank_skips_or_stops_all(ranks2, module, tmp_path):
         return own.global_step
 
     assert ranks2(stopped) == [1, 1]
+
+
+class Repaired(NanGradient):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.global_step == 1:  # as many updates were made before the bad one
+            for parameter in self.parameters():
+                parameter.grad.zero_()
+
+
+def test_a_hook_may_repair_gradients_before_they_are_checked(ranks2, tmp_path):
+    assert_equal(ranks2, lambda name: fit(tmp_path / name, Repaired))
+
+
+def test_an_update_sums_its_step_stats_and_checks_gradients_in_one_message(ranks2, tmp_path):
+    def messages() -> int:
+        own, before = trainer(tmp_path, max_epochs=1), fsdp.sum_numbers
+        with patch.object(fsdp, "sum_numbers", side_effect=before) as counted:
+            own.fit(Net(), loader())
+        return counted.call_count - own.global_step
+
+    assert ranks2(messages) == [0, 0]
 
 
 class Dtypes(Net):

@@ -90,6 +90,8 @@ class Engine(Protocol):
             steps.
         reduce_gradients: Averages an optimizer's gradients over the processes when it steps; None
             if backward has averaged them.
+        checks_gradients: Set by a fit in which nothing changes gradients after they are reduced:
+            whether they are finite may then be asked of all processes along with the step stats.
     """
 
     options: EngineOptions
@@ -104,6 +106,7 @@ class Engine(Protocol):
     optimizer_driver: OptimizerDriver | None
     compiles_units: bool
     reduce_gradients: Callable[[Optimizer], None] | None
+    checks_gradients: bool
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer to use in its place, after the modules were prepared.

@@ -119,6 +119,7 @@ class FullyShard(SingleDevice):
         self._unwatched: set[Any] = set()
         self._watches: list[Any] = []
         self._checked: tuple[HostCopy, list[int]] | None = None
+        self._non_finite: bool | Tensor | None = None  # what the latest `sync_stats` found
         self._dummy = False
         self._reduces: bool | None = None  # in the next backward; None if that is not known
         self._handles: list[Any] = []
@@ -621,9 +622,16 @@ class FullyShard(SingleDevice):
                 handle.remove()
 
     def sync_stats(self, stats: StepStats) -> float | Tensor:
-        """All-reduce the step stats of a window; compare which units ran and what was used."""
+        """All-reduce the step stats of a window; compare which units ran and what was used.
+
+        Whether gradients are finite goes along, to save an all-reduce, if nothing changes them.
+        """
         vector, flags = self.step_sync.sync_vector(stats), self._flags_of_use()
-        total = torch.cat([vector, flags, self._digest()])
+        bad = flags.new_zeros(1)
+        if self.checks_gradients:
+            here = find_non_finite(self._parts_of(self.module.parameters()))
+            bad += 0.0 if here is None else here
+        total = torch.cat([vector, bad, flags, self._digest()])
         sum_numbers(total)
         ran, self._ran = self._ran, []
         self._check_units()
@@ -632,7 +640,9 @@ class FullyShard(SingleDevice):
         else:
             self._checked = HostCopy(total[-2:]), ran
         if self._parameters:
-            self._drop_unused(total[len(vector) : -2])
+            self._drop_unused(total[len(vector) + 1 : -2])
+        if self.checks_gradients:
+            self._non_finite = _as_flag(total[len(vector)])
         return self.step_sync.count(total[: len(vector)])
 
     # -- that all processes run the same units -----------------------------------------------------
@@ -767,14 +777,16 @@ class FullyShard(SingleDevice):
 
     def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
         """Return whether a gradient is NaN or infinite on any process."""
+        if self._non_finite is not None:
+            known, self._non_finite = self._non_finite, None
+            return known
         here = find_non_finite(self._parts_of(parameters))
         if here is None:
             return None
         # Torch's check of sharded tensors asks only the processes that share the first one.
         anywhere = torch.zeros(1, device=self.options.device) + here
         sum_numbers(anywhere)
-        flag = anywhere[0].clamp(max=1.0)
-        return bool(flag) if flag.is_cpu else flag
+        return _as_flag(anywhere[0])
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -821,6 +833,11 @@ class FullyShard(SingleDevice):
         """Limit the magnitude of each element of the gradients."""
         for part in self._parts_of(parameters):
             part.clamp_(-max_value, max_value)
+
+
+def _as_flag(count: Tensor) -> bool | Tensor:
+    """Return whether a number of processes is not zero; on an accelerator as float32, 1 or 0."""
+    return bool(count) if count.is_cpu else count.clamp(max=1.0).float()
 
 
 def _scale_parts(parts: list[Tensor], factor: float | Tensor) -> None:

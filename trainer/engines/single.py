@@ -43,6 +43,7 @@ class SingleDevice:
     optimizer_driver: OptimizerDriver | None = None
     compiles_units = False
     reduce_gradients: Callable[[Optimizer], None] | None = None
+    checks_gradients = False
     module: nn.Module
     step_sync: StepSync
 

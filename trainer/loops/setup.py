@@ -541,6 +541,14 @@ def make_fit_run(
     options = options_of(names, optimizers, schedulers)
     check_optimizer_fingerprints(options)
     own = [Limits(max_norm=one.max_grad_norm, max_value=one.max_grad_value) for one in entries]
+    guard = _guard(module, [each.optimizer for each in optimizers], accelerator, settings)
+    between = {"on_after_backward", "on_before_optimizer_step"} & dict(hooks.overridden()).keys()
+    engine.checks_gradients = (
+        guard is not None
+        and module.automatic_optimization
+        and not accelerator.precision.scales
+        and not between
+    )
     common = _common(
         context, module, data.sources.datamodule, hooks, recorder, engine, quiet=settings.barebones
     )
@@ -556,7 +564,7 @@ def make_fit_run(
                 world_size=engine.data_size,
                 reference=_nominal_items(module, data.epoch_iterator),
             ),
-            guard=_guard(module, [each.optimizer for each in optimizers], accelerator, settings),
+            guard=guard,
             limits=Limits(max_norm=settings.max_grad_norm, max_value=settings.max_grad_value),
             own_limits=[pair for pair in zip(optimizers, own, strict=True) if pair[1] != NO_LIMITS],
             fingerprint=options,

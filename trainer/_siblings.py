@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from importlib import metadata
 from pathlib import Path
 
 DISTRIBUTION = "cadence-trainer"
@@ -47,6 +46,8 @@ def check_siblings() -> None:
 
 def version() -> str:
     """Return the version of Cadence, or a text that says that it is not installed."""
+    from importlib import metadata  # here, since it costs more than the rest of the import
+
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:

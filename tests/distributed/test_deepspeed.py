@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -303,6 +304,57 @@ def test_nothing_is_compiled_and_one_process_will_do(ranks, tmp_path):
         return os.listdir(tmp_path)
 
     assert "extensions" not in ranks(1)(built)[0]
+
+
+# -- what it leaves in the process ----------------------------------------------------------------
+
+
+class Recomputed(Net):
+    """Backward calls the linear layers again; each call notes which function they are."""
+
+    called: set[Any] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.noting, x, use_reentrant=False)
+
+    def noting(self, x: Tensor) -> Tensor:
+        self.called.add(nn.functional.linear)
+        return super().forward(x)
+
+
+class Unable(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("no step")  # DeepSpeed makes one while it initialises
+
+
+def patched() -> list[str]:
+    """Return what of torch is not its own."""
+    linear = nn.functional.linear is not torch._C._nn.linear
+    subclassing = "__init_subclass__" in vars(nn.Module)
+    return ["linear"] * linear + ["__init_subclass__"] * subclassing
+
+
+def test_torch_is_as_before_outside_of_the_steps_of_stage_3(ranks2, tmp_path):
+    def run() -> Any:
+        import deepspeed
+
+        found = fit(tmp_path / "two", 3, Recomputed)
+        outside, inside = patched(), {each.__module__ for each in Recomputed.called}
+        with pytest.raises(RuntimeError, match="no step"):
+            fit(tmp_path / "two", 3, optimized(Unable))
+        outside += patched()
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin(3))
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        with deepspeed.zero.Init(config_dict_or_path=config):  # leaves more than preparing does
+            model = Net()
+        assert patched() == ["linear", "__init_subclass__"]
+        model, _ = accelerator.prepare(model, model.configure_optimizers())
+        accelerator.backward(model(X).sum())
+        return *found, inside, outside + patched()
+
+    found = ranks2(run)
+    assert_equal(found, fit(tmp_path / "one", None, Recomputed))
+    assert [each[4:] for each in found] == [({"deepspeed.runtime.zero.linear"}, [])] * 2
 
 
 # -- the configuration ---------------------------------------------------------------------------

@@ -129,6 +129,7 @@ class ZeroRedundancy(SingleDevice):
         self._stage: _Stage | None = None
         self._client: Optimizer | None = None
         self._undo: list[Callable[[], Any]] = []
+        self._linear: Callable[..., Tensor] | None = None  # DeepSpeed's for stage 3
         self._ended = False  # whether the window's gradients are reduced
         self._pending = False  # whether there are gradients that no step has used
         self._scheduled = False  # whether the configuration's scheduler was prepared
@@ -242,11 +243,14 @@ class ZeroRedundancy(SingleDevice):
             kind = "nccl" if self.options.device.type == "cuda" else "gloo"
             store = dist.HashStore()  # type: ignore[attr-defined]  # not in its __all__
             dist.init_process_group(kind, store=store, rank=0, world_size=1)
-        with environment.patch_environment(**_location()):
-            self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-            self._engine, *_ = self._deepspeed.initialize(
-                model=self._stage, config=config, **_optimizer_arguments(optimizer)
-            )
+        try:
+            with environment.patch_environment(**_location()):
+                self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+                self._engine, *_ = self._deepspeed.initialize(
+                    model=self._stage, config=config, **_optimizer_arguments(optimizer)
+                )
+        finally:
+            self._linear = _take_back_torch()
         self._zero = self._engine.optimizer
         if optimizer is not None:
             self._trains = {id(p) for g in self._groups for p in _trained(g["params"])}
@@ -273,7 +277,22 @@ class ZeroRedundancy(SingleDevice):
             return function(*args, **kwargs)
         if self.stage < 3 and not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        return self._engine(function, *args, **kwargs)
+        with self._linear_of_stage_3():
+            return self._engine(function, *args, **kwargs)
+
+    @contextmanager
+    def _linear_of_stage_3(self) -> Iterator[None]:
+        """Let linear layers keep the partitioned weight for backward, not the gathered one.
+
+        DeepSpeed replaces the function for good, which then cannot be compiled in other models.
+        """
+        own = nn.functional.linear
+        if self._linear is not None:
+            nn.functional.linear = self._linear
+        try:
+            yield
+        finally:
+            nn.functional.linear = own
 
     def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by name."""
@@ -297,7 +316,8 @@ class ZeroRedundancy(SingleDevice):
             self.optimizer_zero_grad()
         self._pending = True
         self._engine.set_gradient_accumulation_boundary(False)
-        self._engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
+        with self._linear_of_stage_3():  # checkpointed activations run forward again
+            self._engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
         if stats is None:
             return 0.0
         self._end_window()
@@ -769,6 +789,7 @@ class ZeroRedundancy(SingleDevice):
         """Leave the module to other engines; parameters of stage 3 stay partitioned."""
         while self._undo:
             self._undo.pop()()
+        _take_back_torch()
         if self._engine is not None:
             if self.stage == 3:
                 self._offload.get_param_coordinator().reset_step()
@@ -776,6 +797,25 @@ class ZeroRedundancy(SingleDevice):
             self._engine.module_forward_post_hook.remove()
             self._engine.destroy()
             self._engine = None
+
+
+def _take_back_torch() -> Callable[..., Tensor] | None:
+    """Undo what stage 3 and ``deepspeed.zero.Init`` leave in torch for the whole process.
+
+    Returns:
+        DeepSpeed's ``torch.nn.functional.linear``; None if it was not in use.
+    """
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    if vars(nn.Module).get("_old_init_subclass") is not None:
+        # Bound to Module, the second one hides those of other bases of a subclass.
+        for name in ("_old_init_subclass", "__init_subclass__"):
+            delattr(nn.Module, name)
+    if nn.functional.linear is not zero3_linear_wrap:
+        return None
+    nn.functional.linear = Init.linear_bk
+    return zero3_linear_wrap
 
 
 def _on_host(value: Any) -> Any:

@@ -50,6 +50,7 @@ FLOORS = {
     "trainer.data": 5,
     "trainer.engines": 5,
     "trainer.optim": 5,
+    "trainer.big_models": 6,
     "trainer.checkpoint": 6,
     "trainer.accelerator": 7,
     "trainer.hparams": 7,

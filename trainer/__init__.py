@@ -13,7 +13,17 @@ check_siblings()
 
 if TYPE_CHECKING:
     from trainer.accelerator import Accelerator
-    from trainer.checkpoint.loading import load_checkpoint_in_model
+    from trainer.big_models import (
+        cpu_offload,
+        cpu_offload_with_hook,
+        disk_offload,
+        dispatch_model,
+        infer_auto_device_map,
+        init_empty_weights,
+        init_on_device,
+        load_checkpoint_and_dispatch,
+        load_checkpoint_in_model,
+    )
     from trainer.configuration import (
         AORecipeKwargs,
         AutocastKwargs,
@@ -100,11 +110,19 @@ _HOME = {
     "TrainModule": "module",
     "Trainer": "trainer",
     "Tuner": "tuning",
+    "cpu_offload": "big_models",
+    "cpu_offload_with_hook": "big_models",
     "debug_launcher": "launchers",
+    "disk_offload": "big_models",
+    "dispatch_model": "big_models",
     "find_executable_batch_size": "memory",
     "gather_object": "distributed.objects",
     "get_logger": "logging",
-    "load_checkpoint_in_model": "checkpoint.loading",
+    "infer_auto_device_map": "big_models",
+    "init_empty_weights": "big_models",
+    "init_on_device": "big_models",
+    "load_checkpoint_and_dispatch": "big_models",
+    "load_checkpoint_in_model": "big_models",
     "notebook_launcher": "launchers",
     "release_memory": "memory",
     "set_seed": "rng",
@@ -112,7 +130,15 @@ _HOME = {
     "synchronize_rng_states": "rng",
 }
 
-_MODULES = ("launchers", "logging", "state", "tracking", "utils")  # after ``import trainer`` alone
+# After ``import trainer`` alone.
+_MODULES = (
+    "big_models",
+    "launchers",
+    "logging",
+    "state",
+    "tracking",
+    "utils",
+)
 
 __all__ = [
     "AORecipeKwargs",
@@ -152,10 +178,18 @@ __all__ = [
     "TrainModule",
     "Trainer",
     "Tuner",
+    "cpu_offload",
+    "cpu_offload_with_hook",
     "debug_launcher",
+    "disk_offload",
+    "dispatch_model",
     "find_executable_batch_size",
     "gather_object",
     "get_logger",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "init_on_device",
+    "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "notebook_launcher",
     "release_memory",

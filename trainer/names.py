@@ -65,9 +65,30 @@ def bare_names(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tu
         yield ".".join(kept) if added else name, value
 
 
+def with_offloaded(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Replace entries on the meta device by the values that hooks of accelerate keep elsewhere.
+
+    Args:
+        module: A module of which parts may be offloaded, for example by ``from_pretrained``.
+        state: Its ``state_dict()``; changed in place.
+
+    Returns:
+        `state`.
+    """
+    for path, part in module.named_modules(remove_duplicate=False):
+        hook = vars(part).get("_hf_hook")
+        for each in getattr(hook, "hooks", (hook,)):
+            values: Any = getattr(each, "weights_map", None)
+            for name in part.state_dict(keep_vars=True) if values is not None else ():
+                key = f"{path}.{name}".removeprefix(".")
+                if getattr(state.get(key), "is_meta", False) and name in values:
+                    state[key] = values[name]
+    return state
+
+
 def bare_state_dict(module: nn.Module) -> dict[str, Any]:
     """Return ``module.state_dict()`` under the user's own names."""
-    state = module.state_dict()
+    state = with_offloaded(module, module.state_dict())
     bare = OrderedDict(bare_names(module, state.items()))
     # What `load_state_dict` reads: the version of each part's format.
     versions = getattr(state, "_metadata", {})

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trackers import GeneralTracker
 from trainer import Accelerator, Trainer
-from trainer.checkpoint.loading import load_checkpoint_in_model
+from trainer.big_models import load_checkpoint_in_model
 from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,

@@ -240,7 +240,7 @@ def stream_tensors(
         header[name] = {"dtype": _dtype_name(each.dtype), "shape": list(each.shape)}
         header[name]["data_offsets"] = [start, end]
     text = json.dumps(header, ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % 64)  # a mapped file's first tensor then aligns as in memory
     with open(file, "wb") as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
         tensors = iter(values)  # zip would keep the last one while it gets the next

@@ -12,11 +12,6 @@ metadata, as in ``safetensors.torch.save_model``.
     model.safetensors.index.json           maps each name to its file
 
 With ``safe_serialization=False`` the files are ``pytorch_model.bin``, or shards named accordingly.
-
-Weights offloaded to disk are raw bytes, in C order and the machine's byte order::
-
-    <name>.dat
-    index.json                             {name: {"dtype": "bfloat16", "shape": [2, 3]}}
 """
 
 from __future__ import annotations
@@ -41,11 +36,11 @@ from trainer.checkpoint.serialization import (
     stream_tensors,
     write_tensors,
 )
-from trainer.checkpoint.storage import reading, sync, write_temporary, write_whole
-from trainer.files import read_json, with_home
-from trainer.names import COMPILED, bare_names
+from trainer.checkpoint.storage import sync, write_temporary
+from trainer.files import with_home
+from trainer.names import COMPILED, bare_names, with_offloaded
 from trainer.strict_json import dumps
-from trainer.tree import as_bytes, gathered, is_sharded
+from trainer.tree import gathered, is_sharded
 
 WEIGHTS_NAME = "model.safetensors"
 BIN_NAME = "pytorch_model.bin"
@@ -53,7 +48,6 @@ INDEX_SUFFIX = ".index.json"
 # The command for a folder of torch.distributed.checkpoint, whose metadata is a pickle.
 CONVERTS = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {} weights.bin"
 
-_INDEX = "index.json"  # of weights offloaded to disk
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", re.IGNORECASE)
 
 T = TypeVar("T")
@@ -262,7 +256,8 @@ class _Export:
         writes: bool,
         state: Mapping[str, Any] | None,
     ) -> None:
-        own = model.state_dict(keep_vars=True)  # whose tied tensors are the same objects
+        # With its variables, so that tied tensors are the same objects.
+        own = with_offloaded(model, model.state_dict(keep_vars=True))
         self._state = dict(bare_names(model, own.items())) if state is None else dict(state)
         self._folder, self.name, self._writes = folder, name, writes
         self.tensors: dict[str, torch.Tensor] = {}
@@ -441,37 +436,3 @@ def _check_not_meta(state: Mapping[str, object]) -> None:
                 f"The model cannot be saved: {name} has no data, being on the meta device. Load "
                 "weights first, or give it data with to_empty()."
             )
-
-
-def offload_weight(
-    weight: torch.Tensor, name: str, folder: str | os.PathLike[str], index: dict[str, Any]
-) -> None:
-    """Write one weight to the disk.
-
-    Args:
-        weight: A dense tensor of any dtype.
-        name: Its name; the file is ``<name>.dat``.
-        folder: An existing folder.
-        index: The folder's index, to which the weight is added.
-    """
-    raw = as_bytes(portable(weight, f"The weight {name!r}").cpu())
-    write_whole(Path(folder) / f"{name}.dat", lambda path: raw.numpy().tofile(path))
-    dtype = str(weight.dtype).removeprefix("torch.")
-    index[name] = {"dtype": dtype, "shape": list(weight.shape)}
-
-
-def save_offload_index(index: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
-    """Add entries to a folder's index file, created if needed; do nothing without entries."""
-    if index:
-        known = _load_index(folder)
-        text = dumps({**known, **index}, indent=2)
-        write_whole(Path(folder) / _INDEX, lambda path: path.write_text(text, encoding="utf-8"))
-
-
-def _load_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    file = Path(folder) / _INDEX
-    if not file.exists():
-        return {}
-    with reading(file):
-        index: dict[str, Any] = read_json(file)
-    return index

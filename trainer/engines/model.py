@@ -25,8 +25,8 @@ def prepare_model(
 ) -> nn.Module:
     """Convert a model to a mixed precision, move it to the device, wrap it, and compile it.
 
-    A model is not moved if a device map spreads it over several devices, or if it was loaded
-    quantised.
+    A model is not moved if it was loaded quantised, or if hooks of `trainer.big_models` or of
+    accelerate bring it to its devices.
 
     Args:
         model: The user's model; changed in place.
@@ -40,25 +40,29 @@ def prepare_model(
         The model, or its wrapper.
 
     Raises:
-        ValueError: There are several processes and a device map spreads the model over devices; or
-            the model is not on the kind of device that the processes use; or torch cannot run the
-            communication hook there.
+        ValueError: There are several processes and a device map spreads the model over devices, or
+            hooks keep its weights elsewhere; or the model is not on the kind of device that the
+            processes use; or torch cannot run the communication hook there.
     """
     state = PartialState()
+    hooked = _has_device_hooks(model)
+    offloaded = hooked and any(parameter.is_meta for parameter in model.parameters())
     spread = verify_device_map(model)
     bypass = environment.read_flag("ACCELERATE_BYPASS_DEVICE_MAP")
-    if spread and state.use_distributed and not bypass:
+    if (spread or offloaded) and state.use_distributed and not bypass:
         raise ValueError(
             f"{type(model).__name__} was loaded with a device map that spreads it over several "
-            f"devices (such as device_map='auto'), which cannot be trained by "
-            f"{state.num_processes} processes. Start one process, or load it without a device map; "
-            "ACCELERATE_BYPASS_DEVICE_MAP=true tries it anyway."
+            "devices (such as device_map='auto') or keeps weights on the CPU or the disk, which "
+            f"cannot be trained by {state.num_processes} processes. Start one process, or load it "
+            "without a device map; ACCELERATE_BYPASS_DEVICE_MAP=true tries it anyway."
         )
     precision.convert(model)
     precision.wrap_forward(uncompiled(model))
     quantised = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
     model = engine.prepare_module(
-        model, device=None if spread or quantised else device, evaluation_mode=evaluation_mode
+        model,
+        device=None if spread or hooked or quantised else device,
+        evaluation_mode=evaluation_mode,
     )
     compile_model(model, dynamo_plugin)
     return model
@@ -67,6 +71,15 @@ def prepare_model(
 def verify_device_map(model: nn.Module) -> bool:
     """Return whether a device map spreads the model, or a part of it, over several devices."""
     return any(len(getattr(part, "hf_device_map", None) or ()) > 1 for part in model.modules())
+
+
+def _has_device_hooks(model: nn.Module) -> bool:
+    """Return whether hooks, of accelerate's protocol, bring a part of the model to its device."""
+    for part in model.modules():
+        hook = vars(part).get("_hf_hook")
+        if any(hasattr(each, "execution_device") for each in getattr(hook, "hooks", (hook,))):
+            return True
+    return False
 
 
 def unwrap_model(

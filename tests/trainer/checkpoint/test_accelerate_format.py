@@ -18,9 +18,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from trainer.big_models import load_checkpoint_in_model
 from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
 from trainer.checkpoint.accelerator_state import load_state as load_project
-from trainer.checkpoint.loading import load_checkpoint_in_model
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
 

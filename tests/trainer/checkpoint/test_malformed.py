@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import EarlyStopping, ModelCheckpoint
 from trainer import Trainer, TrainModule
+from trainer.big_models import load_checkpoint_in_model
 from trainer.checkpoint import storage as folder_module
 from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
-from trainer.checkpoint.loading import load_checkpoint_in_model
 from trainer.checkpoint.serialization import load_tree
 from trainer.checkpoint.shards import merge_weights
 from trainer.checkpoint.storage import (

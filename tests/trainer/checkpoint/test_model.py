@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
+from trainer.big_models import load_checkpoint_in_model
 from trainer.checkpoint import weights as model_module
-from trainer.checkpoint.loading import load_checkpoint_in_model
 from trainer.checkpoint.weights import load_weights, parse_size, save_model
 
 FOLDER = Path("weights")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from trainer.checkpoint.loading import load_checkpoint_in_model
+from trainer.big_models import OffloadedWeightsLoader, load_checkpoint_in_model
 from trainer.checkpoint.weights import save_model
 from trainer.errors import CheckpointError
 
@@ -131,37 +131,41 @@ def test_device_map_uses_the_longest_name():
     assert torch.equal(model[0].norm.running_mean, expected["norm.running_mean"])
 
 
-def offload_index():
-    return json.loads(Path("off/index.json").read_text())
-
-
-def offloaded(file, info):
-    """The weight, as the format says it lies there."""
-    kept = torch.empty(info["shape"], dtype=getattr(torch, info["dtype"]))
-    data = bytearray(Path(file).read_bytes())
-    assert len(data) == kept.nbytes
-    return torch.frombuffer(data, dtype=kept.dtype).reshape(kept.shape) if data else kept
-
-
 def test_device_map_to_disk():
     expected = saved()
+    places = {"embed": "cpu", "head": "cpu", "norm": "disk"}
     model = Net(device="meta")
-    load_checkpoint_in_model(
-        model, FOLDER, {"embed": "cpu", "head": "cpu", "norm": "disk"}, "off", "bfloat16"
-    )
-    index = offload_index()
-    assert index["norm.weight"] == {"dtype": "bfloat16", "shape": [4]}
+    load_checkpoint_in_model(model, FOLDER, places, "off", "bfloat16")
+    index = json.loads(Path("off/index.json").read_text())
     assert index.keys() == {"norm.weight", "norm.bias"}
+    assert (index["norm.weight"]["dtype"], index["norm.weight"]["shape"]) == ("bfloat16", [4])
     assert model.norm.weight.is_meta
     assert model.norm.weight.dtype == torch.bfloat16
-    weight = offloaded("off/norm.weight.dat", index["norm.weight"])
-    assert torch.equal(weight, expected["norm.weight"].bfloat16())
+    weights = OffloadedWeightsLoader(save_folder="off")
+    assert torch.equal(weights["norm.weight"], expected["norm.weight"].bfloat16())
     assert torch.equal(model.norm.running_mean, expected["norm.running_mean"].bfloat16())
-    load_checkpoint_in_model(Net(), FOLDER, {"": "disk"}, "off", offload_buffers=True)
-    index = offload_index()
-    assert index.keys() == expected.keys() - {"head.weight"}
-    for name, info in index.items():
-        assert torch.equal(offloaded(f"off/{name}.dat", info), expected[name])
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_everything_on_disk(safe, monkeypatch):
+    expected = saved(safe=safe)
+    model = Net()
+    load_checkpoint_in_model(model, FOLDER, {"": "disk"}, "off", offload_buffers=True)
+    assert all(value.is_meta for value in model.state_dict().values())
+    assert len(list(Path("off").iterdir())) == (2 if safe else len(expected))  # linked, or each one
+
+    def refuse(*args):
+        raise OSError("another disk")
+
+    monkeypatch.setattr("os.link", refuse)
+    load_checkpoint_in_model(Net(), FOLDER, {"": "disk"}, "copied", offload_buffers=True)
+    assert len(list(Path("copied").iterdir())) == len(expected)  # tied weights once, and the index
+    shutil.rmtree(FOLDER)
+    for folder in ("off", "copied"):
+        weights = OffloadedWeightsLoader(save_folder=folder)
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+        assert weights["head.weight"].data_ptr() == weights["embed.weight"].data_ptr()
 
 
 def test_device_map_without_a_weight_raises():
@@ -177,8 +181,13 @@ def test_wrong_arguments_raise():
     for dtype in ("float17", "nn", 3):
         with pytest.raises(ValueError, match="dtype is"):
             load_checkpoint_in_model(Net(), FOLDER, dtype=dtype)
-    with pytest.raises(ValueError, match="offload_8bit_bnb"):
-        load_checkpoint_in_model(Net(), FOLDER, offload_8bit_bnb=True)
+    for name, value in (
+        ("offload_8bit_bnb", True),
+        ("full_state_dict", False),
+        ("broadcast_from_rank0", True),
+    ):
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            load_checkpoint_in_model(Net(), FOLDER, **{name: value})
 
 
 def test_wrong_paths_raise():

@@ -1,0 +1,551 @@
+"""Device maps: which module goes to which accelerator, to the CPU or to the disk.
+
+A device map is a dict from the names of modules (or single tensors) to places: an accelerator's
+index or any ``torch.device``, ``"cpu"`` or ``"disk"``. The longest name that contains a tensor
+counts, and ``""`` is the whole model. Sizes are computed from shapes and dtypes, so the model may
+be on the meta device.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from trainer.big_models.tensors import (
+    Device,
+    find_tied_parameters,
+    named_module_tensors,
+    nearest,
+    non_persistent_buffers,
+    parse_dtype,
+)
+from trainer.checkpoint.weights import parse_size
+from trainer.errors import module_logger
+
+logger = module_logger(__name__)
+
+Memory: TypeAlias = Mapping[int | str, int | str]
+Dtypes: TypeAlias = Mapping[str, str | torch.dtype]
+Block: TypeAlias = tuple[str, nn.Module | Tensor]
+
+HOSTS = ("cpu", "disk")  # the places that are not accelerators
+CHOICES = ("auto", "balanced", "balanced_low_0", "sequential")
+_ORDER = ("mps", *HOSTS)  # after the accelerators with an index
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Dtypes | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Return the bytes of each tensor, and of each module with all that it contains, by name.
+
+    A tied weight counts once, under its first name. Names without tensors have size 0.
+
+    Args:
+        model: The model; its own size has the name ``""``.
+        dtype: The dtype that floating-point tensors will be converted to; None means their own.
+        special_dtypes: The dtypes of some tensors, by name.
+        buffers_only: Whether only buffers count.
+    """
+    tensors: Iterable[tuple[str, Tensor]] = (
+        model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    )
+    wanted = None if dtype is None else parse_dtype(dtype)
+    special = {name: parse_dtype(each) for name, each in (special_dtypes or {}).items()}
+    sizes: defaultdict[str, int] = defaultdict(int)
+    for name, tensor in tensors:
+        converted = wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
+        size = tensor.numel() * special.get(name, converted).itemsize
+        for part in ("", *_containers(name), name):
+            sizes[part] += size
+    return sizes
+
+
+def compute_module_total_buffer_size(
+    model: nn.Module,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Dtypes | None = None,
+) -> int:
+    """Return the bytes of all buffers of a model; see `compute_module_sizes`."""
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
+
+
+def get_max_layer_size(
+    modules: Sequence[Block],
+    module_sizes: Mapping[str, int],
+    no_split_module_classes: Collection[str],
+) -> tuple[int, list[str]]:
+    """Return the bytes of the largest layer, and the names of all layers of that size.
+
+    A layer is a module (or tensor) without submodules, or one of a class that is not split.
+
+    Args:
+        modules: Named modules and tensors, in which layers are looked for.
+        module_sizes: What `compute_module_sizes` has returned.
+        no_split_module_classes: Names of classes.
+    """
+    largest, names = 0, []
+    for name, _ in _layers(modules, no_split_module_classes):
+        size = module_sizes.get(name, 0)
+        if size > largest:
+            largest, names = size, [name]
+        elif size == largest:
+            names.append(name)
+    return largest, names
+
+
+def _layers(blocks: Iterable[Block], unsplit: Collection[str]) -> Iterator[Block]:
+    for name, part in blocks:
+        below = _submodules(name, part)
+        if not below or type(part).__name__ in unsplit:
+            yield name, part
+        else:
+            yield from _layers(below, unsplit)
+
+
+def _submodules(name: str, part: nn.Module | Tensor) -> list[Block]:
+    found = part.named_children() if isinstance(part, nn.Module) else ()
+    return [(f"{name}.{child}".removeprefix("."), module) for child, module in found]
+
+
+def _containers(name: str) -> list[str]:
+    """Return the names of the modules that a module or tensor is in, without the model itself."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def get_max_memory(max_memory: Memory | None = None) -> dict[int | str, int]:
+    """Return the bytes that each place may hold, accelerators first.
+
+    Args:
+        max_memory: Bytes, or a size such as ``"10GiB"``, for each accelerator's index, ``"mps"``,
+            ``"cpu"`` and ``"disk"``; places that are not in it are not used, except the disk. None
+            means what is free now: on Linux the CPU's is also within the limit of the control
+            group, as in a container.
+
+    Raises:
+        ValueError: A place or a size is not one of these.
+    """
+    if max_memory is None:
+        return _free_memory()
+    count = torch.accelerator.device_count()
+    for place in max_memory:
+        if place not in _ORDER and (isinstance(place, bool) or not isinstance(place, int)):
+            raise ValueError(
+                f"Device {place!r} is not recognized, available devices are integers (for an "
+                f"accelerator's index), {', '.join(map(repr, _ORDER))}."
+            )
+        if isinstance(place, int) and not 0 <= place < count:
+            logger.warning(
+                "max_memory names device %d, but there are %d accelerators.", place, count
+            )
+    indexed: list[int | str] = sorted(place for place in max_memory if isinstance(place, int))
+    order = [*indexed, *(place for place in _ORDER if place in max_memory)]
+    return {place: _bytes(place, max_memory[place]) for place in order}
+
+
+def _bytes(place: int | str, size: int | str) -> int:
+    if isinstance(size, (int, float)) and not isinstance(size, bool) and size >= 0:
+        return int(size)  # 0 leaves the device out
+    return parse_size(size, f"max_memory[{place!r}]")
+
+
+def _free_memory() -> dict[int | str, int]:
+    free: dict[int | str, int] = {}
+    kind = torch.accelerator.current_accelerator()
+    if kind is not None and kind.type == "mps":
+        return {"mps": _free_on_host()}  # the same memory as the CPU's
+    for index in range(torch.accelerator.device_count()):
+        free[index] = torch.accelerator.get_memory_info(index)[0]
+    return {**free, "cpu": _free_on_host()}
+
+
+def _free_on_host() -> int:
+    """Return the bytes that this process may still use, by the system and by its control group."""
+    free = [_available()]
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        with suppress(OSError, ValueError):  # no such group, or "max"
+            free.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return max(0, min(free))
+
+
+def _available() -> int:
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    try:
+        import psutil
+    except ImportError as error:
+        raise ImportError(
+            "The free memory is read with psutil on this system: pip install "
+            "'cadence-trainer[psutil]', or give max_memory={'cpu': …}."
+        ) from error
+    return int(psutil.virtual_memory().available)
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Memory | None = None,
+    no_split_module_classes: str | Collection[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Dtypes | None = None,
+    low_zero: bool = False,
+) -> dict[int | str, int]:
+    """Return limits with which `infer_auto_device_map` fills all accelerators about equally.
+
+    Each accelerator but the last gets its share of the model and room for one more layer. Without
+    accelerators the limits are those of `get_max_memory`.
+
+    Args:
+        model: The model.
+        max_memory: See `get_max_memory`. If it is None and there is one accelerator, a tenth of
+            that one's memory stays free for activations.
+        no_split_module_classes: See `infer_auto_device_map`, as for the next two.
+        dtype: The same.
+        special_dtypes: The same.
+        low_zero: Whether accelerator 0 gets as little as possible, for use by something else.
+    """
+    limits = get_max_memory(max_memory)
+    used = [place for place in limits if place not in HOSTS and limits[place] > 0]
+    if not used:
+        return limits
+    if len(used) == 1:
+        if max_memory is None:
+            limits[used[0]] = int(limits[used[0]] * 0.9)
+        low_zero = False
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    unsplit = _classes(no_split_module_classes)
+    kept = [sizes.get(n, 0) for n, part in model.named_modules() if type(part).__name__ in unsplit]
+    leaves = [
+        sizes[name]
+        for name, part in model.named_modules()
+        if name and sizes.get(name) and not _submodules(name, part)
+    ]
+    room = int(1.25 * max(*kept, sum(leaves) // max(len(leaves), 1), 0))
+    share = sizes[""] // (len(used) - low_zero) + room
+    for place in used[low_zero:-1]:
+        limits[place] = min(limits[place], share)
+    if low_zero and 0 in limits:
+        others = sum(limits[place] for place in used if place != 0)
+        limits[0] = min(limits[0], max(0, sizes[""] - others))
+    return limits
+
+
+def _classes(names: str | Collection[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())
+
+
+# -- maps ------------------------------------------------------------------------------------------
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Memory | None = None,
+    no_split_module_classes: str | Collection[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Dtypes | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> dict[str, int | str]:
+    """Return a device map that fills the accelerators, then the CPU, then the disk.
+
+    Modules are placed in their order. One that does not fit is split into its parts; a part that
+    cannot be split goes to the next place, and so does all that follows. On the first accelerator
+    and the CPU there stays room for the largest of the layers that are not placed yet, since it may
+    be brought there for its forward pass. Modules with tied weights go to the same place.
+
+    Args:
+        model: The model, perhaps on the meta device.
+        max_memory: See `get_max_memory`; `get_balanced_memory` spreads a model evenly.
+        no_split_module_classes: Names of classes whose modules stay whole, such as blocks with a
+            residual connection.
+        dtype: The dtype that floating-point weights will be converted to; None means their own.
+        special_dtypes: The dtypes of some weights, by name.
+        verbose: Whether to print each decision.
+        clean_result: Whether modules are named instead of their parts, where those have one place.
+        offload_buffers: Whether buffers of modules on the CPU and the disk are offloaded too;
+            otherwise they need room on an accelerator, and a warning says so if there is none.
+        fallback_allocation: Whether, before a place stays empty, a later module that fits it is
+            looked for.
+    """
+    plan = _Plan(
+        model,
+        get_max_memory(max_memory),
+        _classes(no_split_module_classes),
+        compute_module_sizes(model, dtype, special_dtypes),
+        verbose,
+        fallback_allocation,
+    )
+    places = plan.run()
+    if not offload_buffers:
+        buffers = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
+        plan.check_room_for_buffers(buffers)
+    return clean_device_map(places) if clean_result else places
+
+
+class _Plan:
+    """One run of `infer_auto_device_map`.
+
+    Attributes:
+        places: The device map so far.
+        waiting: The modules and tensors that have no place yet, in order.
+        used: The bytes that each place holds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        limits: dict[int | str, int],
+        unsplit: list[str],
+        sizes: dict[str, int],
+        verbose: bool,
+        fallback: bool,
+    ) -> None:
+        self._sizes, self._unsplit = sizes, unsplit
+        self._limits, self._verbose, self._fallback = limits, verbose, fallback
+        self._ties = find_tied_parameters(model)
+        self._left_out = non_persistent_buffers(model)
+        self._order = [*(place for place in limits if place != "disk"), "disk"]
+        accelerators = [place for place in self._order if place not in HOSTS]
+        self._keeps_room = {*accelerators[:1], *(() if "mps" in accelerators else ("cpu",))}
+        self.waiting = self._parts("", model)
+        layers = [(sizes.get(name, 0), name) for name, _ in _layers(self.waiting, unsplit)]
+        self._layers = sorted(layers, key=lambda each: -each[0])
+        self.places: dict[str, int | str] = {}
+        self.used: dict[int | str, int] = dict.fromkeys(self._order, 0)
+
+    def run(self) -> dict[str, int | str]:
+        for place in self._order:
+            self._fill(place)
+            if self.waiting and not self.used[place] and place != "disk":
+                name = self.waiting[0][0]
+                logger.info(
+                    "Nothing was placed on %s, which has room for %d bytes: %r needs %d.",
+                    place,
+                    self._room(place) or 0,
+                    name,
+                    self._sizes.get(name, 0),
+                )
+        return self.places
+
+    def _fill(self, place: int | str) -> None:
+        """Place modules in order until one does not fit and cannot be split."""
+        searched = False
+        while self.waiting:
+            name, part = self.waiting[0]
+            tied = self._tied_to(name)
+            size = self._sizes.get(name, 0)
+            together = size + sum(self._sizes.get(each, 0) for each, _ in tied)
+            room = self._room(place)
+            if room is None or together <= room:
+                self._put([name, *(each for each, _ in tied)], place, together)
+            elif self._split_first(tied if size <= room else [(name, part)]):
+                continue
+            elif self._fallback and not searched and not self.used[place]:
+                searched = True  # once, since what it finds may not fit after all
+                if not self._bring_forward(place):
+                    return
+            else:
+                self._say(f"{name!r} ({together} bytes) does not fit on {place} ({room} left).")
+                return
+
+    def _room(self, place: int | str, reserve: int = 0) -> int | None:
+        """Return the bytes left on a place, None if that is not limited."""
+        if place == "disk":
+            return None
+        kept = max(self._largest_layer(), reserve) if place in self._keeps_room else 0
+        return self._limits[place] - self.used[place] - kept
+
+    def _largest_layer(self) -> int:
+        """Return the bytes of the largest layer that waits, the first module's left out."""
+        while self._layers and nearest(self._layers[0][1], self.places) is not None:
+            del self._layers[0]
+        first = self.waiting[0][0]
+        for size, name in self._layers:
+            if not _is_in(name, first) and nearest(name, self.places) is None:
+                return size
+        return 0
+
+    def _tied_to(self, name: str) -> list[Block]:
+        """Return the waiting modules that share a weight with one, and are not in it."""
+        groups = [group for group in self._ties if any(_is_in(each, name) for each in group)]
+        others = [each for group in groups for each in group if not _is_in(each, name)]
+        return [
+            block for block in self.waiting[1:] if any(_is_in(each, block[0]) for each in others)
+        ]
+
+    def _put(self, names: list[str], place: int | str, size: int) -> None:
+        self._say(f"{', '.join(map(repr, names))} ({size} bytes) goes to {place}.")
+        self.used[place] += size
+        self.places.update(dict.fromkeys(names, place))
+        self.waiting = [block for block in self.waiting if block[0] not in names]
+
+    def _split_first(self, blocks: Iterable[Block]) -> bool:
+        """Replace the first of some waiting modules that can be split by its parts."""
+        for name, part in blocks:
+            if parts := self._split(name, part):
+                self._say(f"{name!r} is split.")
+                where = [each for each, _ in self.waiting].index(name)
+                self.waiting[where : where + 1] = parts
+                return True
+        return False
+
+    def _split(self, name: str, part: nn.Module | Tensor) -> list[Block]:
+        if not _submodules(name, part) or type(part).__name__ in self._unsplit:
+            return []
+        assert isinstance(part, nn.Module)  # it has submodules
+        return self._parts(name, part)
+
+    def _parts(self, name: str, module: nn.Module) -> list[Block]:
+        """Return a module's own parameters, its submodules and its own buffers."""
+        own: list[tuple[str, Any]] = [
+            *module.named_parameters(recurse=False),
+            *module.named_children(),
+            *module.named_buffers(recurse=False),
+        ]
+        named = [(f"{name}.{leaf}".removeprefix("."), part) for leaf, part in own]
+        return [(full, part) for full, part in named if full not in self._left_out]
+
+    def _bring_forward(self, place: int | str) -> bool:
+        """Put the first module that fits on an empty place before all others."""
+        room = self._room(place, reserve=self._sizes.get(self.waiting[0][0], 0))
+        found = self._first_fitting(self.waiting[1:], room or 0)
+        if found is None:
+            return False
+        for container in _containers(found[0]):
+            waiting = dict(self.waiting)
+            if container in waiting:
+                self._split_first([(container, waiting[container])])
+        self.waiting.remove(found)
+        self.waiting.insert(0, found)
+        return True
+
+    def _first_fitting(self, blocks: Iterable[Block], room: int) -> Block | None:
+        for name, part in blocks:
+            size = self._sizes.get(name, 0)
+            tied = sum(self._sizes.get(each, 0) for each, _ in self._tied_to(name))
+            if 0 < size + tied <= room:
+                return name, part
+            if found := self._first_fitting(self._split(name, part), room):
+                return found
+        return None
+
+    def check_room_for_buffers(self, buffers: Mapping[str, int]) -> None:
+        """Warn if the buffers of offloaded modules do not fit on any accelerator."""
+        offloaded = sum(buffers.get(n, 0) for n, place in self.places.items() if place in HOSTS)
+        accelerators = [place for place in self._order if place not in HOSTS]
+        free = [self._limits[place] - self.used[place] for place in accelerators]
+        if offloaded and free and offloaded > max(free):
+            warnings.warn(
+                f"Buffers of offloaded modules need {offloaded} bytes on an accelerator, but none "
+                "has as many left. Pass offload_buffers=True here and where the model is "
+                "dispatched, or raise max_memory.",
+                stacklevel=3,
+            )
+
+    def _say(self, text: str) -> None:
+        if self._verbose:
+            print(text)  # noqa: T201  # the user asked for it
+
+
+def _is_in(name: str, module: str) -> bool:
+    """Return whether a module or tensor is a module, or in it."""
+    return not module or f"{name}.".startswith(f"{module}.")
+
+
+def clean_device_map(device_map: Mapping[str, Any], module_name: str = "") -> dict[str, Any]:
+    """Return a device map with a module's name for its parts, where all of them have one place.
+
+    Args:
+        device_map: The map, in which no name contains another.
+        module_name: The module below which names are joined; others stay.
+    """
+    inside = [name for name in device_map if _is_in(name, module_name)]
+    if len(inside) > 1 and len({device_map[name] for name in inside}) == 1:
+        joined: dict[str, Any] = {}
+        for name, place in device_map.items():
+            joined[module_name if name in inside else name] = place
+        return joined
+    depth = len(module_name.split(".")) if module_name else 0
+    children = {".".join(n.split(".")[: depth + 1]): 0 for n in inside if n != module_name}
+    cleaned = dict(device_map)
+    for child in children:
+        cleaned = clean_device_map(cleaned, child)
+    return cleaned
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
+    """Raise if a device map gives no place to a weight, and warn of names that the model lacks.
+
+    Raises:
+        ValueError: The names in the model's state dict without a place.
+    """
+    known = {"", *(name for name, _ in model.named_modules(remove_duplicate=False))}
+    known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    if unknown := [name for name in device_map if name not in known]:
+        warnings.warn(
+            f"The following device_map keys do not match any submodules in the model: {unknown}",
+            UserWarning,
+            stacklevel=2,
+        )
+    if missing := [name for name in model.state_dict() if nearest(name, device_map) is None]:
+        raise ValueError(
+            "The device_map provided does not give any device for the following parameters: "
+            f"{', '.join(missing)}. It names {', '.join(map(repr, device_map))}; add their "
+            "modules, or '' for all others."
+        )
+
+
+def as_device_map(
+    model: nn.Module,
+    device_map: str | Mapping[str, Device],
+    max_memory: Memory | None,
+    no_split_module_classes: str | Collection[str] | None,
+    dtype: str | torch.dtype | None,
+    offload_buffers: bool,
+    special_dtypes: Dtypes | None = None,
+) -> Mapping[str, Device]:
+    """Return a device map from itself, or from how it is to be inferred.
+
+    Raises:
+        ValueError: It is neither a map nor one of the choices.
+    """
+    if not isinstance(device_map, str):
+        return device_map
+    if device_map not in CHOICES:
+        raise ValueError(
+            f"device_map is {device_map!r}; please choose 'auto', 'balanced', 'balanced_low_0' or "
+            "'sequential', or give a dict from modules' names to devices, such as {'': 'cpu'}."
+        )
+    unsplit = no_split_module_classes
+    if device_map != "sequential":
+        low = device_map == "balanced_low_0"
+        max_memory = get_balanced_memory(model, max_memory, unsplit, dtype, special_dtypes, low)
+    return infer_auto_device_map(
+        model, max_memory, unsplit, dtype, special_dtypes, offload_buffers=offload_buffers
+    )

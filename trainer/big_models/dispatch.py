@@ -1,0 +1,338 @@
+"""Spread a model over devices, the CPU and the disk; it runs as if it were on one device."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.big_models.device_map import HOSTS, check_device_map
+from trainer.big_models.hooks import (
+    GUARDED,
+    AlignDevicesHook,
+    CpuOffload,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+    align_hooks,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    remove_hook_from_submodules,
+)
+from trainer.big_models.offload import (
+    INDEX,
+    Folder,
+    Index,
+    OffloadedWeightsLoader,
+    offload_state_dict,
+    read_offload_index,
+)
+from trainer.big_models.tensors import (
+    Device,
+    TiedCopies,
+    as_device,
+    find_tensor,
+    find_tied_parameters,
+    nearest,
+    non_persistent_buffers,
+    set_module_tensor_to_device,
+)
+from trainer.errors import module_logger
+
+logger = module_logger(__name__)
+
+DISK = "disk"
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: torch.device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+) -> nn.Module:
+    """Keep all weights of a model on the CPU, each on the device only while its module runs.
+
+    Args:
+        model: The model; changed in place.
+        execution_device: The device of the forward pass; None is that of the first parameter.
+        offload_buffers: Whether buffers are offloaded too.
+        state_dict: The weights, on the CPU; None takes those of the model.
+        preload_module_classes: See `attach_align_device_hook`.
+
+    Returns:
+        The model.
+    """
+    weights = state_dict
+    if weights is None:
+        weights = {name: value.to("cpu") for name, value in model.state_dict().items()}
+    return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: Folder,
+    execution_device: torch.device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Sequence[str] | None = None,
+) -> nn.Module:
+    """Keep all weights of a model on disk, each in memory only while its module runs.
+
+    Args:
+        model: The model; changed in place. Weights that have values are written to the folder.
+        offload_dir: An offload folder, created if needed. It has the weights that the model is
+            without, on the meta device.
+        execution_device: The device of the forward pass; None is that of the first parameter, or
+            the CPU for the meta device.
+        offload_buffers: Whether buffers are offloaded too.
+        preload_module_classes: See `attach_align_device_hook`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: A weight has values neither in the model nor in the folder.
+    """
+    index = _write(model, _offloadable(model, offload_buffers), offload_dir)
+    weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
+    return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
+
+
+def _offload(
+    model: nn.Module,
+    execution_device: Device | None,
+    offload_buffers: bool,
+    weights: Mapping[str, Tensor],
+    preload_module_classes: Sequence[str] | None,
+) -> nn.Module:
+    if execution_device is None:
+        device = next(model.parameters()).device
+        execution_device = torch.device("cpu") if device.type == "meta" else device
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device,
+        offload=True,
+        offload_buffers=offload_buffers,
+        weights_map=weights,
+        preload_module_classes=preload_module_classes,
+    )
+    return model
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a whole model on the CPU until it runs; it then stays on the device until told to leave.
+
+    For models that run in turn, several times each: with `prev_module_hook` one leaves as the next
+    one comes.
+
+    Args:
+        model: The model; changed in place.
+        execution_device: The device of the forward pass; None is the accelerator if there is one.
+        prev_module_hook: What this function has returned for the model that runs before.
+
+    Returns:
+        The model, and an object whose ``offload()`` moves it to the CPU.
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: Folder | None = None,
+    offload_index: Index | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Place the modules of a model by a device map; its outputs are those on one device.
+
+    A module on the CPU or the disk runs on the main device, which its weights come to for its
+    forward pass only; without an accelerator that is the CPU. ``model.hf_device_map`` is the map.
+    A map of one device moves the model there, without hooks.
+
+    Args:
+        model: The model; changed in place.
+        device_map: The places of modules by name; see `infer_auto_device_map`.
+        main_device: Where modules on the CPU and the disk run; None is the first device of the map
+            that is neither, or the CPU.
+        state_dict: The weights of modules on the CPU; None takes those of the model.
+        offload_dir: The folder of the weights on disk, see `disk_offload`.
+        offload_index: Entries of an offload index; None reads that of the folder.
+        offload_buffers: Whether buffers of modules on the CPU and the disk are offloaded too.
+        skip_keys: Names of keyword arguments, and keys in outputs, that are not moved between
+            devices.
+        preload_module_classes: See `attach_align_device_hook`.
+        force_hooks: Whether hooks are attached for a map of one device too.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: A weight has no place, or no values; or modules are on the disk and there is
+            neither a folder nor an index.
+    """
+    check_device_map(model, device_map)
+    cpu = torch.device("cpu")
+    device_map = {name: "cpu" if place == cpu else place for name, place in device_map.items()}
+    if any(align_hooks(part) for part in model.modules()):
+        remove_hook_from_submodules(model)  # of an earlier map
+    places = dict.fromkeys(device_map.values())
+    if len(places) == 1 and DISK not in places and not force_hooks:
+        model.to(next(iter(places)))
+    else:
+        main = main_device
+        if main is None:
+            main = next((place for place in places if place not in HOSTS), "cpu")
+        host = as_device(main).type in ("cpu", "mps")  # whose memory is the CPU's
+        away = {name: place in (HOSTS[1:] if host else HOSTS) for name, place in device_map.items()}
+        run_on = {"": main, **{n: main if p in HOSTS else p for n, p in device_map.items()}}
+        spread = _Spread(model, device_map, away, run_on, offload_buffers)
+        attach_align_device_hook_on_blocks(
+            model,
+            run_on,
+            {"": False, **away},
+            weights_map=spread.weights(state_dict, offload_dir, offload_index),
+            offload_buffers=offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            tied_params_map=spread.tied,
+        )
+        for name in GUARDED:
+            if hasattr(type(model), name):
+                method = functools.partial(_move, model, name)
+                model.__dict__[name] = functools.update_wrapper(method, getattr(type(model), name))
+    model.__dict__["hf_device_map"] = dict(device_map)  # the name that other libraries look for
+    return model
+
+
+class _Spread:
+    """What `dispatch_model` decides about single tensors.
+
+    Attributes:
+        tied: See `AlignDevicesHook`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device_map: Mapping[str, Device],
+        away: Mapping[str, bool],
+        run_on: Mapping[str, Device],
+        offload_buffers: bool,
+    ) -> None:
+        self._model, self._map = model, device_map
+        self.tied: TiedCopies = {}
+        names = _offloadable(model, offload_buffers)
+        self._away = {n: str(self._at(n)) for n in names if away[nearest(n, device_map) or ""]}
+        self._in_memory: dict[str, Tensor] = {}
+        self._originals: list[Tensor] = []  # keeps the addresses in `tied` from being used again
+        for group in find_tied_parameters(model):
+            self._keep_tied(group, run_on)
+
+    def _at(self, name: str) -> Device:
+        return self._map[nearest(name, self._map) or ""]
+
+    def _keep_tied(self, group: list[str], run_on: Mapping[str, Device]) -> None:
+        """Have a tied weight once on each device, and offloaded only if it is under all names."""
+        value = find_tensor(self._model, group[0])
+        resident = [name for name in group if name not in self._away]
+        offloaded = [name for name in group if name in self._away]
+        if value.is_meta or not (resident or any(self._away[name] != DISK for name in offloaded)):
+            return  # it is read from the disk by any of its names
+        self.tied[value.data_ptr()] = {}
+        self._originals.append(value.detach())
+        if len({str(self._at(name)) for name in resident}) > 1:
+            logger.warning(
+                "The tied weights %s are on several devices, and will be so many weights.",
+                ", ".join(resident),
+            )
+        for name in resident:
+            place = run_on[nearest(name, run_on) or ""]
+            set_module_tensor_to_device(
+                self._model, name, place, tied_params_map=self.tied, clear_cache=False
+            )
+        if resident:
+            kept = find_tensor(self._model, resident[0]).detach()
+            self._in_memory.update(dict.fromkeys(offloaded, kept))
+        else:
+            self._in_memory.update(dict.fromkeys(offloaded, value.detach().to("cpu")))
+
+    def weights(
+        self,
+        state_dict: Mapping[str, Tensor] | None,
+        folder: Folder | None,
+        index: Index | None,
+    ) -> OffloadedWeightsLoader:
+        """Return the offloaded weights by name, those of the disk written if they have values."""
+        memory = self._in_memory
+        state = self._model.state_dict() if state_dict is None else state_dict
+        for name, place in self._away.items():
+            if place != DISK and name not in memory:
+                if state[name].is_meta:
+                    raise ValueError(_no_values([name], "state_dict"))
+                memory[name] = state[name].to("cpu")
+        on_disk = [name for name in self._away if name not in memory]
+        if on_disk and folder is None and index is None:
+            raise ValueError(
+                "We need an `offload_dir` to dispatch this model according to this `device_map`, "
+                f"the following weights need to be offloaded: {', '.join(on_disk)}."
+            )
+        known: Index = {}
+        if on_disk and index is not None:
+            known = {name: index[name] for name in on_disk if name in index}
+        elif on_disk and folder is not None:
+            known = _write(self._model, on_disk, folder)
+        return OffloadedWeightsLoader(memory, folder, known)
+
+
+def _write(model: nn.Module, names: Sequence[str], folder: Folder) -> Index:
+    """Write the weights that have values to an offload folder; return the entries of all."""
+    here = model.state_dict()
+    offload_state_dict(folder, {name: here[name] for name in names if not here[name].is_meta})
+    index = read_offload_index(folder) if os.path.exists(Path(folder) / INDEX) else {}
+    if missing := [name for name in names if name not in index]:
+        raise ValueError(_no_values(missing, os.fspath(folder)))
+    return {name: index[name] for name in names}
+
+
+def _offloadable(model: nn.Module, buffers: bool) -> list[str]:
+    """Return the names of the parameters, perhaps also of the buffers that a state dict has."""
+    kept = non_persistent_buffers(model)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if buffers:
+        names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    return [name for name in names if name not in kept]
+
+
+def _no_values(names: list[str], where: str) -> str:
+    return (
+        f"{', '.join(names)} are on the meta device and have no values in {where}; load their "
+        "checkpoint first, for example with load_checkpoint_and_dispatch."
+    )
+
+
+def _move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> nn.Module:
+    """Call a method that moves a dispatched model, if nothing of it is offloaded."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise RuntimeError(
+            "You can't move a model that has some modules offloaded to cpu or disk. Its outputs "
+            "return to the device of the inputs, so leave it where it is."
+        )
+    logger.warning("You shouldn't move a dispatched model: its hooks know the old devices alone.")
+    moved: nn.Module = getattr(type(model), method)(model, *args, **kwargs)
+    return moved

@@ -1,0 +1,754 @@
+"""Hooks around the forward pass of modules, which bring inputs and weights to its device.
+
+Unlike torch's own hooks a `ModelHook` sees and replaces all arguments, and can act when it is
+attached and detached. A hooked module has the hook as ``_hf_hook`` and its own forward method as
+``_old_forward``; other libraries look for these names.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trainer.big_models.offload import PrefixedDataset, in_own_pages
+from trainer.big_models.tensors import (
+    Device,
+    TiedCopies,
+    as_device,
+    nearest,
+    non_persistent_buffers,
+    set_module_tensor_to_device,
+)
+from trainer.memory import free_caches
+from trainer.state import PartialState
+from trainer.tree import leaves, send_to_device
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+M = TypeVar("M", bound=nn.Module)
+
+# Attributes that `dispatch_model` sets on a model, removed with its hook.
+GUARDED = ("to", "cpu", "cuda", "xpu", "mtia")
+# They compute with their submodules' weights themselves, or choose by them how they compute.
+PRELOADED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+CASTABLE = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_ALIGNMENT = 64  # bytes, of torch's own memory on the CPU
+
+
+class ModelHook:
+    """What is done around the forward pass of a module; see `add_hook_to_module`.
+
+    Attributes:
+        no_grad: Whether the forward pass runs under ``torch.no_grad()``.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: M) -> M:
+        """Act when the hook is attached; returns the module."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+        """Act before the forward pass; returns its positional and its keyword arguments."""
+        del module
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Act after the forward pass; returns its output."""
+        del module
+        return output
+
+    def detach_hook(self, module: M) -> M:
+        """Act when the hook is removed; returns the module."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks, each called in turn."""
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+        self.no_grad = any(hook.no_grad for hook in hooks)
+
+    def init_hook(self, module: M) -> M:
+        """Attach all."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+        """Call all, each with what the last one returned."""
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Call all, each with what the last one returned."""
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: M) -> M:
+        """Detach all."""
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
+    """Attach a hook to a module, around whose ``forward`` it is then called.
+
+    Args:
+        module: The module; changed in place.
+        hook: The hook.
+        append: Whether a hook that is there is kept and called first, instead of removed.
+
+    Returns:
+        The module.
+    """
+    present = vars(module).get("_hf_hook")
+    if present is not None and not append:
+        remove_hook_from_module(module)
+        present = None
+    module = hook.init_hook(module)
+    if present is not None:
+        earlier = present.hooks if isinstance(present, SequentialHook) else (present,)
+        hook = SequentialHook(*earlier, hook)
+    else:
+        own = module.forward
+        module.__dict__["_old_forward"] = own
+        # A partial, not a closure, so that a deep copy calls its own forward; wrapped, so that
+        # others read the signature.
+        module.__dict__["forward"] = functools.update_wrapper(
+            functools.partial(_hooked_forward, module), own
+        )
+    module.__dict__["_hf_hook"] = hook
+    return module
+
+
+def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    hook: ModelHook = module.__dict__["_hf_hook"]
+    args, kwargs = _eagerly(hook.pre_forward)(module, *args, **kwargs)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not hook.no_grad):
+        output = module.__dict__["_old_forward"](*args, **kwargs)
+    return _eagerly(hook.post_forward)(module, output)
+
+
+def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that ``torch.compile`` leaves as it is."""
+    if not torch.compiler.is_compiling():
+        return function  # `disable` would import the compiler, which takes seconds
+    disabled: Callable[..., Any] = torch.compiler.disable(function)
+    return disabled
+
+
+def remove_hook_from_module(module: M, recurse: bool = False) -> M:
+    """Detach the hook of a module, and give it back its ``forward``.
+
+    Args:
+        module: The module; changed in place.
+        recurse: Whether the hooks of all its submodules are removed too.
+
+    Returns:
+        The module.
+    """
+    parts = list(module.modules()) if recurse else [module]
+    for part in parts:
+        own = vars(part)
+        if (hook := own.pop("_hf_hook", None)) is not None:
+            hook.detach_hook(part)
+        if "_old_forward" in own:
+            before = own.pop("_old_forward")
+            del own["forward"]
+            if part.forward != before:  # it was the instance's own
+                own["forward"] = before
+            for name in GUARDED:
+                own.pop(name, None)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Remove the hooks of a module and of all its submodules."""
+    remove_hook_from_module(module, recurse=True)
+
+
+class AlignDevicesHook(ModelHook):
+    """Bring a module's inputs to its device, and its weights too if they are kept elsewhere.
+
+    Offloaded weights are on the meta device between forward passes. They are read-only: a gradient
+    that reaches one is an error, and a change made in a forward pass is lost. ``state_dict()``
+    contains their values; loading into them is refused.
+
+    Args:
+        execution_device: The device of the forward pass; None leaves inputs and weights in place.
+        offload: Whether the weights are offloaded between forward passes.
+        io_same_device: Whether the output goes to the device that the first input was on.
+        weights_map: The offloaded weights by name; a weight that is not in it is not offloaded.
+            None keeps those of the module, on the CPU.
+        offload_buffers: Whether buffers are offloaded too, except for those that no state dict
+            contains. Otherwise they are on the execution device.
+        place_submodules: Whether the hook is also responsible for the weights of the submodules.
+        skip_keys: Names of keyword arguments, and keys in outputs, that are not moved.
+        tied_params_map: See `set_module_tensor_to_device`. A weight with a copy on the execution
+            device is not offloaded.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Sequence[str] | None = None,
+        tied_params_map: TiedCopies | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self._offloaded: list[str] = []
+        self._tied: set[str] = set()  # of these, by their addresses when the hook was attached
+        self._shared: list[tuple[int, torch.device]] = []  # copies that this hook has made
+        self._handles: list[Any] = []
+
+    def __repr__(self) -> str:
+        names = ("execution_device", "offload", "io_same_device", "offload_buffers")
+        shown = [f"{n}={getattr(self, n)!r}" for n in (*names, "place_submodules", "skip_keys")]
+        return f"AlignDevicesHook({', '.join(shown)})"
+
+    def init_hook(self, module: M) -> M:
+        """Put the module's weights where they belong between forward passes."""
+        device = self.execution_device
+        tensors = dict(self._tensors(module))
+        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+        if self.offload:
+            self._offloaded = self._choose(module, tensors)
+            if self.weights_map is None:
+                self.weights_map = {n: tensors[n].detach().to("cpu") for n in self._offloaded}
+        for name in tensors:
+            if name in self._offloaded:
+                set_module_tensor_to_device(module, name, "meta")
+            elif device is not None:
+                tied = self.tied_params_map
+                set_module_tensor_to_device(
+                    module, name, device, tied_params_map=tied, clear_cache=False
+                )
+        if self._offloaded:
+            save = functools.partial(_add_offloaded, self)
+            load = functools.partial(_refuse_offloaded, self)
+            owner: Any = module  # torch does not type these
+            self._handles = [
+                owner.register_state_dict_post_hook(save),
+                owner.register_load_state_dict_pre_hook(load),
+            ]
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+        """Bring the weights and the inputs to the execution device."""
+        if self.io_same_device:
+            found = (leaf.device for leaf in leaves([args, kwargs]) if isinstance(leaf, Tensor))
+            self.input_device = next(found, None)
+        self.load_weights(module)
+        if self.execution_device is None:
+            return args, kwargs
+        device = as_device(self.execution_device)
+        return send(args, device), send(kwargs, device, self.skip_keys)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Offload the weights, and bring the output to the device of the inputs."""
+        self.offload_weights(module)
+        if self.io_same_device and self.input_device is not None:
+            output = send(output, self.input_device, self.skip_keys)
+        return output
+
+    def detach_hook(self, module: M) -> M:
+        """Give offloaded weights back to the module, except where it had none."""
+        for handle in self._handles:
+            handle.remove()
+        for name in self._offloaded:
+            device = self.original_devices[name]
+            if device.type != "meta":
+                value = self._values()[name]
+                set_module_tensor_to_device(module, name, device, value, clear_cache=False)
+        self._handles, self._offloaded = [], []
+        return module
+
+    def load_weights(self, module: nn.Module, device: Device | None = None) -> None:
+        """Bring the offloaded weights to a device, by default the execution device."""
+        if not self._offloaded:
+            return
+        target = device if device is not None else self.execution_device
+        place = as_device("cpu" if target is None else target)
+        for name in self._offloaded:
+            value = self._values()[name]
+            tied = self.tied_params_map if name in self._tied else None
+            if tied is not None and place not in tied.get(value.data_ptr(), (place,)):
+                self._shared.append((value.data_ptr(), place))
+            if place.type == "cpu" and value.is_cpu and value.data_ptr() % _ALIGNMENT:
+                value = in_own_pages(value)  # the last bits of products depend on the alignment
+            set_module_tensor_to_device(
+                module,
+                name,
+                place,
+                value,
+                tied_params_map=tied,
+                clear_cache=False,
+            )
+            self._watch(module, name)
+
+    def offload_weights(self, module: nn.Module) -> None:
+        """Free the memory of the offloaded weights."""
+        for name in self._offloaded:
+            set_module_tensor_to_device(module, name, "meta")
+        for address, device in self._shared:
+            if self.tied_params_map is not None:
+                self.tied_params_map[address].pop(device, None)
+        self._shared = []
+
+    def _watch(self, module: nn.Module, name: str) -> None:
+        """Raise where a gradient reaches an offloaded weight: it would be lost."""
+        owner, _, leaf = name.rpartition(".")
+        weight: Tensor = getattr(module.get_submodule(owner), leaf)
+        if weight.requires_grad and torch.is_grad_enabled():
+            weight.register_hook(functools.partial(_refuse_gradient, name, type(module).__name__))
+
+    def _values(self) -> Mapping[str, Tensor]:
+        assert self.weights_map is not None  # set by init_hook
+        return self.weights_map
+
+    def _tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        recurse = self.place_submodules
+        for source in (module.named_parameters, module.named_buffers):
+            yield from source(recurse=recurse, remove_duplicate=False)
+
+    def _choose(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of the tensors to offload.
+
+        Raises:
+            ValueError: One has no values, neither here nor in `weights_map`.
+        """
+        kept = non_persistent_buffers(module)
+        if not self.offload_buffers:
+            kept |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        known = tensors if self.weights_map is None else self.weights_map
+        tied = self.tied_params_map or {}
+        place = None if self.execution_device is None else as_device(self.execution_device)
+        chosen = []
+        for name, tensor in tensors.items():
+            address = 0 if tensor.is_meta else tensor.data_ptr()
+            if name in kept or place in tied.get(address, ()):
+                continue
+            if name in known:
+                chosen.append(name)
+                if address in tied:
+                    self._tied.add(name)
+            elif tensor.is_meta:
+                raise ValueError(
+                    f"{name} of {type(module).__name__} is on the meta device, and not among the "
+                    "offloaded weights: load its checkpoint first."
+                )
+        return chosen
+
+
+def _add_offloaded(
+    hook: AlignDevicesHook, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    del module, rest
+    for name in hook._offloaded:
+        if prefix + name in state:
+            state[prefix + name] = hook._values()[name].detach()
+
+
+def _refuse_offloaded(
+    hook: AlignDevicesHook, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any
+) -> None:
+    del module, rest
+    if found := [prefix + name for name in hook._offloaded if prefix + name in state]:
+        raise RuntimeError(
+            f"The weights {', '.join(found)} are offloaded, and cannot be loaded into. Call "
+            "remove_hook_from_submodules(model) first, or load before the model is dispatched."
+        )
+
+
+def _refuse_gradient(name: str, owner: str, gradient: Tensor) -> None:
+    del gradient
+    raise RuntimeError(
+        f"A gradient reached the weight {name!r} of {owner}, which is offloaded and cannot be "
+        "trained. Freeze it with requires_grad_(False) (adapters on it can be trained), or place "
+        "its module on a device."
+    )
+
+
+def send(tree: Any, device: torch.device, skip_keys: str | Sequence[str] | None = None) -> Any:
+    """Return `send_to_device`, or the tree itself if all of it is on the device already.
+
+    A module may change a list or a dict that it is given, which must then be the caller's.
+    """
+    if all(_is_on(leaf, device) for leaf in leaves(tree)):
+        return tree
+    return send_to_device(tree, device, skip_keys=skip_keys)
+
+
+def _is_on(leaf: Any, device: torch.device) -> bool:
+    if isinstance(leaf, Tensor):
+        return leaf.device == device
+    return not callable(getattr(leaf, "to", None))
+
+
+# -- attaching -------------------------------------------------------------------------------------
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Device,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedCopies | None = None,
+) -> None:
+    """Attach an `AlignDevicesHook` to each submodule that has weights and no hook yet.
+
+    Args:
+        module: The module; changed in place.
+        execution_device: The device of inputs and weights.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: Names of classes below whose modules nothing is attached.
+        tied_params_map: See `AlignDevicesHook`.
+    """
+    classes = preload_module_classes or ()
+    for _, part, _ in _walk(module, lambda _, part: type(part).__name__ in classes):
+        if "_hf_hook" not in vars(part) and _has_tensors(part):
+            hook = AlignDevicesHook(
+                execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map
+            )
+            add_hook_to_module(part, hook)
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Device | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedCopies | None = None,
+) -> None:
+    """Attach an `AlignDevicesHook` to each submodule that has weights of its own.
+
+    Args:
+        module: The module; changed in place.
+        execution_device: See `AlignDevicesHook`.
+        offload: The same.
+        weights_map: The same, by names that begin with `module_name`.
+        offload_buffers: The same.
+        module_name: The module's name in the whole model.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: Names of classes whose modules have all their weights, those of
+            submodules too, during their forward pass: for those that compute with the weights of
+            a submodule without calling it.
+        tied_params_map: See `AlignDevicesHook`.
+    """
+
+    def is_whole(_: str, part: nn.Module) -> bool:
+        return offload and _is_preloaded(part, preload_module_classes)
+
+    for name, part, whole in _walk(module, is_whole):
+        if not (whole or _has_tensors(part, recurse=False)):
+            continue
+        prefix = ".".join(filter(None, (module_name, name)))
+        hook = AlignDevicesHook(
+            execution_device,
+            offload,
+            weights_map=_below(weights_map, prefix),
+            offload_buffers=offload_buffers,
+            place_submodules=whole,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        add_hook_to_module(part, hook, append=True)
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: Device | Mapping[str, Device] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedCopies | None = None,
+) -> None:
+    """Attach an `AlignDevicesHook` to each submodule, by the places of the blocks it is in.
+
+    Args:
+        module: The module; changed in place. Its own output returns to the device of its input.
+        execution_device: The device, or that of each block by name: the longest that contains a
+            module counts.
+        offload: Whether weights are offloaded, also by name. Only those in `weights_map` are.
+        weights_map: See `attach_align_device_hook`, as for the rest.
+        offload_buffers: The same.
+        module_name: The same.
+        skip_keys: The same.
+        preload_module_classes: The same.
+        tied_params_map: The same.
+    """
+    devices = execution_device if isinstance(execution_device, Mapping) else None
+    offloads = offload if isinstance(offload, Mapping) else None
+
+    def place_of(name: str) -> tuple[Device | None, bool]:
+        key = None if devices is None else nearest(name, devices)
+        device = execution_device if devices is None else devices.get(key or "")
+        away = offload if offloads is None else offloads.get(nearest(name, offloads) or "", False)
+        return device, bool(away)  # type: ignore[return-value]  # not the mappings
+
+    def is_whole(name: str, part: nn.Module) -> bool:
+        full = ".".join(filter(None, (module_name, name)))
+        names = (f"{full}.{leaf}".removeprefix(".") for leaf, _ in part.named_parameters())
+        return _is_preloaded(part, preload_module_classes) and any(place_of(n)[1] for n in names)
+
+    for name, part, whole in _walk(module, is_whole):
+        full = ".".join(filter(None, (module_name, name)))
+        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        away = whole or any(place_of(f"{full}.{leaf}".removeprefix("."))[1] for leaf, _ in own)
+        named = full in (devices or {}) or full in (offloads or {})
+        if not (name == "" or named or _has_tensors(part)):
+            continue
+        device, _ = place_of(full)
+        hook = AlignDevicesHook(
+            device,
+            away,
+            io_same_device=name == "",
+            weights_map=_below(weights_map, full) if away else None,
+            offload_buffers=offload_buffers,
+            place_submodules=whole,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        add_hook_to_module(part, hook, append=True)
+
+
+def _below(weights_map: Mapping[str, Tensor] | None, name: str) -> Mapping[str, Tensor] | None:
+    return None if weights_map is None else PrefixedDataset(weights_map, f"{name}." if name else "")
+
+
+def _walk(
+    module: nn.Module, is_whole: Callable[[str, nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield a module and its submodules by name, but none below one that is handled whole.
+
+    Yields:
+        The name, the module, and whether it is handled whole.
+    """
+    inside: list[str] = []
+    for name, part in module.named_modules():
+        if any(not block or name.startswith(f"{block}.") for block in inside):
+            continue
+        if whole := is_whole(name, part):
+            inside.append(name)
+        yield name, part, whole
+
+
+def _is_preloaded(module: nn.Module, classes: Sequence[str] | None) -> bool:
+    return isinstance(module, PRELOADED) or type(module).__name__ in (classes or ())
+
+
+def _has_tensors(module: nn.Module, recurse: bool = True) -> bool:
+    sources = module.parameters(recurse=recurse), module.buffers(recurse=recurse)
+    return any(True for source in sources for _ in source)
+
+
+# -- whole models ----------------------------------------------------------------------------------
+
+
+class CpuOffload(ModelHook):
+    """Keep a whole model on the CPU until its forward pass, after which it stays on the device.
+
+    Args:
+        execution_device: The device of the forward pass; None is the accelerator if there is one.
+        prev_module_hook: The hook of a model that leaves the device when this one comes to it.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        prev_module_hook: UserCpuOffloadHook | None = None,
+    ) -> None:
+        self.prev_module_hook = prev_module_hook
+        default = PartialState().default_device if execution_device is None else execution_device
+        self.execution_device = as_device(default)
+
+    def init_hook(self, module: M) -> M:
+        """Move the model to the CPU."""
+        return module.to("cpu")
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+        """Move the previous model away, and this one and its inputs to the device."""
+        device = self.execution_device
+        previous = self.prev_module_hook
+        if previous is not None and any(p.device == device for p in previous.model.parameters()):
+            previous.offload()
+            if device.type != "cpu":
+                free_caches()
+        module.to(device)
+        return send(args, device), send(kwargs, device)
+
+
+class UserCpuOffloadHook:
+    """What `cpu_offload_with_hook` returns to offload a model, or to remove its hook."""
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        """Move the model to the CPU."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Remove the model's hook."""
+        remove_hook_from_module(self.model)
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Keep a module's weights in one dtype, and convert them to another for its forward pass.
+
+    Args:
+        storage_dtype: The dtype between forward passes, such as ``torch.float8_e4m3fn``.
+        compute_dtype: The dtype in them.
+        non_blocking: Do not wait for conversions.
+    """
+
+    def __init__(
+        self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool
+    ) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+
+    def init_hook(self, module: M) -> M:
+        """Convert the weights to the dtype of storage."""
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+        """Convert the weights to the dtype of computation."""
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Convert the weights back."""
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | tuple[str, ...] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Keep the weights of linear and convolution layers in a small dtype.
+
+    See `LayerwiseCastingHook`.
+
+    Layers whose weights are tied to those of another kind of module, such as an embedding, are left
+    as they are.
+
+    Args:
+        module: The module; changed in place.
+        storage_dtype: The dtype between forward passes.
+        compute_dtype: The dtype in them.
+        skip_modules_pattern: Regular expressions; modules in whose names one is found are left as
+            they are, with all that they contain.
+        skip_modules_classes: Classes of modules that are left as they are.
+        non_blocking: Do not wait for conversions.
+    """
+    pattern = skip_modules_pattern
+    patterns = (pattern,) if isinstance(pattern, str) else tuple(pattern or ())
+
+    def chosen(part: nn.Module, name: str) -> Iterator[nn.Module]:
+        if isinstance(part, skip_modules_classes or ()):
+            return
+        if any(re.search(each, name) for each in patterns):
+            return
+        if isinstance(part, CASTABLE):
+            yield part
+            return
+        for child, below in part.named_children():
+            yield from chosen(below, f"{name}.{child}".removeprefix("."))
+
+    layers = list(chosen(module, ""))
+    others = {
+        id(parameter)
+        for part in module.modules()
+        if not any(part is layer for layer in layers)
+        for parameter in part.parameters(recurse=False)
+    }
+    for layer in layers:
+        if not any(id(parameter) in others for parameter in layer.parameters(recurse=False)):
+            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+            add_hook_to_module(layer, hook, append=True)
+
+
+# -- one module ------------------------------------------------------------------------------------
+
+
+def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
+    """Return a module's own hooks of this kind."""
+    hook = vars(module).get("_hf_hook")
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return [each for each in hooks if isinstance(each, AlignDevicesHook)]
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Return whether a hook of the module itself offloads its weights."""
+    return any(hook.offload for hook in align_hooks(module))
+
+
+@contextmanager
+def align_module_device(
+    module: nn.Module, execution_device: torch.device | None = None
+) -> Iterator[None]:
+    """Have a module's own weights on a device in the block.
+
+    Args:
+        module: The module. If its weights are offloaded, changes made to them are lost.
+        execution_device: The device; None is the one of the module's hook, if it offloads.
+    """
+    offloading = [hook for hook in align_hooks(module) if hook.offload]
+    before: dict[str, torch.device] = {}
+    try:
+        if offloading:
+            for hook in offloading:
+                hook.load_weights(module, execution_device)
+        elif execution_device is not None:
+            own = module.named_parameters(recurse=False)
+            before = {name: parameter.device for name, parameter in own}
+            for name in before:
+                set_module_tensor_to_device(module, name, execution_device)
+        yield
+    finally:
+        for hook in offloading:
+            hook.offload_weights(module)
+        for name, device in before.items():
+            set_module_tensor_to_device(module, name, device)

@@ -1,0 +1,413 @@
+"""Load checkpoints into models that may be larger than memory, placed by a device map.
+
+The names and shapes in a checkpoint are compared with the model's before anything is loaded. Then
+one weight after the other is read, converted and put where it belongs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.big_models.device_map import Memory, as_device_map
+from trainer.big_models.dispatch import DISK, dispatch_model
+from trainer.big_models.offload import (
+    Folder,
+    Index,
+    entry,
+    link_weights,
+    offload_weight,
+    save_offload_index,
+)
+from trainer.big_models.tensors import Device, as_parameter, nearest, parse_dtype
+from trainer.checkpoint.loading import (
+    KeyMismatch,
+    compare,
+    find_weight_files,
+    read_each,
+    read_shapes,
+    renames,
+)
+from trainer.checkpoint.sharded_state import ShardedTensor, TensorFile, whole
+from trainer.checkpoint.storage import reading
+from trainer.checkpoint.weights import own_names, tied_names
+from trainer.errors import CheckpointError, module_logger, printable
+from trainer.names import bare_names
+
+logger = module_logger(__name__)
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: str | Mapping[str, Device] | None = None,
+    max_memory: Memory | None = None,
+    no_split_module_classes: str | Collection[str] | None = None,
+    offload_folder: Folder | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Load a checkpoint into a model and place its modules by a device map.
+
+    ::
+
+        with init_empty_weights():
+            model = Model(config)
+        model = load_checkpoint_and_dispatch(
+            model, "checkpoint", device_map="auto", offload_folder="offload",
+            no_split_module_classes=["Block"],
+        )
+
+    Args:
+        model: The model, as a rule made under `init_empty_weights`; changed in place.
+        checkpoint: See `load_checkpoint_in_model`.
+        device_map: A device map; or how it is inferred: ``"auto"`` and ``"balanced"`` spread the
+            model evenly over the accelerators, ``"balanced_low_0"`` also spares the first one,
+            ``"sequential"`` fills one after the other. None only loads.
+        max_memory: See `get_max_memory`, as for a map to be inferred.
+        no_split_module_classes: See `infer_auto_device_map`, the same.
+        offload_folder: The folder of weights on disk; needed if there are any.
+        offload_buffers: See `dispatch_model`.
+        dtype: The dtype to convert floating-point weights to; None means the model's.
+        offload_state_dict: Has no effect: weights are read one by one in any case.
+        skip_keys: See `dispatch_model`, as for the next two.
+        preload_module_classes: The same.
+        force_hooks: The same.
+        strict: See `load_checkpoint_in_model`, as for the next two.
+        full_state_dict: The same.
+        broadcast_from_rank0: The same.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: See `load_checkpoint_in_model` and `dispatch_model`; or `device_map` is neither
+            a map nor one of the choices.
+        CheckpointError: See `load_checkpoint_in_model`.
+    """
+    places = None
+    if device_map is not None:
+        unsplit = no_split_module_classes
+        places = as_device_map(model, device_map, max_memory, unsplit, dtype, offload_buffers)
+    load_checkpoint_in_model(
+        model,
+        checkpoint,
+        places,
+        offload_folder,
+        dtype,
+        bool(offload_state_dict),
+        offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if places is None:
+        return model
+    return dispatch_model(
+        model,
+        places,
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Device] | None = None
+) -> dict[str, Tensor]:
+    """Return the weights in one file by name, tied names included.
+
+    Args:
+        checkpoint_file: A file of safetensors, or of ``torch.save`` with nothing but tensors.
+        device_map: The places of modules; a weight without one, or on the disk, is on the CPU.
+            None means that all are.
+
+    Raises:
+        CheckpointError: The file cannot be read, or is not a file of weights.
+    """
+    places = device_map or {}
+    loaded: dict[str, Tensor] = {}
+    made: dict[int, Tensor] = {}
+    for name, (source, _) in _sources(Path(checkpoint_file)).items():
+        place = places.get(nearest(name, places) or "", "cpu")
+        if id(source) not in made:
+            tensor = whole(source)
+            device = torch.device("cpu" if place == DISK else place)
+            made[id(source)] = tensor.to(device, copy=tensor is source)
+        loaded[name] = made[id(source)]
+    return loaded
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Device] | None = None,
+    offload_folder: Folder | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,  # noqa: ARG001  # of the documented API; see its description
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: list[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load weights into a model, perhaps on the meta device, one at a time.
+
+    Names and shapes are compared before anything is loaded. Without ``device_map`` and ``dtype``
+    the values are copied into the model's existing tensors. Otherwise, or if the model is on the
+    meta device, the parameters are replaced by new ones, so create the optimizers afterwards. Tied
+    weights stay tied: they are on disk only if all their names are.
+
+    A model with weights on disk runs after `dispatch_model`.
+
+    Args:
+        model: The model.
+        checkpoint: A file of weights (safetensors, or ``torch.save`` of a state dict), an index, or
+            a folder that holds one; `model.safetensors` is preferred to `pytorch_model.bin`.
+        device_map: The placement of modules by name (``""`` is the whole model; the longest
+            matching name counts): a device, the index of an accelerator, or ``"disk"``. None leaves
+            weights on their devices (on the CPU for the meta device).
+        offload_folder: The folder for weights placed on ``"disk"``; their tensors in the model are
+            then on the meta device. Files of safetensors on the same disk are linked into it, so
+            that their weights are not copied, unless they are converted.
+        dtype: The dtype to convert floating-point weights to, for example ``"float16"``; None means
+            the model's.
+        offload_state_dict: Has no effect: weights are read from the file one by one in any case.
+        offload_buffers: Also offload buffers of modules placed on disk; otherwise they go to the
+            CPU.
+        keep_in_fp32_modules: Names of modules kept in float32 if ``dtype`` is float16.
+        offload_8bit_bnb: Not supported.
+        strict: The names in the checkpoint and the model must be the same.
+        full_state_dict: False, for sharded tensors in the checkpoint, is not supported.
+        broadcast_from_rank0: Not supported: each process reads the checkpoint.
+
+    Raises:
+        ValueError: If there is no such checkpoint, a shape differs, a weight has no device, or an
+            argument is outside its choices.
+        CheckpointError: If a file is damaged or, with ``strict``, names differ.
+    """
+    if offload_8bit_bnb:
+        raise ValueError("offload_8bit_bnb=True is not supported; load unquantised weights.")
+    if not full_state_dict or broadcast_from_rank0:
+        raise ValueError(
+            f"full_state_dict={full_state_dict} and broadcast_from_rank0={broadcast_from_rank0} "
+            "are not supported; leave them out: whole weights are read by every process. A model "
+            "sharded by FSDP reads its own part with Accelerator.load_state."
+        )
+    files = find_weight_files(checkpoint)
+    wanted = None if dtype is None else parse_dtype(dtype)
+    devices = None if device_map is None else _devices(model, device_map)
+    on_disk = devices is not None and DISK in devices.values()
+    if on_disk and offload_folder is None:
+        raise ValueError("device_map puts weights on 'disk': give an offload_folder to write to.")
+    here = model.state_dict(keep_vars=True)
+    mismatch = _check(model, files, checkpoint, strict=strict)
+    empty = any(isinstance(value, Tensor) and value.is_meta for value in here.values())
+    if devices is None and wanted is None and not empty:
+        found = _fill(model, files)
+    else:
+        place = _Placement(
+            here=here,
+            devices=devices,
+            folder=None if offload_folder is None else Path(offload_folder),
+            dtype=wanted,
+            fp32=keep_in_fp32_modules or [] if wanted == torch.float16 else [],
+            disk_buffers=offload_buffers,
+        )
+        found = place.load(model, files)
+    _tell(found.bare(model) if renames(model) else mismatch, checkpoint, strict=strict)
+
+
+def _sources(file: Path) -> dict[str, tuple[Tensor | ShardedTensor, str]]:
+    """Return each weight of a file, and the name that it has there, by all its names."""
+    if file.suffix != ".safetensors":
+        return {name: (tensor, name) for name, tensor in read_each(file)}
+    # Read, not memory-mapped: the pages of a map would count as memory beside the weights.
+    opened = TensorFile(file)
+    with reading(file):
+        tensors = opened.tensors()
+    stored = {name: name for name in tensors} | tied_names(opened.metadata, tensors)
+    return {name: (tensors[first], first) for name, first in stored.items()}
+
+
+@dataclass(kw_only=True)
+class _Placement:
+    """Creates the new tensors of a model, each only once if it has several names."""
+
+    here: Mapping[str, Any]
+    devices: Mapping[str, str | torch.device] | None
+    folder: Path | None
+    dtype: torch.dtype | None
+    fp32: list[str]
+    disk_buffers: bool
+    index: Index = field(default_factory=dict)
+
+    def load(self, model: nn.Module, files: Iterable[Path]) -> KeyMismatch:
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        made: set[int] = set()
+        names: dict[int, list[str]] = {}
+        for name, value in self.here.items():
+            names.setdefault(id(value), []).append(name)
+        seen: list[Any] = []
+        for file in files:
+            part: dict[str, Tensor] = {}
+            for name, (source, stored) in own_names(model, _sources(file)).items():
+                if name not in self.here:
+                    part[name] = _own(source)  # for modules whose load hooks rename keys
+                elif (key := id(self.here[name])) not in made:
+                    made.add(key)
+                    value = self._make(names[key], source, file, stored)
+                    part.update(dict.fromkeys(names[key], value))
+            seen.append(model.load_state_dict(part, strict=False, assign=True))
+        if self.folder is not None:
+            save_offload_index(self.index, self.folder)
+        return _combined(seen)
+
+    def _make(
+        self, names: list[str], source: Tensor | ShardedTensor, file: Path, stored: str
+    ) -> Tensor:
+        """Return the new tensor for all names of an old one."""
+        old = self.here[names[0]]
+        if not isinstance(old, Tensor):
+            return _own(source)  # passed to set_extra_state
+        dtype = old.dtype
+        if self.dtype is not None and source.dtype.is_floating_point:
+            dtype = torch.float32 if self._is_kept(names) else self.dtype
+        device = self._device(names)
+        if device == DISK:
+            self._offload(names, source, dtype, file, stored)
+            value = torch.empty(source.shape, dtype=dtype, device="meta")
+        else:
+            device = torch.device("cpu") if torch.device(device).type == "meta" else device
+            value = _own(source).to(device, dtype)
+        return as_parameter(value, old) if isinstance(old, nn.Parameter) else value
+
+    def _device(self, names: list[str]) -> str | torch.device:
+        old = self.here[names[0]]
+        if self.devices is None:
+            return torch.device(old.device)
+        places = [self.devices[name] for name in names]
+        place = next((each for each in places if each != DISK), DISK)
+        keeps = place == DISK and not (isinstance(old, nn.Parameter) or self.disk_buffers)
+        return torch.device("cpu") if keeps else place
+
+    def _offload(
+        self,
+        names: list[str],
+        source: Tensor | ShardedTensor,
+        dtype: torch.dtype,
+        file: Path,
+        stored: str,
+    ) -> None:
+        assert self.folder is not None  # checked by load_checkpoint_in_model
+        unchanged = file.suffix == ".safetensors" and dtype == source.dtype
+        if unchanged and (link := link_weights(file, self.folder)) is not None:
+            self.index[names[0]] = entry(link, stored, source)
+        else:
+            offload_weight(whole(source).to(dtype), names[0], self.folder, self.index)
+        self.index.update(dict.fromkeys(names, self.index[names[0]]))
+
+    def _is_kept(self, names: Iterable[str]) -> bool:
+        return any(f".{module}." in f".{name}" for module in self.fp32 for name in names)
+
+
+def _own(source: Tensor | ShardedTensor) -> Tensor:
+    """Return a weight in memory of its own: a view would keep the file memory-mapped."""
+    return source.whole() if isinstance(source, ShardedTensor) else source.clone()
+
+
+def _fill(model: nn.Module, files: Iterable[Path]) -> KeyMismatch:
+    return _combined(
+        [
+            model.load_state_dict(own_names(model, dict(read_each(file))), strict=False)
+            for file in files
+        ]
+    )
+
+
+def _combined(results: list[Any]) -> KeyMismatch:
+    """Return the names missing from every file, and the names that the model does not have."""
+    missing = set.intersection(*(set(result.missing_keys) for result in results))
+    unexpected = set().union(*(set(result.unexpected_keys) for result in results))
+    return KeyMismatch(sorted(missing), sorted(unexpected))
+
+
+def _check(
+    model: nn.Module, files: Iterable[Path], checkpoint: object, *, strict: bool
+) -> KeyMismatch:
+    if renames(model):
+        return KeyMismatch()
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        shapes |= own_names(model, read_shapes(file))
+    mismatch = compare(model, shapes).bare(model)
+    for name, (saved, here) in mismatch.misshaped.items():
+        raise ValueError(
+            f"The weight {name!r} has shape {saved} in {checkpoint} and {here} in the model; "
+            "create the model as it was when it was saved."
+        )
+    if strict and mismatch:
+        raise CheckpointError(_strictly(checkpoint, mismatch))
+    return mismatch
+
+
+def _tell(mismatch: KeyMismatch, checkpoint: object, *, strict: bool) -> None:
+    if strict and mismatch:
+        raise CheckpointError(_strictly(checkpoint, mismatch))
+    if mismatch.unexpected:
+        logger.warning(
+            "%s holds weights that the model does not have: %s.",
+            checkpoint,
+            printable(", ".join(mismatch.unexpected)),
+        )
+    if mismatch.missing:
+        logger.warning(
+            "%s lacks weights of the model, which keep their values: %s.",
+            checkpoint,
+            ", ".join(mismatch.missing),
+        )
+
+
+def _strictly(checkpoint: object, mismatch: KeyMismatch) -> str:
+    return (
+        f"{checkpoint} does not fit the model:\n{mismatch}\nCreate the model as it was when it was "
+        "saved, or load what fits with strict=False."
+    )
+
+
+def _devices(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, str | torch.device]:
+    """Return the device or ``"disk"`` of every weight, by name."""
+    if not isinstance(device_map, Mapping):
+        raise TypeError(
+            f"device_map is {device_map!r}; it must be a dict from modules' names to devices, for "
+            "example {'': 'cpu'}."
+        )
+    devices: dict[str, str | torch.device] = {}
+    names = model.state_dict(keep_vars=True).keys()
+    for bare, name in bare_names(model, zip(names, names, strict=True)):
+        key = nearest(bare, device_map)
+        if key is None:
+            raise ValueError(
+                f"{bare} doesn't have any device set: device_map names {sorted(device_map)}. Add "
+                "its module, or '' for all others."
+            )
+        place = device_map[key]
+        devices[name] = DISK if place == DISK else torch.device(place)
+    return devices

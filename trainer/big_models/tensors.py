@@ -1,0 +1,259 @@
+"""Modules without memory for their weights, and the tensors of modules one by one.
+
+A parameter on the ``meta`` device has a shape and a dtype but no values. A model made of them costs
+nothing, whatever its size; values come later, from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+
+from trainer import environment
+
+Device: TypeAlias = int | str | torch.device
+# Copies of tied weights: the address of the first one, and its copy on each device.
+TiedCopies: TypeAlias = MutableMapping[int, MutableMapping[torch.device, Tensor]]
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Create modules in the block without memory for their parameters.
+
+    ::
+
+        with init_empty_weights():
+            model = Model(config)
+        model = load_checkpoint_and_dispatch(model, checkpoint, device_map="auto")
+
+    Args:
+        include_buffers: Whether buffers have no values either. Those that no checkpoint contains
+            (``persistent=False``) then never get them. None reads
+            ``ACCELERATE_INIT_INCLUDE_BUFFERS``, by default False.
+    """
+    with init_on_device(torch.device("meta"), include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
+    """Create modules in the block with their parameters on a device; tied weights stay tied.
+
+    Args:
+        device: The device.
+        include_buffers: Whether everything created in the block is on the device, as in
+            ``with torch.device(…)``; otherwise only parameters are. None reads
+            ``ACCELERATE_INIT_INCLUDE_BUFFERS``, by default False.
+    """
+    device = torch.device(device)
+    if include_buffers is None:
+        include_buffers = environment.read_flag("ACCELERATE_INIT_INCLUDE_BUFFERS")
+
+    def place(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        del module, name
+        if parameter is None or parameter.device == device or is_lazy(parameter):
+            return None  # unchanged
+        return as_parameter(parameter.detach().to(device), parameter)
+
+    handle = register_module_parameter_registration_hook(place)
+    try:
+        with device if include_buffers else nullcontext():
+            yield
+    finally:
+        handle.remove()
+
+
+def as_parameter(value: Tensor, like: Tensor) -> Tensor:
+    """Return a value as a parameter with the class and the attributes of another one."""
+    kind: Any = type(like)
+    made: Tensor = kind(value.detach(), requires_grad=like.requires_grad)
+    vars(made).update(vars(like))
+    return made
+
+
+def named_module_tensors(
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and then the buffers of a module, with their names.
+
+    Args:
+        module: The module.
+        include_buffers: Whether buffers are yielded.
+        recurse: Whether those of its submodules are yielded.
+        remove_non_persistent: Whether buffers that no state dict contains are left out.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if include_buffers:
+        left_out = non_persistent_buffers(module) if remove_non_persistent else set()
+        for name, buffer in module.named_buffers(recurse=recurse):
+            if name not in left_out:
+                yield name, buffer
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of the buffers, of submodules too, that no state dict contains."""
+    return {
+        f"{path}.{name}".removeprefix(".")
+        for path, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set  # torch has no public name for them
+    }
+
+
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+    """Return the names of each parameter that has several, sorted.
+
+    Args:
+        model: The model, perhaps on the meta device.
+        **kwargs: Ignored.
+    """
+    del kwargs
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [sorted(group) for group in names.values() if len(group) > 1]
+
+
+def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
+    """Make each group of names one parameter again: the first that is not on the meta device.
+
+    Args:
+        model: The model.
+        tied_params: What `find_tied_parameters` has returned.
+    """
+    for group in tied_params:
+        tensors = [find_tensor(model, name) for name in group]
+        kept = next((tensor for tensor in tensors if not tensor.is_meta), None)
+        if kept is not None:
+            for name in group:
+                set_tensor(model, name, kept)
+
+
+def find_owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the submodule that holds a tensor, and the tensor's name in it.
+
+    Raises:
+        ValueError: There is no parameter or buffer of this name.
+    """
+    path, _, leaf = name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError as error:
+        raise ValueError(f"{type(module).__name__} has no {name!r}: {error}.") from error
+    own = [name for name, _ in named_module_tensors(owner)]
+    if leaf not in own:
+        raise ValueError(
+            f"{type(module).__name__} does not have a parameter or a buffer named {name!r}; "
+            f"{path or 'it'} has {', '.join(own) or 'none'}."
+        )
+    return owner, leaf
+
+
+def find_tensor(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter or buffer by its full name; see `find_owner`."""
+    owner, leaf = find_owner(module, name)
+    tensor: Tensor = getattr(owner, leaf)
+    return tensor
+
+
+def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
+    """Put a parameter or buffer into the place of another one."""
+    owner, leaf = find_owner(module, name)
+    # By setattr, from which recurrent layers refresh their list of flattened weights.
+    setattr(owner, leaf, value)
+
+
+def as_device(device: Device) -> torch.device:
+    """Return a device as tensors on it name theirs: with its index, if it has one."""
+    return torch.empty(0, device=device).device
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: Tensor | None = None,
+    tied_params_map: TiedCopies | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put a parameter or buffer of a module on a device, as a new tensor.
+
+    Args:
+        module: The module.
+        tensor_name: The tensor's full name.
+        device: The device, ``"meta"`` to free the memory.
+        value: The new value, of the same shape; None keeps the old one.
+        dtype: The dtype to convert a floating-point value to; None means the old tensor's.
+        fp16_statistics: The scales of an 8-bit weight of bitsandbytes (its attribute ``SCB``).
+        tied_params_map: Copies of tied weights by the address of the original and by device; one
+            that is there is used, a new one is added. Only addresses that it has as keys count.
+        non_blocking: Do not wait for the copy.
+        clear_cache: Whether to release the accelerator's unused cached memory afterwards.
+
+    Raises:
+        ValueError: There is no such tensor, it has another shape, or it is on the meta device and
+            there is no `value`.
+    """
+    owner, leaf = find_owner(module, tensor_name)
+    old: Tensor = getattr(owner, leaf)
+    place = as_device(device)
+    if value is None and old.is_meta and place.type != "meta":
+        raise ValueError(
+            f"{tensor_name} is on the meta device, we need a `value` to put in on {device}: load "
+            "its checkpoint first."
+        )
+    if value is not None and value.shape != old.shape:
+        raise ValueError(
+            f"Trying to set a tensor of shape {tuple(value.shape)} in {tensor_name!r} (which has "
+            f"shape {tuple(old.shape)}): create the model as it was when it was saved."
+        )
+    source = old if value is None else value
+    wanted = parse_dtype(dtype) if dtype is not None and source.is_floating_point() else old.dtype
+    copies = (tied_params_map or {}).get(0 if source.is_meta else source.data_ptr())
+    new = None if copies is None else copies.get(place)
+    if new is None:
+        moved = source.detach().to(place, wanted, non_blocking=non_blocking)
+        unchanged = source is old and moved.device == old.device and moved.dtype == old.dtype
+        if not isinstance(old, nn.Parameter):
+            new = moved
+        else:
+            new = old if unchanged else as_parameter(moved, old)
+        if fp16_statistics is not None:
+            vars(new)["SCB"] = fp16_statistics.to(place, non_blocking=non_blocking)
+        if copies is not None:
+            copies[place] = new
+    setattr(owner, leaf, new)
+    if clear_cache and place.type not in ("cpu", "meta"):
+        torch.accelerator.empty_cache()
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return a dtype from its name, such as ``"float16"`` or ``"torch.float16"``.
+
+    Raises:
+        ValueError: It is not a dtype.
+    """
+    named = getattr(torch, dtype.removeprefix("torch."), 0) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype):
+        raise ValueError(
+            f"dtype is {dtype!r}; it must be a torch.dtype or its name, for example 'float16'."
+        )
+    return named
+
+
+def nearest(name: str, places: Mapping[str, Any]) -> str | None:
+    """Return the key that places a module or tensor: the longest that is it or contains it."""
+    while name and name not in places:
+        name = name.rpartition(".")[0]
+    return name if name in places else None

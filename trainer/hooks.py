@@ -22,6 +22,14 @@ from trainer.ported.signatures import check_signature, with_loader_number
 Hook = Callable[..., None]
 logger = module_logger(__name__)
 
+# Parts of an update that a module may override; see `trainer.module.TrainModule`.
+_PARTS = (
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "lr_scheduler_step",
+    "configure_gradient_clipping",
+)
 # Called by `trainer.loops.fit_state`, with a dict that they change.
 _OF_CHECKPOINTS = ("on_save_checkpoint", "on_load_checkpoint")
 
@@ -141,6 +149,8 @@ class HookTable:
 
     Attributes:
         boundary: Calls the ``on_boundary`` hooks.
+        parts: The parts of an update that the module overrides, by name: ``optimizer_step`` and so
+            on.
         monitors_due: `Callback.monitor_due` of the callbacks that monitor a metric.
 
     Args:
@@ -183,6 +193,11 @@ class HookTable:
                 table[name] = _one_after_another(theirs + own)
             else:
                 table[name] = _one_after_another(own + theirs)
+        self.parts: dict[str, Callable[..., Any]] = {
+            name: getattr(module, name)
+            for name in _PARTS
+            if hasattr(module_base, name) and is_overridden(module, name, module_base)
+        }
         self.boundary = Boundary(
             [
                 (callback.state_key, partial(hook, trainer, module))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -367,8 +367,8 @@ class TrainModule(nn.Module):
     def predict_step(
         self,
         batch: Any,
-        batch_idx: int,  # noqa: ARG002 - an interface
-        dataloader_idx: int = 0,  # noqa: ARG002 - an interface
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> Any:
         """Return the prediction for one batch; by default the module's output for it."""
         return self(batch)
@@ -406,7 +406,7 @@ class TrainModule(nn.Module):
         self,
         batch: Any,
         device: torch.device,
-        dataloader_idx: int,  # noqa: ARG002 - an interface
+        dataloader_idx: int,
     ) -> Any:
         """Copy a batch to the device; override it for types that have no ``.to``.
 
@@ -419,7 +419,7 @@ class TrainModule(nn.Module):
     def on_before_batch_transfer(
         self,
         batch: Any,
-        dataloader_idx: int,  # noqa: ARG002 - an interface
+        dataloader_idx: int,
     ) -> Any:
         """Change a batch on the host and return it; called one batch ahead of its use (prefetch).
 
@@ -431,7 +431,7 @@ class TrainModule(nn.Module):
     def on_after_batch_transfer(
         self,
         batch: Any,
-        dataloader_idx: int,  # noqa: ARG002 - an interface
+        dataloader_idx: int,
     ) -> Any:
         """Change a batch on the device, for example to augment it; return it."""
         return batch
@@ -521,7 +521,7 @@ class TrainModule(nn.Module):
             parameter.requires_grad_(False)
 
     # Lightning's steps pass the optimizer.
-    def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:  # noqa: ARG002
+    def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
         """Restore the ``requires_grad`` flags from before `toggle_optimizer`.
 
         Args:
@@ -588,6 +588,75 @@ class TrainModule(nn.Module):
         return self.trainer.clip_gradients(
             optimizer, max_grad_norm=max_grad_norm, max_grad_value=max_grad_value
         )
+
+    # -- the parts of an update, for a module that overrides them ---------------------------------
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass; override it to do it in another way.
+
+        It is called with the loss that is scaled for the window and for fp16, also by
+        `manual_backward`.
+
+        Args:
+            loss: A tensor of shape ().
+            *args: Arguments of ``loss.backward``.
+            **kwargs: Arguments of ``loss.backward``.
+        """
+        loss.backward(*args, **kwargs)
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Make the update of an optimizer in automatic optimisation; an override decides about it.
+
+        If an override does not step, the update is skipped.
+
+        Args:
+            epoch: The current epoch, from 0.
+            batch_idx: The number of the batch in the epoch, from 0.
+            optimizer: The prepared optimizer.
+            optimizer_closure: Returns the loss of the update, once: forward and backward passes
+                have run already.
+        """
+        optimizer.step(optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Drop the gradients after an update; see `optimizer_step` for the arguments."""
+        optimizer.zero_grad()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Advance a learning rate scheduler; override it for one whose ``step`` is another.
+
+        Args:
+            scheduler: The scheduler.
+            metric: The value of its ``monitor``; None if it takes none.
+        """
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of an optimizer before it steps, in automatic optimisation.
+
+        Without an override, the norm is that of all optimizers' gradients together.
+
+        Args:
+            optimizer: The prepared optimizer.
+            gradient_clip_val: The limit of the Trainer or of the optimizer; None without one.
+            gradient_clip_algorithm: ``"norm"`` or ``"value"``; None without a limit.
+        """
+        if gradient_clip_val is not None:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     # -- hooks ---------------------------------------------------------------------------------
 

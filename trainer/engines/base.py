@@ -90,6 +90,8 @@ class Engine(Protocol):
             steps.
         reduce_gradients: Averages an optimizer's gradients over the processes when it steps; None
             if backward has averaged them.
+        run_backward: Runs the backward pass of a loss: ``Tensor.backward``, or the module's own
+            ``backward``, as a fit sets it.
         checks_gradients: Set by a fit in which nothing changes gradients after they are reduced:
             whether they are finite may then be asked of all processes along with the step stats.
     """
@@ -106,6 +108,7 @@ class Engine(Protocol):
     optimizer_driver: OptimizerDriver | None
     compiles_units: bool
     reduce_gradients: Callable[[Optimizer], None] | None
+    run_backward: Callable[..., Any]
     checks_gradients: bool
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -391,6 +391,19 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     return model if isinstance(model, DistributedDataParallel) else None
 
 
+class _Carrying(torch.autograd.Function):
+    """A loss whose graph also gives the sync vector to DDP, for a backward pass of the user's."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, sync_vector: Tensor, *rides: Tensor) -> Tensor:
+        ctx.save_for_backward(sync_vector, *map(torch.zeros_like, rides[1:]))
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None, *ctx.saved_tensors
+
+
 class DataParallel(Replicas):
     """Engine on DDP: gradients are averaged in the last backward of an accumulation window.
 
@@ -473,9 +486,13 @@ class DataParallel(Replicas):
     ) -> float | Tensor:
         """Run backward; the last one of a window reduces the gradients and the step stats."""
         if stats is None:
-            loss.backward(*args, **kwargs)
+            self.run_backward(loss, *args, **kwargs)
             return 0.0
         vector = self._vector_of(stats)
+        if self.run_backward is not Tensor.backward:
+            carrying = _Carrying.apply(loss, vector, *self._rides)  # type: ignore[no-untyped-call]  # as in torch
+            self.run_backward(carrying)
+            return self._reduced(stats)
         nothing = map(torch.zeros_like, self._rides[1:])
         torch.autograd.backward([loss, *self._rides], [None, vector, *nothing])
         return self._reduced(stats)
@@ -701,7 +718,7 @@ class StaticDataParallel(DataParallel):
         """
         if not self._graph_known:
             with _counted(self._trained()) as self._seen:
-                loss.backward(*args, **kwargs)
+                self.run_backward(loss, *args, **kwargs)
             return 0.0 if stats is None else self._learn(stats)
         if stats is None:
             return super().backward(loss, None, *args, **kwargs)

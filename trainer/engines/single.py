@@ -43,6 +43,7 @@ class SingleDevice:
     optimizer_driver: OptimizerDriver | None = None
     compiles_units = False
     reduce_gradients: Callable[[Optimizer], None] | None = None
+    run_backward: Callable[..., Any] = staticmethod(Tensor.backward)
     checks_gradients = False
     module: nn.Module
     step_sync: StepSync
@@ -121,7 +122,7 @@ class SingleDevice:
         self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
     ) -> float | Tensor:
         """Accumulate the gradients of a micro-batch."""
-        loss.backward(*args, **kwargs)
+        self.run_backward(loss, *args, **kwargs)
         return 0.0 if stats is None else self.sync_stats(stats)
 
     def dummy_step(

@@ -535,6 +535,12 @@ def make_fit_run(
     step_sync = StepSync(accelerator.device, whole_items=not counts_items(module))
     engine = choose_engine(accelerator.engine.options, automatic=module.automatic_optimization)
     accelerator.precision.convert(module)
+    if engine.optimizer_driver is not None and hooks.parts:
+        raise NotImplementedError(
+            f"{type(module).__name__} overrides {', '.join(sorted(hooks.parts))}, but DeepSpeed's "
+            "step reduces, clips and updates at once: leave them out, or deepspeed_plugin."
+        )
+    engine.run_backward = hooks.parts.get("backward", engine.run_backward)
     engine.start(module, step_sync)
     optimizers, entries, schedulers = prepare_optimizers(module, accelerator, engine)
     names = names_of(entries)

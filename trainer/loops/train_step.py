@@ -30,7 +30,7 @@ from trainer.loops.profiler import OPTIMIZER
 from trainer.loops.state import FitRun
 from trainer.metrics import to_floats
 from trainer.optim.clipping import clip_each_
-from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
+from trainer.optim.optimizer import AcceleratedOptimizer, LossOfUpdate, parameters_of
 from trainer.rng import isolated_rng
 from trainer.tree import detach, to_host
 
@@ -55,7 +55,9 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     weighting = run.optim.weighting
     size = weighting.micro_batches = run.optim.accumulation  # a hook may change it for the next one
     items_here = 0.0
-    known: float | None = 0.0  # items of all ranks; None if this rank cannot know the others'
+    # Items of all ranks; None if this rank cannot know the others'. On the CPU their sum is there
+    # anyway, and knows of batches that others have skipped.
+    known = None if run.data_size > 1 and run.device.type == "cpu" else 0.0
     largest: Tensor | None = None  # non-finite only if a loss is: unlike a sum it cannot overflow
     seen: Tensor | None = None
     metrics.begin_window()
@@ -68,6 +70,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         batch_idx = run.batch_idx = counters.global_batches
         outputs: Any = None
         loss: Tensor | None = None
+        skips = False
         of_batch, of_backward, training_step = hooks, hooks, engine.forward
         if micro.batches < run.data_size or run.device_transfer.may_lack_items:
             of_batch, of_backward, training_step = guarded(run, micro)
@@ -81,6 +84,9 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
                     outputs = training_step("training_step", batch, batch_idx)
                 elif not engine.forward_is_collective:
                     outputs = step_without_gradient(run, micro, batch, batch_idx)
+            if items and outputs is None:
+                check_may_skip(run)
+                skips, items, known = True, 0.0, None
         drop_leftover_gradients(run, number)
         if items:
             loss = loss_of(outputs)
@@ -91,7 +97,8 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         known = count_global_batch(run, micro, known)
         stats = run.own_stats(items_here, largest) if sync else None
         if loss is None:
-            ran, total = dummy_step(run, micro, batch_idx, stats)
+            dummy = skip_batch if skips and run.data_size == 1 else dummy_step
+            ran, total = dummy(run, micro, batch_idx, stats)
             outputs = ran if micro.present and engine.forward_is_collective else outputs
         else:
             total = engine.backward(run.precision.scale(weighting.weigh(loss, items)), stats)
@@ -201,6 +208,44 @@ def step_without_gradient(run: FitRun, micro: GlobalBatch, batch: Any, batch_idx
         return run.bare_step("training_step")(batch, batch_idx)
 
 
+def skip_batch(
+    run: FitRun, _: GlobalBatch, __: int, stats: StepStats | None
+) -> tuple[Any, float | Tensor]:
+    """Leave gradients as they are; without any, optimizers leave the parameters as they are.
+
+    With several ranks a skipped batch gives zeros, as does one without items: see `dummy_step`,
+    which has the same arguments and results.
+    """
+    if stats is None:
+        return None, 0.0
+    run.precision.scale_nothing(run.device)
+    return None, run.engine.sync_stats(stats)
+
+
+def check_may_skip(run: FitRun) -> None:
+    """Check that `training_step` may return None, which gives its batch the weight 0.
+
+    A warning about a run's first batch is for those who forgot to return the loss.
+
+    Raises:
+        TypeError: All ranks would have to know.
+    """
+    if run.counters.epoch == run.counters.global_batches == 0:
+        logger.warning(
+            "training_step of %s returned None for the first batch, which is skipped: return the "
+            "loss, unless that is meant.",
+            type(run.module).__name__,
+        )
+    if run.engine.forward_is_collective or (
+        run.data_size > 1 and run.device.type != "cpu" and not run.device_transfer.counts_items
+    ):
+        raise TypeError(
+            f"training_step of {type(run.module).__name__} returned None on rank {run.rank} at "
+            f"update {run.counters.global_step + 1}, which would skip its batch on this process "
+            "alone. Define count_items, and return 0 from it for a batch that must not count."
+        )
+
+
 def loss_of(outputs: Any) -> Tensor:
     """Return the loss that `training_step` returned, checked, as a tensor of shape ().
 
@@ -219,9 +264,9 @@ def loss_of(outputs: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"training_step returned {reprlib.repr(loss)} of type {type(loss).__name__} as its "
-            "loss; it must return a tensor of one element, or a dict with one under 'loss'. (To do "
-            "backward and step yourself set automatic_optimization = False; for a batch that must "
-            "not count return 0 from count_items.)"
+            "loss; it must return a tensor of one element, a dict with one under 'loss', or None "
+            "to skip the batch. (To do backward and step yourself set "
+            "automatic_optimization = False.)"
         )
     if loss.numel() != 1:
         raise ValueError(
@@ -297,10 +342,9 @@ def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
     for optimizer in optim.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)
     if should_step(run, seen):
-        if optim.clips:
+        if optim.clips or "configure_gradient_clipping" in run.hooks.parts:
             clip(run)
-        for optimizer in optim.optimizers:
-            optimizer.step()
+        step_optimizers(run, seen)
     if optim.guard is not None and run.precision.scales:
         skipped = [optimizer.skipped for optimizer in optim.optimizers]
         optim.guard.count_scaled(skipped, run.counters.global_step + 1)
@@ -308,11 +352,35 @@ def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
     run.counters.global_step += 1
 
 
+def step_optimizers(run: FitRun, seen: Tensor | None) -> None:
+    """Let each optimizer make its update, or the module's own `optimizer_step`.
+
+    Args:
+        run: The fit.
+        seen: The last loss of this rank.
+    """
+    own_step = run.hooks.parts.get("optimizer_step")
+    for optimizer in run.optim.optimizers:
+        if own_step is None:
+            optimizer.step()
+            continue
+        steps = optimizer.steps
+        own_step(run.counters.epoch, run.batch_idx, optimizer, LossOfUpdate(seen))
+        if optimizer.steps == steps:
+            optimizer.leave_out()
+            if run.optim.guard is not None and not run.precision.scales:
+                run.optim.guard.skipped += 1
+
+
 def drop_gradients(run: FitRun) -> None:
     """Call `on_before_zero_grad` and zero the gradients, at the end of a window."""
+    own_zero_grad = run.hooks.parts.get("optimizer_zero_grad")
     for optimizer in run.optim.optimizers:
         run.hooks.on_before_zero_grad(optimizer)
-        optimizer.zero_grad()
+        if own_zero_grad is None:
+            optimizer.zero_grad()
+        else:
+            own_zero_grad(run.counters.epoch, run.batch_idx, optimizer)
 
 
 def refresh_parameter_lists(run: FitRun) -> None:
@@ -390,8 +458,20 @@ def clip(run: FitRun) -> None:
     """Clip the gradients: separately for each optimizer with limits of its own, the rest together.
 
     The optimizers' parameters are listed each time, since the user may add a parameter group at any
-    time.
+    time. A module that overrides `configure_gradient_clipping` clips those of each optimizer.
     """
+    own_clip = run.hooks.parts.get("configure_gradient_clipping")
+    if own_clip is not None:
+        limits_of = {id(optimizer): limits for optimizer, limits in run.optim.own_limits}
+        for optimizer in run.optim.optimizers:
+            limits = limits_of.get(id(optimizer), run.optim.limits)
+            given = {"norm": limits.max_norm, "value": limits.max_value}
+            asked = {kind: limit for kind, limit in given.items() if limit is not None}
+            for kind, limit in asked.items():
+                own_clip(optimizer, limit, kind)
+            if not asked:
+                own_clip(optimizer, None, None)
+        return
     apart = [(parameters_of([optimizer]), limits) for optimizer, limits in run.optim.own_limits]
     clip_each_(run.engine, run.optim.parameters, apart, run.optim.limits)
 
@@ -483,7 +563,7 @@ def tick(run: FitRun, interval: str, number: int, *, by_metric: bool | None = No
                 if known is None and entry.monitor in latest:
                     continue  # validation logs this name too, but none has run yet
                 latest = latest if known is None else latest | {entry.monitor: known[0]}
-            entry.tick(latest, warns=run.warns)
+            entry.tick(latest, run.hooks.parts.get("lr_scheduler_step"), warns=run.warns)
 
 
 def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -131,11 +131,18 @@ class SchedulerEntry:
                 "'scheduler': …, 'monitor': 'val/loss'}."
             )
 
-    def tick(self, metrics: Mapping[str, float], *, warns: bool = True) -> None:
+    def tick(
+        self,
+        metrics: Mapping[str, float],
+        step: Callable[[Any, float | None], Any] | None = None,
+        *,
+        warns: bool = True,
+    ) -> None:
         """Advance the scheduler by one step; a ``OneCycleLR`` at its end keeps its learning rate.
 
         Args:
             metrics: The latest value of every metric.
+            step: Called with the scheduler and its metric, or None, in place of its ``step``.
             warns: Whether to warn if the run is longer than the schedule.
 
         Raises:
@@ -145,6 +152,9 @@ class SchedulerEntry:
         if isinstance(self.scheduler, OneCycleLR) and is_at_end(self.scheduler):
             self._stay_at_end(self.scheduler, warns=warns)
         elif self.monitor is None or not self.takes_metric:
+            if step is not None:
+                step(self.scheduler, None)
+                return
             if getattr(self.scheduler, "_step_count", 0) > 1:
                 self.scheduler.step()
                 return
@@ -157,7 +167,10 @@ class SchedulerEntry:
                 )
                 self.scheduler.step()
         elif self.monitor in metrics:
-            self.scheduler.step(metrics[self.monitor])
+            if step is None:
+                self.scheduler.step(metrics[self.monitor])
+            else:
+                step(self.scheduler, metrics[self.monitor])
         elif metrics:
             raise ValueError(choice_error("A scheduler's monitor", self.monitor, metrics))
         else:

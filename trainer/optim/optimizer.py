@@ -42,6 +42,33 @@ class OptimizerDriver(Protocol):
         """Load such a state, given on each process; collective."""
 
 
+class LossOfUpdate:
+    """The closure of an update whose forward and backward passes have run: it returns the loss.
+
+    Args:
+        loss: A detached tensor of shape (); None on a rank without a batch.
+    """
+
+    def __init__(self, loss: Tensor | None) -> None:
+        self._loss = loss
+        self._called = False
+
+    def __call__(self) -> Tensor | None:
+        """Return the loss.
+
+        Raises:
+            RuntimeError: It is called again, as by an optimizer that evaluates the loss anew.
+        """
+        if self._called:
+            raise RuntimeError(
+                "The closure of optimizer_step was called twice, but forward and backward run only "
+                "once for an update. For an optimizer that runs them again, such as LBFGS or SAM, "
+                "set automatic_optimization = False and do it in training_step."
+            )
+        self._called = True
+        return self._loss
+
+
 class AcceleratedOptimizer(Optimizer):
     """A wrapper of an optimizer that steps only at the end of a gradient accumulation window.
 
@@ -231,7 +258,9 @@ class AcceleratedOptimizer(Optimizer):
                 )
             self._note_call()
             return None
-        returned = None
+        returned: Any = None
+        if isinstance(closure, LossOfUpdate):  # the gradients are there already
+            returned, closure = closure(), None
         if self._driver is not None:
             self._drive(self._driver, closure)
         elif not self._updates_in_backward:
@@ -249,7 +278,8 @@ class AcceleratedOptimizer(Optimizer):
                 self._skipped = ~made if isinstance(made, Tensor) else not made
             else:
                 step = self.optimizer.step  # which need not take a closure
-                returned = step() if closure is None else step(closure)
+                result = step() if closure is None else step(closure)
+                returned = result if returned is None else returned
                 self._skipped = False
         self._note_call()
         self._reduced = False

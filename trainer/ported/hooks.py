@@ -41,22 +41,6 @@ _MODULE = _EVERYWHERE | {
     "training_step_end": _STEP_END.format("training"),
     "validation_step_end": _STEP_END.format("validation"),
     "test_step_end": _STEP_END.format("test"),
-    "backward": f"{MANUAL}, with self.manual_backward(loss, ...)",
-    "optimizer_step": (
-        "use on_before_optimizer_step for what comes before an update and a scheduler with "
-        f"'interval': 'step' for a warm-up; to decide about updates, {MANUAL}"
-    ),
-    "optimizer_zero_grad": (
-        f"gradients are set to None after each update; for something else {MANUAL}"
-    ),
-    "configure_gradient_clipping": (
-        "pass Trainer(max_grad_norm=...) or Trainer(max_grad_value=...), or give each optimizer's "
-        f"dict its own 'max_grad_norm'; for something else {MANUAL}, with self.clip_gradients"
-    ),
-    "lr_scheduler_step": (
-        "return a scheduler whose step() takes no argument, or the metric of its 'monitor': wrap "
-        "one that takes others in an object with step, state_dict and load_state_dict"
-    ),
     "configure_callbacks": "pass them to Trainer(callbacks=[...])",
     "configure_sharded_model": "rename it to configure_model",
     "tbptt_split_batch": f"{MANUAL}, splitting the batch there",

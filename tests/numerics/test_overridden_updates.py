@@ -1,0 +1,270 @@
+"""Modules that override parts of an update, or skip batches, train as a loop that does the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.numerics.running import copy_of, on_processes, quiet_trainer
+from trainer import TrainModule
+
+X = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
+Y = X.sum(1, keepdim=True)
+
+
+def loader(world: int = 1) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(X, Y), 4 // world)
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.1)
+        steps = {"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}
+        plateau = {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "monitor": "loss"}
+        return [optimizer], [steps, plateau]
+
+
+class CallsSuper(Net):
+    """Overrides everything, and does what is done without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.called.append("backward")
+        super().backward(loss, *args, **kwargs)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        self.called.append("optimizer_step")
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        self.called.append("optimizer_zero_grad")
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+    def lr_scheduler_step(self, scheduler, metric):
+        self.called.append("lr_scheduler_step")
+        super().lr_scheduler_step(scheduler, metric)
+
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
+        self.called.append("configure_gradient_clipping")
+        super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+
+def fitted(kind: type[Net], world: int = 1, **options: Any) -> Any:
+    module = kind()
+    trainer = quiet_trainer(max_epochs=2, **options)
+    trainer.fit(module, loader(world))
+    return copy_of(module), getattr(module, "called", None), trainer
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_grad_norm": 0.1},
+        {"gradient_accumulation_steps": 4, "max_grad_value": 0.01},
+        {"mixed_precision": "fp16", "max_grad_norm": 0.1},
+    ],
+    ids=["norm", "accumulated", "fp16"],
+)
+def test_overrides_that_call_super_change_no_bit(ranks, world, options):
+    def both() -> Any:
+        plain, _, _ = fitted(Net, world, **options)
+        overridden, called, _ = fitted(CallsSuper, world, **options)
+        torch.testing.assert_close(overridden, plain, rtol=0, atol=0)
+        return {name: called.count(name) for name in set(called)}
+
+    windows = options.get("gradient_accumulation_steps", 1)
+    updates = 12 if windows == 1 else 4  # six batches an epoch, in windows of four and two
+    for counts in on_processes(ranks, world, both):
+        assert counts == {
+            "backward": 12,
+            "optimizer_step": updates,
+            "optimizer_zero_grad": updates,
+            "configure_gradient_clipping": updates,
+            "lr_scheduler_step": updates + 2,
+        }
+
+
+class Doubled(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward(*args, **kwargs)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+class Plain(Doubled):
+    backward = TrainModule.backward
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_backward_pass_of_ones_own_is_reduced_as_the_default(ranks, world):
+    """With SGD, twice the gradient at half the rate is the same update."""
+    expected, _, _ = fitted(Plain)
+    for found in on_processes(ranks, world, lambda: fitted(Doubled, world)[0]):
+        torch.testing.assert_close(found, expected)
+
+
+class Manual(Doubled):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+def test_manual_backward_runs_the_modules_backward():
+    torch.testing.assert_close(fitted(Manual)[0], fitted(Plain)[0])
+
+
+class EverySecond(Plain):
+    """Updates at every second batch only; warms up by setting the rate."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if batch_idx % 2:
+            return
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (1 + self.trainer.global_step)
+        self.seen = optimizer_closure()
+        optimizer.step()
+
+
+def test_an_override_decides_about_updates_and_those_it_leaves_out_are_counted():
+    found, _, trainer = fitted(EverySecond)
+    module = Plain()
+    optimizer = module.configure_optimizers()
+    for update in range(0, 12, 2):
+        x, y = list(loader())[update % 6]
+        optimizer.param_groups[0]["lr"] = 0.01 * (1 + update)
+        optimizer.zero_grad()
+        mse_loss(module.net(x), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(found, copy_of(module), rtol=0, atol=0)
+    assert trainer.global_step == 12
+    assert trainer.skipped_updates == 6
+
+
+class Twice(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        assert optimizer_closure().ndim == 0
+        optimizer.step(optimizer_closure)
+
+
+def test_the_closure_of_an_update_cannot_run_it_again():
+    with pytest.raises(RuntimeError, match="automatic_optimization = False"):
+        fitted(Twice)
+
+
+class Warmup:
+    """A schedule whose step wants the number of the epoch, as timm's do."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self, epoch: int, metric: float | None) -> None:
+        self.optimizer.param_groups[0]["lr"] = 0.1 / (2 + epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class OwnSchedule(Plain):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [Warmup(optimizer)]
+
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.step(self.current_epoch, metric)
+
+
+def test_a_schedule_with_another_step_is_advanced_by_the_module():
+    _, _, trainer = fitted(OwnSchedule)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1 / 3
+
+
+class Skips(Net):
+    """Skips batches by a feature of theirs; with two processes, one rank at a time."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch[0][0, 0] > 0 else loss
+
+
+def test_a_batch_without_a_loss_is_skipped_as_if_it_were_not_there():
+    found, _, _ = fitted(Skips)
+    module = Skips()
+    [optimizer], [steps, plateau] = module.configure_optimizers()
+    del plateau
+    for _ in range(2):
+        for x, y in loader():
+            optimizer.zero_grad()
+            if not x[0, 0] > 0:
+                mse_loss(module.net(x), y).backward()
+            optimizer.step()
+            steps["scheduler"].step()
+    torch.testing.assert_close(found, copy_of(module), rtol=0, atol=0)
+
+
+class Forgets(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+
+
+def test_a_forgotten_return_is_warned_of(caplog):
+    before = copy_of(Forgets())
+    after, _, _ = fitted(Forgets)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert sum("return the loss" in line for line in caplog.messages) == 1
+
+
+class SkipsSgd(Skips):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_batch_that_one_process_skips_has_no_weight(ranks):
+    module = SkipsSgd()
+    optimizer = module.configure_optimizers()
+    for _ in range(2):
+        for x, y in loader():
+            halves = [(x[:2], y[:2]), (x[2:], y[2:])]
+            losses = [mse_loss(module.net(a), b) for a, b in halves if not a[0, 0] > 0]
+            optimizer.zero_grad()
+            if losses:
+                (sum(losses) / len(losses)).backward()
+            optimizer.step()
+    # In some batches one process skips and the other does not.
+    assert any(
+        len({bool(a > 0), bool(b > 0)}) == 2 for a, b in zip(X[::4, 0], X[2::4, 0], strict=True)
+    )
+    for found in on_processes(ranks, 2, lambda: fitted(SkipsSgd, 2)[0]):
+        torch.testing.assert_close(found, copy_of(module))

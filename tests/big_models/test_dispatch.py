@@ -7,6 +7,7 @@ import json
 import logging
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -237,9 +238,21 @@ def test_the_weights_on_disk_follow_the_model_and_not_an_old_folder(expected):
     dispatch_model(other, {"": "disk"}, offload_dir="off")
     net = dispatch_model(make(), {"": "cpu", "blocks": "disk"}, offload_dir="off")
     assert equal(outputs(net), expected[0])
-    dispatch_model(net, {"": "cpu", "embed": "disk", "head": "disk"}, offload_dir="other")
-    assert equal(outputs(net), expected[0])  # a new map instead of the old one
-    assert not net.blocks[0].net.weight.is_meta
+
+
+@pytest.mark.parametrize("dispatch", [dispatch_model, accelerate.dispatch_model])
+def test_a_new_map_takes_the_place_of_an_old_one(dispatch, expected):
+    places = dict.fromkeys(["embed", "blocks", "mixer", "head"], "disk")
+    net = dispatch(make(), places, offload_dir="old", offload_buffers=True)
+    dispatch_model(net, {"": "cpu", "blocks": "disk"}, offload_dir="new")
+    assert equal(outputs(net), expected[0])
+    if dispatch is dispatch_model:  # accelerate forgets that weights on disk were tied
+        assert net.head.weight is net.embed.weight
+    assert not net.embed.weight.is_meta
+    assert net.blocks[0].scale.is_meta
+    assert dispatch_model(net, {"": "cpu"}) is net
+    assert equal(outputs(net), expected[0])
+    assert not any(hasattr(part, "_hf_hook") for part in net.modules())
 
 
 def test_an_offload_index_and_a_state_dict_are_used(expected):
@@ -263,14 +276,11 @@ def test_tied_weights_are_in_memory_once():
     assert net.head.weight is net.embed.weight
     outputs(net.eval())
     assert net.head.weight is net.embed.weight
-    loader = OffloadedWeightsLoader(save_folder=disk_folder())
+    save_model(disk_offload(make(), "tied"), "again")
+    assert "head.weight" not in load_file("again/model.safetensors")
+    loader = OffloadedWeightsLoader(save_folder="tied")
     kept = loader["embed.weight"]
     assert loader["head.weight"] is kept
-
-
-def disk_folder():
-    disk_offload(make(), "tied")
-    return "tied"
 
 
 def test_a_copy_of_a_dispatched_model_is_its_own(expected):
@@ -326,6 +336,24 @@ def test_a_gradient_of_an_offloaded_weight_is_an_error_and_adapters_train():
         model.blocks.requires_grad_(False)
         loss(model).backward()
     assert torch.equal(plain.embed.weight.grad, net.embed.weight.grad)
+
+
+def test_a_forward_pass_that_fails_leaves_no_weights_in_memory():
+    net = disk_offload(make(), "off")
+    with pytest.raises(TypeError, match="subscriptable"):
+        net({"ids": (torch.arange(10).reshape(2, 5),)}, extra=None)
+    assert all(parameter.is_meta for parameter in net.parameters())
+
+
+def test_a_compiled_model_runs_its_hooks():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        expected = net(x)
+        dispatch_model(net, {"": "cpu", "2": "disk"}, offload_dir="off")
+        compiled = torch.compile(net, backend="eager")
+        assert all(torch.equal(compiled(x), expected) for _ in range(2))
+    assert net[2].weight.is_meta
 
 
 def test_a_missing_file_is_named():

@@ -151,6 +151,12 @@ def test_transfer_learning_unfreezes_and_a_second_start_adds_nothing(tmp_path):
 # -- own loop --------------------------------------------------------------------------------------
 
 
+def test_a_model_larger_than_memory_gives_the_same_outputs(tmp_path):
+    output = run("larger_than_memory.py", "--depth", 6, "--memory", 60, "--folder", tmp_path)
+    assert "2 layers in memory, 4 on disk" in output
+    assert "outputs equal: True" in output
+
+
 def test_own_loop_has_the_same_accuracy_on_two_processes():
     one = run("own_loop.py", "--max-epochs", 6, "--batch-size", 16)
     two = run("own_loop.py", "--max-epochs", 6, "--batch-size", 8, processes=2)

@@ -18,9 +18,9 @@ from trainer.big_models.hooks import (
     CpuOffload,
     UserCpuOffloadHook,
     add_hook_to_module,
-    align_hooks,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
+    hooks_of,
     remove_hook_from_submodules,
 )
 from trainer.big_models.offload import (
@@ -40,8 +40,10 @@ from trainer.big_models.tensors import (
     nearest,
     non_persistent_buffers,
     set_module_tensor_to_device,
+    set_tensor,
 )
 from trainer.errors import module_logger
+from trainer.names import with_offloaded
 
 logger = module_logger(__name__)
 
@@ -189,8 +191,7 @@ def dispatch_model(
     check_device_map(model, device_map)
     cpu = torch.device("cpu")
     device_map = {name: "cpu" if place == cpu else place for name, place in device_map.items()}
-    if any(align_hooks(part) for part in model.modules()):
-        remove_hook_from_submodules(model)  # of an earlier map
+    _undo(model)
     places = dict.fromkeys(device_map.values())
     if len(places) == 1 and DISK not in places and not force_hooks:
         model.to(next(iter(places)))
@@ -218,6 +219,28 @@ def dispatch_model(
                 model.__dict__[name] = functools.update_wrapper(method, getattr(type(model), name))
     model.__dict__["hf_device_map"] = dict(device_map)  # the name that other libraries look for
     return model
+
+
+def _undo(model: nn.Module) -> None:
+    """Remove the hooks of an earlier map, ours or accelerate's, and give all weights back."""
+    hooks = (hook for part in model.modules() for hook in hooks_of(part))
+    if not any(hasattr(hook, "execution_device") for hook in hooks):
+        return
+    state = with_offloaded(model, model.state_dict())
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    offloaded = [name for name, tensor in tensors.items() if tensor.is_meta]
+    offloaded += [name for name, tensor in model.named_buffers() if tensor.is_meta]
+    remove_hook_from_submodules(model)
+    made: dict[int, Tensor] = {}  # so that tied weights are tied again
+    for name in offloaded:
+        value = state.get(name)
+        if value is None or value.is_meta:
+            continue
+        if (known := made.get(value.data_ptr())) is None:
+            set_module_tensor_to_device(model, name, "cpu", value)
+            made[value.data_ptr()] = find_tensor(model, name)
+        else:
+            set_tensor(model, name, known)
 
 
 class _Spread:

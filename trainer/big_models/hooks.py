@@ -138,8 +138,13 @@ def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
 def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     hook: ModelHook = module.__dict__["_hf_hook"]
     args, kwargs = _eagerly(hook.pre_forward)(module, *args, **kwargs)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not hook.no_grad):
-        output = module.__dict__["_old_forward"](*args, **kwargs)
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not hook.no_grad):
+            output = module.__dict__["_old_forward"](*args, **kwargs)
+    except BaseException:  # such as a lack of memory, after which the caller tries a smaller batch
+        for each in align_hooks(module):
+            each.offload_weights(module)
+        raise
     return _eagerly(hook.post_forward)(module, output)
 
 
@@ -373,7 +378,9 @@ def _add_offloaded(
     del module, rest
     for name in hook._offloaded:
         if prefix + name in state:
-            state[prefix + name] = hook._values()[name].detach()
+            value = hook._values()[name]
+            # The tensor itself where possible, as tied ones are known by that.
+            state[prefix + name] = value.detach() if value.requires_grad else value
 
 
 def _refuse_offloaded(
@@ -713,11 +720,15 @@ def attach_layerwise_casting_hooks(
 # -- one module ------------------------------------------------------------------------------------
 
 
+def hooks_of(module: nn.Module) -> Sequence[Any]:
+    """Return a module's own hooks, ours or accelerate's."""
+    hook = vars(module).get("_hf_hook")
+    return () if hook is None else getattr(hook, "hooks", (hook,))
+
+
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
     """Return a module's own hooks of this kind."""
-    hook = vars(module).get("_hf_hook")
-    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    return [each for each in hooks if isinstance(each, AlignDevicesHook)]
+    return [each for each in hooks_of(module) if isinstance(each, AlignDevicesHook)]
 
 
 def has_offloaded_params(module: nn.Module) -> bool:

@@ -223,12 +223,10 @@ def set_module_tensor_to_device(
     copies = (tied_params_map or {}).get(0 if source.is_meta else source.data_ptr())
     new = None if copies is None else copies.get(place)
     if new is None:
-        moved = source.detach().to(place, wanted, non_blocking=non_blocking)
-        unchanged = source is old and moved.device == old.device and moved.dtype == old.dtype
-        if not isinstance(old, nn.Parameter):
-            new = moved
-        else:
-            new = old if unchanged else as_parameter(moved, old)
+        new = old
+        if value is not None or old.device != place or old.dtype != wanted:
+            new = source.detach().to(place, wanted, non_blocking=non_blocking)
+            new = as_parameter(new, old) if isinstance(old, nn.Parameter) else new
         if fp16_statistics is not None:
             vars(new)["SCB"] = fp16_statistics.to(place, non_blocking=non_blocking)
         if copies is not None:

@@ -150,6 +150,11 @@ def test_no_member_has_two_rows():
         assert len(names) == len(set(names)), section
 
 
+def has_default(field: dataclasses.Field) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is not missing or field.default_factory is not missing
+
+
 def default_of(field: dataclasses.Field) -> str:
     """As the page writes it: the members of a choice by their values."""
     made = field.default_factory is not dataclasses.MISSING
@@ -164,7 +169,8 @@ def test_every_field_of_a_configuration_is_told_with_its_default():
                 continue
             messages = dict(re.findall(r"`(\w+)=(.+?)`", row.text))
             fields = dataclasses.fields(kind)
-            assert messages == {field.name: default_of(field) for field in fields}
+            optional = (each for each in fields if has_default(each))
+            assert messages == {field.name: default_of(field) for field in optional}
 
 
 def test_objects_are_where_the_page_says():

@@ -54,6 +54,7 @@ FLOORS = {
     "trainer.checkpoint": 6,
     "trainer.accelerator": 7,
     "trainer.hparams": 7,
+    "trainer.local_sgd": 8,
     "trainer.datamodule": 8,
     "trainer.hooks": 8,
     "trainer.loops": 8,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs,
         KwargsHandler,
         MSAMPRecipeKwargs,
+        ProfileKwargs,
         ProjectConfiguration,
         TERecipeKwargs,
     )
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         Preempted,
     )
     from trainer.launchers import debug_launcher, notebook_launcher
+    from trainer.local_sgd import LocalSGD
     from trainer.logging import get_logger
     from trainer.memory import find_executable_batch_size, release_memory
     from trainer.module import TrainModule
@@ -103,7 +105,9 @@ _HOME = {
     "MetricError": "errors",
     "PartialState": "state",
     "PrecisionType": "enums",
+    "LocalSGD": "local_sgd",
     "Preempted": "errors",
+    "ProfileKwargs": "configuration",
     "ProjectConfiguration": "configuration",
     "RNGType": "enums",
     "TorchDynamoPlugin": "plugins",
@@ -131,14 +135,7 @@ _HOME = {
 }
 
 # After ``import trainer`` alone.
-_MODULES = (
-    "big_models",
-    "launchers",
-    "logging",
-    "state",
-    "tracking",
-    "utils",
-)
+_MODULES = ("big_models", "launchers", "local_sgd", "logging", "state", "tracking", "utils")
 
 __all__ = [
     "AORecipeKwargs",
@@ -162,6 +159,7 @@ __all__ = [
     "GradientState",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "LocalSGD",
     "LoggerType",
     "MSAMPRecipeKwargs",
     "MegatronLMPlugin",
@@ -170,6 +168,7 @@ __all__ = [
     "PartialState",
     "PrecisionType",
     "Preempted",
+    "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
     "TERecipeKwargs",

@@ -44,6 +44,7 @@ from trainer.configuration import (
     InitProcessGroupKwargs,
     KwargsHandler,
     MSAMPRecipeKwargs,
+    ProfileKwargs,
     ProjectConfiguration,
     TERecipeKwargs,
     at_least,
@@ -88,6 +89,7 @@ _HANDLERS = (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProfileKwargs,
     *_RECIPES,
 )
 _KINDS = {
@@ -215,8 +217,11 @@ class Accelerator:
         )
         self.init_handler: InitProcessGroupKwargs | None = handlers.get(InitProcessGroupKwargs)
         self.scaler_handler: GradScalerKwargs | None = handlers.get(GradScalerKwargs)
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.profile_handler: ProfileKwargs | None = handlers.get(ProfileKwargs)
+        self.device_placement, self.step_scheduler_with_optimizer = (
+            device_placement,
+            step_scheduler_with_optimizer,
+        )
         self.scheduler_tick = SchedulerTick.parse(scheduler_tick, "scheduler_tick")
         self.rng_types = [
             RNGType.parse(kind, "rng_types") for kind in as_types(rng_types or [RNGType.GENERATOR])
@@ -247,6 +252,7 @@ class Accelerator:
                 cpu,
                 dynamo_plugin=self.dynamo_plugin if is_first else None,
                 fsdp_plugin=fsdp_plugin if is_first else None,
+                torch_tp_plugin=torch_tp_plugin if is_first else None,
                 parallelism_config=self.parallelism_config if is_first else None,
                 deepspeed_plugin=of_deepspeed,
                 _from_accelerator=True,
@@ -1006,6 +1012,24 @@ class Accelerator:
         check_type("autocast_handler", autocast_handler, AutocastKwargs, fix)
         return self.precision.autocast(autocast_handler)
 
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """Profile a block with ``torch.profiler``; collective if a trace is written.
+
+        Args:
+            profile_handler: What to record; None takes the one in `kwargs_handlers`, else the
+                defaults.
+
+        Yields:
+            The profiler. With a schedule, call its ``step()`` after each step of the loop.
+        """
+        check_type("profile_handler", profile_handler, ProfileKwargs)
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        with handler.build(rank=self.process_index) as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            self.wait_for_everyone()
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward on the loss, divided by the accumulation steps and scaled for fp16.
 
@@ -1224,7 +1248,10 @@ class Accelerator:
         )
 
     def load_state(
-        self, input_dir: str | os.PathLike[str] | None = None, **load_model_func_kwargs: Any
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
     ) -> None:
         """Restore all prepared and registered objects from a `save_state` folder; collective.
 
@@ -1234,14 +1261,21 @@ class Accelerator:
         Args:
             input_dir: The folder; None takes the newest intact one with
                 `automatic_checkpoint_naming`.
+            load_kwargs: Arguments of ``torch.load`` in the documented API; only
+                ``{"weights_only": True}``, which is always so.
             **load_model_func_kwargs: Arguments of the models' ``load_state_dict`` such as `strict`,
                 and `map_location`: None, ``"cpu"`` or ``"on_device"``.
 
         Raises:
             ValueError: There is no such folder.
             CheckpointError: The state of a prepared object is missing, damaged or does not match.
-            TypeError: `map_location` has another value.
+            TypeError: `map_location` has another value, or `load_kwargs` an argument.
         """
+        if dict(load_kwargs or {}) not in ({}, {"weights_only": True}):
+            raise TypeError(
+                f"load_kwargs is {load_kwargs!r}, but files are never unpickled; it may only be "
+                "{'weights_only': True}. Pass map_location to load_state itself."
+            )
         self.step = states.load_state(
             input_dir,
             self._prepared(),

@@ -8,7 +8,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer import environment
@@ -332,6 +334,106 @@ class GradScalerKwargs(KwargsHandler):
             if not low < (value := getattr(self, name)) < high:
                 raise ValueError(f"{name} is {value}; it must be {range_}.")
         at_least(1, "growth_interval", self.growth_interval)
+
+
+_ACTIVITIES = ("cpu", "cuda", "hpu", "mtia", "xpu")
+
+
+@explains_itself
+@dataclass(kw_only=True)
+class ProfileKwargs(KwargsHandler):
+    """Arguments of ``torch.profiler.profile``, whose documentation explains them.
+
+    Attributes:
+        activities: What is recorded: ``"cpu"`` and the kinds of device that this machine has. None
+            records all of them.
+        schedule_option: Arguments of ``torch.profiler.schedule``, in steps: ``wait``, ``warmup``
+            and ``active``, and optionally ``repeat`` and ``skip_first``. The loop calls ``step()``.
+            None records everything.
+        on_trace_ready: Called with the profiler at the end of each recording.
+        record_shapes: Record the shapes of inputs.
+        profile_memory: Record the memory that operators allocate.
+        with_stack: Record source lines; slow.
+        with_flops: Estimate the FLOPs of matrix products and convolutions.
+        with_modules: Record the modules that called the operators.
+        output_trace_dir: A folder for ``profile_<rank>.json``, the last recording of each process,
+            for https://ui.perfetto.dev or ``chrome://tracing``. None writes nothing.
+
+    Raises:
+        ValueError: An activity or an option of the schedule is unknown.
+        TypeError: A value has the wrong type, or the schedule lacks an option.
+    """
+
+    activities: Sequence[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the types and names."""
+        check_bool_fields(self)
+        if isinstance(self.activities, str):
+            raise TypeError(f"activities is {self.activities!r}; it must be a list of names.")
+        for name in self.activities or ():
+            if name not in _ACTIVITIES:
+                raise ValueError(choice_error("activities", name, _ACTIVITIES))
+        self._schedule()
+
+    def _schedule(self) -> Any:
+        if self.schedule_option is None:
+            return None
+        from torch.profiler import schedule
+
+        try:
+            return schedule(**self.schedule_option)
+        except (AssertionError, TypeError) as error:
+            raise ValueError(
+                f"schedule_option is {self.schedule_option!r}: {error} It takes the steps to wait, "
+                "warmup and be active, and optionally repeat and skip_first."
+            ) from None
+
+    def build(self, rank: int = 0) -> Any:
+        """Return a ``torch.profiler.profile``, which is not started.
+
+        Args:
+            rank: The number in the trace's name.
+
+        Raises:
+            ValueError: This torch cannot record one of the activities.
+        """
+        from torch.profiler import profile, supported_activities
+
+        known = {kind.name.lower(): kind for kind in supported_activities()}
+        for name in self.activities or ():
+            if name not in known:
+                raise ValueError(
+                    f"activities has {name!r}, which this torch cannot record here; it can record "
+                    f"{', '.join(sorted(known))}."
+                )
+        return profile(
+            activities=None if self.activities is None else [known[n] for n in self.activities],
+            schedule=self._schedule(),
+            on_trace_ready=partial(self._finish, rank),
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+    def _finish(self, rank: int, profiler: Any) -> None:
+        """Use a recording that is complete."""
+        if self.on_trace_ready is not None:
+            self.on_trace_ready(profiler)
+        if self.output_trace_dir is not None:
+            folder = Path(self.output_trace_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(folder / f"profile_{rank}.json"))
 
 
 @explains_itself

@@ -71,7 +71,11 @@ class DistributedType(Choice):
     MULTI_GPU = "MULTI_GPU"
     MULTI_NPU = "MULTI_NPU"
     MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
     MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
     XLA = "XLA"
@@ -107,6 +111,10 @@ class RNGType(Choice):
     CUDA = "cuda"
     MLU = "mlu"
     NPU = "npu"
+    SDAA = "sdaa"
+    MUSA = "musa"
+    HPU = "hpu"
+    NEURON = "neuron"
     XLA = "xla"
     XPU = "xpu"
     MPS = "mps"
@@ -124,6 +132,8 @@ class LoggerType(Choice):
     MLFLOW = "mlflow"
     CLEARML = "clearml"
     DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
+    TRACKIO = "trackio"
 
 
 class DynamoBackend(Choice):
@@ -143,6 +153,8 @@ class DynamoBackend(Choice):
     AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
     TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
     IPEX = "IPEX"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
     TVM = "TVM"
 
 
@@ -165,3 +177,18 @@ class SchedulerTick(Choice):
 
     PROCESS = "process"
     UPDATE = "update"
+
+
+class ComputeEnvironment(Choice):
+    """Where processes are started; `trainer launch` refuses ``AMAZON_SAGEMAKER``."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
+
+
+class SageMakerDistributedType(Choice):
+    """The kind of distributed run of Amazon SageMaker, whose own launcher starts processes."""
+
+    NO = "NO"
+    DATA_PARALLEL = "DATA_PARALLEL"
+    MODEL_PARALLEL = "MODEL_PARALLEL"

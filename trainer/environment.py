@@ -6,13 +6,14 @@ the same names), SLURM's ``srun``, an MPI, or none. `detect_launch` returns a `L
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 TRUE = frozenset({"1", "true", "yes", "y", "on", "t"})
 FALSE = frozenset({"0", "false", "no", "n", "off", "f", ""})
@@ -131,6 +132,16 @@ def export(**kwargs: Any) -> None:
     os.environ.update({name: str(value) for name, value in kwargs.items()})
 
 
+def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
+    r"""Return ``NAME=value\n`` for each variable, as a file of settings has them.
+
+    Those with a character that such a file cannot hold (one of ``; < > |``, a space or a line
+    break) are left out.
+    """
+    lines = [f"{name}={value}" for name, value in current_env.items()]
+    return [f"{line}\n" for line in lines if not re.search(r"[;\n<>| ]", line)]
+
+
 @contextmanager
 def clear_environment() -> Iterator[None]:
     """Clear the environment in the block, and restore exactly the previous one afterwards."""
@@ -141,6 +152,48 @@ def clear_environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+T = TypeVar("T")
+
+
+def purge_accelerate_environment(func_or_cls: T) -> T:
+    """Decorator: undo changes of ``ACCELERATE_`` variables after each call of a function.
+
+    Args:
+        func_or_cls: A function; or a class of tests, whose methods that begin with ``test``, also
+            those of its subclasses, are decorated in place.
+    """
+    decorated: Any = func_or_cls
+    if not isinstance(decorated, type):
+        return cast("T", _purged(decorated))
+
+    def purge_tests(cls: type) -> None:
+        for name in dir(cls):
+            if name.startswith("test") and callable(method := getattr(cls, name)):
+                setattr(cls, name, _purged(method))
+
+    purge_tests(decorated)
+    setattr(decorated, "__init_subclass__", classmethod(lambda cls, **_: purge_tests(cls)))  # noqa: B010 - mypy refuses to assign it
+    return func_or_cls
+
+
+def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = _accelerate_variables()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for name in _accelerate_variables():
+                del os.environ[name]
+            os.environ.update(before)
+
+    return call
+
+
+def _accelerate_variables() -> dict[str, str]:
+    return {name: text for name, text in os.environ.items() if name.startswith("ACCELERATE_")}
 
 
 @contextmanager

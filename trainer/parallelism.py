@@ -22,6 +22,61 @@ _DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 @explains_itself
 @dataclass(kw_only=True)
+class TorchContextParallelConfig:
+    """Settings of ``cp_size`` above 1.
+
+    Attributes:
+        cp_comm_strategy: ``"allgather"``: each process gets the keys and values of all. None takes
+            ``PARALLELISM_CONFIG_CP_COMM_STRATEGY``, else ``"allgather"``.
+
+    Raises:
+        ValueError: The strategy is unknown.
+        NotImplementedError: It is ``"alltoall"``.
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        """Fill in the strategy and check it."""
+        fill(self, "PARALLELISM_CONFIG_CP_COMM_STRATEGY", cp_comm_strategy="allgather")
+        if self.cp_comm_strategy == "alltoall":
+            raise NotImplementedError(
+                "cp_comm_strategy is 'alltoall', which sends keys and values from process to "
+                "process; here attention gathers them all: use 'allgather'."
+            )
+        if self.cp_comm_strategy != "allgather":
+            raise ValueError(
+                choice_error("cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall"))
+            )
+
+
+@explains_itself
+@dataclass(kw_only=True)
+class TorchTensorParallelConfig:
+    """Settings of ``tp_size`` above 1.
+
+    Attributes:
+        enable_async_tp: Must be False: layers wait for their communication.
+
+    Raises:
+        NotImplementedError: It is True.
+        TypeError: It is not a bool.
+    """
+
+    enable_async_tp: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the value."""
+        check_bool_fields(self)
+        if self.enable_async_tp:
+            raise NotImplementedError(
+                "enable_async_tp=True asks for asynchronous tensor parallelism, which is not "
+                "supported: leave it out."
+            )
+
+
+@explains_itself
+@dataclass(kw_only=True)
 class ParallelismConfig:
     """The dimensions of the device mesh: their sizes multiply to the number of processes.
 
@@ -34,11 +89,16 @@ class ParallelismConfig:
             takes ``PARALLELISM_CONFIG_TP_SIZE``, else 1.
         cp_size: Processes that share each sequence (context parallel): run forward inside
             `Accelerator.maybe_context_parallel`. None takes ``PARALLELISM_CONFIG_CP_SIZE``, else 1.
+        cp_backend: ``"torch"``; None takes ``PARALLELISM_CONFIG_CP_BACKEND``, else ``"torch"``.
         sp_size: The same by DeepSpeed's Ulysses; not supported yet. None takes
             ``PARALLELISM_CONFIG_SP_SIZE``, else 1.
+        tp_handler: Settings of tensor parallelism; None is the default ones.
+        cp_handler: Settings of context parallelism; None is the default ones, if `cp_size` is above
+            1.
 
     Raises:
-        ValueError: A size is below 1.
+        ValueError: A size is below 1, or the backend is unknown.
+        TypeError: A handler has another type.
         NotImplementedError: `sp_size` is above 1.
     """
 
@@ -46,7 +106,10 @@ class ParallelismConfig:
     dp_shard_size: int | None = None
     tp_size: int | None = None
     cp_size: int | None = None
+    cp_backend: str | None = None
     sp_size: int | None = None
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
 
     def __post_init__(self) -> None:
         """Fill in missing sizes from the environment."""
@@ -57,6 +120,15 @@ class ParallelismConfig:
                 size = environment.read_int(variable)
                 setattr(self, f"{name}_size", 1 if size is None else size)
         check_counts(1, **self._sizes("{}_size"))
+        fill(self, "PARALLELISM_CONFIG_", cp_backend="torch")
+        if self.cp_backend != "torch":
+            raise ValueError(choice_error("cp_backend", self.cp_backend, ("torch",)))
+        check_type("tp_handler", self.tp_handler, TorchTensorParallelConfig)
+        check_type("cp_handler", self.cp_handler, TorchContextParallelConfig)
+        if self.cp_enabled and self.cp_handler is None:
+            self.cp_handler = TorchContextParallelConfig()
+        if self.tp_enabled and self.tp_handler is None:
+            self.tp_handler = TorchTensorParallelConfig()
         if self.sp_enabled:
             raise NotImplementedError(
                 f"DeepSpeed's sequence parallelism (sp_size={self.sp_size}) is not supported yet: "

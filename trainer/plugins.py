@@ -39,11 +39,11 @@ class TorchDynamoPlugin:
             ``ACCELERATE_DYNAMO_USE_DYNAMIC``, else torch decides when a shape changes.
         options: Arguments of the backend, instead of a mode.
         disable: Turn compilation into a no-op, for tests.
-        use_regional_compilation: Must not be True; None takes
+        use_regional_compilation: Compile the blocks of each ``nn.ModuleList`` by themselves, so
+            that one block's code serves all of them; None takes
             ``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION``, else False.
 
     Raises:
-        NotImplementedError: Regional compilation is requested.
         ValueError: A name is unknown, or mode and options are both given.
         TypeError: A value has the wrong type.
     """
@@ -58,15 +58,7 @@ class TorchDynamoPlugin:
 
     def __post_init__(self) -> None:
         """Fill in missing values from the environment and validate all."""
-        regional = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
-        if self.use_regional_compilation is None:
-            self.use_regional_compilation = environment.read_flag(regional)
-        if self.use_regional_compilation:
-            raise NotImplementedError(
-                f"use_regional_compilation=True (or {regional}) asks to compile repeated blocks "
-                "one by one, which is not supported. Leave it out, and dynamo_backend too, and "
-                "compile the blocks yourself: for block in self.blocks: block.compile()."
-            )
+        fill(self, "ACCELERATE_DYNAMO_", use_regional_compilation=False)
         if self.backend is None:
             what, named = "ACCELERATE_DYNAMO_BACKEND", environment.read("ACCELERATE_DYNAMO_BACKEND")
         else:
@@ -91,6 +83,12 @@ class TorchDynamoPlugin:
                 "takes one of them: the mode is a name for certain options."
             )
 
+    @property
+    def compiles_regions(self) -> bool:
+        """Whether blocks are to be compiled by themselves."""
+        compiles = self.backend != DynamoBackend.NO and not self.disable
+        return compiles and bool(self.use_regional_compilation)
+
     def to_dict(self) -> dict[str, Any]:
         """Return all arguments, with the backend's name in lower case as torch spells it."""
         return {**vars(self), "backend": str(self.backend).lower()}
@@ -98,7 +96,9 @@ class TorchDynamoPlugin:
     def to_kwargs(self) -> dict[str, Any]:
         """Return the arguments that differ from the defaults of ``torch.compile``."""
         plain = {"mode": "default", "fullgraph": False, "dynamic": None, "options": None}
-        return {k: v for k, v in self.to_dict().items() if v != plain.get(k, False)}
+        given = self.to_dict()
+        del given["use_regional_compilation"]
+        return {k: v for k, v in given.items() if v != plain.get(k, False)}
 
 
 @explains_itself

@@ -169,7 +169,10 @@ class Trainer:
             the time of each part, which add up to the total, and advice for the largest part. It is
             also written to ``profile-<stage>.json`` in `project_dir`. Times are those of rank 0,
             measured on CUDA with events in the device's stream, without synchronising, and
-            elsewhere with the host's clock.
+            elsewhere with the host's clock. `ProfileKwargs` profiles with torch's profiler, as
+            `Accelerator.profile` does, each process by itself: a step of its schedule is an update,
+            or a batch of an evaluation, and without `output_trace_dir` or `on_trace_ready` traces
+            are written to ``profile-<stage>`` in `project_dir`.
         barebones: Disable everything optional, to measure the training alone: progress bar,
             checkpoints, trackers, ``metrics.jsonl``, the sanity check, the check of `non_finite`,
             and `self.log` in training. No files are written. The trained weights are the same as

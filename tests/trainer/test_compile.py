@@ -24,7 +24,7 @@ from callbacks import Callback, ModelCheckpoint
 from tests.helpers import isolation
 from tests.numerics.running import assert_same, copy_of, on_processes, quiet_trainer
 from trainer import Accelerator, Trainer, TrainModule
-from trainer.engines.compile import compiled_steps
+from trainer.engines.compile import compiled_steps, is_compiled
 from trainer.plugins import TorchDynamoPlugin
 
 pytestmark = [
@@ -172,6 +172,44 @@ def test_several_processes_compile_inside_ddp(ranks):
     compiled = on_processes(ranks, 2, compiled_on_a_rank, "aot_eager")
     assert_same(compiled, plain)
     assert_same(compiled[0][0], compiled[1][0])
+
+
+class Deep(Net):
+    """Three blocks of one class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = self.net
+        self.net = nn.Linear(2, 2)
+        self.blocks = nn.ModuleList([block, *(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))])
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        return mse_loss(self.net(x), batch[1])
+
+
+def regional(backend: Any) -> TorchDynamoPlugin:
+    return TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
+
+
+def test_blocks_are_compiled_by_themselves_in_a_fit_and_in_a_loop_of_ones_own():
+    weights, losses, _ = trained(Deep(), validates=True)
+    before, module = graphs(), Deep()
+    options = {"dynamo_backend": None, "dynamo_plugin": regional("aot_eager")}
+    compiled, seen, _ = trained(module, validates=True, **options)
+    assert graphs() > before
+    assert_same(compiled, weights)
+    assert seen == losses
+    assert not any(is_compiled(part) for part in module.modules())  # after the fit
+    with pytest.raises(ValueError, match=r"use_regional_compilation .* and Net has none"):
+        trained(Net(), **options)
+    isolation.reset_trainer_state()
+    module = Deep().blocks
+    own = nn.Sequential(module[0], nn.ModuleList(module[1:]))
+    prepared = Accelerator(cpu=True, dynamo_plugin=regional("aot_eager")).prepare(own)
+    assert [is_compiled(part) for part in (prepared, own[0], *own[1])] == [False, True, True, True]
 
 
 def test_one_graph_serves_every_batch_of_every_epoch():

@@ -24,6 +24,7 @@ from trainer.configuration import (
     recipe_of,
 )
 from trainer.enums import (
+    ComputeEnvironment,
     DDPCommunicationHookType,
     DistributedType,
     DynamoBackend,
@@ -31,6 +32,7 @@ from trainer.enums import (
     LoggerType,
     PrecisionType,
     RNGType,
+    SageMakerDistributedType,
     SchedulerTick,
 )
 
@@ -143,13 +145,17 @@ def test_values_and_members_are_in_a_choice(kind):
 
 def test_choices_have_the_documented_members():
     assert DistributedType.list() == [
-        *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_XPU"),
+        *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"),
+        *("MULTI_XPU", "MULTI_HPU", "MULTI_NEURON"),
         *("DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"),
     ]
     assert {"torch", "cuda", "mlu", "npu", "xla", "xpu", "generator"} < set(RNGType.list())
     assert LoggerType.list() == [
-        *("all", "aim", "tensorboard", "wandb", "comet_ml", "mlflow", "clearml", "dvclive")
+        *("all", "aim", "tensorboard", "wandb", "comet_ml", "mlflow", "clearml", "dvclive"),
+        *("swanlab", "trackio"),
     ]
+    assert ComputeEnvironment.list() == ["LOCAL_MACHINE", "AMAZON_SAGEMAKER"]
+    assert SageMakerDistributedType.list() == ["NO", "DATA_PARALLEL", "MODEL_PARALLEL"]
     assert {"NO", "EAGER", "AOT_EAGER", "INDUCTOR", "CUDAGRAPHS"} < set(DynamoBackend.list())
 
 

@@ -16,6 +16,7 @@ from trainer.environment import (
     detect_launch,
     first_node,
     patch_environment,
+    purge_accelerate_environment,
 )
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "MV2_", "PMI_", "MPI_")
@@ -291,3 +292,36 @@ def test_clear_environment_restores_after_an_error():
         fail()
     assert found == []
     assert dict(os.environ) == before
+
+
+def test_variables_that_a_function_sets_are_purged(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_BEFORE", "1")
+
+    def body(*_):
+        os.environ.update(ACCELERATE_BEFORE="2", ACCELERATE_NEW="1", OTHER_VARIABLE="1")
+
+    class Tests:
+        test_inherited = body
+
+    @purge_accelerate_environment
+    class Decorated(Tests):
+        test_own = body
+        helper = body
+
+    class Later(Decorated):
+        test_later = body
+
+    monkeypatch.delenv("OTHER_VARIABLE", raising=False)
+    for function in (
+        purge_accelerate_environment(body),
+        Decorated().test_own,
+        Decorated().test_inherited,
+        Later().test_later,
+        Later().test_own,
+    ):
+        function()
+        assert os.environ["ACCELERATE_BEFORE"] == "1"
+        assert "ACCELERATE_NEW" not in os.environ
+    assert os.environ.pop("OTHER_VARIABLE") == "1"
+    Decorated().helper()
+    assert os.environ.pop("ACCELERATE_NEW") == os.environ.pop("OTHER_VARIABLE") == "1"

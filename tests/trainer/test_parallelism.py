@@ -12,6 +12,7 @@ from trainer import (
     ParallelismConfig,
     TorchTensorParallelPlugin,
 )
+from trainer.parallelism import TorchContextParallelConfig, TorchTensorParallelConfig
 
 CPU = torch.device("cpu")
 
@@ -150,3 +151,22 @@ def test_a_tensor_parallel_plugin_is_a_size():
         TorchTensorParallelPlugin()
     with pytest.raises(ValueError, match="parallelism_config or torch_tp_plugin, not both"):
         ParallelismConfig.requested(config, TorchTensorParallelPlugin(tp_size=4))
+
+
+def test_handlers_of_dimensions(monkeypatch):
+    config = ParallelismConfig(tp_size=2, cp_size=2)
+    assert config.cp_handler == TorchContextParallelConfig(cp_comm_strategy="allgather")
+    assert config.tp_handler == TorchTensorParallelConfig(enable_async_tp=False)
+    assert config.cp_backend == "torch"
+    for make, error, said in (
+        (lambda: ParallelismConfig(cp_backend="ring"), ValueError, "cp_backend is 'ring'"),
+        (lambda: ParallelismConfig(cp_handler="all"), TypeError, "cp_handler is 'all'"),
+        (lambda: ParallelismConfig(tp_handler=1), TypeError, "tp_handler is 1"),
+        (lambda: TorchContextParallelConfig(cp_comm_strategy="a"), ValueError, "strategy is 'a'"),
+        (lambda: TorchTensorParallelConfig(enable_async_tp=True), NotImplementedError, "async"),
+    ):
+        with pytest.raises(error, match=said):
+            make()
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
+    with pytest.raises(NotImplementedError, match="cp_comm_strategy is 'alltoall'"):
+        ParallelismConfig(cp_size=2)

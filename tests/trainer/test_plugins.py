@@ -46,12 +46,14 @@ def test_only_non_default_arguments_reach_torch_compile():
     assert plugin.to_kwargs() == {"backend": "inductor", "options": options}
 
 
-def test_regional_compilation_is_refused(monkeypatch):
-    assert TorchDynamoPlugin(use_regional_compilation=False).use_regional_compilation is False
+def test_regional_compilation_is_no_argument_of_torch(monkeypatch):
+    assert not TorchDynamoPlugin(backend="eager").compiles_regions
     for arguments in ({"use_regional_compilation": True}, {}):
-        with pytest.raises(NotImplementedError, match=r"use_regional_compilation=True.*block\.com"):
-            TorchDynamoPlugin(backend="eager", **arguments)
+        plugin = TorchDynamoPlugin(backend="eager", **arguments)
+        assert plugin.compiles_regions
+        assert plugin.to_kwargs() == {"backend": "eager"}
         monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
+    assert not TorchDynamoPlugin().compiles_regions
 
 
 def test_missing_arguments_come_from_the_environment(monkeypatch):

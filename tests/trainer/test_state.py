@@ -25,7 +25,7 @@ from trainer.plugins import TorchDynamoPlugin
 from trainer.state import AcceleratorState, GradientState, PartialState, network
 from trainer.state import group as joining
 
-PLUGINS = ("dynamo_plugin", "fsdp_plugin", "megatron_lm_plugin")
+PLUGINS = ("torch_tp_plugin", "dynamo_plugin", "fsdp_plugin", "megatron_lm_plugin")
 
 
 class LoaderStandIn:

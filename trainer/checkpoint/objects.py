@@ -51,7 +51,7 @@ def save(
         torch.save(obj, f)
         return
     if not safe_serialization:
-        write_whole(Path(f), lambda path: torch.save(obj, path))
+        write_whole(Path(f), lambda path: _write_torch(obj, path))
         return
     if not isinstance(obj, Mapping) or not all(isinstance(name, str) for name in obj):
         raise TypeError(
@@ -62,20 +62,32 @@ def save(
     write_whole(Path(f), lambda path: write_weights(tensors, tied, path))
 
 
-def load(f: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
+def _write_torch(obj: Any, path: Path) -> None:
+    with open(path, "wb") as file:  # torch takes no path without a suffix behind a first dot
+        torch.save(obj, file)
+
+
+def load(f: str | os.PathLike[str], map_location: Any = "cpu", **kwargs: Any) -> Any:
     """Load a file of :func:`save` that holds tensors, plain values and containers of them.
 
     Args:
         f: The file, of ``torch.save`` or safetensors.
         map_location: The device of the tensors, as for ``torch.load``.
+        **kwargs: ``mmap`` of ``torch.load``, and ``weights_only``, which must be True.
 
     Raises:
+        ValueError: ``weights_only`` is False.
         CheckpointError: If the file is missing or damaged, or holds other objects. Unpickling those
             could run any code.
     """
+    if not kwargs.pop("weights_only", True):
+        raise ValueError(
+            "weights_only=False would unpickle the file, which can run any code: leave it out, and "
+            "save tensors and plain values."
+        )
     file = Path(f)
     if not _is_safetensors(file):
-        return read_torch_file(file, map_location=map_location)
+        return read_torch_file(file, map_location=map_location, **kwargs)
     tensors, metadata = read_tensors(file)
     placed = {name: tensor.to(map_location) for name, tensor in tensors.items()}
     return {name: placed[first] for name, first in tied_names(metadata, placed).items()} | placed

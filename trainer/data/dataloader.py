@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,10 +16,15 @@ from trainer.data.epoch_iterator import EpochIterator, ahead
 from trainer.data.prefetch import Streams, send, streams_for
 from trainer.data.sampler import EpochLength
 from trainer.data.seeding import of_order
+from trainer.data.shards import BatchSamplerShard, IterableDatasetShard
 from trainer.data.workers import users_kwargs, what_kwargs
-from trainer.rng import as_types, synchronize_rng_states
-from trainer.state import GradientState
+from trainer.distributed.objects import broadcast_object
+from trainer.rng import as_types, next_seed, synchronize_rng_states
+from trainer.state import GradientState, PartialState
 from trainer.tree import children, to_device
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # (batch, last, over, real, real_batches): the batch; whether it is the last one of this process;
 # whether it belongs to the last global batch; the number of samples in the global batch without
@@ -61,7 +66,14 @@ class PreparedLoader(DataLoader[Any]):
 
     _is_accelerate_prepared = True
 
-    def __init__(
+    @classmethod
+    def of(cls, source: DataLoader[Any], **settings: Any) -> Self:
+        """Return a loader that reads a part of `source`; see the arguments of the class."""
+        made = cls.__new__(cls)
+        made._set_up(source, **settings)
+        return made
+
+    def _set_up(
         self,
         source: DataLoader[Any],
         *,
@@ -108,7 +120,9 @@ class PreparedLoader(DataLoader[Any]):
         self._loaded = False  # whether the pass comes from a state dict and has not begun
         self._rest_of: PreparedLoader | None = None  # the loader whose pass this one continues
         self._take(source)
-        super().__init__(**users_kwargs(source), **what_kwargs(source, self.epoch_iterator.sampler))
+        DataLoader.__init__(
+            self, **users_kwargs(source), **what_kwargs(source, self.epoch_iterator.sampler)
+        )
 
     def _take(self, source: DataLoader[Any]) -> None:
         self.source = source
@@ -360,7 +374,9 @@ class PreparedLoader(DataLoader[Any]):
             num_batches: The number of this process's batches to skip.
         """
         skip = self.skip_batches + num_batches
-        skipped = type(self)(self.source, **(self.settings | {"skip_batches": skip}))
+        skipped = type(self).of(self.source, **(self.settings | {"skip_batches": skip}))
+        for name, value in vars(self).items():  # which a user's subclass has added
+            vars(skipped).setdefault(name, value)
         skipped.iteration = self.iteration
         # An unfinished pass keeps its amount of data, even if the dataset has grown since.
         length = (
@@ -387,6 +403,43 @@ class PreparedLoader(DataLoader[Any]):
         return max(0, own - self.skip_batches)
 
 
+def _source(
+    dataset: Any, kwargs: dict[str, Any]
+) -> tuple[BatchSamplerShard | IterableDatasetShard | None, DataLoader[Any]]:
+    """Return the shard among a loader's arguments, and the loader of the whole data."""
+    shard = kwargs.get("batch_sampler")
+    if type(shard) is BatchSamplerShard:
+        return shard, DataLoader(dataset, **kwargs | {"batch_sampler": shard.batch_sampler})
+    if type(dataset) is IterableDatasetShard:
+        own = {"batch_size": dataset.batch_size, "drop_last": dataset.drop_last}
+        return dataset, DataLoader(dataset.dataset, **kwargs | own)
+    return None, DataLoader(dataset, **kwargs)
+
+
+def seed_of_order(
+    generator: torch.Generator | None,
+    world_size: int,
+    rank: int,
+    data_seed: int | None = None,
+    *,
+    collective: bool = False,
+) -> int:
+    """Return the seed of a loader's order, that of rank 0 on all processes that share the data.
+
+    Args:
+        generator: A generator whose initial seed it is; None takes the next seed of ``set_seed``.
+        world_size: The number of processes that share the data.
+        rank: The rank of this process among them.
+        data_seed: The seed; it overrides the others.
+        collective: Whether all running processes call this. If False, they do if all of them share
+            the data, since otherwise only some may be here.
+    """
+    seed = next_seed(world_size, rank) if generator is None else generator.initial_seed()
+    seed = seed if data_seed is None else data_seed
+    collective |= world_size == PartialState().num_processes
+    return int(broadcast_object(seed)) if collective else seed
+
+
 class DataLoaderShard(PreparedLoader):
     """The loader that `Accelerator.prepare` returns: yields this rank's shard of the user's loader.
 
@@ -399,7 +452,57 @@ class DataLoaderShard(PreparedLoader):
     keeps its own batches. With `even_batches`, the last global batch is padded with samples of the
     first one until every process has a full batch; ``gather_for_metrics`` drops the padding. With
     ``drop_last``, an incomplete last global batch is dropped.
+
+    The constructor is for subclasses and for loaders built by hand; `prepare_data_loader` makes one
+    of a user's loader. It shards nothing by itself: the shard is that of a `BatchSamplerShard` as
+    `batch_sampler`, or of an `IterableDatasetShard` as `dataset`.
+
+    Args:
+        dataset: Any dataset that a ``DataLoader`` takes.
+        device: The device for batches; None leaves them where they are.
+        rng_types: Generators that take rank 0's state when a pass begins.
+        synchronized_generator: Its initial seed is that of the order.
+        skip_batches: The number of batches to skip at the beginning of each pass.
+        use_stateful_dataloader: See `DataLoaderConfiguration`.
+        _drop_last: Whether the last global batch has no padding to drop.
+        _non_blocking: Copy to the device asynchronously.
+        torch_device_mesh: Not used: the shard says which processes share their data.
+        iteration: The number of the first pass.
+        **kwargs: Arguments of the ``DataLoader``.
     """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Sequence[str] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,  # noqa: ARG002 - of the documented API
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        shard, source = _source(dataset, kwargs)
+        world_size = 1 if shard is None else shard.num_processes
+        rank = 0 if shard is None else shard.process_index
+        self._set_up(
+            source,
+            rank=rank,
+            world_size=world_size,
+            seed=seed_of_order(synchronized_generator or of_order(source), world_size, rank),
+            even_batches=getattr(shard, "even_batches", shard is not None),
+            device=device,
+            non_blocking=_non_blocking,
+            split_batches=shard is not None and shard.split_batches,
+            rng_types=rng_types,
+            skip_batches=skip_batches,
+            stateful=use_stateful_dataloader,
+        )
+        self._drops_last |= _drop_last
+        self.iteration = iteration
 
     def _make_epoch_iterator(self, source: DataLoader[Any]) -> EpochIterator:
         options = self.settings

@@ -19,13 +19,15 @@ from trainer.data.batch import (
     unmarked,
     unpacked,
 )
-from trainer.data.dataloader import Given, PreparedLoader
+from trainer.data.dataloader import Given, PreparedLoader, seed_of_order
 from trainer.data.epoch_iterator import EpochIterator, ahead
 from trainer.data.iterable import Place
 from trainer.data.prefetch import InFlight
 from trainer.data.sampler import SAMPLES, BatchSharding
+from trainer.data.seeding import of_order
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.objects import broadcast_object
+from trainer.state import PartialState
 from trainer.tree import find_batch_size, to_device
 
 Slice = Callable[..., Any]
@@ -71,18 +73,66 @@ class DataLoaderDispatcher(PreparedLoader):
     If reading fails on rank 0, every process raises: rank 0 raises the error itself, the others
     raise a ``RuntimeError`` with its text.
 
+    The constructor is for subclasses and for loaders built by hand; `prepare_data_loader` makes one
+    of a user's loader. It is collective.
+
     Args:
-        source: The user's loader.
+        dataset: Any dataset that a ``DataLoader`` takes.
+        split_batches: Each batch that rank 0 reads is split; False reads one for each process.
+        skip_batches: The number of this process's batches to skip at the beginning of each pass.
+        use_stateful_dataloader: See `DataLoaderConfiguration`.
+        _drop_last: Whether the last global batch has no padding to drop.
+        _non_blocking: Copy to the device asynchronously.
         slice_fn: Replaces the default splitting. It is called on every process as
             ``slice_fn(batch, slice, process_index=…, num_processes=…)`` with the global batch and
             the slice of this process's samples, and returns this process's batch.
-        **settings: See `PreparedLoader`.
+        torch_device_mesh: Must be None: rank 0 sends a different part to each process.
+        iteration: The number of the first pass.
+        **kwargs: Arguments of the ``DataLoader``.
+
+    Raises:
+        ValueError: There is a mesh.
     """
 
     def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Slice | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        if torch_device_mesh is not None:
+            raise ValueError(
+                "DataLoaderDispatcher has torch_device_mesh, but rank 0 sends a different part to "
+                "each process: use DataLoaderShard, or dispatch_batches=False."
+            )
+        state, source = PartialState(), DataLoader(dataset, **kwargs)
+        self._set_up(
+            source,
+            slice_fn=slice_fn,
+            rank=state.process_index,
+            world_size=state.num_processes,
+            seed=seed_of_order(of_order(source), state.num_processes, state.process_index),
+            even_batches=True,
+            device=state.device,
+            non_blocking=_non_blocking,
+            split_batches=split_batches,
+            skip_batches=skip_batches,
+            stateful=use_stateful_dataloader,
+        )
+        self._drops_last |= _drop_last
+        self.iteration = iteration
+
+    def _set_up(
         self, source: DataLoader[Any], *, slice_fn: Slice | None = None, **settings: Any
     ) -> None:
-        super().__init__(source, **settings)
+        super()._set_up(source, **settings)
         self.slice_fn = slice_fn
         self.settings["slice_fn"] = slice_fn
 

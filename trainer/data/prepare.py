@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from trainer.data.dataloader import DataLoaderShard, PreparedLoader
+from trainer.data.dataloader import DataLoaderShard, PreparedLoader, seed_of_order
 from trainer.data.dispatcher import DataLoaderDispatcher
 from trainer.data.seeding import of_order
 from trainer.data.workers import reads_as_torchs, users_kwargs, what_kwargs
-from trainer.distributed.objects import broadcast_object
-from trainer.rng import next_seed
 from trainer.state import PartialState
 
 
@@ -46,6 +44,11 @@ class SkipBatchSampler(BatchSampler):
         self.batch_sampler = copy.copy(self.batch_sampler)
         self.batch_sampler.sampler = sampler
 
+    @property
+    def total_length(self) -> int:
+        """The number of batches with the skipped ones."""
+        return len(self.batch_sampler)
+
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.batch_sampler), self.skip_batches, None)
 
@@ -59,10 +62,25 @@ class SkipDataLoader(DataLoader[Any]):
     Args:
         dataset: Any dataset that a ``DataLoader`` takes.
         skip_batches: The number of batches to skip in each pass.
+        use_stateful_dataloader: Must be False; a prepared loader has a ``state_dict``.
         **kwargs: Arguments of the ``DataLoader``.
+
+    Raises:
+        ValueError: `use_stateful_dataloader` is True.
     """
 
-    def __init__(self, dataset: Any, skip_batches: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if use_stateful_dataloader:
+            raise ValueError(
+                "A SkipDataLoader has no state: prepare the loader, with DataLoaderConfiguration("
+                "use_stateful_dataloader=True), and use what skip_first_batches returns."
+            )
         self.skip_batches = skip_batches
         super().__init__(dataset, **kwargs)
 
@@ -132,6 +150,8 @@ def prepare_data_loader(
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+    *,
     _from_accelerator: bool = False,
 ) -> PreparedLoader:
     """Return a loader that yields this process's shard of the data; call it on every process.
@@ -172,6 +192,9 @@ def prepare_data_loader(
             memory to be of use.
         use_stateful_dataloader: After ``load_state_dict``, the next pass continues after the last
             batch that was yielded before the save.
+        torch_device_mesh: A mesh of all processes: those that differ only in dimensions other than
+            ``dp_replicate``, ``dp_shard`` and ``dp`` get the same data. It replaces `num_processes`
+            and `process_index`.
         _from_accelerator: Whether the `Accelerator` calls this, on all processes.
 
     Raises:
@@ -187,6 +210,10 @@ def prepare_data_loader(
             "dataset in torch.utils.data.DataLoader(dataset, batch_size=…) first."
         )
     state = PartialState()
+    if torch_device_mesh is not None:
+        num_processes, process_index = _data_coordinates(torch_device_mesh)
+        if dispatch_batches is None and num_processes != state.num_processes:
+            dispatch_batches = False  # rank 0 can only send different batches
     world_size = state.num_processes if num_processes is None else num_processes
     rank = state.process_index if process_index is None else process_index
     if not 0 <= rank < world_size:
@@ -210,15 +237,10 @@ def prepare_data_loader(
     if split_batches:
         _check_split(dataloader, world_size)
     generator = None if use_seedable_sampler else of_order(dataloader)
-    seed = next_seed(world_size, rank) if generator is None else generator.initial_seed()
-    seed = seed if data_seed is None else data_seed
     settings: dict[str, Any] = {
         "rank": rank,
         "world_size": world_size,
-        # With another number of processes, only some of the running ones may call this function.
-        "seed": broadcast_object(seed)
-        if _from_accelerator or world_size == state.num_processes
-        else seed,
+        "seed": seed_of_order(generator, world_size, rank, data_seed, collective=_from_accelerator),
         "even_batches": even_batches,
         "device": (state.device if device is None else device) if put_on_device else None,
         "non_blocking": non_blocking,
@@ -227,8 +249,18 @@ def prepare_data_loader(
         "stateful": use_stateful_dataloader,
     }
     if dispatch_batches:
-        return DataLoaderDispatcher(dataloader, slice_fn=slice_fn_for_dispatch, **settings)
-    return DataLoaderShard(dataloader, **settings)
+        return DataLoaderDispatcher.of(dataloader, slice_fn=slice_fn_for_dispatch, **settings)
+    return DataLoaderShard.of(dataloader, **settings)
+
+
+def _data_coordinates(mesh: Any) -> tuple[int, int]:
+    """Return how many shares of the data a mesh has, and which one is this process's."""
+    shares, share = 1, 0
+    for name in mesh.mesh_dim_names or ():
+        if name in ("dp", "dp_replicate", "dp_shard"):
+            size = mesh[name].size()
+            shares, share = shares * size, share * size + mesh.get_local_rank(name)
+    return shares, share
 
 
 def _check_split(dataloader: DataLoader[Any], world_size: int) -> None:

@@ -50,6 +50,13 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin | None) -> None:
     if plugin is None or plugin.backend == DynamoBackend.NO or is_compiled(model):
         return
     arguments = torch_arguments(plugin)
+    if plugin.use_regional_compilation:
+        compile_regions(model, **arguments)
+    else:
+        _compile_call(model, arguments)
+
+
+def _compile_call(model: nn.Module, arguments: dict[str, Any]) -> None:
     call: Callable[..., Any] = model._call_impl
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -58,6 +65,85 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin | None) -> None:
     # Like `model.compile()`, but that compiles nothing of an nn.Sequential: dynamo skips frames of
     # torch's own code. It does not skip code that is called by a function outside torch.
     model._compiled_call_impl = torch.compile(run, **arguments)
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Return whether a module is a ``ModuleList`` of blocks of one class, as of a transformer."""
+    return isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile repeated blocks each by itself, and whatever is beside them, in place.
+
+    Blocks of one class share compiled code, so that compiling takes the time of one block. See
+    https://docs.pytorch.org/tutorials/recipes/regional_compilation.html.
+
+    Args:
+        module: The module, which keeps its class and the names of its weights.
+        **compile_kwargs: Arguments of ``torch.compile``.
+
+    Returns:
+        The module.
+    """
+    _compile_each(_regions(module), compile_kwargs)
+    return module
+
+
+def _compile_each(blocks: Iterable[nn.Module], arguments: dict[str, Any]) -> list[nn.Module]:
+    """Compile modules, those of one structure to the same code; return those that were not yet."""
+    # The module is an argument: in a closure it would be a constant of its own code.
+    call = torch.compile(_call, **arguments)
+    new = [block for block in blocks if not is_compiled(block)]
+    for block in new:
+        block._compiled_call_impl = functools.partial(call, block)
+    return new
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
+def _regions(module: nn.Module) -> Iterator[nn.Module]:
+    if is_repeated_blocks(module):
+        yield from module.children()
+    elif any(map(is_repeated_blocks, module.modules())):
+        for child in module.children():
+            yield from _regions(child)
+    else:
+        yield module
+
+
+def compile_blocks(module: nn.Module, plugin: TorchDynamoPlugin) -> list[nn.Module]:
+    """Compile the repeated blocks of a module, whose steps call them, in place.
+
+    Returns:
+        The blocks; `release_blocks` undoes it.
+
+    Raises:
+        ValueError: There are none, or see `torch_arguments`.
+    """
+    arguments = torch_arguments(plugin)
+    blocks = _compile_each(_repeated_blocks(module), arguments)
+    if not blocks:
+        raise ValueError(
+            "use_regional_compilation compiles the blocks of nn.ModuleLists, of one class each, "
+            f"and {type(module).__name__} has none: leave it out to compile whole steps."
+        )
+    return blocks
+
+
+def release_blocks(blocks: list[nn.Module]) -> None:
+    """Forget the compiled code of blocks, in the list and in the blocks."""
+    while blocks:
+        blocks.pop()._compiled_call_impl = None
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    if is_repeated_blocks(module):
+        yield from module.children()
+    else:
+        for child in module.children():
+            yield from _repeated_blocks(child)
 
 
 def torch_arguments(plugin: TorchDynamoPlugin) -> dict[str, Any]:

@@ -604,6 +604,7 @@ class DataParallel(Replicas):
 
         After a failed backward, the hooks would still wait for the missing gradients.
         """
+        super().close()
         self._ddp._remove_autograd_hooks()
 
     def load_state_dicts(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -769,6 +770,8 @@ class StaticDataParallel(DataParallel):
         """See `DataParallel.close`."""
         if self._graph_known:
             super().close()
+        else:
+            SingleDevice.close(self)
 
     def _check(self, times: list[int]) -> None:
         """Compare the first update with the graph, because DDP does not notice extra accumulations.

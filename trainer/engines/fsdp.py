@@ -296,7 +296,7 @@ class FullyShard(SingleDevice):
                     "such as transformer_cls_names_to_wrap, or leave it out."
                 )
             for unit in kept + left:
-                _checkpoint_activations(unit)
+                checkpoint_activations(unit)
         return kept
 
     def _check_not_shared(self, roots: list[nn.Module]) -> None:
@@ -961,7 +961,7 @@ def _by_size(module: nn.Module, least: int) -> Iterator[nn.Module]:
     yield from reversed(chosen)
 
 
-def _checkpoint_activations(unit: nn.Module) -> None:
+def checkpoint_activations(unit: nn.Module) -> None:
     """Recompute a submodule's activations in backward; the names of its parameters stay."""
     forward = unit.forward
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.averaging import give_nothing
 from trainer.engines.base import EngineOptions
+from trainer.engines.compile import compile_blocks, release_blocks
 from trainer.enums import DistributedType
 from trainer.names import bare_state_dict
 from trainer.optim.clipping import clip_
@@ -50,6 +51,10 @@ class SingleDevice:
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
+        self._compiled_blocks: list[nn.Module] = []
+        self._compiler = options.dynamo_plugin
+        if self._compiler is not None and self._compiler.compiles_regions:
+            self.compiles_units = True
         self.data_rank, self.data_size = options.rank, options.world_size
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -102,9 +107,11 @@ class SingleDevice:
     # -- the steps of a fit ------------------------------------------------------------------------
 
     def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
-        """Put the module on the device."""
+        """Put the module on the device, and compile its repeated blocks if requested."""
         self.module = module.to(self.options.device)
         own_memory(module)
+        if self._compiler is not None and self._compiler.compiles_regions:
+            self._compiled_blocks = compile_blocks(module, self._compiler)
         if step_sync is not None:
             self.step_sync = step_sync
 
@@ -195,7 +202,8 @@ class SingleDevice:
         """Do nothing: there is no state."""
 
     def close(self) -> None:
-        """Do nothing: the module was not wrapped."""
+        """Release compiled blocks; the module was not wrapped."""
+        release_blocks(self._compiled_blocks)
 
 
 def attribute_restorer(module: nn.Module, name: str) -> Callable[[], Any]:

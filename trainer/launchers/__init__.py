@@ -33,6 +33,7 @@ def notebook_launcher(
     rdzv_id: str = "none",
     max_restarts: int = 0,
     monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
 ) -> Any:
     """Run a function of a notebook in several processes that train together.
 
@@ -62,6 +63,8 @@ def notebook_launcher(
         rdzv_id: The name of the job, the same on all machines.
         max_restarts: How often all processes are restarted after one has failed.
         monitor_interval: Seconds between two checks of the processes.
+        log_line_prefix_template: What each line of the processes' output begins with, as for
+            ``torchrun``: ``"[rank ${rank}] "``.
 
     Returns:
         What rank 0 returned; None if it cannot be pickled (with a warning), and on the other
@@ -96,6 +99,7 @@ def notebook_launcher(
         "run_id": rdzv_id,
         "max_restarts": max_restarts,
         "monitor_interval": monitor_interval,
+        "log_line_prefix_template": log_line_prefix_template,
     }
     return start(function, args, config, ACCELERATE_MIXED_PRECISION=precision)
 

@@ -11,7 +11,12 @@ from typing import Any, Literal
 from callbacks import Callback, Interval, ModelCheckpoint, Progress, ProgressBar
 from trainer.accelerator import Accelerator
 from trainer.checks import check_bools, check_type
-from trainer.configuration import GradientAccumulationPlugin, ProjectConfiguration, at_least
+from trainer.configuration import (
+    GradientAccumulationPlugin,
+    ProfileKwargs,
+    ProjectConfiguration,
+    at_least,
+)
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.deepspeed_plugin import DeepSpeedPlugin
 from trainer.enums import RNGType
@@ -168,7 +173,7 @@ def require_length(epoch_iterator: EpochIterator, **intervals: Interval | str | 
 
 
 Limit = int | float | None
-Profile = Literal["simple"]
+Profile = Literal["simple"] | ProfileKwargs
 LIMITS = {  # the argument that limits the batches of each kind of data
     "train": "limit_train_batches",
     "validate": "limit_val_batches",
@@ -219,10 +224,10 @@ class Settings:
         validate_limits(self.max_grad_norm, self.max_grad_value)
         check_policy(self.non_finite, self.max_skipped_in_row)
         check_bools(barebones=self.barebones, detect_anomaly=self.detect_anomaly)
-        if self.profile not in (None, "simple"):
+        if self.profile not in (None, "simple") and not isinstance(self.profile, ProfileKwargs):
             raise ValueError(
-                f"profile is {self.profile!r}; it must be 'simple' or None. For a trace by torch's "
-                "profiler pass callbacks=[callbacks.Profiler()]."
+                f"profile is {self.profile!r}; it must be 'simple', ProfileKwargs(...) for torch's "
+                "profiler, or None."
             )
         if self.deterministic not in (True, False, "warn"):
             raise ValueError(

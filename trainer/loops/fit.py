@@ -37,6 +37,7 @@ from trainer.loops.train_step import (
 )
 from trainer.metrics import TRAIN_EPOCH
 from trainer.metrics.computing import computing
+from trainer.optim.schedule_free import evaluation_weights, schedule_free
 
 
 def fit(run: FitRun) -> None:
@@ -49,6 +50,9 @@ def fit(run: FitRun) -> None:
     if not run.module.automatic_optimization:
         for optimizer in run.optim.optimizers:
             optimizer.before_step = partial(before_manual_step, run)
+    free = schedule_free(run.optim.optimizers)
+    for optimizer in free:
+        optimizer.train()
     hooks.on_fit_start()
     sanity_check(run)
     metrics.scope = TRAIN_EPOCH
@@ -78,6 +82,8 @@ def fit(run: FitRun) -> None:
         run.recorder.flush(arrived=counters.global_step)
     warn_of_missed(run)
     hooks.on_fit_end()
+    for optimizer in free:
+        optimizer.eval()  # the module keeps the weights to evaluate
     run.saving.ended = switches_of(run.module)
 
 
@@ -310,7 +316,11 @@ def validate(run: FitRun) -> None:
     sync_buffers(run)
     generators, metrics = generators_of(run), metric_states(run.module)
     try:
-        with run.timing.part(VALIDATING), isolated_training_metrics(run.metrics, run.module):
+        with (
+            run.timing.part(VALIDATING),
+            isolated_training_metrics(run.metrics, run.module),
+            evaluation_weights(schedule_free(run.optim.optimizers)),
+        ):
             values = evaluate(run, VALIDATION, run.data.val_iterators)
     except EvaluationAbandoned:
         run.metrics.forget(VALIDATION)
@@ -366,7 +376,7 @@ def sanity_check(run: FitRun) -> None:
                 epoch_iterator.limit = rounded if known is None else min(rounded, known)
         run.hooks.on_sanity_check_start()
         sync_buffers(run)
-        with run.timing.part(VALIDATING):
+        with run.timing.part(VALIDATING), evaluation_weights(schedule_free(run.optim.optimizers)):
             evaluate(run, VALIDATION, run.data.val_iterators)
         run.metrics.forget_shown()
         run.recorder.validated = dict.fromkeys(run.metrics.names - names)

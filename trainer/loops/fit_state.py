@@ -69,6 +69,7 @@ from trainer.names import bare_names, bare_state_dict
 from trainer.optim.configure import SchedulerEntry
 from trainer.optim.groups import names_of_groups, restore_groups
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
+from trainer.optim.schedule_free import evaluation_weights, schedule_free
 from trainer.optim.state import load_state, state_of
 from trainer.rng import isolated_rng, mix, rng_state
 from trainer.state import PartialState
@@ -499,8 +500,8 @@ def _weights_of(
 ) -> tuple[Mapping[str, object], Mapping[str, object] | None]:
     """Return the weights of the model's file and, if they differ, the trained weights.
 
-    A callback such as weight averaging may give the weights for use outside this run. The trained
-    weights are then saved beside them, to resume with.
+    A callback such as weight averaging, or a schedule-free optimizer, may give the weights for use
+    outside this run. The trained weights are then saved beside them, to resume with.
 
     Raises:
         ValueError: More than one callback returns weights from `weights_to_save`.
@@ -518,8 +519,15 @@ def _weights_of(
         )
     own = run.module.state_dict() if gathered is None else gathered
     others, trained = given[0][1] if given else (own, None)
+    if not given and (free := schedule_free(run.optim.optimizers)):
+        with evaluation_weights(free):
+            others, trained = {name: _copied(value) for name, value in own.items()}, dict(own)
     bare = dict(bare_names(run.module, others.items()))
     return bare, None if trained is None else dict(bare_names(run.module, trained.items()))
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""`Trainer(profile="simple")`: how the time of a run splits into parts, and its bottleneck.
+"""The profiles of a run: `Trainer(profile="simple")`, and `Trainer(profile=ProfileKwargs(...))`.
+
+The latter is `Accelerator.profile` around the run. The former shows how the time splits into parts,
+and its bottleneck.
 
 The methods of a run's objects (epoch iterators, engine, hooks, recorder, …) are wrapped once when
 the run begins, so a run without profiling has no overhead. At any moment exactly one part is
@@ -12,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from threading import get_ident
@@ -23,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.storage import write_whole
+from trainer.configuration import ProfileKwargs
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.enums import DynamoBackend
 from trainer.errors import module_logger
@@ -268,12 +272,12 @@ _LIMITS = {  # what the report says of each part, and its advice
 def profiling(
     kind: Profile | None, stage: str, *, folder: Path | None, accelerator: Accelerator
 ) -> Generator[Begin, None, None]:
-    """Profile a run inside, on rank 0, and print the report on exit, also after an error.
+    """Profile a run inside. Print the report of rank 0 on exit, also after an error.
 
     Args:
-        kind: ``"simple"``, or None for no profile.
+        kind: ``"simple"``; arguments of torch's profiler; or None for no profile.
         stage: fit, validate, test or predict.
-        folder: Where to write ``profile-<stage>.json``; None writes no file.
+        folder: Where to write ``profile-<stage>.json``, or traces; None writes no file.
         accelerator: The run's accelerator, which prints the report.
 
     Yields:
@@ -281,6 +285,12 @@ def profiling(
     """
     if kind is None:
         yield lambda run, epoch_iterators: None  # noqa: ARG005 - an interface
+        return
+    if isinstance(kind, ProfileKwargs):
+        if kind.output_trace_dir is None and kind.on_trace_ready is None and folder is not None:
+            kind = replace(kind, output_trace_dir=folder / f"profile-{stage}")
+        with accelerator.profile(kind) as profiler:
+            yield partial(_count_steps, profiler.step)
         return
     finish: Callable[[], Report] | None = None
 
@@ -300,6 +310,24 @@ def profiling(
             accelerator.print(report.text())
             if folder is not None:
                 _write(folder / f"profile-{stage}.json", report)
+
+
+def _count_steps(step: Callable[[], None], run: Run, _: list[EpochIterator]) -> None:
+    """Call a function after each update of a fit, or each batch of an evaluation."""
+    if isinstance(run, FitRun):
+        _replace(run.hooks, on_boundary=_then(run.hooks.on_boundary, step))
+    else:
+        make = run.bare_step
+        _replace(run, bare_step=lambda name: _then(make(name), step))
+
+
+def _then(function: Callable[..., T], step: Callable[[], None]) -> Callable[..., T]:
+    def call(*args: Any) -> T:
+        result = function(*args)
+        step()
+        return result
+
+    return call
 
 
 def _report(

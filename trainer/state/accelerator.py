@@ -17,6 +17,7 @@ _PLUGINS = (
     "dynamo_plugin",
     "deepspeed_plugins",
     "fsdp_plugin",
+    "torch_tp_plugin",
     "megatron_lm_plugin",
     "parallelism_config",
 )
@@ -35,6 +36,7 @@ class AcceleratorState(PartialState):
             has its own. None takes the settings from the environment.
         deepspeed_plugin: The settings of DeepSpeed, or several by name; the first is in use.
         fsdp_plugin: The settings of the FSDP engine.
+        torch_tp_plugin: The settings of tensor parallelism.
         megatron_lm_plugin: The settings of the Megatron-LM engine.
         parallelism_config: The sizes of the device mesh over which models are sharded and split.
         _from_accelerator: Whether the caller is the `Accelerator`.
@@ -56,6 +58,7 @@ class AcceleratorState(PartialState):
     dynamo_plugin: Any
     deepspeed_plugins: dict[str, DeepSpeedPlugin] | None
     fsdp_plugin: Any
+    torch_tp_plugin: Any
     megatron_lm_plugin: Any
     parallelism_config: Any
     _mixed_precision: str
@@ -69,6 +72,7 @@ class AcceleratorState(PartialState):
         dynamo_plugin: Any = None,
         deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
         parallelism_config: Any = None,
         _from_accelerator: bool = False,
@@ -84,6 +88,7 @@ class AcceleratorState(PartialState):
             dynamo_plugin,
             by_name,
             fsdp_plugin,
+            torch_tp_plugin,
             megatron_lm_plugin,
             parallelism_config,
         )

@@ -18,6 +18,7 @@ from trainer.distributed.guards import check_collective
 from trainer.distributed.process_control import going_first, run_where, split
 from trainer.enums import DistributedType
 from trainer.state import group as joining
+from trainer.state.affinity import set_affinity
 from trainer.state.shared import Shared
 
 P = ParamSpec("P")
@@ -80,6 +81,8 @@ class PartialState(Shared):
         launch = joining.adopt_group(environment.detect_launch())
         device = joining.pick_device(launch, cpu=cpu)
         _make_current(device)
+        if environment.read_flag("ACCELERATE_CPU_AFFINITY"):
+            set_affinity(launch.local_rank, verbose=debug)
         if launch.world_size > 1 and not dist.is_initialized():
             joining.join_group(launch, device, kwargs)
         if launch.world_size > 1 and device.type == "cpu":

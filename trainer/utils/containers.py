@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.distributed.collectives import broadcast
+from trainer.distributed.objects import gather_object
+from trainer.state import PartialState
 from trainer.tree import children, convert_to_fp32, leaves, map_tree, rebuild
 
 
@@ -21,9 +24,19 @@ class TensorInformation:
     dtype: torch.dtype
 
 
-def is_tensor(value: Any) -> bool:
+def is_torch_tensor(tensor: Any) -> bool:
     """Return whether a value is a tensor."""
-    return isinstance(value, Tensor)
+    return isinstance(tensor, Tensor)
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Return whether a value is a `TensorInformation`."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Return whether a value is a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
@@ -35,7 +48,7 @@ def recursively_apply(
     func: Callable[..., Any],
     data: Any,
     *args: Any,
-    test_type: Callable[[Any], bool] = is_tensor,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -75,6 +88,24 @@ def recursively_apply(
     return data
 
 
+def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
+    """Return a tensor that one process has on all of them; the others pass None. Collective.
+
+    Raises:
+        ValueError: No process has a tensor, or several have.
+    """
+    state = PartialState()
+    known = gather_object([None if tensor is None else (tensor.shape, tensor.dtype)])
+    owners = [rank for rank, each in enumerate(known) if each is not None]
+    if len(owners) != 1:
+        raise ValueError(
+            f"copy_tensor_to_devices was given a tensor on the processes {owners}; it must be one."
+        )
+    shape, dtype = known[owners[0]]
+    made = torch.empty(shape, dtype=dtype, device=state.device) if tensor is None else tensor
+    return broadcast(made, owners[0])  # type: ignore[no-any-return]  # a tensor, as given
+
+
 def find_device(data: Any) -> torch.device | None:
     """Return the device of the first tensor in nested containers; None without a tensor."""
     return next((leaf.device for leaf in leaves(data) if isinstance(leaf, Tensor)), None)
@@ -82,13 +113,14 @@ def find_device(data: Any) -> torch.device | None:
 
 def listify(data: Any) -> Any:
     """Return the containers with each tensor as a number or nested lists of numbers."""
-    return map_tree(lambda leaf: leaf.detach().tolist() if is_tensor(leaf) else leaf, data)
+    return map_tree(lambda leaf: leaf.detach().tolist() if is_torch_tensor(leaf) else leaf, data)
 
 
 def get_data_structure(data: Any) -> Any:
     """Return the containers with each tensor replaced by its `TensorInformation`."""
     return map_tree(
-        lambda leaf: TensorInformation(leaf.shape, leaf.dtype) if is_tensor(leaf) else leaf, data
+        lambda leaf: TensorInformation(leaf.shape, leaf.dtype) if is_torch_tensor(leaf) else leaf,
+        data,
     )
 
 
@@ -97,7 +129,7 @@ def initialize_tensors(data_structure: Any) -> Any:
     return recursively_apply(
         lambda each: torch.empty(each.shape, dtype=each.dtype),
         data_structure,
-        test_type=lambda value: isinstance(value, TensorInformation),
+        test_type=is_tensor_information,
     )
 
 

@@ -117,6 +117,8 @@ def test_a_file_of_the_documented_api_is_understood():
         dynamo_mode="reduce-overhead",
         dynamo_use_dynamic=True,
         dynamo_use_fullgraph=False,
+        dynamo_use_regional_compilation=False,
+        enable_cpu_affinity=False,
         debug=True,
         rdzv_backend="static",
     )
@@ -138,12 +140,16 @@ def test_old_and_bare_spellings_are_understood():
 
 
 def test_keys_without_effect_are_noted():
-    _, notes = read("tpu_name: mine\nenable_cpu_affinity: true\nmpirun_config: {mpirun_ccl: '1'}")
-    assert [note.partition(" ")[0] for note in notes] == [
-        "tpu_name",
-        "enable_cpu_affinity",
-        "mpirun_config",
-    ]
+    _, notes = read("tpu_name: mine\nmpirun_config: {mpirun_ccl: '1'}")
+    assert [note.partition(" ")[0] for note in notes] == ["tpu_name", "mpirun_config"]
+
+
+def test_settings_of_later_releases_are_variables():
+    text = "enable_cpu_affinity: true\ndynamo_config: {dynamo_use_regional_compilation: true}"
+    assert read(text)[0].variables == {
+        "ACCELERATE_CPU_AFFINITY": "true",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true",
+    }
 
 
 @pytest.mark.parametrize(
@@ -158,7 +164,6 @@ def test_keys_without_effect_are_noted():
             "fsdp_config has settings, but distributed_type is .NO.",
         ),
         ("compute_environment: AMAZON_SAGEMAKER", "SageMaker"),
-        ("dynamo_config: {dynamo_use_regional_compilation: true}", "not supported"),
         ("- 1", "must be a mapping"),
         ("a: [", "is not YAML"),
         ("distributed_type: [NO]", "Did you mean|it must be one of"),

@@ -56,7 +56,7 @@ def read(source, world_size: int = 1, *, epoch: int = 0, limit: int | None = Non
 
 
 def shard(source, rank: int = 0, world_size: int = 1, *, even: bool = True) -> DataLoaderShard:
-    return DataLoaderShard(
+    return DataLoaderShard.of(
         source,
         rank=rank,
         world_size=world_size,

@@ -340,7 +340,7 @@ def test_resume_of_a_prepared_loader():
     def make() -> Any:
         options = {"seed": 1, "even_batches": False, "device": None, "non_blocking": False}
         source = DataLoader(Numbers(), 2, shuffle=True, collate_fn=listed)
-        return DataLoaderShard(source, rank=0, world_size=1, **options)
+        return DataLoaderShard.of(source, rank=0, world_size=1, **options)
 
     seen = assert_resumes(make)
     assert samples_of(seen) != samples_of(seen, 1)

@@ -179,7 +179,7 @@ class Failing(Dataset):
 
 
 def prepared(kind, source, *, non_blocking=True, skip=0, rank=0, world_size=1):
-    return kind(
+    return kind.of(
         source,
         rank=rank,
         world_size=world_size,

@@ -12,13 +12,13 @@ from torch import nn
 import trainer
 from trainer import Accelerator, utils
 from trainer.checkpoint.weights import save_model
+from trainer.cli.config.file import LaunchConfiguration, read_file
 from trainer.state import AcceleratorState, DistributedType, PartialState, is_initialized
 from trainer.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
-    extract_model_from_parallel,
     reduce,
     tqdm,
 )
@@ -64,17 +64,6 @@ def test_helpers_that_are_aliases(ranks2):
     assert ranks2(body) == [(expected, expected, True)] * 2
 
 
-def test_a_model_comes_out_of_what_wraps_it():
-    model = nn.Linear(1, 1)
-    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
-    assert extract_model_from_parallel(nn.DataParallel(prepared)) is model
-    assert "forward" in vars(model)
-    extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
-    assert "forward" not in vars(model)
-    with pytest.raises(NotImplementedError, match="not its submodules"):
-        extract_model_from_parallel(model, recursive=True)
-
-
 def test_a_wrong_file_or_option_is_refused_by_every_process(tmp_path):
     Accelerator(cpu=True)
     for arguments, text in (
@@ -102,6 +91,29 @@ def test_tqdm_shows_one_bar_a_machine():
     assert not shown()
     assert not shown(disable=False)
     assert shown(main_process_only=False)
+
+
+def test_a_basic_configuration_is_written_once(tmp_path, capsys):
+    place = tmp_path / "new" / "mine.yaml"
+    assert utils.write_basic_config("bf16", place) == place
+    found = LaunchConfiguration(**read_file(place)[0])
+    assert (found.mixed_precision, found.use_cpu) == ("bf16", not torch.accelerator.is_available())
+    assert utils.write_basic_config(save_location=place) is False
+    assert "is not changed" in capsys.readouterr().out
+    assert LaunchConfiguration(**read_file(place)[0]).mixed_precision == "bf16"
+    for arguments, said in (
+        (("int8", tmp_path / "a.json"), "mixed_precision is 'int8'"),
+        (("no", tmp_path / "a.txt"), "save_location is .*a.txt"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            utils.write_basic_config(*arguments)
+
+
+def test_files_are_never_unpickled(tmp_path):
+    utils.save({"a": torch.ones(2)}, tmp_path / "file")
+    assert utils.load(tmp_path / "file", weights_only=True, mmap=True)["a"].tolist() == [1, 1]
+    with pytest.raises(ValueError, match="weights_only=False would unpickle"):
+        utils.load(tmp_path / "file", weights_only=False)
 
 
 def test_names_of_files_are_those_that_are_written(tmp_path):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from trainer import PartialState, utils
 from trainer.utils import (
     convert_outputs_to_fp32,
     find_device,
@@ -95,3 +96,31 @@ def test_dicts_are_merged_dict_by_dict():
     into = {"a": {"x": 1, "y": 2}, "b": 3}
     assert merge_dicts({"a": {"y": 5}, "c": {"z": 4}}, into) is into
     assert into == {"a": {"x": 1, "y": 5}, "b": 3, "c": {"z": 4}}
+
+
+def test_kinds_of_values():
+    info = get_data_structure(torch.zeros(2))
+    for value, tensor, information, named in (
+        (torch.zeros(2), True, False, False),
+        (info, False, True, False),
+        (Pair(1, 2), False, False, True),
+        ((1, 2), False, False, False),
+    ):
+        assert utils.is_torch_tensor(value) is tensor
+        assert utils.is_tensor_information(value) is information
+        assert utils.is_namedtuple(value) is named
+    assert info == utils.TensorInformation(torch.Size([2]), torch.float32)
+    assert utils.ignorant_find_batch_size(["x"]) is None
+    assert utils.ignorant_find_batch_size([torch.zeros(3, 2)]) == 3
+
+
+def test_a_tensor_of_one_process_is_copied_to_all(ranks2):
+    def body():
+        rank = PartialState(cpu=True).process_index
+        own = torch.arange(3.0, dtype=torch.float64) if rank == 1 else None
+        copied = utils.copy_tensor_to_devices(own)
+        with pytest.raises(ValueError, match=r"on the processes \[0, 1\]; it must be one"):
+            utils.copy_tensor_to_devices(copied)
+        return copied.tolist(), copied.dtype
+
+    assert ranks2(body) == [([0.0, 1.0, 2.0], torch.float64)] * 2

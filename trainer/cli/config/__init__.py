@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -93,6 +94,33 @@ def _of_machine() -> LaunchConfiguration:
     return LaunchConfiguration(
         num_processes=max(1, devices), use_cpu=devices == 0, mixed_precision="no"
     )
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
+) -> Path | bool:
+    """Write a configuration for this machine, as ``trainer config --default`` does.
+
+    Args:
+        mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
+        save_location: The file, ``.yaml`` or ``.json``; None is where `trainer launch` looks.
+
+    Returns:
+        The file; False if it exists, which is not changed.
+
+    Raises:
+        ValueError: The precision or the suffix is another.
+        OSError: The file cannot be written.
+    """
+    place = (default_place() if save_location is None else Path(save_location)).expanduser()
+    if place.suffix not in _SUFFIXES:
+        raise ValueError(f"save_location is {str(place)!r}; it must end in {', '.join(_SUFFIXES)}.")
+    precision = PrecisionType.parse(mixed_precision.lower(), "mixed_precision")
+    if place.exists():
+        echo(f"{place} exists and is not changed; `trainer config` changes it.")
+        return False
+    write_file(place, replace(_of_machine(), mixed_precision=precision))
+    return place
 
 
 def device_count() -> int:

@@ -37,14 +37,16 @@ _REFUSED_CONFIGS = {
 _TPU = "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env"
 _UNUSED = {
     **dict.fromkeys([*_TPU.split(), "commands", "command_file"], "it is about TPUs"),
-    "enable_cpu_affinity": "torch binds processes to NUMA nodes by itself",
     "mpirun_config": "to start processes with MPI, run `mpirun -np 4 trainer launch script.py`",
     "ipex_config": "its functions are part of torch now",
 }
 _SILENT = ("main_training_function", "same_network")  # no effect either, but in every file
 _OFF: tuple[Any, ...] = (None, False, "no", "NO", "", [], {})
-_DYNAMO = ("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic")
-_FLAGS = ("use_cpu", "debug", "dynamo_use_fullgraph", "dynamo_use_dynamic")
+_DYNAMO_FLAGS = tuple(
+    f"dynamo_use_{name}" for name in ("fullgraph", "dynamic", "regional_compilation")
+)
+_DYNAMO = ("dynamo_backend", "dynamo_mode", *_DYNAMO_FLAGS)
+_FLAGS = ("use_cpu", "debug", "enable_cpu_affinity", *_DYNAMO_FLAGS)
 _COUNTS = {  # with their minimum
     "num_processes": 1,
     "num_machines": 1,
@@ -74,7 +76,9 @@ class LaunchConfiguration:
         dynamo_mode: The mode of ``torch.compile``.
         dynamo_use_fullgraph: A part that cannot be compiled is an error.
         dynamo_use_dynamic: Compile for dynamic shapes from the start.
+        dynamo_use_regional_compilation: Compile repeated blocks by themselves.
         num_cpu_threads_per_process: CPU threads of each process.
+        enable_cpu_affinity: Bind each process to the cores near its GPU.
         fsdp_config: Shards models over the processes with these settings of FSDP, such as
             ``{"fsdp_offload_params": True}``; None does not.
         parallelism_config: The sizes of the device mesh, such as
@@ -105,7 +109,9 @@ class LaunchConfiguration:
     dynamo_mode: str | None = None
     dynamo_use_fullgraph: bool | None = None
     dynamo_use_dynamic: bool | None = None
+    dynamo_use_regional_compilation: bool | None = None
     num_cpu_threads_per_process: int | None = None
+    enable_cpu_affinity: bool | None = None
     fsdp_config: dict[str, Any] | None = None
     parallelism_config: dict[str, Any] | None = None
     fp8_config: dict[str, Any] | None = None
@@ -169,6 +175,8 @@ class LaunchConfiguration:
             "ACCELERATE_DYNAMO_MODE": self.dynamo_mode,
             "ACCELERATE_DYNAMO_USE_FULLGRAPH": self.dynamo_use_fullgraph,
             "ACCELERATE_DYNAMO_USE_DYNAMIC": self.dynamo_use_dynamic,
+            "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": self.dynamo_use_regional_compilation,
+            "ACCELERATE_CPU_AFFINITY": self.enable_cpu_affinity,
             "ACCELERATE_DEBUG_MODE": self.debug,
             "OMP_NUM_THREADS": self.num_cpu_threads_per_process,
             **variables_of(self.fsdp_config, self.parallelism_config),
@@ -228,7 +236,7 @@ def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         f"{key} is not used: {why}." for key, why in _UNUSED.items() if found.get(key) not in _OFF
     ]
     dynamo = found.get("dynamo_config") or {}
-    for key in dict(dynamo).keys() - {*_DYNAMO, "dynamo_use_regional_compilation"}:
+    for key in dict(dynamo).keys() - set(_DYNAMO):
         raise ValueError(choice_error("a key of dynamo_config", key, _DYNAMO))
     values = found | {key: dynamo[key] for key in _DYNAMO if key in dynamo}
     given = {key: value for key, value in values.items() if key in own and value is not None}
@@ -277,11 +285,6 @@ def _check_supported(found: Mapping[str, Any]) -> None:
                 f"remove {key}."
                 + (" (A script may pass deepspeed_plugin.)" if engine == "DeepSpeed" else "")
             )
-    if dict(found.get("dynamo_config") or {}).get("dynamo_use_regional_compilation"):
-        raise ValueError(
-            "dynamo_use_regional_compilation asks to compile repeated blocks one by one, which is "
-            "not supported; see the guide to compiling."
-        )
 
 
 def write_file(path: Path, configuration: LaunchConfiguration) -> None:

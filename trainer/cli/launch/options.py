@@ -102,6 +102,7 @@ def _processes(made: argparse.ArgumentParser) -> None:
     _add(kinds, "--no_python", help="run a program, not a Python script")
     what = "OMP_NUM_THREADS; by default an equal share of the cores"
     _add(group, "--num_cpu_threads_per_process", type=count, metavar="N", help=what)
+    _add(group, "--enable_cpu_affinity", help="bind each process to the cores near its GPU")
 
 
 def _training(made: argparse.ArgumentParser) -> None:
@@ -120,6 +121,7 @@ def _training(made: argparse.ArgumentParser) -> None:
     _add(group, "--dynamo_mode", metavar="MODE", help="mode of torch.compile")
     _add(group, "--dynamo_use_fullgraph", help="allow no graph breaks")
     _add(group, "--dynamo_use_dynamic", help="compile for dynamic shapes")
+    _add(group, "--dynamo_use_regional_compilation", help="compile repeated blocks by themselves")
     _add(group, "--debug", help="compare shapes before collectives")
 
 
@@ -169,7 +171,7 @@ def _machines(made: argparse.ArgumentParser) -> None:
     what = "how long processes may save after a signal (default 300)"
     _add(group, "--shutdown_timeout", type=count, metavar="SECONDS", help=what)
     # They have no effect here, or are refused.
-    for name in ("same_network", "enable_cpu_affinity", "downcast_bf16", *REFUSED):
+    for name in ("same_network", "downcast_bf16", *REFUSED):
         _add(group, f"--{name}", help=argparse.SUPPRESS)
     for name in ("--main_training_function", "--role"):
         _add(group, name, metavar="NAME", help=argparse.SUPPRESS)

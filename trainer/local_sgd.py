@@ -1,0 +1,85 @@
+"""Local SGD: each process trains by itself, and the weights are averaged every few steps."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+
+from torch import nn
+
+from trainer.accelerator import Accelerator
+from trainer.checks import check_bools, check_counts, check_type
+
+
+class LocalSGD:
+    """A context in which processes average their weights every few steps, not their gradients.
+
+    Use it where communication is slow. See Stich, "Local SGD Converges Fast and Communicates
+    Little", ICLR 2019::
+
+        with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    local_sgd.step()
+
+    Weights are averaged at the end of the block, too. Buffers and the state of optimizers are not.
+    With one process nothing is averaged.
+
+    Args:
+        accelerator: The `Accelerator` that has prepared the model.
+        model: The prepared model.
+        local_sgd_steps: The calls of `step` between two averages.
+        enabled: False trains as without the context.
+
+    Raises:
+        ValueError: `local_sgd_steps` is below 1.
+        NotImplementedError: The engine shards the model, so that processes cannot train apart.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
+        check_type("accelerator", accelerator, Accelerator)
+        check_counts(1, local_sgd_steps=local_sgd_steps)
+        check_bools(enabled=enabled)
+        if accelerator.engine.mesh is not None or accelerator.engine.gathers_state:
+            raise NotImplementedError(
+                "LocalSGD needs the whole model on each process, which "
+                f"{accelerator.distributed_type} divides: train with DDP, or leave LocalSGD out."
+            )
+        self.accelerator, self.model = accelerator, model
+        self.local_sgd_steps = local_sgd_steps
+        self.enabled = enabled and accelerator.use_distributed
+        self.num_steps = 0
+        self._context = ExitStack()
+
+    def __enter__(self) -> LocalSGD:
+        if self.enabled:
+            self._context.enter_context(self.accelerator.no_sync(self.model))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if self.enabled and kind is None:  # after an error, others may not be here
+                self._average()
+        finally:
+            self._context.close()
+
+    def step(self) -> None:
+        """Count a step, and average the weights if it is due; collective then."""
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    def _average(self) -> None:
+        weights = [parameter.data for parameter in self.model.parameters()]
+        for own, mean in zip(weights, self.accelerator.reduce(weights, "mean"), strict=True):
+            own.copy_(mean)

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         ParallelismConfig,
         TorchTensorParallelPlugin,
     )
+    from trainer.pipeline import PipelineParallel, prepare_pippy
     from trainer.plugins import MegatronLMPlugin, TorchDynamoPlugin
     from trainer.rng import set_seed, synchronize_rng_states
     from trainer.state import AcceleratorState, GradientState, PartialState
@@ -104,6 +105,7 @@ _HOME = {
     "MegatronLMPlugin": "plugins",
     "MetricError": "errors",
     "PartialState": "state",
+    "PipelineParallel": "pipeline",
     "PrecisionType": "enums",
     "LocalSGD": "local_sgd",
     "Preempted": "errors",
@@ -128,6 +130,7 @@ _HOME = {
     "load_checkpoint_and_dispatch": "big_models",
     "load_checkpoint_in_model": "big_models",
     "notebook_launcher": "launchers",
+    "prepare_pippy": "pipeline",
     "release_memory": "memory",
     "set_seed": "rng",
     "skip_first_batches": "data.prepare",
@@ -166,6 +169,7 @@ __all__ = [
     "MetricError",
     "ParallelismConfig",
     "PartialState",
+    "PipelineParallel",
     "PrecisionType",
     "Preempted",
     "ProfileKwargs",
@@ -191,6 +195,7 @@ __all__ = [
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "notebook_launcher",
+    "prepare_pippy",
     "release_memory",
     "set_seed",
     "skip_first_batches",

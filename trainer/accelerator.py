@@ -419,9 +419,10 @@ class Accelerator:
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Raises ``NotImplementedError``: pipeline parallelism is not supported yet."""
+        """Raises ``NotImplementedError``: the mesh has no such dimension."""
         raise NotImplementedError(
-            "pipeline_parallel_rank: pipeline parallelism is not supported yet."
+            "pipeline_parallel_rank: parallelism_config has no dimension for pipelines, which run "
+            "by themselves. See PipelineParallel, whose stage_index is the rank."
         )
 
     def _rank_in(self, dimension: str) -> int:

@@ -62,8 +62,8 @@ class _Renamed:
 class DistributedType(Choice):
     """The kind of distributed run: the device type of its processes, or ``NO`` with one process.
 
-    Cadence uses ``MULTI_CPU``, ``MULTI_GPU``, ``MULTI_XPU`` and ``NO``; the others are names of the
-    documented API that scripts compare with.
+    Cadence uses ``MULTI_CPU``, ``MULTI_GPU``, ``MULTI_XPU``, ``FSDP``, ``DEEPSPEED`` and ``NO``;
+    the others are names of the documented API that scripts compare with.
     """
 
     NO = "NO"

@@ -7,6 +7,7 @@ Formats for Deep Learning", 2022).
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -116,6 +117,7 @@ class TransformerEngineLayers:
 
     Raises:
         ImportError: TransformerEngine cannot be imported.
+        ValueError: The recipe sets an option that the installed release no longer has.
     """
 
     def __init__(self, recipe: TERecipeKwargs) -> None:
@@ -135,19 +137,30 @@ class TransformerEngineLayers:
             ) from error
         self._engine = engine
         self._evaluates = bool(recipe.use_autocast_during_eval)
+        options: dict[str, Any] = {
+            "margin": recipe.margin,
+            "fp8_format": getattr(scaling.Format, str(recipe.fp8_format)),
+        }
         if recipe.use_mxfp8_block_scaling:
-            self._scaling = scaling.MXFP8BlockScaling(
-                margin=recipe.margin, fp8_format=getattr(scaling.Format, str(recipe.fp8_format))
-            )
-        else:
-            self._scaling = scaling.DelayedScaling(
-                margin=recipe.margin,
-                interval=recipe.interval,
-                fp8_format=getattr(scaling.Format, str(recipe.fp8_format)),
-                amax_history_len=recipe.amax_history_len,
-                amax_compute_algo=recipe.amax_compute_algo,
-                override_linear_precision=recipe.override_linear_precision,
-            )
+            self._scaling = scaling.MXFP8BlockScaling(**options)
+            return
+        options |= {
+            "amax_history_len": recipe.amax_history_len,
+            "amax_compute_algo": recipe.amax_compute_algo,
+        }
+        # Later releases of version 2 have removed these.
+        removed = {"interval": 1, "override_linear_precision": (False, False, False)}
+        known = inspect.signature(scaling.DelayedScaling).parameters
+        for name, default in removed.items():
+            value = getattr(recipe, name)
+            if name in known:
+                options[name] = value
+            elif value != default:
+                raise ValueError(
+                    f"{name} is {value!r}, but the installed transformer_engine has no such option "
+                    f"any more: leave it at {default!r}."
+                )
+        self._scaling = scaling.DelayedScaling(**options)
 
     def convert(self, module: nn.Module) -> None:
         """Replace the linear layers inside whose dimensions are multiples of 16."""
@@ -183,7 +196,10 @@ class TransformerEngineLayers:
     def context(self) -> AbstractContextManager[Any]:
         """Return TransformerEngine's context: fp8 in training, and if asked in evaluation."""
         enabled = self._evaluates or torch.is_grad_enabled()
-        context: AbstractContextManager[Any] = self._engine.fp8_autocast(
-            enabled=enabled, fp8_recipe=self._scaling
-        )
+        autocast = getattr(self._engine, "autocast", None)  # the later name
+        context: AbstractContextManager[Any]
+        if autocast is None:
+            context = self._engine.fp8_autocast(enabled=enabled, fp8_recipe=self._scaling)
+        else:
+            context = autocast(enabled=enabled, recipe=self._scaling)
         return context

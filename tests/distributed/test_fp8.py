@@ -36,8 +36,21 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
+class OnMeta(Net):
+    """Rank 1 has no weights of its own."""
+
+    def __init__(self) -> None:
+        with torch.device("meta" if dist.get_rank() else "cpu"):
+            super().__init__()
+
+
 def fit(
-    folder: Path, *, gather: bool = True, ckpt_path: Any = None, **options: Any
+    folder: Path,
+    module: type[Net] = Net,
+    *,
+    gather: bool = True,
+    ckpt_path: Any = None,
+    **options: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses and the weights of a run whose batches are alike in any layout."""
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -48,7 +61,7 @@ def fit(
     trainer = Trainer(
         cpu=True, seed=3, progress_bar=False, log_every=1, project_dir=folder, **options
     )
-    model = Net()
+    model = module()
     trainer.fit(model, DataLoader(TensorDataset(X, Y), 8 // world), ckpt_path=ckpt_path)
     return [float(v) for v in trainer.callback_metrics.values()], whole(model)
 
@@ -81,6 +94,30 @@ def test_a_resumed_run_is_bit_identical(ranks2, layout, tmp_path):
         assert losses == again
         for name, value in weights.items():
             assert torch.equal(resumed[name], value), name
+
+
+def test_processes_without_weights_receive_rank_0s(ranks2, tmp_path):
+    expected = ranks2(lambda: fit(tmp_path / "plain", **LAYOUTS["FSDP"]))
+    found = ranks2(lambda: fit(tmp_path / "meta", OnMeta, **LAYOUTS["FSDP"]))
+    for (losses, weights), (others, values) in zip(found, expected, strict=True):
+        assert losses == others
+        assert all(torch.equal(weights[name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("FSDP", "one"), ("one", "FSDP")])
+def test_a_run_resumes_on_another_number_of_processes(ranks2, saved, resumed, tmp_path):
+    def run(layout: str, folder: str, **options: Any) -> Any:
+        options = {"checkpointing": True, **LAYOUTS.get(layout, {}), **options}
+        if layout == "one":
+            return fit(tmp_path / folder, **options)
+        return ranks2(lambda: fit(tmp_path / folder, **options))[0]
+
+    losses, weights = run(saved, "whole")
+    run(saved, "cut", max_epochs=1)
+    others, values = run(resumed, "cut", ckpt_path="auto")
+    assert others == pytest.approx(losses, abs=LOOSE)
+    for name, value in weights.items():
+        torch.testing.assert_close(values[name], value, rtol=0, atol=LOOSE)
 
 
 def test_weights_of_shards_are_plain_on_disk(ranks2, tmp_path):

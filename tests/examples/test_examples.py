@@ -536,3 +536,29 @@ def test_finetune_lora_adapts_to_code_alike_on_two_processes(tmp_path):
     assert found[0][1] < found[0][0] - 0.1
     again = launch("finetune_lora.py", *options, processes=2)
     assert [float(printed(again, name).split()[0]) for name in ("base", "adapted")] == found[1]
+
+
+# -- fp8 and pipelines -----------------------------------------------------------------------------
+
+
+def test_fp8_is_near_bf16_sharded_or_not():
+    pytest.importorskip("torchao")
+    for options, processes in ((("--batch-size", 32), 1), (("--batch-size", 16, "--fsdp"), 2)):
+        output = run("fp8.py", "--max-epochs", 4, *options, processes=processes)
+        (bf16, of_bf16), (fp8, of_fp8) = (
+            printed(output, name).removeprefix("loss ").split("  layers ")
+            for name in ("bf16", "fp8")
+        )
+        assert of_bf16.split() == ["Linear"] * 4
+        assert of_fp8.split() == ["Linear", "Float8Linear", "Float8Linear", "Linear"]
+        assert float(fp8.split()[0]) == pytest.approx(float(bf16.split()[0]), abs=0.03)
+
+
+def test_a_pipeline_trains_alike_on_two_processes():
+    one = run("pipeline.py", "--max-epochs", 2)
+    two = run("pipeline.py", "--max-epochs", 2, processes=2)
+    assert printed(one, "files") == "model.safetensors"
+    assert len(printed(two, "files").split()) == 2
+    losses = [re.findall(r"loss (\S+)", output) for output in (one, two)]
+    assert [float(x) for x in losses[1]] == pytest.approx([float(x) for x in losses[0]], abs=1e-4)
+    assert float(printed(two, "accuracy")) == float(printed(one, "accuracy")) > 0.8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +30,7 @@ from trainer.cli.config.file import LaunchConfiguration, read_file, write_file
 from trainer.cli.launch import configure, parser
 from trainer.configuration import recipe_of
 from trainer.environment import patch_environment
+from trainer.fp8 import TransformerEngineLayers
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 Y = (X.sum(1) > 0).long()
@@ -126,6 +128,23 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, {name: each.detach().clone() for name, each in model.state_dict().items()}
+
+
+@needs_torchao
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_steps_equal_uncompiled_ones(tmp_path):
+    options = {"max_epochs": 1, "limit_train_batches": 3, "log_every": 1}
+    expected = fit(tmp_path / "plain", **options)
+    torch._dynamo.reset()
+    found = fit(tmp_path / "compiled", **options, dynamo_backend="aot_eager")
+    torch._dynamo.reset()
+    assert converted(found.module) == INNER
+    for name, value in expected.module.state_dict().items():
+        torch.testing.assert_close(found.module.state_dict()[name], value, rtol=0, atol=1e-6)
+    assert found.callback_metrics["train/loss"] == pytest.approx(
+        float(expected.callback_metrics["train/loss"]), abs=1e-6
+    )
 
 
 @needs_torchao
@@ -314,30 +333,38 @@ def test_a_missing_library_is_named_with_what_to_install(monkeypatch):
 
 
 class _Library:
-    """Records the calls that TransformerEngine gets, which needs CUDA to be built."""
+    """Records the calls that TransformerEngine gets, which needs CUDA to be built.
 
-    def __init__(self, monkeypatch: Any) -> None:
+    Its recipes have the fields of the library's: later releases have fewer, and another autocast.
+    """
+
+    def __init__(self, monkeypatch: Any, release: int) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         package, common = ModuleType("transformer_engine"), ModuleType("common")
         scaling: Any = ModuleType("recipe")
         engine: Any = ModuleType("pytorch")
         package.__path__ = common.__path__ = []  # type: ignore[attr-defined] # as packages have
         scaling.Format = type("Format", (), {"HYBRID": "hybrid", "E4M3": "e4m3"})
-        scaling.DelayedScaling = lambda **kwargs: self.calls.append(("delayed", kwargs)) or "recipe"
+        fields = ["margin", "fp8_format", "amax_history_len", "amax_compute_algo"]
+        removed = ["interval", "override_linear_precision"] if release == 1 else []
+        scaling.DelayedScaling = make_dataclass("DelayedScaling", [*fields, *removed])
+        scaling.MXFP8BlockScaling = make_dataclass("MXFP8BlockScaling", fields[:2])
         engine.Linear = type("Linear", (nn.Linear,), {"__init__": _linear})
-        engine.fp8_autocast = self.fp8_autocast
-        for name, module in (
+        name = "fp8_autocast" if release == 1 else "autocast"
+        setattr(engine, name, lambda **kwargs: self.autocast(name, kwargs))
+        for name_of, module in (
             ("", package),
             (".common", common),
             (".common.recipe", scaling),
             (".pytorch", engine),
         ):
-            monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
+            monkeypatch.setitem(sys.modules, f"transformer_engine{name_of}", module)
         package.common, package.pytorch = common, engine  # type: ignore[attr-defined] # submodules
         common.recipe = scaling  # type: ignore[attr-defined] # a submodule
+        self.scaling = scaling
 
-    def fp8_autocast(self, **kwargs: Any) -> Any:
-        self.calls.append(("autocast", kwargs))
+    def autocast(self, name: str, kwargs: dict[str, Any]) -> Any:
+        self.calls.append((name, kwargs))
         return torch.autograd.profiler.record_function("fp8")
 
 
@@ -345,8 +372,14 @@ def _linear(self: Any, inside: int, outside: int, bias: bool, params_dtype: Any)
     nn.Linear.__init__(self, inside, outside, bias, dtype=params_dtype)
 
 
-def test_transformer_engine_gets_the_recipe_and_the_layers(monkeypatch):
-    library = _Library(monkeypatch)
+@pytest.mark.parametrize(
+    ("release", "autocast", "argument"),
+    [(1, "fp8_autocast", "fp8_recipe"), (2, "autocast", "recipe")],
+)
+def test_transformer_engine_gets_the_recipe_and_the_layers(
+    monkeypatch, release, autocast, argument
+):
+    library = _Library(monkeypatch, release)
     recipe = TERecipeKwargs(amax_history_len=16)
     accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
     assert accelerator.fp8_backend == FP8BackendType.TE
@@ -358,11 +391,27 @@ def test_transformer_engine_gets_the_recipe_and_the_layers(monkeypatch):
     model(X)
     with torch.no_grad():
         model(X)
-    (kind, options), training, evaluation = library.calls
-    assert (kind, options["fp8_format"], options["amax_history_len"]) == ("delayed", "hybrid", 16)
-    assert training == ("autocast", {"enabled": True, "fp8_recipe": "recipe"})
-    assert evaluation == ("autocast", {"enabled": False, "fp8_recipe": "recipe"})
+    further = (1, (False, False, False)) if release == 1 else ()
+    expected = library.scaling.DelayedScaling(0, "hybrid", 16, "most_recent", *further)
+    assert library.calls == [
+        (autocast, {"enabled": True, argument: expected}),
+        (autocast, {"enabled": False, argument: expected}),
+    ]
     linear = sys.modules["transformer_engine.pytorch"].Linear
     found = {name for name, part in model.named_modules() if type(part) is linear}
     assert found == INNER | {"first"}
     assert model.blocks[0].first.weight is weight
+
+
+def test_transformer_engine_scales_blocks_and_refuses_options_that_it_has_removed(monkeypatch):
+    library = _Library(monkeypatch, release=2)
+    blocks = TERecipeKwargs(use_mxfp8_block_scaling=True, use_autocast_during_eval=True)
+    layers = TransformerEngineLayers(blocks)
+    with torch.no_grad(), layers.context():
+        pass
+    expected = library.scaling.MXFP8BlockScaling(0, "hybrid")
+    assert library.calls == [("autocast", {"enabled": True, "recipe": expected})]
+    with pytest.raises(ValueError, match="interval is 2, but the installed transformer_engine"):
+        TransformerEngineLayers(TERecipeKwargs(interval=2))
+    with pytest.raises(NotImplementedError, match="recipe 'TE' is not supported with FSDP"):
+        layers.gather_in_fp8(Net())

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer import Accelerator
+from trainer import Accelerator, Trainer
 from trainer.configuration import GradientAccumulationPlugin
 from trainer.enums import DistributedType
 from trainer.environment import Launch
@@ -617,3 +617,16 @@ def test_a_group_of_any_backend_chooses_its_interface_and_ends_its_threads(monke
     joining.join_group(launch, torch.device("cpu"), kwargs)
     dist.destroy_process_group()
     assert asked == [launch, joining._let_threads_finish]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PJRT_DEVICE", "TPU"), ("TPU_NAME", "v4-8"), ("XLA_USE_BF16", "1")]
+)
+def test_xla_devices_are_refused_rather_than_ignored(monkeypatch, name, value):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setenv("XLA_DOWNCAST_BF16", "0")
+    monkeypatch.setenv(name, value)
+    for make in (Accelerator, Trainer, PartialState):
+        with pytest.raises(NotImplementedError, match=f"^{name}={value}: torch_xla's devices"):
+            make()
+    assert PartialState(cpu=True).distributed_type != DistributedType.XLA

@@ -307,6 +307,51 @@ class _Export:
         _put_in_place(self._folder, self.name, self.aside)
 
 
+def save_stages(
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    stage: int,
+    stages: int,
+    *,
+    run: Callable[[Callable[[], Any]], list[Any]],
+) -> None:
+    """Save a model of which each process has a part, as :func:`save_model` does; collective.
+
+    Args:
+        weights: The part of this process, under names of the whole model.
+        folder: A folder that all processes see; it is created if needed.
+        stage: The part's place among the files.
+        stages: The number of parts.
+        run: Runs each step on all processes, which raise if it fails on one; returns all results.
+    """
+    file = folder / _names(WEIGHTS_NAME, stages)[stage]
+    aside: dict[Path, Path] = {}
+
+    def write() -> tuple[Path, Path, list[str], int]:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors, tied = separate_tied({name: each.detach() for name, each in weights.items()})
+        aside[file] = write_temporary(file, partial(write_weights_file, tensors, tied))
+        return file, aside[file], list(tensors), sum(map(_bytes, tensors.values()))
+
+    def finish() -> None:
+        if stage > 0:
+            return
+        aside.update((at, temporary) for at, temporary, _, _ in parts)
+        if stages > 1:
+            index = folder / (WEIGHTS_NAME + INDEX_SUFFIX)
+            places = {name: at.name for at, _, names, _ in parts for name in names}
+            total = sum(size for _, _, _, size in parts)
+            aside[index] = write_temporary(index, partial(_write_index, total=total, places=places))
+        _put_in_place(folder, WEIGHTS_NAME, aside)
+
+    try:
+        parts = run(write)
+        run(finish)
+    finally:
+        for temporary in aside.values():
+            temporary.unlink(missing_ok=True)
+
+
 def write_weights_file(
     tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str], file: Path
 ) -> None:

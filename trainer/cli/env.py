@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer import environment
 from trainer._siblings import DISTRIBUTION, PACKAGES, locate, shadows, version
-from trainer.cli.config import sharding
+from trainer.cli.config import fp8, sharding
 from trainer.cli.parsing import aligned, command_parser, echo, ended_at_once
 
 # Only the variables that Cadence reads: others may contain secrets.
@@ -20,6 +20,7 @@ VARIABLES = (
     *("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_DEBUG_MODE"),
     *("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE", "ACCELERATE_DYNAMO_USE_FULLGRAPH"),
     *sharding.VARIABLES,
+    *fp8.VARIABLES,
     "ACCELERATE_USE_DEEPSPEED",
     *("ACCELERATE_DYNAMO_USE_DYNAMIC", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
     *("ACCELERATE_BYPASS_DEVICE_MAP", "FORK_LAUNCHED", "ACCELERATE_CPU_AFFINITY"),
@@ -36,6 +37,7 @@ VARIABLES = (
     *("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     *("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"),
     *("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    *("PJRT_DEVICE", "TPU_NAME", "XLA_USE_BF16", "XLA_DOWNCAST_BF16"),
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "XDG_CACHE_HOME"),
 )
 

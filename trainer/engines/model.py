@@ -41,8 +41,9 @@ def prepare_model(
 
     Raises:
         ValueError: There are several processes and a device map spreads the model over devices, or
-            hooks keep its weights elsewhere; or the model is not on the kind of device that the
-            processes use; or torch cannot run the communication hook there.
+            hooks keep its weights elsewhere, or `trainer.pipeline.prepare_pippy` over the processes;
+            or the model is not on the kind of device that the processes use; or torch cannot run
+            the communication hook there.
     """
     state = PartialState()
     hooked = _has_device_hooks(model)
@@ -55,6 +56,11 @@ def prepare_model(
             "devices (such as device_map='auto') or keeps weights on the CPU or the disk, which "
             f"cannot be trained by {state.num_processes} processes. Start one process, or load it "
             "without a device map; ACCELERATE_BYPASS_DEVICE_MAP=true tries it anyway."
+        )
+    if state.use_distributed and hasattr(model, "hf_split_points"):
+        raise ValueError(
+            f"{type(model).__name__} is a pipeline (prepare_pippy), whose processes have different "
+            "layers: use it as it is, without preparing it."
         )
     precision.convert(model)
     precision.wrap_forward(uncompiled(model))

@@ -26,6 +26,9 @@ logger = module_logger(__name__)
 
 _groups = itertools.count()  # a new file for each group: the old one has stale addresses
 
+# What asks for XLA devices, or configures them.
+XLA_VARIABLES = ("PJRT_DEVICE", "TPU_NAME", "XLA_USE_BF16", "XLA_DOWNCAST_BF16")
+
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
 _DISTRIBUTED = {
     "cuda": DistributedType.MULTI_GPU,
@@ -47,6 +50,23 @@ def default_device() -> torch.device:
     return torch.device("cpu") if kind is None else torch.device(kind.type)
 
 
+def check_not_xla() -> None:
+    """Raise if the environment asks for XLA devices (TPUs), where this process would use others.
+
+    Raises:
+        NotImplementedError: It does.
+    """
+    read = ((name, environment.read(name) or "") for name in XLA_VARIABLES)
+    asked = [f"{name}={value}" for name, value in read if value.lower() not in environment.FALSE]
+    if asked:
+        raise NotImplementedError(
+            f"{', '.join(asked)}: torch_xla's devices are not supported, because its newest "
+            "release (2.9) needs torch 2.9 and Cadence needs 2.12. This process would train on "
+            f"{default_device().type}: unset {', '.join(each.partition('=')[0] for each in asked)} "
+            "if that is meant, or pass cpu=True."
+        )
+
+
 def pick_device(launch: environment.Launch, *, cpu: bool) -> torch.device:
     """Return the device of this process: the accelerator of its local rank, or the CPU.
 
@@ -57,7 +77,10 @@ def pick_device(launch: environment.Launch, *, cpu: bool) -> torch.device:
     Raises:
         ValueError: There are more processes than devices, or MPS is named for several processes.
         RuntimeError: ``ACCELERATE_TORCH_DEVICE`` names no device of torch.
+        NotImplementedError: See `check_not_xla`.
     """
+    if not cpu:
+        check_not_xla()
     named = environment.read("ACCELERATE_TORCH_DEVICE")
     if named and not cpu:
         return _named_device(named, launch)

@@ -48,6 +48,7 @@ class PartialState(Shared):
     Raises:
         ValueError: The launcher's variables contradict each other; there are more processes than
             devices on this machine; or `cpu` is requested after an accelerator was chosen.
+        NotImplementedError: The environment asks for XLA devices, such as by ``PJRT_DEVICE``.
         AttributeError: An attribute is assigned to, or is read after ``_reset_state``.
     """
 

@@ -136,7 +136,7 @@ def is_megatron_lm_available() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether XLA devices can be used: always False, they are not supported yet."""
+    """Return whether XLA devices can be used: always False, see docs/decisions/0011-no-xla.md."""
     del check_is_tpu, check_is_gpu
     return False
 

@@ -29,6 +29,10 @@ FP8: dict[str, tuple[str, str]] = {
     "fp8_opt_level": ("text", "MS-AMP's, which cannot be installed any more"),
 }
 _OVERRIDES = ("FPROP", "DGRAD", "WGRAD")
+VARIABLES = (
+    *(f"ACCELERATE_{name.upper()}" for name in FP8 if name != "fp8_override_linear_precision"),
+    *(f"ACCELERATE_FP8_OVERRIDE_{what}" for what in _OVERRIDES),
+)
 _OTHER_NAMES = {"fp8_amax_compute_algorithm": "fp8_amax_compute_algo"}
 
 

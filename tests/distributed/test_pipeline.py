@@ -1,0 +1,259 @@
+"""Pipelines of two processes equal the whole model on one: outputs, losses, norms and weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+from tests.helpers.ranks import RankError
+from trainer import Accelerator, PartialState, PipelineParallel, prepare_pippy
+from trainer.pipeline import choose_split_points
+
+X = torch.randint(0, 11, (10, 6), generator=torch.Generator().manual_seed(1))
+Y = (X * 3 + 1) % 11
+Y[X == 4] = -100  # unequally many in each row
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.net = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x + self.net(self.norm(x)).tanh() * scale.mT
+
+
+class Net(nn.Module):
+    """What the first stage computes is also used by the blocks of the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 8)
+        self.register_buffer("scale", torch.full((8,), 0.5))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(8, 11)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.embedding(tokens)
+        scale = (self.scale * (1 + x.mean(-1, keepdim=True))).mT  # not contiguous
+        for block in self.blocks:
+            x = block(x, scale)
+        return {"logits": self.head(x)}
+
+
+def loss_of(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    return cross_entropy(output["logits"].flatten(0, 1), target.flatten())
+
+
+def count(target: Tensor) -> float:
+    return float((target != -100).sum())
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """A short one too, of which a micro-batch would be empty."""
+    return [(X, Y), (X.flip(0), Y.flip(0)), (X[:3], Y[:3])]
+
+
+def reference() -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Train with plain torch, on whole batches."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    losses, norms = [], []
+    for x, y in batches():
+        loss = loss_of(model(x), y)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        losses.append(loss_of(model.eval()(X), Y).item())
+    return losses, norms, model.state_dict()
+
+
+def begin() -> None:
+    tqdm.monitor_interval = 0  # torch.export uses it, and its thread would never end
+    PartialState(cpu=True)
+
+
+def train(folder: Path, schedule: str) -> tuple[list[float], list[float], set[str]]:
+    begin()
+    model = Net()
+    pipeline = PipelineParallel(
+        model,
+        loss_of,
+        example_args=(X[:3],),
+        split_points=["blocks.2"] if dist.is_initialized() else [],
+        num_microbatches=4,
+        schedule=schedule,
+        count_items=count,
+    )
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5, momentum=0.9)
+    losses, norms = [], []
+    for x, y in batches():
+        if pipeline.stage_index:  # rank 0's count
+            x, y = torch.zeros_like(x), torch.zeros_like(y)
+        losses.append(pipeline.step(x, target=y).item())
+        norms.append(pipeline.clip_grad_norm_(0.3).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    losses.append(pipeline.evaluate(X, target=Y).item())
+    pipeline.save_model(folder)
+    return losses, norms, {name for name, _ in pipeline.named_parameters()}
+
+
+def read_model(folder: Path) -> dict[str, Tensor]:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {name: load_file(folder / name) for name in set(index.values())}
+    assert len(files) == 2
+    return {name: files[file][name] for name, file in index.items()}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_training_equals_one_process(ranks2, schedule, tmp_path):
+    expected, norms, weights = reference()
+    found = ranks2(lambda: train(tmp_path, schedule))
+    for losses, of_all, _ in found:
+        assert losses == pytest.approx(expected, abs=2e-6)
+        assert of_all == pytest.approx(norms, abs=2e-6)
+    saved = read_model(tmp_path)
+    assert saved.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=2e-6)
+    first, second = (names for _, _, names in found)
+    assert "embedding.weight" in first
+    assert "head.weight" in second
+    assert not first & second
+
+
+def test_one_process_runs_the_same_micro_batches(tmp_path):
+    expected, norms, weights = reference()
+    losses, of_all, _ = train(tmp_path, "1F1B")
+    assert losses == pytest.approx(expected, abs=2e-6)
+    assert of_all == pytest.approx(norms, abs=2e-6)
+    saved = load_file(tmp_path / "model.safetensors")
+    for name, value in weights.items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("gather_output", [False, True])
+def test_inference_equals_the_whole_model(ranks2, gather_output):
+    def run() -> Any:
+        begin()
+        model = prepare_pippy(
+            Net(), example_args=(X[:2],), num_chunks=3, gather_output=gather_output
+        )
+        with torch.no_grad():  # as often as needed, with any number of rows
+            outputs = [model(X), model(X[:4])] if dist.get_rank() == 0 else [model(), model()]
+        return model.hf_split_points, [each and each["logits"] for each in outputs]
+
+    with torch.no_grad():
+        expected = Net()(X)["logits"]
+    (points, first), (others, last) = ranks2(run)
+    assert points == others == ["blocks.2"]
+    for found in (first, last) if gather_output else (last,):
+        torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found[1], expected[:4], rtol=0, atol=1e-6)
+    if not gather_output:
+        assert first == [None, None]
+
+
+def test_a_single_process_keeps_its_model():
+    PartialState(cpu=True)
+    model = prepare_pippy(Net(), example_args=(X[:2],))
+    assert model.hf_split_points == []
+    assert torch.equal(model(X)["logits"], Net()(X)["logits"])
+
+
+def test_stages_of_about_equal_size_begin_where_modules_do():
+    assert choose_split_points(Net(), 2, ["Block"]) == ["blocks.2"]
+    assert choose_split_points(Net(), 3, ["Block"]) == ["blocks.1", "blocks.3"]
+    with pytest.raises(ValueError, match="finds 7 modules in Net to distribute over 9 processes"):
+        choose_split_points(Net(), 9, ["Block"])
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+class Masked(Net):
+    """The last stage uses the argument."""
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(tokens)["logits"]
+        return {"logits": logits * (tokens != 4).unsqueeze(-1)}
+
+
+def test_what_cannot_be_a_pipeline_is_refused_by_name(ranks2):
+    def refused() -> list[str]:
+        begin()
+        found = []
+
+        def refuse(make: Any, error: type[Exception] = ValueError) -> None:
+            with pytest.raises(error) as raised:
+                make()
+            found.append(str(raised.value))
+
+        def pipeline(model: nn.Module, points: Any, **options: Any) -> PipelineParallel:
+            return PipelineParallel(model, loss_of, (X[:2],), split_points=points, **options)
+
+        refuse(lambda: pipeline(Tied(), ["blocks.2"]))
+        refuse(lambda: pipeline(Masked(), ["blocks.2"]))
+        refuse(lambda: pipeline(Net(), ["block.2"]))
+        refuse(lambda: pipeline(Net(), ["blocks.1", "blocks.2"]))
+        refuse(lambda: pipeline(Net(), ["unused"]))
+        frozen = Net()
+        frozen.head.requires_grad_(False)
+        refuse(lambda: pipeline(frozen, ["head"]))
+        refuse(lambda: pipeline(Net(), ["blocks.2"], num_microbatches=1))
+        refuse(lambda: pipeline(Net(), ["blocks.2"], schedule="1F2B"))
+        working = pipeline(Net(), ["blocks.2"])
+        refuse(lambda: working.step(X, target=Y[:3]))
+        with torch.autocast("cpu", torch.bfloat16):
+            refuse(lambda: working.step(X, target=Y))
+        shown = prepare_pippy(Net(), ["blocks.2"], example_args=(X[:2],))
+        refuse(lambda: Accelerator(cpu=True).prepare(shown))
+        return found
+
+    said = [
+        "embedding.weight is used in the stages [0, 1]",
+        "Masked uses its argument 'tokens' behind the first stage",
+        "split_points is 'block.2'; it must be one of",
+        "split_points has 2 names, which make 3 stages, for 2 processes",
+        "split_points ['unused'] cut Net into 1 stages, for 2 processes",
+        "No parameter of stage 1 is trained",
+        "num_microbatches is 1, for 2 processes",
+        "schedule is '1F2B'; it must be one of '1F1B', 'GPipe'",
+        "has a tensor of shape (3, 6)",
+        "A pipeline does not run under autocast",
+        "Net is a pipeline (prepare_pippy)",
+    ]
+    for found in ranks2(refused):
+        for text, part in zip(found, said, strict=True):
+            assert part in text
+
+
+def test_an_error_of_rank_0_is_raised_on_all(ranks2):
+    def run() -> None:
+        begin()
+        model = prepare_pippy(Net(), ["blocks.2"], example_args=(X[:2],))
+        model() if dist.get_rank() else model("text")
+
+    with pytest.raises(RankError) as raised:
+        ranks2(run)
+    assert str(raised.value).count("TypeError: find_batch_size needs a tensor") == 2

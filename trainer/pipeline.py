@@ -1,0 +1,707 @@
+"""Pipeline parallelism: each process runs some consecutive layers of a model, a stage.
+
+A batch is cut into micro-batches, which pass from stage to stage. torch traces the model with
+``torch.export``, cuts the graph where modules begin that the user names, and runs the schedule
+(`torch.distributed.pipelining`). Rank 0 has the inputs; see GPipe (Huang et al., 2019) and 1F1B
+(PipeDream-Flush, Narayanan et al., 2021) for the schedules.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.checkpoint.save import run_on_all_ranks
+from trainer.checkpoint.weights import save_stages
+from trainer.checks import check_bools, check_counts, choice_error
+from trainer.distributed import transport
+from trainer.distributed.objects import broadcast_object
+from trainer.files import with_home
+from trainer.state import PartialState
+from trainer.tree import (
+    leaves,
+    map_tree,
+    required_batch_size,
+    send_to_device,
+    slice_tensors,
+)
+
+_TENSOR = object()  # stands for a tensor of an output
+_SCHEDULES = {"1F1B": "Schedule1F1B", "GPipe": "ScheduleGPipe"}
+
+
+def prepare_pippy(
+    model: nn.Module,
+    split_points: str | Sequence[str] = "auto",
+    no_split_module_classes: Sequence[str] | None = None,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: dict[str, Any] | None = None,
+    num_chunks: int | None = None,
+    gather_output: bool = False,
+) -> nn.Module:
+    """Let each process run a part of a model's layers, for inference.
+
+    The model is then called on every process, in ``torch.no_grad()``. Rank 0's arguments count;
+    batches may have any size. The output is on the last process, and None elsewhere. With one
+    process the model stays as it is. It is not to be given to `Accelerator.prepare`.
+
+    Args:
+        model: The model, whole on the CPU of every process. The stage of each process moves to its
+            device.
+        split_points: Names of the modules at which stages begin, one fewer than processes, in the
+            order of the forward pass; ``"auto"`` chooses them so that stages have about the same
+            size. They are then in ``model.hf_split_points``.
+        no_split_module_classes: Names of classes inside which ``"auto"`` never splits; None takes
+            the model's own (``_no_split_modules`` of transformers).
+        example_args: Arguments of one micro-batch, of which only shapes and dtypes matter.
+        example_kwargs: The same, by keyword.
+        num_chunks: Micro-batches of a batch; None is the number of processes.
+        gather_output: Send the output to every process.
+
+    Returns:
+        The model, with another ``forward``.
+
+    Raises:
+        ValueError: A name is unknown, or the model cannot be cut there.
+        RuntimeError: torch cannot trace the model.
+    """
+    check_bools(gather_output=gather_output)
+    state = PartialState()
+    stages = _Stages(
+        model, split_points, no_split_module_classes, num_chunks, example_args, example_kwargs
+    )
+    model.hf_split_points = stages.split_points  # type: ignore[assignment] # not a tensor
+    if state.num_processes == 1:
+        return model.to(state.device)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = stages.run(args, kwargs)
+        last = state.num_processes - 1
+        return broadcast_object(output, last) if gather_output else output
+
+    vars(model)["_original_forward"] = model.forward
+    vars(model)["forward"] = forward
+    return model
+
+
+class PipelineParallel:
+    """Trains a model of which each process has some layers, in a loop of your own.
+
+    Every process runs the same loop and calls `step` for each batch; rank 0's batches count.
+    Loaders are not prepared, and neither is this object: its processes share one batch. The
+    gradients are those of one process on the whole batch, and so are losses and norms. With one
+    process the micro-batches are run one after another.
+
+    Args:
+        model: See `prepare_pippy`, as for the next four. Dropout and batch norm see micro-batches.
+        loss_function: Called with the output and the target of a micro-batch; returns the mean
+            loss over its items, a tensor of shape ().
+        example_args: See `prepare_pippy`.
+        example_kwargs: See `prepare_pippy`.
+        split_points: See `prepare_pippy`.
+        no_split_module_classes: See `prepare_pippy`.
+        num_microbatches: Micro-batches of a batch, at least the number of processes; None is that
+            number. The more, the less each process waits.
+        schedule: ``"1F1B"``, where a process holds activations of at most as many micro-batches as
+            there are stages, or ``"GPipe"``, where it holds those of all.
+        count_items: The number of items of a target that the loss averages over, such as unmasked
+            tokens; None counts its rows.
+
+    Attributes:
+        model: The model.
+        split_points: The names of the modules at which stages begin.
+        stage_index: The stage of this process: its rank.
+
+    Raises:
+        ValueError: An argument is wrong, a trained parameter is used in several stages, or a stage
+            has none.
+        RuntimeError: torch cannot trace the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_function: Callable[[Any, Any], Tensor],
+        example_args: tuple[Any, ...] = (),
+        example_kwargs: dict[str, Any] | None = None,
+        *,
+        split_points: str | Sequence[str] = "auto",
+        no_split_module_classes: Sequence[str] | None = None,
+        num_microbatches: int | None = None,
+        schedule: str = "1F1B",
+        count_items: Callable[[Any], float] | None = None,
+    ) -> None:
+        state = PartialState()
+        if schedule not in _SCHEDULES:
+            raise ValueError(choice_error("schedule", schedule, _SCHEDULES))
+        if num_microbatches is not None:
+            check_counts(1, num_microbatches=num_microbatches)
+            if num_microbatches < state.num_processes:
+                raise ValueError(
+                    f"num_microbatches is {num_microbatches}, for {state.num_processes} processes, "
+                    "some of which would never work: give at least as many."
+                )
+        self.model, self.stage_index = model, state.process_index
+        self._stages = _Stages(
+            model,
+            split_points,
+            no_split_module_classes,
+            num_microbatches,
+            example_args,
+            example_kwargs,
+            loss=_Loss(loss_function, count_items),
+            schedule=schedule,
+        )
+        self.split_points = self._stages.split_points
+        self._stages.check_trainable()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of this process's stage, under their names in the whole model."""
+        yield from self._stages.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this process's stage, for its optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def step(self, *args: Any, target: Any, **kwargs: Any) -> Tensor:
+        """Run forward and backward of a batch, and add to the parameters' gradients.
+
+        Args:
+            *args: Arguments of the model. Those of rank 0 count.
+            target: Tensors in nested containers, for the loss, with as many rows as the batch.
+            **kwargs: Arguments of the model.
+
+        Returns:
+            The loss, a tensor of shape () without a graph, the same on all processes.
+
+        Raises:
+            ValueError: The tensors differ in their number of rows, or it runs under autocast.
+        """
+        with torch.enable_grad():
+            return self._stages.run_loss(args, kwargs, target, backward=True)
+
+    def evaluate(self, *args: Any, target: Any, **kwargs: Any) -> Tensor:
+        """Return the loss of a batch without gradients; see `step`.
+
+        Call ``model.eval()`` on all processes before, and ``model.train()`` after.
+        """
+        with torch.no_grad():
+            return self._stages.run_loss(args, kwargs, target, backward=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the model for a batch on the last process, and None elsewhere."""
+        with torch.no_grad():
+            return self._stages.run(args, kwargs)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of all stages to a total norm of at most `max_norm`; collective.
+
+        Returns:
+            The norm before, a tensor of shape (), the same on all processes.
+        """
+        parameters = list(self.parameters())
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(PartialState().device)
+        if PartialState().num_processes > 1 and norm_type == torch.inf:
+            dist.all_reduce(norm, dist.ReduceOp.MAX)
+        elif PartialState().num_processes > 1:
+            norm = norm**norm_type
+            dist.all_reduce(norm)
+            norm = norm ** (1 / norm_type)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the weights of this process's stage, under their names in the whole model."""
+        return {name: tensor.detach() for name, tensor in self._stages.weights().items()}
+
+    def save_model(self, save_directory: str | os.PathLike[str]) -> None:
+        """Write the weights of all stages, one safetensors file a stage and an index; collective.
+
+        Transformers, `load_checkpoint_in_model` and other tools read the folder as that of one
+        model.
+
+        Raises:
+            CheckpointError: It failed on one process; raised on all.
+        """
+        folder = Path(with_home("save_directory", save_directory))
+        state = PartialState()
+        run = partial(run_on_all_ranks, "Saving the stages", state=state, operation="save_model")
+        save_stages(
+            self._stages.weights(), folder, state.process_index, state.num_processes, run=run
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What all processes know of a batch: its tensors are on the meta device, without rows."""
+
+    rows: int
+    args: Any
+    kwargs: Any
+    target: Any = None
+    training: bool = False
+
+
+class _Loss:
+    """The loss of micro-batches, each weighted by its share of the batch's items.
+
+    Attributes:
+        rebuild: Makes the model's output of what the last stage returns.
+    """
+
+    def __init__(
+        self, function: Callable[[Any, Any], Tensor], count: Callable[[Any], float] | None
+    ) -> None:
+        self._function, self._count = function, count
+        self.rebuild: Callable[[Any], Any] = lambda output: output
+        self._parts: list[tuple[int, Any, float]] = []
+
+    def begin(self, target: Any, rows: int, size: int, number: int) -> None:
+        """Cut the target of a batch into micro-batches of `size` rows, the last ones shorter."""
+        count = self._count or required_batch_size
+        total = count(target)
+        self._parts = []
+        for start in range(0, size * number, size):
+            real = min(size, max(rows - start, 0))
+            # Filled up with repeated rows, so that every micro-batch has a loss.
+            part = slice_tensors(target, slice(start, start + real) if real else slice(0, 1))
+            weight = float(count(part) / total) if real and total else 0.0
+            self._parts.append((real or 1, part, weight))
+
+    def __call__(self, output: Any, which: Tensor) -> Tensor:
+        """Return the weighted loss of a micro-batch, by its number."""
+        real, target, weight = self._parts[int(which)]
+        return self._function(slice_tensors(self.rebuild(output), slice(real)), target) * weight
+
+
+class _Stages:
+    """A model cut into stages, traced once for each shape of micro-batches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split_points: str | Sequence[str],
+        no_split_module_classes: Sequence[str] | None,
+        number: int | None,
+        example_args: tuple[Any, ...],
+        example_kwargs: dict[str, Any] | None,
+        *,
+        loss: _Loss | None = None,
+        schedule: str = "GPipe",
+    ) -> None:
+        state = PartialState()
+        if number is not None:
+            check_counts(1, num_chunks=number)
+        self._number = number or state.num_processes
+        self._model = model
+        self._traced = copy.copy(model)  # `prepare_pippy` replaces forward of the other one
+        self._forward = self._traced.forward
+        self._loss, self._schedule = loss, schedule
+        self._device = state.device
+        self._rank, self._last = state.process_index, state.num_processes - 1
+        self._schedules: dict[Any, Any] = {}
+        named = [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+        self._tensors: dict[str, Tensor] = dict(named)
+        self._own: dict[int, Tensor] = {}  # the stage's tensors on the device, by the model's id
+        self._stages_of: dict[int, set[int]] = {}  # which use a tensor, by its id
+        self.split_points = _check_split_points(
+            model, split_points, no_split_module_classes, state.num_processes
+        )
+        if self._last == 0:
+            model.to(self._device)
+            return
+        args, kwargs = send_to_device((example_args, example_kwargs or {}), "cpu")
+        rows = required_batch_size((args, kwargs))
+        plan = _plan(rows, args, kwargs, None, model.training)
+        self._prepare(plan, rows, "output" if loss is None else "gradient")
+
+    def check_trainable(self) -> None:
+        """Raise if what is trained is not in exactly one stage, or a stage trains nothing.
+
+        Raises:
+            ValueError: See above.
+        """
+        if self._last == 0:
+            return
+        stages: set[int] = set()
+        for name, parameter in self._model.named_parameters():
+            users = self._stages_of.get(id(parameter), set())
+            if parameter.requires_grad and len(users) > 1:
+                raise ValueError(
+                    f"{name} is used in the stages {sorted(users)}, whose copies would become "
+                    "different weights (tied weights). Untie them, split where one stage has all "
+                    "uses, or shard the model instead (fsdp_plugin)."
+                )
+            stages |= users if parameter.requires_grad else set()
+        if missing := sorted({*range(self._last + 1)} - stages):
+            raise ValueError(
+                f"No parameter of stage {missing[0]} is trained: split at other modules than "
+                f"{self.split_points}, so that each stage has some."
+            )
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of this process, under their names in the whole model."""
+        for name, parameter in self._model.named_parameters():
+            own = parameter if self._last == 0 else self._own.get(id(parameter))
+            if isinstance(own, nn.Parameter):
+                yield name, own
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the entries of the model's state dict that this process saves."""
+        found = self._model.state_dict(keep_vars=True)
+        return {
+            name: self._own.get(id(tensor), tensor)
+            for name, tensor in found.items()
+            if min(self._stages_of.get(id(tensor), {0})) == self._rank
+        }
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Return the model's output on the last process, and None elsewhere."""
+        if self._last == 0:
+            return self._traced(*send_to_device(args, self._device), **kwargs)
+        plan = self._announce(args, kwargs, None)
+        size = -(-plan.rows // self._number)
+        schedule, rebuild = self._prepare(plan, size, "output")
+        args, kwargs = self._filled(args, kwargs, plan.rows, size)
+        output = schedule.eval(*args, **kwargs)
+        if self._rank < self._last:
+            return None
+        return slice_tensors(rebuild(output), slice(plan.rows))
+
+    def run_loss(self, args: Any, kwargs: Any, target: Any, *, backward: bool) -> Tensor:
+        """Return the loss of a batch, and with `backward` add to the gradients."""
+        loss = self._loss
+        assert loss is not None
+        if self._last == 0:
+            return self._run_alone(loss, args, kwargs, target, backward=backward)
+        plan = self._announce(args, kwargs, target)
+        size = -(-plan.rows // self._number)
+        schedule, loss.rebuild = self._prepare(plan, size, "gradient" if backward else "loss")
+        args, kwargs = self._filled(args, kwargs, plan.rows, size)
+        target = self._sent(plan.target, plan.rows, target)
+        losses: list[Tensor] | None = None
+        numbers = None
+        if self._rank == self._last:
+            loss.begin(target, plan.rows, size, self._number)
+            losses, numbers = [], torch.arange(self._number)
+        run = schedule.step if backward else schedule.eval
+        run(*args, target=numbers, losses=losses, return_outputs=False, **kwargs)
+        total = torch.zeros((), device=self._device)
+        if losses:
+            total += torch.stack([each.detach().float() for each in losses]).sum()
+        transport.send(total, self._last)
+        return total
+
+    def _run_alone(
+        self, loss: _Loss, args: Any, kwargs: Any, target: Any, *, backward: bool
+    ) -> Tensor:
+        args, kwargs, target = send_to_device((args, kwargs, target), self._device)
+        rows = _check_rows(args, kwargs, target)
+        size = -(-rows // self._number)
+        number = -(-rows // size)
+        loss.begin(target, rows, size, number)
+        total = torch.zeros((), device=self._device)
+        for which in range(number):
+            part = slice(which * size, (which + 1) * size)
+            inputs, keywords = slice_tensors((args, kwargs), part)
+            value = loss(self._model(*inputs, **keywords), torch.tensor(which))
+            if backward:
+                value.backward()
+            total += value.detach().float()
+        return total
+
+    def _announce(self, args: Any, kwargs: Any, target: Any) -> _Plan:
+        """Return the plan of rank 0's batch; collective. An error of rank 0 is raised on all."""
+        if torch.is_autocast_enabled(self._device.type):
+            raise ValueError(
+                "A pipeline does not run under autocast: the stages send float32. Convert the "
+                "model instead: model.to(torch.bfloat16)."
+            )
+        plan: _Plan | Exception | None = None
+        if self._rank == 0:
+            try:
+                rows = _check_rows(args, kwargs, target)
+                plan = _plan(rows, args, kwargs, target, self._model.training)
+            except (TypeError, ValueError) as error:
+                plan = error
+        plan = broadcast_object(plan)
+        if isinstance(plan, Exception):
+            raise plan
+        assert plan is not None
+        return plan
+
+    def _filled(self, args: Any, kwargs: Any, rows: int, size: int) -> tuple[Any, Any]:
+        """Return rank 0's inputs with the last row repeated to fill all micro-batches."""
+        if self._rank > 0:
+            return (), {}
+        args, kwargs = send_to_device((args, kwargs), self._device)
+        missing = size * self._number - rows
+        if not missing:
+            return args, kwargs
+
+        def fill(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.ndim:
+                return leaf
+            return torch.cat([leaf, leaf[-1:].expand(missing, *leaf.shape[1:])])
+
+        filled: tuple[Any, Any] = map_tree(fill, (args, kwargs))
+        return filled
+
+    def _sent(self, shapes: Any, rows: int, target: Any) -> Any:
+        """Return rank 0's target on every process."""
+        if self._rank == 0:
+            target = send_to_device(target, self._device)
+        else:
+            target = _empty(shapes, rows, self._device)
+        for leaf in leaves(target):
+            if isinstance(leaf, Tensor):
+                transport.send(leaf.contiguous(), 0)
+        return target
+
+    # -- tracing ---------------------------------------------------------------------------------
+
+    def _prepare(self, plan: _Plan, size: int, what: str) -> Any:
+        """Return the schedule for micro-batches of `size` rows, made when it is first needed.
+
+        Args:
+            plan: The batch.
+            size: The rows.
+            what: ``"output"``, ``"loss"`` or ``"gradient"``.
+
+        Returns:
+            The schedule, and a function from what the last stage returns to the model's output.
+        """
+        key = repr((plan.args, plan.kwargs, plan.training, size, what))
+        if key not in self._schedules:
+            self._schedules[key] = self._trace(plan, size, what)
+        return self._schedules[key]
+
+    def _trace(self, plan: _Plan, size: int, what: str) -> Any:
+        from torch.distributed import pipelining
+
+        def split(*_: Any) -> None:
+            pipelining.pipe_split()
+
+        hooks = [
+            self._traced.get_submodule(name).register_forward_pre_hook(split)
+            for name in self.split_points
+        ]
+        skeleton: Any = None
+
+        @functools.wraps(self._forward)
+        def forward(*args: Any, **kwargs: Any) -> list[Tensor]:
+            nonlocal skeleton  # stages return tensors without the containers around them
+            output = self._forward(*args, **kwargs)
+            skeleton = map_tree(lambda leaf: _TENSOR if isinstance(leaf, Tensor) else leaf, output)
+            return [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+
+        self._traced.training = self._model.training
+        vars(self._traced)["forward"] = forward
+        args, kwargs = _empty((plan.args, plan.kwargs), size, torch.device("cpu"))
+        try:
+            with warnings.catch_warnings():  # torch's tracing uses what torch has deprecated
+                warnings.simplefilter("ignore", FutureWarning)
+                pipe = pipelining.pipeline(self._traced, mb_args=args, mb_kwargs=kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        places = self._check(pipe)
+        for index in range(pipe.num_stages):
+            part = pipe.get_stage_module(index)
+            for name in {*dict(part.named_parameters()), *dict(part.named_buffers())}:
+                if name in self._tensors:
+                    self._stages_of.setdefault(id(self._tensors[name]), set()).add(index)
+        own = pipe.get_stage_module(self._rank)
+        self._put_own_tensors(own)
+        _send_contiguous(own)
+        stage = pipe.build_stage(self._rank, self._device)
+        kind = getattr(pipelining, _SCHEDULES[self._schedule if what == "gradient" else "GPipe"])
+        loss = None if what == "output" else self._loss
+        rebuild = partial(_rebuilt, skeleton, places)
+        return kind(stage, self._number, loss_fn=loss, scale_grads=False), rebuild
+
+    def _check(self, pipe: Any) -> list[int]:
+        """Return the place of each tensor of the model's output among those of the last stage.
+
+        Raises:
+            ValueError: The model cannot run as these stages.
+        """
+        if pipe.num_stages != self._last + 1:
+            raise ValueError(
+                f"split_points {self.split_points} cut {type(self._model).__name__} into "
+                f"{pipe.num_stages} stages, for {self._last + 1} processes. Name modules that "
+                "forward calls once, with layers before each."
+            )
+        _, *later = (node for node in pipe.split_gm.graph.nodes if node.op == "call_module")
+        for node in later:
+            direct = [each.name for each in node.all_input_nodes if each.op == "placeholder"]
+            if direct:
+                raise ValueError(
+                    f"{type(self._model).__name__} uses its argument {direct[0]!r} behind the "
+                    "first stage, which alone gets arguments. Split later, or compute what "
+                    "depends on it in the first stage."
+                )
+        (output,) = pipe.split_gm.graph.find_nodes(op="output")
+        places = []
+        for node in leaves(output.args):
+            inner = node.args[0] if node.op == "call_function" else node  # an item of a tuple
+            if inner is not later[-1]:
+                raise ValueError(
+                    f"The output of {type(self._model).__name__} holds a tensor of an earlier "
+                    "stage: only the last one gives any. Leave it out of the output."
+                )
+            places.append(0 if inner is node else node.args[1])
+        return places
+
+    def _put_own_tensors(self, part: nn.Module) -> None:
+        """Put the parameters and buffers of this process, on its device, into a traced stage."""
+        for place, _ in [*part.named_parameters(), *part.named_buffers()]:
+            if place not in self._tensors:
+                continue  # a constant of the graph
+            tensor = self._tensors[place]
+            if id(tensor) not in self._own:
+                own = tensor
+                if tensor.device != self._device:
+                    own = tensor.detach().to(self._device)
+                    if isinstance(tensor, nn.Parameter):
+                        own = nn.Parameter(own, requires_grad=tensor.requires_grad)
+                self._own[id(tensor)] = own
+            parent, _, name = place.rpartition(".")
+            setattr(part.get_submodule(parent), name, self._own[id(tensor)])
+
+
+def _send_contiguous(stage: Any) -> None:
+    """Make a traced stage return contiguous tensors, and expect them: gloo sends no others."""
+    (output,) = stage.graph.find_nodes(op="output")
+    for node in (*stage.graph.find_nodes(op="placeholder"), *output.all_input_nodes):
+        value = node.meta["val"]
+        node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    stage.register_forward_hook(lambda _, __, out: map_tree(Tensor.contiguous, out))
+
+
+def _rebuilt(skeleton: Any, places: list[int], output: Any) -> Any:
+    tensors = list(output) if isinstance(output, (list, tuple)) else [output]
+    found = iter([tensors[place] for place in places])
+    return map_tree(lambda leaf: next(found) if leaf is _TENSOR else leaf, skeleton)
+
+
+def _plan(rows: int, args: Any, kwargs: Any, target: Any, training: bool) -> _Plan:
+    def shape(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.new_empty((0, *leaf.shape[1:]), device="meta", requires_grad=False)
+        return leaf
+
+    args, kwargs, target = map_tree(shape, (args, kwargs, target))
+    return _Plan(rows, args, kwargs, target, training)
+
+
+def _empty(shapes: Any, rows: int, device: torch.device) -> Any:
+    """Return zeros with this many rows for each tensor without data."""
+
+    def make(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_meta:
+            return leaf
+        return torch.zeros((rows, *leaf.shape[1:]), dtype=leaf.dtype, device=device)
+
+    return map_tree(make, shapes)
+
+
+def _check_rows(*trees: Any) -> int:
+    rows = required_batch_size(trees)
+    for leaf in leaves(trees):
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != rows:
+            raise ValueError(
+                f"A batch of {rows} rows has a tensor of shape {tuple(leaf.shape)}: the first "
+                "dimension of all, of the target too, must count the rows."
+            )
+    return rows
+
+
+def _check_split_points(
+    model: nn.Module,
+    split_points: str | Sequence[str],
+    no_split_module_classes: Sequence[str] | None,
+    stages: int,
+) -> list[str]:
+    if isinstance(split_points, str):
+        if split_points != "auto":
+            raise ValueError(
+                f"split_points is {split_points!r}; it must be 'auto' or a list of names."
+            )
+        classes = no_split_module_classes or getattr(model, "_no_split_modules", None) or ()
+        return choose_split_points(model, stages, classes)
+    names = {name for name, _ in model.named_modules() if name}
+    for name in split_points:
+        if name not in names:
+            raise ValueError(choice_error("split_points", name, names))
+    if len(split_points) != stages - 1:
+        raise ValueError(
+            f"split_points has {len(split_points)} names, which make {len(split_points) + 1} "
+            f"stages, for {stages} processes: give one fewer than processes."
+        )
+    return list(split_points)
+
+
+def choose_split_points(
+    model: nn.Module, stages: int, no_split_module_classes: Sequence[str] = ()
+) -> list[str]:
+    """Return the modules at which stages of about equal size begin.
+
+    Submodules are taken to be called in the order in which they were assigned. One is cut inside
+    only if it is larger than a stage should be.
+
+    Args:
+        model: The model.
+        stages: The number of stages.
+        no_split_module_classes: Names of classes of submodules that are never cut.
+
+    Raises:
+        ValueError: There are fewer such submodules than stages.
+    """
+    share = _bytes(model) / stages
+    parts: list[tuple[str, int]] = []
+
+    def visit(path: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            size, place = _bytes(child), f"{path}.{name}".removeprefix(".")
+            container = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            cut = size > share and type(child).__name__ not in no_split_module_classes
+            if container or (cut and any(map(_bytes, child.children()))):
+                visit(place, child)
+            elif size:
+                parts.append((place, size))
+
+    visit("", model)
+    begins = [0, *accumulate(size for _, size in parts)]
+    chosen: list[int] = [0]
+    for stage in range(1, stages):
+        left = range(chosen[-1] + 1, len(parts) - (stages - stage) + 1)
+        if not left:
+            raise ValueError(
+                f"split_points='auto' finds {len(parts)} modules in {type(model).__name__} to "
+                f"distribute over {stages} processes. Start fewer, or name split_points."
+            )
+        chosen.append(min(left, key=lambda at: abs(begins[at] - stage * begins[-1] / stages)))
+    return [parts[at][0] for at in chosen[1:]]
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(each.nbytes for each in [*module.parameters(), *module.buffers()])

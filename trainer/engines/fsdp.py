@@ -863,7 +863,7 @@ def _shard_one(part: nn.Module, **arguments: Any) -> None:
 
 def _free(parameter: nn.Parameter) -> None:
     """Free the memory of a parameter that was replaced; an optimizer may hold it still."""
-    if not isinstance(parameter, DTensor):
+    if not (isinstance(parameter, DTensor) or parameter.is_meta):
         parameter.data = parameter.data.new_empty(0)
 
 

@@ -541,17 +541,15 @@ def test_finetune_lora_adapts_to_code_alike_on_two_processes(tmp_path):
 # -- fp8 and pipelines -----------------------------------------------------------------------------
 
 
-def test_fp8_is_near_bf16_sharded_or_not():
+def test_fp8_is_near_bf16_on_shards():
     pytest.importorskip("torchao")
-    for options, processes in ((("--batch-size", 32), 1), (("--batch-size", 16, "--fsdp"), 2)):
-        output = run("fp8.py", "--max-epochs", 4, *options, processes=processes)
-        (bf16, of_bf16), (fp8, of_fp8) = (
-            printed(output, name).removeprefix("loss ").split("  layers ")
-            for name in ("bf16", "fp8")
-        )
-        assert of_bf16.split() == ["Linear"] * 4
-        assert of_fp8.split() == ["Linear", "Float8Linear", "Float8Linear", "Linear"]
-        assert float(fp8.split()[0]) == pytest.approx(float(bf16.split()[0]), abs=0.03)
+    output = run("fp8.py", "--max-epochs", 2, "--batch-size", 16, "--fsdp", processes=2)
+    (bf16, of_bf16), (fp8, of_fp8) = (
+        printed(output, name).removeprefix("loss ").split("  layers ") for name in ("bf16", "fp8")
+    )
+    assert of_bf16.split() == ["Linear"] * 4
+    assert of_fp8.split() == ["Linear", "Float8Linear", "Float8Linear", "Linear"]
+    assert float(fp8.split()[0]) == pytest.approx(float(bf16.split()[0]), abs=0.05)
 
 
 def test_a_pipeline_trains_alike_on_two_processes():

@@ -41,9 +41,9 @@ def prepare_model(
 
     Raises:
         ValueError: There are several processes and a device map spreads the model over devices, or
-            hooks keep its weights elsewhere, or `trainer.pipeline.prepare_pippy` over the processes;
-            or the model is not on the kind of device that the processes use; or torch cannot run
-            the communication hook there.
+            hooks keep its weights elsewhere, or `trainer.pipeline.prepare_pippy` put its layers on
+            different processes; or the model is not on the kind of device that the processes use;
+            or torch cannot run the communication hook there.
     """
     state = PartialState()
     hooked = _has_device_hooks(model)

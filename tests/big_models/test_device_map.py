@@ -13,6 +13,7 @@ from torch import nn
 
 from trainer import big_models
 from trainer.big_models import (
+    CustomDtype,
     check_device_map,
     clean_device_map,
     compute_module_sizes,
@@ -183,6 +184,16 @@ def test_sizes_are_those_of_the_memory():
     assert half["norm.num_batches_tracked"] == 8  # is not converted
     assert compute_module_total_buffer_size(model) == 16 * 4 * 2 + 8
     assert compute_module_sizes(nn.Linear(2, 2).half(), "float32")[""] == 24  # as it will be
+
+
+def test_sizes_of_weights_in_few_bits():
+    model = nn.Linear(64, 64, bias=False)
+    for dtype, size in (
+        (CustomDtype.FP8, 4096),
+        (CustomDtype.INT4, 2048),
+        (CustomDtype.INT2, 1024),
+    ):
+        assert compute_module_sizes(model, special_dtypes={"weight": dtype})[""] == size
 
 
 def test_free_memory_and_sizes_in_words():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
+NO_BITSANDBYTES = "needs bitsandbytes: pip install 'cadence-trainer[bnb]'"
 NO_CUDA = "needs a CUDA device"
 
 
@@ -14,6 +17,11 @@ def skip_reason(item: pytest.Item) -> str | None:
         return NO_CUDA
     return None
 
+
+requires_bitsandbytes = pytest.mark.skipif(
+    find_spec("bitsandbytes") is None, reason=NO_BITSANDBYTES
+)
+"""Marks a test that needs the package, which no other extra installs."""
 
 requires_cuda = pytest.mark.gpu
 """Marks a test that needs a CUDA device: `@requires_cuda`. Without one it is skipped."""

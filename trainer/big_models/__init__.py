@@ -11,8 +11,8 @@
     )
 
 `device_map` computes which module goes where, `dispatch` places the modules of a model, `loading`
-reads a checkpoint to those places, `offload` is what lies on disk, and `hooks` bring inputs and
-weights together for each forward pass.
+reads a checkpoint to those places, `quantization` does so in 8 or 4 bits, `offload` is what lies on
+disk, and `hooks` bring inputs and weights together for each forward pass.
 """
 
 from trainer.big_models.device_map import (
@@ -63,7 +63,9 @@ from trainer.big_models.offload import (
     offload_weight,
     save_offload_index,
 )
+from trainer.big_models.quantization import BnbQuantizationConfig, load_and_quantize_model
 from trainer.big_models.tensors import (
+    CustomDtype,
     find_tied_parameters,
     init_empty_weights,
     init_on_device,
@@ -74,7 +76,9 @@ from trainer.big_models.tensors import (
 
 __all__ = [
     "AlignDevicesHook",
+    "BnbQuantizationConfig",
     "CpuOffload",
+    "CustomDtype",
     "LayerwiseCastingHook",
     "ModelHook",
     "OffloadedWeightsLoader",
@@ -104,6 +108,7 @@ __all__ = [
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_offloaded_weight",

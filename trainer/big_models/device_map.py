@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.big_models.tensors import (
+    CustomDtype,
     Device,
     find_tied_parameters,
     named_module_tensors,
@@ -32,7 +33,7 @@ from trainer.errors import module_logger
 logger = module_logger(__name__)
 
 Memory: TypeAlias = Mapping[int | str, int | str]
-Dtypes: TypeAlias = Mapping[str, str | torch.dtype]
+Dtypes: TypeAlias = Mapping[str, str | torch.dtype | CustomDtype]
 Block: TypeAlias = tuple[str, nn.Module | Tensor]
 
 HOSTS = ("cpu", "disk")  # the places that are not accelerators
@@ -63,11 +64,14 @@ def compute_module_sizes(
         model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     )
     wanted = None if dtype is None else parse_dtype(dtype)
-    special = {name: parse_dtype(each) for name, each in (special_dtypes or {}).items()}
+    special = {
+        name: each if isinstance(each, CustomDtype) else parse_dtype(each)
+        for name, each in (special_dtypes or {}).items()
+    }
     sizes: defaultdict[str, int] = defaultdict(int)
     for name, tensor in tensors:
         converted = wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
-        size = tensor.numel() * special.get(name, converted).itemsize
+        size = int(tensor.numel() * special.get(name, converted).itemsize)
         for part in ("", *_containers(name), name):
             sizes[part] += size
     return sizes

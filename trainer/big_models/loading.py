@@ -212,17 +212,15 @@ def load_checkpoint_in_model(
         )
     files = find_weight_files(checkpoint)
     wanted = None if dtype is None else parse_dtype(dtype)
-    devices = None if device_map is None else _devices(model, device_map)
-    on_disk = devices is not None and DISK in devices.values()
-    if on_disk and offload_folder is None:
-        raise ValueError("device_map puts weights on 'disk': give an offload_folder to write to.")
+    devices = None if device_map is None else places_of(model, device_map)
+    check_folder(devices or {}, offload_folder)
     here = model.state_dict(keep_vars=True)
-    mismatch = _check(model, files, checkpoint, strict=strict)
+    mismatch = check_checkpoint(model, files, checkpoint, strict=strict)
     empty = any(isinstance(value, Tensor) and value.is_meta for value in here.values())
     if devices is None and wanted is None and not empty:
         found = _fill(model, files)
     else:
-        place = _Placement(
+        place = Placement(
             here=here,
             devices=devices,
             folder=None if offload_folder is None else Path(offload_folder),
@@ -231,7 +229,7 @@ def load_checkpoint_in_model(
             disk_buffers=offload_buffers,
         )
         found = place.load(model, files)
-    _tell(found.bare(model) if renames(model) else mismatch, checkpoint, strict=strict)
+    warn_of_mismatch(found.bare(model) if renames(model) else mismatch, checkpoint, strict=strict)
 
 
 def _sources(file: Path) -> dict[str, tuple[Tensor | ShardedTensor, str]]:
@@ -247,8 +245,18 @@ def _sources(file: Path) -> dict[str, tuple[Tensor | ShardedTensor, str]]:
 
 
 @dataclass(kw_only=True)
-class _Placement:
-    """Creates the new tensors of a model, each only once if it has several names."""
+class Placement:
+    """Creates the new tensors of a model, each only once if it has several names.
+
+    Attributes:
+        here: The model's state dict, with its variables.
+        devices: The device or ``"disk"`` of each weight; None means where it is.
+        folder: The offload folder.
+        dtype: The dtype of floating-point weights; None means that of the model.
+        fp32: Names of modules that stay in 32 bits.
+        disk_buffers: Whether buffers go to the disk.
+        index: The index of the offload folder.
+    """
 
     here: Mapping[str, Any]
     devices: Mapping[str, str | torch.device] | None
@@ -259,6 +267,7 @@ class _Placement:
     index: Index = field(default_factory=dict)
 
     def load(self, model: nn.Module, files: Iterable[Path]) -> KeyMismatch:
+        """Load the weights of files, and return which names differ."""
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
         made: set[int] = set()
@@ -273,24 +282,25 @@ class _Placement:
                     part[name] = _own(source)  # for modules whose load hooks rename keys
                 elif (key := id(self.here[name])) not in made:
                     made.add(key)
-                    value = self._make(names[key], source, file, stored)
-                    part.update(dict.fromkeys(names[key], value))
+                    value = self.make(names[key], source, file, stored)
+                    if value is not None:
+                        part.update(dict.fromkeys(names[key], value))
             seen.append(model.load_state_dict(part, strict=False, assign=True))
         if self.folder is not None:
             save_offload_index(self.index, self.folder)
         return _combined(seen)
 
-    def _make(
+    def make(
         self, names: list[str], source: Tensor | ShardedTensor, file: Path, stored: str
-    ) -> Tensor:
-        """Return the new tensor for all names of an old one."""
+    ) -> Tensor | None:
+        """Return the new tensor for all names of an old one; None if it is there already."""
         old = self.here[names[0]]
         if not isinstance(old, Tensor):
             return _own(source)  # passed to set_extra_state
         dtype = old.dtype
         if self.dtype is not None and source.dtype.is_floating_point:
-            dtype = torch.float32 if self._is_kept(names) else self.dtype
-        device = self._device(names)
+            dtype = torch.float32 if self.is_kept(names) else self.dtype
+        device = self.device(names)
         if device == DISK:
             self._offload(names, source, dtype, file, stored)
             value = torch.empty(source.shape, dtype=dtype, device="meta")
@@ -299,7 +309,8 @@ class _Placement:
             value = _own(source).to(device, dtype)
         return as_parameter(value, old) if isinstance(old, nn.Parameter) else value
 
-    def _device(self, names: list[str]) -> str | torch.device:
+    def device(self, names: list[str]) -> str | torch.device:
+        """Return the device or ``"disk"`` of a weight with these names."""
         old = self.here[names[0]]
         if self.devices is None:
             return torch.device(old.device)
@@ -324,7 +335,8 @@ class _Placement:
             offload_weight(whole(source).to(dtype), names[0], self.folder, self.index)
         self.index.update(dict.fromkeys(names, self.index[names[0]]))
 
-    def _is_kept(self, names: Iterable[str]) -> bool:
+    def is_kept(self, names: Iterable[str]) -> bool:
+        """Return whether a weight with these names stays in 32 bits."""
         return any(f".{module}." in f".{name}" for module in self.fp32 for name in names)
 
 
@@ -349,9 +361,13 @@ def _combined(results: list[Any]) -> KeyMismatch:
     return KeyMismatch(sorted(missing), sorted(unexpected))
 
 
-def _check(
+def check_checkpoint(
     model: nn.Module, files: Iterable[Path], checkpoint: object, *, strict: bool
 ) -> KeyMismatch:
+    """Return how the names in a checkpoint differ from a model's; see `load_checkpoint_in_model`.
+
+    For a model with load hooks that rename keys that is not known.
+    """
     if renames(model):
         return KeyMismatch()
     shapes: dict[str, tuple[int, ...]] = {}
@@ -368,7 +384,8 @@ def _check(
     return mismatch
 
 
-def _tell(mismatch: KeyMismatch, checkpoint: object, *, strict: bool) -> None:
+def warn_of_mismatch(mismatch: KeyMismatch, checkpoint: object, *, strict: bool) -> None:
+    """Log how names differ, or raise a CheckpointError with `strict`."""
     if strict and mismatch:
         raise CheckpointError(_strictly(checkpoint, mismatch))
     if mismatch.unexpected:
@@ -392,7 +409,13 @@ def _strictly(checkpoint: object, mismatch: KeyMismatch) -> str:
     )
 
 
-def _devices(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, str | torch.device]:
+def check_folder(devices: Mapping[str, object], offload_folder: Folder | None) -> None:
+    """Raise if weights are on the disk, and there is no folder for them."""
+    if DISK in devices.values() and offload_folder is None:
+        raise ValueError("device_map puts weights on 'disk': give an offload_folder to write to.")
+
+
+def places_of(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, str | torch.device]:
     """Return the device or ``"disk"`` of every weight, by name."""
     if not isinstance(device_map, Mapping):
         raise TypeError(

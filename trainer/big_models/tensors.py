@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
+from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +17,20 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from trainer import environment
+
+
+class CustomDtype(Enum):
+    """Types of weights that are no torch dtype, for the sizes of modules."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"
+
+    @property
+    def itemsize(self) -> float:
+        """The bytes of one value."""
+        return {"fp8": 1.0, "int4": 0.5, "int2": 0.25}[self.value]
+
 
 Device: TypeAlias = int | str | torch.device
 # Copies of tied weights: the address of the first one, and its copy on each device.

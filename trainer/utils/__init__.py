@@ -11,6 +11,8 @@ from typing import Any
 from torch import Generator
 
 from trainer.big_models import (
+    BnbQuantizationConfig,
+    CustomDtype,
     OffloadedWeightsLoader,
     PrefixedDataset,
     align_module_device,
@@ -23,6 +25,7 @@ from trainer.big_models import (
     get_max_memory,
     has_offloaded_params,
     infer_auto_device_map,
+    load_and_quantize_model,
     load_checkpoint_in_model,
     load_offloaded_weight,
     load_offloaded_weights,
@@ -243,9 +246,11 @@ __all__ = [
     "WEIGHTS_NAME",
     "AORecipeKwargs",
     "AutocastKwargs",
+    "BnbQuantizationConfig",
     "CPUInformation",
     "CannotPadNestedTensorWarning",
     "ComputeEnvironment",
+    "CustomDtype",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
@@ -409,6 +414,7 @@ __all__ = [
     "is_xpu_available",
     "listify",
     "load",
+    "load_and_quantize_model",
     "load_checkpoint_in_model",
     "load_fsdp_model",
     "load_fsdp_optimizer",

@@ -336,6 +336,7 @@ class GradScalerKwargs(KwargsHandler):
         at_least(1, "growth_interval", self.growth_interval)
 
 
+TRACE_NAME = "profile_{suffix}.json"
 _ACTIVITIES = ("cpu", "cuda", "hpu", "mtia", "xpu")
 
 
@@ -433,7 +434,7 @@ class ProfileKwargs(KwargsHandler):
         if self.output_trace_dir is not None:
             folder = Path(self.output_trace_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(folder / f"profile_{rank}.json"))
+            profiler.export_chrome_trace(str(folder / TRACE_NAME.format(suffix=rank)))
 
 
 @explains_itself

@@ -450,10 +450,17 @@ class Unfreezes(Net):
         self.last.requires_grad_(self.trainer.current_epoch > 0)
 
 
+class Switching(torch.optim.SGD):
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
 REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
     "manual": (Manual, {}, "automatic_optimization = False, but DeepSpeed"),
     "optimizers": (Two, {}, "DeepSpeed has one optimizer"),
     "Adafactor": (optimized(torch.optim.Adafactor), {}, "Adafactor cannot update flat"),
+    "schedule-free": (optimized(Switching), {}, "Switching has other weights for the evaluation"),
     "values": (Net, {"max_grad_value": 0.1}, "clips gradients by their norm only"),
     "unfrozen": (Unfreezes, {"max_epochs": 2}, "last.weight, last.bias were added, frozen or"),
     "gradients read": (Net, {"callbacks": [GradientNormMonitor()]}, "GradientNormMonitor reads"),

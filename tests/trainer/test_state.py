@@ -237,6 +237,12 @@ def test_accelerator_state_needs_an_accelerator_first():
     assert AcceleratorState().mixed_precision == "bf16"
 
 
+def test_sagemaker_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_SAGEMAKER", "true")
+    with pytest.raises(NotImplementedError, match=r"SageMaker's .*torch_distributed"):
+        PartialState()
+
+
 @pytest.mark.parametrize("name", PLUGINS)
 def test_plugins_are_kept_and_cannot_change(name):
     others = {each: getattr(make(**{name: "first"}), each) for each in PLUGINS if each != name}

@@ -34,6 +34,7 @@ from trainer.engines.single import STEPS, SingleDevice, attribute_restorer
 from trainer.enums import DistributedType
 from trainer.names import bare_names, unwrapped
 from trainer.optim.lomo import is_lomo
+from trainer.optim.schedule_free import is_schedule_free
 from trainer.tree import map_tree
 
 # These look at whole tensors; DeepSpeed gives them parts of a flat vector.
@@ -221,6 +222,12 @@ class ZeroRedundancy(SingleDevice):
                 f"{type(optimizer).__name__} cannot update flat parts of parameters, as DeepSpeed "
                 "has them, because it needs whole tensors. Use AdamW or SGD, or train without "
                 "deepspeed_plugin."
+            )
+        if is_schedule_free(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} has other weights for the evaluation, which it cannot "
+                "put into the parameters, since DeepSpeed updates copies of them. Use AdamW or "
+                "SGD, or train without deepspeed_plugin."
             )
         module = self._stage.module
         own = set(map(id, module.parameters()))

@@ -77,6 +77,11 @@ class PartialState(Shared):
                     "Restart it and pass cpu=True the first time."
                 )
             return
+        if environment.read_flag("ACCELERATE_USE_SAGEMAKER"):
+            raise NotImplementedError(
+                "ACCELERATE_USE_SAGEMAKER is set, but SageMaker's libraries are not supported: "
+                "unset it, and let SageMaker start the script with torchrun (torch_distributed)."
+            )
         cpu = cpu or environment.read_flag("ACCELERATE_USE_CPU")
         debug = environment.read_flag("ACCELERATE_DEBUG_MODE")
         launch = joining.adopt_group(environment.detect_launch())

@@ -6,6 +6,7 @@ module of Cadence imports it.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import Generator
@@ -43,6 +44,7 @@ from trainer.checkpoint.weights import INDEX_SUFFIX
 from trainer.checkpoint.weights import WEIGHTS_NAME as SAFE_WEIGHTS_NAME
 from trainer.cli.config import write_basic_config
 from trainer.configuration import (
+    TRACE_NAME,
     AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -240,10 +242,15 @@ from trainer.utils.sharded import (
 )
 
 __all__ = [
+    "MODEL_NAME",
+    "PROFILE_PATTERN_NAME",
+    "SAFE_MODEL_NAME",
     "SAFE_WEIGHTS_INDEX_NAME",
     "SAFE_WEIGHTS_NAME",
+    "SAFE_WEIGHTS_PATTERN_NAME",
     "WEIGHTS_INDEX_NAME",
     "WEIGHTS_NAME",
+    "WEIGHTS_PATTERN_NAME",
     "AORecipeKwargs",
     "AutocastKwargs",
     "BnbQuantizationConfig",
@@ -460,6 +467,11 @@ __all__ = [
 
 WEIGHTS_INDEX_NAME = WEIGHTS_NAME + INDEX_SUFFIX
 SAFE_WEIGHTS_INDEX_NAME = SAFE_WEIGHTS_NAME + INDEX_SUFFIX
+MODEL_NAME, SAFE_MODEL_NAME = Path(WEIGHTS_NAME).stem, Path(SAFE_WEIGHTS_NAME).stem
+# Names of several files, to be formatted with a `suffix`.
+WEIGHTS_PATTERN_NAME = f"{MODEL_NAME}{{suffix}}{Path(WEIGHTS_NAME).suffix}"
+SAFE_WEIGHTS_PATTERN_NAME = f"{SAFE_MODEL_NAME}{{suffix}}{Path(SAFE_WEIGHTS_NAME).suffix}"
+PROFILE_PATTERN_NAME = TRACE_NAME
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:

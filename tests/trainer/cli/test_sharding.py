@@ -43,6 +43,8 @@ EQUALS: dict[str, tuple[str, dict[str, Any]]] = {
     "parallelism_config_tp_size": ("2", {"tp_size": 2}),
     "parallelism_config_cp_size": ("1", {"cp_size": 1}),
     "parallelism_config_sp_size": ("1", {"sp_size": 1}),
+    "parallelism_config_cp_backend": ("torch", {"cp_backend": "torch"}),
+    "parallelism_config_cp_comm_strategy": ("allgather", {}),
 }
 
 

@@ -118,14 +118,29 @@ def test_files_are_never_unpickled(tmp_path):
 
 def test_names_of_files_are_those_that_are_written(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for safe, name, index in (
-        (True, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME),
-        (False, WEIGHTS_NAME, WEIGHTS_INDEX_NAME),
+    for safe, name, index, stem, pattern in (
+        (
+            True,
+            SAFE_WEIGHTS_NAME,
+            SAFE_WEIGHTS_INDEX_NAME,
+            utils.SAFE_MODEL_NAME,
+            utils.SAFE_WEIGHTS_PATTERN_NAME,
+        ),
+        (
+            False,
+            WEIGHTS_NAME,
+            WEIGHTS_INDEX_NAME,
+            utils.MODEL_NAME,
+            utils.WEIGHTS_PATTERN_NAME,
+        ),
     ):
         save_model(model, tmp_path, safe_serialization=safe)
         assert (tmp_path / name).exists()
         save_model(model, tmp_path, 100, safe_serialization=safe)
         assert (tmp_path / index).exists()
+        assert pattern.format(suffix="") == name == f"{stem}{Path(name).suffix}"
+        assert list(tmp_path.glob(pattern.format(suffix="-00001-of-*")))
+    assert utils.PROFILE_PATTERN_NAME.format(suffix=3) == "profile_3.json"
 
 
 def test_the_state_module_has_what_scripts_import_from_it():

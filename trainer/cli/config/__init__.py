@@ -246,7 +246,8 @@ def _ask_sharding(known: LaunchConfiguration, processes: int) -> dict[str, Any]:
     split = _question(
         "processes that share each layer, tensor parallel", mesh.get(_SPLIT) or 1, count
     )
-    if split == mesh.get(_SPLIT) and math.prod(size or 1 for size in mesh.values()) == processes:
+    sizes = [size or 1 for name, size in mesh.items() if name.endswith("_size")]
+    if split == mesh.get(_SPLIT) and math.prod(sizes) == processes:
         answers["parallelism_config"] = dict(mesh)  # it may have both replicas and shards
     elif split > 1:
         rest = _REPLICAS if answers["fsdp_config"] is None else _SHARDS

@@ -6,6 +6,7 @@ The processes read them from the environment; see `trainer.parallelism`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,8 @@ MESH: dict[str, tuple[str, str]] = {
     "parallelism_config_tp_size": ("count", "processes that share each layer (1)"),
     "parallelism_config_cp_size": ("count", "processes that share each sequence (1)"),
     "parallelism_config_sp_size": ("count", "the same by DeepSpeed (1)"),
+    "parallelism_config_cp_backend": ("text", "how sequences are shared: torch"),
+    "parallelism_config_cp_comm_strategy": ("text", "and sent: allgather"),
 }
 _OTHER_NAMES = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
 _USE_FSDP, _USE_MESH = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
@@ -64,12 +67,11 @@ def check_settings(
     for what, given, known in (("fsdp_config", fsdp, FSDP), ("parallelism_config", mesh, MESH)):
         for key in (given or {}).keys() - known.keys():
             raise ValueError(choice_error(f"a key of {what}", key, known))
-    check_counts(1, **{name: size for name, size in (mesh or {}).items() if size is not None})
-    product = 1
-    for size in (mesh or {}).values():
-        product *= size or 1
+    sizes_of = {name: size for name, size in (mesh or {}).items() if name.endswith("_size")}
+    check_counts(1, **{name: size for name, size in sizes_of.items() if size is not None})
+    product = math.prod(size or 1 for size in sizes_of.values())
     if mesh is not None and processes is not None and product != processes:
-        sizes = ", ".join(f"{name} {size}" for name, size in mesh.items())
+        sizes = ", ".join(f"{name} {size}" for name, size in sizes_of.items())
         raise ValueError(
             f"The sizes of parallelism_config multiply to {product} ({sizes or 'none is given'}); "
             f"the number of processes is {processes}."

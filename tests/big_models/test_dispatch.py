@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.helpers.requires import requires_cuda
 from trainer.big_models import (
     OffloadedWeightsLoader,
     cpu_offload,
@@ -94,9 +95,9 @@ def make():
     return net
 
 
-def outputs(net):
-    extra = [torch.linspace(0, 1, WIDTH)]
-    batch = {"ids": (torch.arange(10).reshape(2, 5),)}
+def outputs(net, device="cpu"):
+    extra = [torch.linspace(0, 1, WIDTH, device=device)]
+    batch = {"ids": (torch.arange(10, device=device).reshape(2, 5),)}
     with torch.no_grad():
         result = net(batch, extra=extra)
     assert result["none"] is None
@@ -136,6 +137,27 @@ def test_a_dispatched_model_is_the_plain_model(places, buffers, expected):
     assert bool(find_tied_parameters(net)) == ("embed.weight" not in on_meta)
     remove_hook_from_submodules(net)
     assert equal(outputs(net), expected[0])
+
+
+@requires_cuda
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"": 0},
+        {"": "cpu"},
+        {"": "disk"},
+        {"": 0, "blocks": "cpu", "mixer.memory": "disk"},
+        {"": "cpu", "embed": 0},
+        {"": 0, "head": "disk"},
+    ],
+)
+def test_an_accelerator_computes_with_weights_that_are_elsewhere(places):
+    plain = make().to("cuda")
+    net = dispatch_model(make(), places, main_device=0, offload_dir="off", force_hooks=True)
+    for _ in range(2):
+        assert equal(outputs(net, "cuda"), outputs(plain, "cuda"))
+    state, whole = net.state_dict(), plain.state_dict()
+    assert all(torch.equal(state[name].cpu(), whole[name].cpu()) for name in whole)
 
 
 @pytest.mark.parametrize("buffers", [False, True])

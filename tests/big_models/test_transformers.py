@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from trainer import Accelerator
 from trainer.big_models import (
     dispatch_model,
     find_tied_parameters,
@@ -67,6 +69,35 @@ def test_a_saved_model_runs_from_the_disk(name):
         model.save_pretrained("again")
     again = type(model).from_pretrained("again").state_dict()
     assert all(torch.equal(again[key], state[key]) for key in state)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_train_while_the_base_is_on_disk():
+    ids = torch.arange(2, 12).reshape(2, 5)
+
+    def losses(places):
+        torch.manual_seed(0)
+        config = LoraConfig(target_modules="all-linear", init_lora_weights="gaussian")
+        model = get_peft_model(MODELS["llama-tied"](), config)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if places:
+            dispatch_model(model, places | dict.fromkeys(trained, "cpu"), offload_dir="off")
+            assert any(parameter.is_meta for parameter in model.parameters())
+        accelerator = Accelerator(cpu=True)
+        optimizer = torch.optim.SGD(trained.values(), lr=0.5)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        found = []
+        for _ in range(3):
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    plain = losses({})
+    assert losses({"": "cpu", "base_model.model.model.layers.1": "disk"}) == plain
+    assert len(set(plain)) == 3
 
 
 def test_a_device_map_of_transformers_is_understood():

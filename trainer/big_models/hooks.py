@@ -255,6 +255,7 @@ class AlignDevicesHook(ModelHook):
                 set_module_tensor_to_device(
                     module, name, device, tied_params_map=tied, clear_cache=False
                 )
+        _flatten(module)
         if self._offloaded:
             save = functools.partial(_add_offloaded, self)
             load = functools.partial(_refuse_offloaded, self)
@@ -317,6 +318,7 @@ class AlignDevicesHook(ModelHook):
                 clear_cache=False,
             )
             self._watch(module, name)
+        _flatten(module)
 
     def offload_weights(self, module: nn.Module) -> None:
         """Free the memory of the offloaded weights."""
@@ -370,6 +372,11 @@ class AlignDevicesHook(ModelHook):
                     "offloaded weights: load its checkpoint first."
                 )
         return chosen
+
+
+def _flatten(module: nn.Module) -> None:
+    if isinstance(module, nn.RNNBase):
+        module.flatten_parameters()  # cuDNN wants them behind one another
 
 
 def _add_offloaded(

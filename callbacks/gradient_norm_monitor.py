@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from callbacks.base import Callback, refuse_manual_optimization
 from trainer.checks import check_counts, check_positive, choice_error
@@ -64,7 +64,7 @@ class GradientNormMonitor(Callback):
         """Log the norms if this update's values will be logged; once for all optimizers."""
         if not trainer.log_due or optimizer is not trainer.optimizers[0]:
             return
-        norms = _norms(module.parameters(), self.norm_type)
+        norms = _norms(module.parameters(), trainer.gradient, self.norm_type)
         if not norms:  # an optimizer that updates during backward leaves no gradients
             return
         values = {"grad_norm": self._together(norms.values())}
@@ -103,22 +103,30 @@ class GradientNormMonitor(Callback):
         return parts
 
 
-def _norms(parameters: Iterable[Tensor], order: float) -> dict[int, Tensor]:
+def _norms(
+    parameters: Iterable[nn.Parameter],
+    gradient_of: Callable[[nn.Parameter], Tensor | None],
+    order: float,
+) -> dict[int, Tensor]:
     """Return the norm of each parameter's gradient, in at least float32, by the parameter's id."""
-    by_kind: dict[tuple[torch.device, torch.dtype, object], list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            mesh = getattr(parameter.grad, "device_mesh", None)  # of a sharded gradient
-            kind = (parameter.grad.device, parameter.grad.dtype, mesh)
-            by_kind.setdefault(kind, []).append(parameter)
     norms: dict[int, Tensor] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype, object], list[tuple[int, Tensor]]] = {}
+    for parameter in parameters:
+        gradient = gradient_of(parameter)
+        if gradient is None:
+            continue
+        if gradient is not parameter.grad:  # gathered for this call: do not keep all of them
+            norms[id(parameter)] = torch.linalg.vector_norm(gradient, order)
+            continue
+        mesh = getattr(gradient, "device_mesh", None)  # of a sharded gradient
+        kind = (gradient.device, gradient.dtype, mesh)
+        by_kind.setdefault(kind, []).append((id(parameter), gradient))
     for (_, dtype, mesh), alike in by_kind.items():
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
-        own = [each.grad for each in alike if each.grad is not None]
         # The rows of a sparse gradient have the same norm.
-        gradients = [each.coalesce().values() if each.is_sparse else each for each in own]
+        gradients = [each.coalesce().values() if each.is_sparse else each for _, each in alike]
         found: Sequence[Any] = torch._foreach_norm(gradients, order, dtype=wide)
         if mesh is not None:
             found = [norm.full_tensor() for norm in found]
-        norms.update((id(p), norm) for p, norm in zip(alike, found, strict=True))
+        norms.update((key, norm) for (key, _), norm in zip(alike, found, strict=True))
     return norms

@@ -31,6 +31,8 @@ REFERENCE = ROOT / "docs" / "reference.md"
 LANGUAGES = {"python", "bash", "console", "text", "yaml"}
 
 PEFT = "ignore:`is_gradient_checkpointing` is deprecated"  # of transformers, which peft causes
+# It calls names that torch has renamed, and imports inductor.
+DEEPSPEED = "ignore::FutureWarning,ignore::DeprecationWarning:torch.jit._script"
 
 FENCE = re.compile(r"^```(\S*)[ \t]*([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -94,7 +96,7 @@ def run_shell(command: str) -> None:
         env={
             **os.environ,
             "PATH": path,
-            "PYTHONWARNINGS": f"error,{PEFT}",
+            "PYTHONWARNINGS": f"error,{PEFT},{DEEPSPEED}",
             "OMP_NUM_THREADS": "1",
             "HF_HOME": "hf",  # where `trainer config` writes
         },

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -181,7 +182,7 @@ class DeepSpeedPlugin:
         offload_optimizer_nvme_path: Not used: ``"nvme"`` is not supported.
         offload_param_nvme_path: The same for parameters.
         zero3_init_flag: Let ``from_pretrained`` of transformers partition a model while it is
-            loaded; None takes ``ACCELERATE_DEEPSPEED_ZERO3_INIT``, else True in stage 3.
+            loaded; None takes ``ACCELERATE_DEEPSPEED_ZERO3_INIT``, else True, in stage 3.
         zero3_save_16bit_model: `Accelerator.get_state_dict` and `save_model` give the 16-bit
             weights with which the model computes, instead of the float32 ones.
         transformer_moe_cls_names: Classes of mixture-of-experts layers, separated by commas, whose
@@ -231,7 +232,10 @@ class DeepSpeedPlugin:
         self.hf_ds_config = given or HfDeepSpeedConfig(self._made())
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
         is_zero3 = self.hf_ds_config.is_zero3()
-        fill(self, "ACCELERATE_DEEPSPEED_ZERO3_INIT", zero3_init_flag=is_zero3)
+        if is_zero3:
+            fill(self, "ACCELERATE_DEEPSPEED_ZERO3_INIT", zero3_init_flag=True)
+        elif self.zero3_init_flag is None:  # launch files of other stages have the variable too
+            self.zero3_init_flag = False
         if self.zero3_init_flag and not is_zero3:
             raise ValueError(
                 f"zero3_init_flag is True, but zero_stage is {self.stage}: only stage 3 partitions "
@@ -533,12 +537,9 @@ class DeepSpeedPlugin:
     # -- transformers ------------------------------------------------------------------------------
 
     def set_deepspeed_weakref(self) -> None:
-        """Let ``from_pretrained`` of transformers partition a model while it is loaded.
-
-        Raises:
-            ImportError: `zero3_init_flag` is True, and transformers is not installed.
-        """
-        if find_spec("transformers") is None:
+        """Let ``from_pretrained`` of transformers partition a model over several processes."""
+        partitions = self.zero3_init_flag and dist.is_initialized() and dist.get_world_size() > 1
+        if find_spec("transformers") is None or not (partitions or "transformers" in sys.modules):
             return
         from transformers.integrations.deepspeed import (
             set_hf_deepspeed_config,
@@ -547,7 +548,7 @@ class DeepSpeedPlugin:
 
         unset_hf_deepspeed_config()
         self.dschf = None
-        if self.zero3_init_flag:
+        if partitions:
             config = HfDeepSpeedConfig(self.deepspeed_config)
             config.del_config_sub_tree("train_batch_size")
             for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):

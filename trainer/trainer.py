@@ -1032,6 +1032,21 @@ class Trainer:
         run = self._run  # progress bars ask at each batch
         return isinstance(run, FitRun) and run.plan.log_due
 
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient of a parameter in `on_before_optimizer_step`; None without one.
+
+        It is the parameter's ``grad``, averaged, unscaled and not clipped yet, on every engine, and
+        is to be read only. With DeepSpeed, which keeps gradients elsewhere, in parts, it is
+        gathered: call this on all processes for the same parameters.
+
+        Raises:
+            RuntimeError: With DeepSpeed, inside a window of micro-batches.
+            ValueError: There is no fit.
+        """
+        if not isinstance(self._run, FitRun):
+            raise ValueError("gradient was called outside of fit: there are no gradients.")
+        return self._run.engine.gradient(parameter)
+
     def progress_values(self, *, wait: bool = False) -> dict[str, float]:
         """Return the latest values logged with ``prog_bar=True``; also after a fit.
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaForCausalLM
 
 from callbacks import Callback, GradientNormMonitor, WeightAveraging
 from tests.distributed.test_fsdp import X, Y
@@ -25,10 +27,13 @@ from tests.distributed.test_fsdp_promises import (
     Tokens,
     loader,
     optimized,
+    terminated_at,
 )
+from tests.distributed.test_transformers_models import llama
 from tests.helpers.ranks import RankError
-from trainer import Accelerator, DeepSpeedPlugin, Trainer, TrainModule
+from trainer import Accelerator, DeepSpeedPlugin, Preempted, Trainer, TrainModule
 from trainer.checkpoint.weights import load_weights
+from trainer.cli import main
 from trainer.utils import DummyOptim, DummyScheduler
 
 DATA = TensorDataset(X, Y)
@@ -99,9 +104,13 @@ def assert_equal(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
 
 STAGES = [0, 1, 2, 3]
 PLANS: dict[str, tuple[type[Net], int, dict[str, Any]]] = {
-    "clipped": (Net, 44, {"max_grad_norm": 0.1}),
+    "clipped": (
+        Net,
+        44,
+        {"max_grad_norm": 0.1, "callbacks": [GradientNormMonitor(per="parameter")]},
+    ),
     "accumulated": (Net, 44, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}),
-    "short last window": (Net, 44, {"gradient_accumulation_steps": 5}),
+    "short last window": (Net, 44, {"gradient_accumulation_steps": 5, "max_grad_value": 0.02}),
     "tokens": (
         Tokens,
         44,
@@ -127,21 +136,22 @@ def test_it_trains_as_one_process_on_the_whole_batches(ranks2, plan, stage, tmp_
 @pytest.mark.parametrize("stage", STAGES)
 def test_bfloat16_trains_alike_and_float32_weights_are_updated(ranks2, stage, tmp_path):
     options = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    options |= {"callbacks": [GradientNormMonitor()], "max_grad_value": 0.02}
     expected = fit(tmp_path / "one", **options)
     found = ranks2(lambda: fit(tmp_path / "two", stage, **options))
     assert_equal(found, expected, 2e-2)
     assert {each.dtype for each in found[0][0].values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_optimizers_state_may_be_in_host_memory(ranks2, stage, tmp_path):
-    expected = fit(tmp_path / "one", max_grad_norm=0.2, gradient_accumulation_steps=2)
-    given = plugin(stage, offload_optimizer={"device": "cpu"})
-    found = ranks2(
-        lambda: fit(
-            tmp_path / "two", plugin=given, max_grad_norm=0.2, gradient_accumulation_steps=2
-        )
-    )
+@pytest.mark.parametrize(
+    ("stage", "offloaded"), [(1, ["optimizer"]), (2, ["optimizer"]), (3, ["optimizer", "param"])]
+)
+def test_state_and_parameters_may_be_in_host_memory(ranks2, stage, offloaded, tmp_path):
+    options = {"max_grad_norm": 0.2, "gradient_accumulation_steps": 2}
+    options |= {"callbacks": [GradientNormMonitor(per="parameter")]}
+    expected = fit(tmp_path / "one", **options)
+    given = plugin(stage, **{f"offload_{what}": {"device": "cpu"} for what in offloaded})
+    found = ranks2(lambda: fit(tmp_path / "two", plugin=given, **options))
     assert_equal(found, expected)
 
 
@@ -175,6 +185,17 @@ def test_a_resumed_run_is_bit_identical(ranks2, stage, precision, tmp_path):
     torch.testing.assert_close(found, whole, rtol=0, atol=0)
     files = {file.suffix for file in (tmp_path / "cut").rglob("step-*/*")}
     assert files == {".json", ".safetensors"}
+
+
+def test_a_signal_to_one_process_saves_and_ends_all(ranks2, tmp_path):
+    options = {"checkpointing": True, "max_epochs": 2}
+
+    def preempted() -> Any:
+        with pytest.raises(Preempted):
+            fit(tmp_path / "two", 3, terminated_at(3), **options)
+        return fit(tmp_path / "two", 3, ckpt_path="auto", **options)
+
+    assert_equal(ranks2(preempted), fit(tmp_path / "one", **options))
 
 
 class Plain(Adam):
@@ -244,15 +265,100 @@ def test_a_bad_number_on_one_rank_stops_all(ranks2, stage, tmp_path):
         assert "update 2" in message or "step 2" in message
 
 
+# -- experts, and models of transformers ----------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Each sample goes to the expert that the sign of its first number names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        own, out = (x[:, 0] > 0).long(), torch.zeros_like(x)
+        for number in own.unique().tolist():  # which differ between the processes
+            out[own == number] = self.experts[number](x[own == number])
+        return out
+
+
+class Mixture(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(nn.Linear(16, 16), Experts(), nn.Linear(16, 16))
+
+
+def test_experts_of_stage_3_are_gathered_together(ranks2, tmp_path):
+    order = X[:42, 0].argsort()
+    data = TensorDataset(X[order], Y[order])
+    given = DeepSpeedPlugin(
+        hf_ds_config=plugin(3).hf_ds_config, transformer_moe_cls_names="Experts"
+    )
+    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "max_epochs": 2}
+    expected = fit(tmp_path / "one", None, Mixture, data, batch=4, **options)
+    found = ranks2(
+        lambda: fit(tmp_path / "two", None, Mixture, data, batch=4, plugin=given, **options)
+    )
+    assert_equal(found, expected)
+
+
+TOKENS = torch.randint(0, 32, (24, 8), generator=torch.Generator().manual_seed(1))
+
+
+class Pretrained(TrainModule):
+    """Loaded when DeepSpeed is known, which then partitions it while it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def configure_model(self) -> None:
+        self.model = LlamaForCausalLM.from_pretrained(self.folder)
+        self.is_partitioned = all(hasattr(p, "ds_id") for p in self.model.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.model(input_ids=batch[0], labels=batch[0]).loss
+        self.log("train/loss", loss)
+        return loss
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_of_transformers_is_partitioned_while_it_is_loaded(ranks2, tied, tmp_path):
+    torch.manual_seed(0)
+    llama(tied).save_pretrained(tmp_path / "model")
+
+    def run(name: str) -> Any:
+        given = DeepSpeedPlugin(zero_stage=3) if world() > 1 else None
+        model = Pretrained(tmp_path / "model")
+        found = fit(
+            tmp_path / name,
+            module=lambda: model,
+            data=TensorDataset(TOKENS),
+            plugin=given,
+            max_grad_norm=0.5,
+        )
+        return *found, model.is_partitioned, patched()
+
+    expected, found = run("one"), ranks2(lambda: run("two"))
+    assert_equal(found, expected, 2e-6)
+    assert [each[4:] for each in [expected, *found]] == [(False, []), (True, []), (True, [])]
+
+
 # -- an own loop --------------------------------------------------------------------------------
 
 
-def train(stage: int | None, folder: Path, steps: range, precision: str = "no") -> Any:
-    options = {} if stage is None else {"deepspeed_plugin": plugin(stage)}
+def train(stage: int | None, folder: Path, steps: range, **options: Any) -> Any:
+    if stage is not None:
+        options.setdefault("deepspeed_plugin", plugin(stage))
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=2,
-        mixed_precision=precision,
         scheduler_tick="update",
         **options,
     )
@@ -270,6 +376,7 @@ def train(stage: int | None, folder: Path, steps: range, precision: str = "no") 
         with accelerator.accumulate(model):
             accelerator.backward(nn.functional.cross_entropy(model(x), y))
             if accelerator.sync_gradients:
+                norms += [float(accelerator.engine.gradient(p).norm()) for p in model.parameters()]
                 norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.step()
             schedule.step()
@@ -290,7 +397,25 @@ def test_an_own_loop_trains_saves_and_resumes_as_one_process(ranks2, stage, tmp_
     ranks2(lambda: train(stage, tmp_path / "cut", range(4)))
     again = ranks2(lambda: train(stage, tmp_path / "cut", range(4, 10)))
     torch.testing.assert_close(again[0][0], found[0][0], rtol=0, atol=0)
-    assert again[0][1] == found[0][1][2:]
+    assert again[0][1] == found[0][1][-len(again[0][1]) :]
+
+
+def test_weights_are_exported_in_16_bits_if_the_plugin_says_so(ranks2, tmp_path):
+    def run() -> Any:
+        zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+        given = DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero})
+        weights, *_ = train(3, tmp_path, range(4), deepspeed_plugin=given, mixed_precision="bf16")
+        return weights
+
+    exported, nothing = ranks2(run)
+    assert nothing == {}
+    saved = load_weights(tmp_path)  # those that the optimizer updates
+    assert {each.dtype for each in saved.values()} == {torch.float32}
+    expected = {name: value.bfloat16() for name, value in saved.items()}
+    torch.testing.assert_close(exported, expected, rtol=0, atol=0)
+    torch.testing.assert_close(load_weights(tmp_path / "model"), expected, rtol=0, atol=0)
+    assert main(["merge-weights", str(tmp_path), str(tmp_path / "merged.safetensors")]) == 0
+    torch.testing.assert_close(load_file(tmp_path / "merged.safetensors"), saved)
 
 
 def test_nothing_is_compiled_and_one_process_will_do(ranks, tmp_path):
@@ -456,14 +581,29 @@ class Switching(torch.optim.SGD):
     def eval(self) -> None: ...
 
 
+class Clips(Net):
+    def configure_gradient_clipping(self, optimizer: Any, *limits: Any) -> None:
+        self.clip_gradients(optimizer, 0.1)
+
+
+class ReadsEarly(Net):
+    def on_after_backward(self) -> None:
+        self.trainer.gradient(self.last.bias)
+
+
 REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
     "manual": (Manual, {}, "automatic_optimization = False, but DeepSpeed"),
     "optimizers": (Two, {}, "DeepSpeed has one optimizer"),
     "Adafactor": (optimized(torch.optim.Adafactor), {}, "Adafactor cannot update flat"),
     "schedule-free": (optimized(Switching), {}, "Switching has other weights for the evaluation"),
-    "values": (Net, {"max_grad_value": 0.1}, "clips gradients by their norm only"),
+    "values": (
+        Net,
+        {"max_grad_value": 0.1, "plugin": plugin(2, offload_optimizer={"device": "cpu"})},
+        "offload_optimizer_device is 'cpu': use max_grad_norm",
+    ),
+    "hooks": (Clips, {}, "Clips overrides configure_gradient_clipping, but DeepSpeed's"),
+    "window": (ReadsEarly, {"gradient_accumulation_steps": 2}, "read inside a window"),
     "unfrozen": (Unfreezes, {"max_epochs": 2}, "last.weight, last.bias were added, frozen or"),
-    "gradients read": (Net, {"callbacks": [GradientNormMonitor()]}, "GradientNormMonitor reads"),
     "averages": (Net, {"callbacks": [WeightAveraging()]}, "WeightAveraging puts averaged"),
     "fp16": (Net, {"mixed_precision": "fp16"}, "'fp16', whose loss scaling is not supported"),
 }

@@ -464,19 +464,23 @@ def test_language_model_learns_more_than_frequencies_and_writes_the_same_again(t
 # -- large models ----------------------------------------------------------------------------------
 
 
-def launch(*arguments: object, processes: int, kill_at: Path | None = None) -> str:
+def launch(
+    *arguments: object, processes: int, kill_at: Path | None = None, options: tuple[str, ...] = ()
+) -> str:
     """Run an example under `trainer launch`; kill all its processes once a path is there."""
-    # FutureWarning: peft uses a name that transformers has replaced.
+    # peft uses a name that transformers has replaced, and DeepSpeed imports inductor.
+    ignored = "ignore::FutureWarning,ignore::DeprecationWarning:torch.jit._script"
     started = subprocess.Popen(
         [
             *(sys.executable, "-m", "trainer", "launch", "--cpu", "--num_processes"),
-            *(str(processes), str(EXAMPLES / str(arguments[0])), *map(str, arguments[1:])),
+            *(str(processes), *options, str(EXAMPLES / str(arguments[0]))),
+            *map(str, arguments[1:]),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # so that a hanging one ends with its children
-        env={**os.environ, "PYTHONWARNINGS": "error,ignore::FutureWarning", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONWARNINGS": f"error,{ignored}", "OMP_NUM_THREADS": "1"},
     )
     try:
         while kill_at is not None and started.poll() is None and not kill_at.exists():
@@ -520,6 +524,28 @@ def test_large_language_model_is_killed_resumed_merged_and_used_in_plain_pytorch
         texts.append(run(name, *generate[2:]))
     assert texts[0] == texts[1]
     assert len(texts[0]) > 200  # what was generated, after the prompt
+
+
+ZERO = ("--use_deepspeed", "--zero_stage", "3", "--offload_optimizer_device", "cpu")
+
+
+@pytest.mark.timeout(900)  # a minute, on a machine that may be busy with others
+def test_zero_trains_by_deepspeed_as_on_one_process_and_plain_pytorch_reads_it(tmp_path):
+    def run_zero(processes: int, epochs: int, *options: str) -> str:
+        words = ("--max-epochs", epochs, "--batch-size", 32 // processes)
+        folder = ("--project-dir", processes)
+        return launch("zero.py", *words, *folder, processes=processes, options=options)
+
+    one, _ = run_zero(1, 2), run_zero(2, 1, *ZERO)
+    two = run_zero(2, 2, *ZERO)
+    assert f"\nResuming from {tmp_path}/2/checkpoints/step-" in two  # after what DeepSpeed says
+    assert (printed(one, "trained by"), printed(two, "trained by")) == ("NO", "DEEPSPEED")
+    for output in (one, two):
+        assert printed(output, "plain").split()[0] == printed(output, "accuracy")
+    for name in ("train/loss", "grad_norm", "val/accuracy"):
+        found = series(tmp_path / "2", name)
+        assert found == pytest.approx(series(tmp_path / "1", name), abs=5e-3)
+    assert float(printed(two, "accuracy")) > 0.8
 
 
 @pytest.mark.timeout(900)  # a minute, on a machine that may be busy with others

@@ -248,6 +248,16 @@ class Engine(Protocol):
     def scale_gradients_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
         """Multiply all gradients by a number or a tensor of shape (), in place."""
 
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient of a parameter for the update that is due; None without one.
+
+        It is to be read only. Where an engine keeps gradients in parts outside of ``p.grad``, it is
+        whole, and the call is collective; where parameters are DTensors, it is one.
+
+        Raises:
+            RuntimeError: It is not reduced yet, as the window of micro-batches goes on.
+        """
+
     def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
         """Return whether a gradient is NaN or infinite, the same on all processes.
 

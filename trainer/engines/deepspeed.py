@@ -35,6 +35,7 @@ from trainer.enums import DistributedType
 from trainer.names import bare_names, unwrapped
 from trainer.optim.lomo import is_lomo
 from trainer.optim.schedule_free import is_schedule_free
+from trainer.state import GradientState
 from trainer.tree import map_tree
 
 # These look at whole tensors; DeepSpeed gives them parts of a flat vector.
@@ -136,6 +137,19 @@ class ZeroRedundancy(SingleDevice):
         self._scheduled = False  # whether the configuration's scheduler was prepared
         self._factor: float | Tensor = 1.0
         self._max_norm = 0.0
+
+        if self.plugin.zero3_init_flag and options.world_size > 1:
+            # `from_pretrained` of transformers needs these before anything is prepared.
+            environment.export(**_location())
+            self._connect()
+
+    def _connect(self) -> None:
+        """Let DeepSpeed use the process group; with one process, make one."""
+        if not dist.is_initialized():
+            kind = "nccl" if self.options.device.type == "cuda" else "gloo"
+            store = dist.HashStore()  # type: ignore[attr-defined]  # not in its __all__
+            dist.init_process_group(kind, store=store, rank=0, world_size=1)
+        self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
     # -- placing -----------------------------------------------------------------------------------
 
@@ -246,13 +260,9 @@ class ZeroRedundancy(SingleDevice):
         assert self._stage is not None
         config = self.plugin.final_config(self._stage.module, optimizer, bf16=self._half)
         _quieten(config)
-        if not dist.is_initialized():  # with one process
-            kind = "nccl" if self.options.device.type == "cuda" else "gloo"
-            store = dist.HashStore()  # type: ignore[attr-defined]  # not in its __all__
-            dist.init_process_group(kind, store=store, rank=0, world_size=1)
         try:
             with environment.patch_environment(**_location()):
-                self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+                self._connect()
                 self._engine, *_ = self._deepspeed.initialize(
                     model=self._stage, config=config, **_optimizer_arguments(optimizer)
                 )
@@ -419,6 +429,31 @@ class ZeroRedundancy(SingleDevice):
         else:
             self._factor = self._factor * factor
 
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the whole gradient of a parameter in float32; collective.
+
+        There is one until the optimizer steps.
+
+        Raises:
+            RuntimeError: The window of micro-batches goes on.
+        """
+        if self._client is None or id(parameter) not in self._trains or not self._pending:
+            return None
+        if not self._ended:
+            if hasattr(self, "step_sync") or not GradientState().sync_gradients:
+                raise RuntimeError(
+                    "Gradients are read inside a window of micro-batches, where DeepSpeed has not "
+                    "reduced them yet: read them in on_before_optimizer_step, or in a loop of your "
+                    "own under `if accelerator.sync_gradients:`."
+                )
+            self._end_window()
+        if self._plain:
+            return parameter.grad
+        whole = parameter.grad
+        if self.stage:
+            whole = self._deepspeed.utils.safe_get_full_grad(parameter)
+        return None if whole is None else whole.float() * self._factor
+
     def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
         """Return whether a gradient is NaN or infinite on any process."""
         self._end_window()
@@ -437,14 +472,12 @@ class ZeroRedundancy(SingleDevice):
         self._end_window()
         if self._plain:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        chosen = {id(parameter) for parameter in parameters} & self._trains
-        if not chosen:
+        if not self._are_all(parameters):
             return torch.zeros((), device=self.options.device)
-        if norm_type != 2.0 or chosen != self._trains:
-            what = "some parameters" if norm_type == 2.0 else f"norm_type={norm_type}"
+        if norm_type != 2.0:
             raise NotImplementedError(
-                f"Gradients are to be clipped by the norm of {what}, but DeepSpeed clips by the "
-                "2-norm of all trained parameters: pass model.parameters()."
+                f"Gradients are to be clipped by the norm of norm_type={norm_type}, but DeepSpeed "
+                "clips by the 2-norm: leave norm_type out."
             )
         if self.plugin.clips_at not in (0.0, max_norm):
             raise ValueError(
@@ -453,8 +486,7 @@ class ZeroRedundancy(SingleDevice):
             )
         self._max_norm = float(max_norm)
         if self.stage == 0:
-            gradients = [p.grad for g in self._groups for p in g["params"] if p.grad is not None]
-            return torch.nn.utils.get_total_norm(gradients) * self._factor
+            return torch.nn.utils.get_total_norm(list(self._gradient_parts())) * self._factor
         squares = torch.stack([part.double().square().sum() for part in self._gradient_parts()])
         total = squares.sum().to(self.options.device)
         dist.all_reduce(total)
@@ -462,7 +494,9 @@ class ZeroRedundancy(SingleDevice):
 
     def _gradient_parts(self) -> Iterator[Tensor]:
         """Yield the gradients that this process holds."""
-        if self.plugin.offload_optimizer_device != "none":
+        if self.stage == 0:
+            yield from (p.grad for g in self._groups for p in g["params"] if p.grad is not None)
+        elif self.plugin.offload_optimizer_device != "none":
             for flat in dict.fromkeys(self._flats().values()):
                 assert flat.grad is not None
                 yield flat.grad
@@ -475,15 +509,37 @@ class ZeroRedundancy(SingleDevice):
         """Limit the magnitude of each element of the gradients.
 
         Raises:
-            NotImplementedError: DeepSpeed keeps the gradients to itself.
+            NotImplementedError: These are not all parameters, or DeepSpeed has taken the norm of
+                gradients in host memory already.
         """
         self._end_window()
-        if not self._plain:
+        if self._plain:
+            super().clip_grad_value_(parameters, max_value)
+            return
+        if not self._are_all(parameters):
+            return
+        if self.plugin.offload_optimizer_device != "none":
             raise NotImplementedError(
-                "DeepSpeed clips gradients by their norm only: use max_grad_norm or "
-                "clip_grad_norm_ instead of a limit on each value."
+                "Each element of the gradients is to be limited, but offload_optimizer_device is "
+                f"{self.plugin.offload_optimizer_device!r}: use max_grad_norm or clip_grad_norm_."
             )
-        super().clip_grad_value_(parameters, max_value)
+        limit = torch.as_tensor(max_value / self._factor, device=self.options.device)
+        for part in self._gradient_parts():
+            part.clamp_(-limit, limit)
+
+    def _are_all(self, parameters: Iterable[Tensor]) -> bool:
+        """Return False if none of the trained parameters are given, and True if all are.
+
+        Raises:
+            NotImplementedError: Some are.
+        """
+        chosen = {id(parameter) for parameter in parameters} & self._trains
+        if chosen and chosen != self._trains:
+            raise NotImplementedError(
+                "The gradients of some parameters are to be clipped, but DeepSpeed clips those of "
+                "all trained parameters together: pass model.parameters()."
+            )
+        return bool(chosen)
 
     def optimizer_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - there is one
         """Make an update, with the factor and the limit that were asked for; collective."""
@@ -741,9 +797,8 @@ class ZeroRedundancy(SingleDevice):
         if self.stage < 3:
             yield
             return
-        assert self._stage is not None
         handles = []
-        for index, part in enumerate(self._stage.modules()):
+        for index, part in enumerate(self._hooked()):
             before = partial(self._announce, 2 * index)
             after = partial(self._announce, 2 * index + 1)
             handles.append(part.register_forward_pre_hook(before, prepend=True))
@@ -755,6 +810,22 @@ class ZeroRedundancy(SingleDevice):
                 handle.remove()
         self._announce(-1)
 
+    def _hooked(self) -> list[nn.Module]:
+        """Return the modules that DeepSpeed lets gather parameters, for a leaf those below it."""
+        from deepspeed.utils import z3_leaf_module
+
+        found: dict[nn.Module, None] = {}
+
+        def walk(part: nn.Module) -> None:
+            found[part] = None
+            for child in () if z3_leaf_module(part) else part.children():
+                if child not in found:
+                    walk(child)
+
+        assert self._stage is not None
+        walk(self._stage)
+        return list(found)
+
     def _announce(self, event: int, *_: Any) -> None:
         """Send an event from rank 0, which has a batch if any process has one."""
         send(torch.tensor([event], device=self.options.device), 0)
@@ -763,8 +834,7 @@ class ZeroRedundancy(SingleDevice):
         """Gather and release the parameters of the modules that rank 0 announces."""
         if self.stage < 3:
             return
-        assert self._stage is not None
-        parts = list(self._stage.modules())
+        parts = self._hooked()
         coordinator = self._offload.get_param_coordinator()
         announced = torch.tensor([-1], device=self.options.device)
         while True:
@@ -799,7 +869,12 @@ class ZeroRedundancy(SingleDevice):
         _take_back_torch()
         if self._engine is not None:
             if self.stage == 3:
+                from deepspeed.runtime.zero import parameter_offload
+
                 self._offload.get_param_coordinator().reset_step()
+                assert self._stage is not None
+                own, stack = set(self._stage.modules()), parameter_offload.FWD_MODULE_STACK
+                stack[:] = [part for part in stack if part not in own]  # it would keep the model
             self._engine.module_forward_pre_hook.remove()
             self._engine.module_forward_post_hook.remove()
             self._engine.destroy()

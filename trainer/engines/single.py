@@ -176,6 +176,10 @@ class SingleDevice:
         """Multiply all gradients by a number or a tensor of shape (), in place."""
         scale_(map(_GRADIENT, parameters), factor)
 
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the parameter's ``grad``."""
+        return parameter.grad
+
     def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
         """Return whether a gradient is NaN or infinite."""
         return find_non_finite(map(_GRADIENT, parameters))

@@ -15,7 +15,6 @@ from typing import Any
 from callbacks import (
     Callback,
     EarlyStopping,
-    GradientNormMonitor,
     Interval,
     ModelCheckpoint,
     SpikeDetection,
@@ -95,7 +94,7 @@ def check_optimizer_fingerprints(options: Mapping[str, str]) -> None:
 
 
 def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
-    """Raise for callbacks that need what an engine keeps in parts: weights, gradients, averages.
+    """Raise for callbacks that need what an engine keeps in parts: weights, averages.
 
     Raises:
         ValueError: There is such a callback.
@@ -109,18 +108,12 @@ def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
                 "(of ModelCheckpoint, on_exception=True); the last checkpoint is there to resume "
                 "from."
             )
-        if not engine.gathers_state:
-            continue
-        if isinstance(each, GradientNormMonitor):
-            what = "reads gradients"
-        elif is_overridden(each, "weights_to_save", Callback):
-            what = "puts averaged weights in the place of the trained ones"
-        else:
-            continue
-        raise ValueError(
-            f"{type(each).__name__} {what}, which DeepSpeed keeps to itself, in parts: leave it "
-            "out, or train without deepspeed_plugin."
-        )
+        if engine.gathers_state and is_overridden(each, "weights_to_save", Callback):
+            raise ValueError(
+                f"{type(each).__name__} puts averaged weights in the place of the trained ones, "
+                "which DeepSpeed keeps to itself, in parts: leave it out, or train without "
+                "deepspeed_plugin."
+            )
 
 
 def check_checkpoint_names(target: str) -> None:

@@ -157,7 +157,7 @@ def test_settings_of_later_releases_are_variables():
     [
         ("num_procesess: 2", "a key is 'num_procesess'.*Did you mean 'num_processes'"),
         ("dynamo_config: {backend: no}", "a key of dynamo_config is 'backend'"),
-        ("distributed_type: DEEPSPEED", "not supported yet.*may be NO, MULTI_CPU"),
+        ("distributed_type: MEGATRON_LM", "not supported yet.*may be NO, MULTI_CPU"),
         ("distributed_type: MULTI_CPUS", "Did you mean 'MULTI_CPU'"),
         (
             "fsdp_config: {fsdp_version: 2}",
@@ -280,7 +280,7 @@ def test_the_library_of_fp8_is_asked_for(home, answer):
 def test_questions_are_asked_with_what_is_known_as_the_answer(home, answer, capsys):
     """Two machines, three wrong answers, and the rest as it is known."""
     write_file(home, LaunchConfiguration(num_processes=2, use_cpu=True, mixed_precision="bf16"))
-    assert answer(b"two\n2\n1\nnode0\n\nc10d\n4\nfp32\n\n\n\nindctor\ninductor\nyes\n") == 0
+    assert answer(b"two\n2\n1\nnode0\n\nc10d\n4\nfp32\n\n\n\n\nindctor\ninductor\nyes\n") == 0
     shown = capsys.readouterr().out
     assert "machines [1]: " in shown
     assert "'two' must be a number of 1 or more" in shown

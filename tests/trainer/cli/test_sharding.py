@@ -1,4 +1,4 @@
-"""FSDP and device meshes by options, files and questions: each equals its argument."""
+"""FSDP, DeepSpeed and meshes by options, files and questions: each equals its argument."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 import yaml
 
 from trainer import (
+    DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     TorchTensorParallelPlugin,
     TrainModule,
 )
-from trainer.cli import main
+from trainer.cli import env, main
+from trainer.cli.config.deepspeed import DEEPSPEED
 from trainer.cli.config.file import LaunchConfiguration, read_file, write_file
 from trainer.cli.config.sharding import FSDP, MESH
 from trainer.environment import patch_environment
@@ -45,7 +47,27 @@ EQUALS: dict[str, tuple[str, dict[str, Any]]] = {
     "parallelism_config_sp_size": ("1", {"sp_size": 1}),
     "parallelism_config_cp_backend": ("torch", {"cp_backend": "torch"}),
     "parallelism_config_cp_comm_strategy": ("allgather", {}),
+    "deepspeed_config_file": ("ds.json", {"hf_ds_config": "ds.json"}),
+    "zero_stage": ("1", {"zero_stage": 1}),
+    "offload_optimizer_device": ("cpu", {"offload_optimizer_device": "cpu"}),
+    "offload_param_device": ("cpu", {"offload_param_device": "cpu"}),
+    "offload_optimizer_nvme_path": ("/a", {"offload_optimizer_nvme_path": "/a"}),
+    "offload_param_nvme_path": ("/b", {"offload_param_nvme_path": "/b"}),
+    "gradient_accumulation_steps": ("4", {"gradient_accumulation_steps": 4}),
+    "gradient_clipping": ("0.5", {"gradient_clipping": 0.5}),
+    "zero3_init_flag": ("false", {"zero3_init_flag": False}),
+    "zero3_save_16bit_model": ("true", {"zero3_save_16bit_model": True}),
+    "deepspeed_moe_layer_cls_names": ("A,B", {"transformer_moe_cls_names": "A,B"}),
 }
+KINDS: dict[str, tuple[str, str, Any]] = {
+    "use_fsdp": ("fsdp_config", "FSDP", FullyShardedDataParallelPlugin),
+    "use_parallelism_config": ("parallelism_config", "MULTI_CPU", ParallelismConfig),
+    "use_deepspeed": ("deepspeed_config", "DEEPSPEED", DeepSpeedPlugin),
+}
+OF_DEEPSPEED = [*DEEPSPEED, "gradient_accumulation_steps"]
+CASES = [(name, "use_fsdp") for name in FSDP]
+CASES += [(name, "use_parallelism_config") for name in MESH]
+CASES += [(name, "use_deepspeed") for name in OF_DEEPSPEED]
 
 
 class Nothing(TrainModule):
@@ -67,32 +89,78 @@ def launched(capsys: Any, *words: str) -> dict[str, str]:
     return {name: value for name, value in lines if name.isupper()}
 
 
+def shown(made: Any) -> dict[str, Any]:
+    """Return the values of a plugin or a mesh, without what cannot be compared."""
+    return {name: value for name, value in vars(made).items() if name != "hf_ds_config"}
+
+
 @pytest.mark.parametrize("by", ["option", "file"])
-@pytest.mark.parametrize("name", [*FSDP, *MESH])
-def test_each_option_and_each_key_equals_its_argument(capsys, name, by):
+@pytest.mark.parametrize(("name", "asks"), CASES)
+def test_each_option_and_each_key_equals_its_argument(capsys, name, asks, by):
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     text, arguments = EQUALS[name]
-    of_fsdp = name in FSDP
-    asks = "use_fsdp" if of_fsdp else "use_parallelism_config"
+    values = {name: text}
+    if asks == "use_deepspeed" and name not in ("zero_stage", "deepspeed_config_file"):
+        values["zero_stage"] = "3"
+        arguments = {**arguments, "zero_stage": 3}
+    section, kind, made = KINDS[asks]
     if by == "option":
-        found = launched(capsys, f"--{asks}", f"--{name}", text)
+        found = launched(capsys, f"--{asks}", *(f"--{n}={value}" for n, value in values.items()))
     else:
-        section = "fsdp_config" if of_fsdp else "parallelism_config"
-        kind = "FSDP" if of_fsdp else "MULTI_CPU"
-        settings = {"distributed_type": kind, section: {name: yaml.safe_load(text)}}
-        Path("own.yaml").write_text(yaml.safe_dump(settings))
+        settings = {n: yaml.safe_load(value) for n, value in values.items()}
+        Path("own.yaml").write_text(yaml.safe_dump({"distributed_type": kind, section: settings}))
         found = launched(capsys, "--config_file", "own.yaml")
     assert found.pop(f"ACCELERATE_{asks.upper()}") == "true"
-    made = FullyShardedDataParallelPlugin if of_fsdp else ParallelismConfig
+    assert found.keys() <= set(env.VARIABLES)
     with patch_environment(**found):
         assert made.requested(None) is None
-        assert made() == made(**arguments)
+        assert shown(made()) == shown(made(**arguments))
 
 
 def test_what_asks_for_sharding_is_heard_by_the_processes(capsys):
     with patch_environment(**launched(capsys, "--use_fsdp", "--use_parallelism_config")):
         assert FullyShardedDataParallelPlugin.requested(None) == FullyShardedDataParallelPlugin()
         assert ParallelismConfig.requested(None) == ParallelismConfig()
-    assert not any("FSDP" in name or "PARALLEL" in name for name in launched(capsys))
+    with patch_environment(**launched(capsys, "--use_deepspeed")):
+        assert shown(DeepSpeedPlugin.requested(None)[""]) == shown(DeepSpeedPlugin())
+    names = "".join(launched(capsys))
+    assert not any(part in names for part in ("FSDP", "PARALLEL", "DEEPSPEED"))
+
+
+# As accelerate writes them.
+OF_ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+deepspeed_config:
+ deepspeed_multinode_launcher: standard
+ gradient_accumulation_steps: 2
+ gradient_clipping: 1.0
+ offload_optimizer_device: none
+ offload_param_device: none
+ zero3_init_flag: true
+ zero_stage: 2
+distributed_type: DEEPSPEED
+fsdp_config: {}
+machine_rank: 0
+main_process_ip: null
+main_process_port: null
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+use_cpu: true
+"""
+
+
+def test_a_file_of_accelerate_partitions_by_deepspeed(capsys):
+    Path("own.yaml").write_text(OF_ACCELERATE)
+    with patch_environment(**launched(capsys, "--config_file", "own.yaml")):
+        made = DeepSpeedPlugin.requested(None)[""]
+    same = {"offload_optimizer_device": "none", "offload_param_device": "none"}
+    steps = {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+    assert shown(made) == shown(DeepSpeedPlugin(zero_stage=2, **same, **steps))
+    sharded = launched(capsys, "--config_file", "own.yaml", "--use_fsdp")
+    assert sharded["ACCELERATE_USE_FSDP"] == "true"
+    assert "ACCELERATE_USE_DEEPSPEED" not in sharded
 
 
 def test_options_win_over_the_keys_of_the_file(capsys):
@@ -118,6 +186,18 @@ def test_options_win_over_the_keys_of_the_file(capsys):
             "--num_processes 4 --use_parallelism_config --parallelism_config_tp_size 2",
             "multiply to 2 (parallelism_config_tp_size 2); the number of processes is 4",
         ),
+        ("--zero_stage 3", "--zero_stage belongs to --use_deepspeed, which is not given"),
+        ("--use_deepspeed --zero_stage 4", "invalid choice: 4"),
+        ("--use_deepspeed --use_fsdp", "cannot be combined with fsdp_config"),
+        (
+            "--use_deepspeed --deepspeed_config_file ds.json --zero_stage 3",
+            "zero_stage cannot be set beside deepspeed_config_file",
+        ),
+        (
+            "--use_deepspeed --deepspeed_multinode_launcher pdsh",
+            "deepspeed_multinode_launcher is 'pdsh', of DeepSpeed's own launcher",
+        ),
+        ("--use_deepspeed --deepspeed_hostfile hosts", "run trainer launch on each machine"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(capsys, words, said):
@@ -130,6 +210,8 @@ def test_options_that_would_do_nothing_are_refused(capsys, words, said):
     [
         ("distributed_type: FSDP\nfsdp_config: {fsdp_ofload_params: 1}", "'fsdp_offload_params'"),
         ("parallelism_config: {tp_size: 2}", "a key of parallelism_config is 'tp_size'"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {stage: 1}", "'zero_stage'"),
+        ("deepspeed_config: {zero_stage: 1}", "deepspeed_config has settings, but distributed"),
     ],
 )
 def test_unknown_keys_are_refused(text, said):
@@ -152,15 +234,45 @@ def test_a_file_is_written_as_the_documented_api_reads_it(home):
     assert (again.fsdp_config, again.parallelism_config) == (settings, sizes)
 
 
-def test_questions_lead_to_shards_and_split_layers(monkeypatch, home):
-    write_file(home, LaunchConfiguration(num_processes=4, use_cpu=True))
+def test_a_file_with_deepspeed_is_written_as_the_documented_api_reads_it(home):
+    settings = {"zero_stage": 3, "offload_optimizer_device": "cpu"}
+    known = LaunchConfiguration(deepspeed_config=settings, gradient_accumulation_steps=4)
+    write_file(home, known)
+    found = yaml.safe_load(home.read_text())
+    assert found["distributed_type"] == "DEEPSPEED"
+    assert found["deepspeed_config"] == {**settings, "gradient_accumulation_steps": 4}
+    assert LaunchConfiguration(**read_file(home)[0]).variables.items() >= known.variables.items()
+
+
+def answer(monkeypatch: Any, keys: bytes) -> None:
+    """Answer the questions of `trainer config`, on a machine without accelerators."""
     monkeypatch.setattr("trainer.cli.config.device_count", lambda: 0)
     master, terminal = pty.openpty()
     with os.fdopen(terminal) as stdin, os.fdopen(master, "wb") as keyboard:
         monkeypatch.setattr("sys.stdin", stdin)
-        keyboard.write(b"\n\n\nyes\n\nyes\n\nBlock\n2\n\n\n")
+        keyboard.write(keys)
         keyboard.flush()
         assert main(["config"]) == 0
+
+
+def test_questions_lead_to_deepspeed(monkeypatch, home):
+    write_file(home, LaunchConfiguration(num_processes=2, use_cpu=True))
+    answer(monkeypatch, b"\n\n\n\nyes\n\n3\nyes\n\nno\n\n\n\n")
+    assert LaunchConfiguration(**read_file(home)[0]).deepspeed_config == {
+        "zero_stage": 3,
+        "offload_optimizer_device": "cpu",
+        "offload_param_device": "none",
+        "zero3_init_flag": False,
+        "zero3_save_16bit_model": False,
+    }
+    answer(monkeypatch, b"\n\n\n\n\nds.json\n\n\n")
+    chosen = {"zero3_init_flag": False, "deepspeed_config_file": "ds.json"}
+    assert LaunchConfiguration(**read_file(home)[0]).deepspeed_config == chosen
+
+
+def test_questions_lead_to_shards_and_split_layers(monkeypatch, home):
+    write_file(home, LaunchConfiguration(num_processes=4, use_cpu=True))
+    answer(monkeypatch, b"\n\n\nyes\n\nyes\n\nBlock\n2\n\n\n")
     found = LaunchConfiguration(**read_file(home)[0])
     assert found.fsdp_config == {
         "fsdp_version": 2,
@@ -182,7 +294,8 @@ def test_a_configuration_of_trainer_fit_equals_the_arguments():
 
     Path("own.yaml").write_text(
         "trainer: {cpu: true, max_epochs: 1, fsdp_plugin: {cpu_offload: true},\n"
-        "  torch_tp_plugin: {tp_size: 2}, parallelism_config: {dp_replicate_size: 2}}\n"
+        "  torch_tp_plugin: {tp_size: 2}, parallelism_config: {dp_replicate_size: 2},\n"
+        "  deepspeed_plugin: {zero_stage: 3, gradient_clipping: 0.5}}\n"
         "model: {class_path: tests.trainer.cli.test_sharding.Nothing}\n"
     )
     config = ConfiguredLine("trainer fit", "fit").parse(["own.yaml"])
@@ -191,3 +304,5 @@ def test_a_configuration_of_trainer_fit_equals_the_arguments():
     assert made.fsdp_plugin == FullyShardedDataParallelPlugin(cpu_offload=True)
     assert made.torch_tp_plugin == TorchTensorParallelPlugin(tp_size=2)
     assert made.parallelism_config == ParallelismConfig(dp_replicate_size=2)
+    same = DeepSpeedPlugin(zero_stage=3, gradient_clipping=0.5)
+    assert shown(made.deepspeed_plugin) == shown(same)

@@ -224,7 +224,8 @@ def _ask_sharding(known: LaunchConfiguration, processes: int) -> dict[str, Any]:
     """
     fsdp, mesh = known.fsdp_config, known.parallelism_config or {}
     answers: dict[str, Any] = {"fsdp_config": None, "parallelism_config": None}
-    if processes == 1:
+    answers["deepspeed_config"] = None
+    if processes == 1 and known.deepspeed_config is None:
         return answers
     what = "shard models over the processes, FSDP (yes, no)"
     if _question(what, fsdp is not None, truth):
@@ -243,6 +244,8 @@ def _ask_sharding(known: LaunchConfiguration, processes: int) -> dict[str, Any]:
         if fsdp[key] == "none":
             del fsdp[key]
         answers["fsdp_config"] = fsdp
+    elif (chosen := _ask_deepspeed(known.deepspeed_config)) is not None:
+        return {**answers, "deepspeed_config": chosen}
     split = _question(
         "processes that share each layer, tensor parallel", mesh.get(_SPLIT) or 1, count
     )
@@ -253,6 +256,45 @@ def _ask_sharding(known: LaunchConfiguration, processes: int) -> dict[str, Any]:
         rest = _REPLICAS if answers["fsdp_config"] is None else _SHARDS
         answers["parallelism_config"] = {_SPLIT: split, rest: max(1, processes // split)}
     return answers
+
+
+def _ask_deepspeed(known: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Ask how DeepSpeed partitions a model and its optimizer; None does not.
+
+    Settings without a question are kept.
+    """
+    what = "partition models and optimizers with DeepSpeed's ZeRO (yes, no)"
+    if not _question(what, known is not None, truth):
+        return None
+    chosen = dict(known or {})
+    key = "deepspeed_config_file"
+    what = "a JSON file with its configuration (none: by these questions)"
+    file = _question(what, chosen.get(key) or "none", str)
+    if file != "none":
+        kept = ("deepspeed_moe_layer_cls_names", "zero3_init_flag")
+        return {**{name: chosen[name] for name in kept if name in chosen}, key: file}
+    chosen.pop(key, None)
+    what = "ZeRO stage (1 partitions the optimizer's state, 2 also gradients, 3 also parameters)"
+    stage = _question(what, int(chosen.get("zero_stage", 2)), _one_of("0", "1", "2", "3"))
+    chosen["zero_stage"] = stage = int(stage)
+    for key, what, least in (
+        ("offload_optimizer_device", "keep the optimizer's state in host memory", 1),
+        ("offload_param_device", "keep parameters in host memory", 3),
+    ):
+        if stage < least:
+            chosen.pop(key, None)
+        else:
+            there = _question(f"{what} (yes, no)", chosen.get(key, "none") == "cpu", truth)
+            chosen[key] = "cpu" if there else "none"
+    for key, what, usual in (
+        ("zero3_init_flag", "partition models of transformers while they are loaded", True),
+        ("zero3_save_16bit_model", "save weights in 16 bits", False),
+    ):
+        if stage < 3:
+            chosen.pop(key, None)
+        else:
+            chosen[key] = _question(f"{what} (yes, no)", truth(str(chosen.get(key, usual))), truth)
+    return chosen
 
 
 def _question(what: str, default: Any, convert: Callable[[str], Any]) -> Any:

@@ -18,6 +18,7 @@ import yaml
 
 from trainer import environment
 from trainer.checks import check_bools, check_counts, check_numbers, choice_error
+from trainer.cli.config import deepspeed
 from trainer.cli.config.fp8 import fp8_variables, normalised
 from trainer.cli.config.sharding import check_settings, variables_of
 from trainer.enums import DynamoBackend, PrecisionType
@@ -25,14 +26,12 @@ from trainer.strict_json import dumps
 
 _SUPPORTED = (
     "This release trains on one device, data parallel on several CPU processes, CUDA or XPU "
-    "devices, or sharded over them by FSDP"
+    "devices, or sharded over them by FSDP or DeepSpeed"
 )
-_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP")
-_REFUSED_TYPES = ("DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
-_REFUSED_CONFIGS = {
-    "deepspeed_config": "DeepSpeed",
-    "megatron_lm_config": "Megatron-LM",
-}
+_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED")
+_REFUSED_TYPES = ("MEGATRON_LM", "XLA", "TPU")
+_REFUSED_CONFIGS = {"megatron_lm_config": "Megatron-LM"}
+_OF_TYPES = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
 # Keys that have no effect here, and why.
 _TPU = "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env"
 _UNUSED = {
@@ -81,6 +80,8 @@ class LaunchConfiguration:
         enable_cpu_affinity: Bind each process to the cores near its GPU.
         fsdp_config: Shards models over the processes with these settings of FSDP, such as
             ``{"fsdp_offload_params": True}``; None does not.
+        deepspeed_config: Partitions models and optimizers with these settings of DeepSpeed, such as
+            ``{"zero_stage": 3}``; None does not.
         parallelism_config: The sizes of the device mesh, such as
             ``{"parallelism_config_tp_size": 2}``.
         fp8_config: Settings of ``mixed_precision="fp8"``, such as ``{"backend": "AO"}``.
@@ -113,6 +114,7 @@ class LaunchConfiguration:
     num_cpu_threads_per_process: int | None = None
     enable_cpu_affinity: bool | None = None
     fsdp_config: dict[str, Any] | None = None
+    deepspeed_config: dict[str, Any] | None = None
     parallelism_config: dict[str, Any] | None = None
     fp8_config: dict[str, Any] | None = None
     debug: bool | None = None
@@ -157,6 +159,9 @@ class LaunchConfiguration:
                 f"fp8_config has settings, but mixed_precision is {self.mixed_precision!r}: it "
                 "must be 'fp8', or remove fp8_config."
             )
+        alone = self.fsdp_config is self.parallelism_config is None
+        of_deepspeed = deepspeed.normalised(self.deepspeed_config, alone=alone)
+        object.__setattr__(self, "deepspeed_config", of_deepspeed)
         check_settings(self.fsdp_config, self.parallelism_config, self.num_processes)
         if self.num_machines > 1 and self.main_process_port == 0:
             raise ValueError(
@@ -180,6 +185,7 @@ class LaunchConfiguration:
             "ACCELERATE_DEBUG_MODE": self.debug,
             "OMP_NUM_THREADS": self.num_cpu_threads_per_process,
             **variables_of(self.fsdp_config, self.parallelism_config),
+            **deepspeed.variables_of(self.deepspeed_config),
             **fp8_variables(self.fp8_config),
             "CUDA_VISIBLE_DEVICES": None if self.gpu_ids == "all" else self.gpu_ids,
         }
@@ -246,16 +252,28 @@ def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         given[name] = str(given[name] or "no")  # YAML reads a bare `no` as False
     for name in {"gpu_ids", "main_process_ip", "dynamo_mode", "rdzv_conf"} & given.keys():
         given[name] = str(given[name])  # and a bare 0 as a number
-    for name in ("fsdp_config", "parallelism_config", "fp8_config"):
+    for name in ("fsdp_config", "deepspeed_config", "parallelism_config", "fp8_config"):
         if not given.get(name):
             given.pop(name, None)
-    if found.get("distributed_type") == "FSDP":
-        given.setdefault("fsdp_config", {})
+    for name, kind in _OF_TYPES.items():
+        if found.get("distributed_type") == kind:
+            given.setdefault(name, {})
+    _take_accumulation(given)
     if found.get("distributed_type") == "MULTI_CPU":
         given["use_cpu"] = True
     if given.get("num_processes") == -1:  # stands for "given on each command line"
         del given["num_processes"]
     return given, notes
+
+
+def _take_accumulation(given: dict[str, Any]) -> None:
+    """Take the micro-batches per update out of ``deepspeed_config``, where accelerate has them."""
+    of_deepspeed = dict(given.get("deepspeed_config", {}))
+    steps = of_deepspeed.pop("gradient_accumulation_steps", "auto")
+    if "deepspeed_config" in given:
+        given["deepspeed_config"] = of_deepspeed
+    if steps != "auto":
+        given["gradient_accumulation_steps"] = int(steps)
 
 
 def _check_supported(found: Mapping[str, Any]) -> None:
@@ -273,17 +291,17 @@ def _check_supported(found: Mapping[str, Any]) -> None:
         )
     if kind not in _TYPES:
         raise ValueError(choice_error("distributed_type", kind, _TYPES))
-    if found.get("fsdp_config") and kind != "FSDP":
-        raise ValueError(
-            f"fsdp_config has settings, but distributed_type is {kind!r}: write FSDP, or remove "
-            "fsdp_config."
-        )
+    for name, its_kind in _OF_TYPES.items():
+        if found.get(name) and kind != its_kind:
+            raise ValueError(
+                f"{name} has settings, but distributed_type is {kind!r}: write {its_kind}, or "
+                f"remove {name}."
+            )
     for key, engine in _REFUSED_CONFIGS.items():
         if found.get(key):
             raise ValueError(
                 f"{key} asks for {engine}, which is not supported yet. {_SUPPORTED}; for those "
                 f"remove {key}."
-                + (" (A script may pass deepspeed_plugin.)" if engine == "DeepSpeed" else "")
             )
 
 
@@ -296,12 +314,13 @@ def write_file(path: Path, configuration: LaunchConfiguration) -> None:
     own = configuration
     several = (own.num_processes or 1) > 1 or own.num_machines > 1
     kind = "MULTI_CPU" if own.use_cpu else "MULTI_GPU"
-    if own.fsdp_config is not None:
-        kind = "FSDP"
+    for name, its_kind in _OF_TYPES.items():
+        if getattr(own, name) is not None:
+            kind, several = its_kind, True
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": bool(own.debug),
-        "distributed_type": kind if several or own.fsdp_config is not None else "NO",
+        "distributed_type": kind if several else "NO",
         "gpu_ids": own.gpu_ids,
         "machine_rank": own.machine_rank,
         "main_process_ip": own.main_process_ip,
@@ -319,6 +338,9 @@ def write_file(path: Path, configuration: LaunchConfiguration) -> None:
         value = getattr(own, field.name)
         if field.name not in (*values, *_DYNAMO) and value != field.default:
             kept[field.name] = value
+    if own.deepspeed_config is not None and "gradient_accumulation_steps" in kept:
+        steps = kept.pop("gradient_accumulation_steps")  # accelerate has it there
+        kept["deepspeed_config"] = {**own.deepspeed_config, "gradient_accumulation_steps": steps}
     path.parent.mkdir(parents=True, exist_ok=True)
     is_json = path.suffix == ".json"
     text = dumps(kept, indent=2) + "\n" if is_json else yaml.safe_dump(kept)

@@ -12,7 +12,6 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 from trainer import environment
 from trainer.cli.config import accelerators, device_count, known_of
+from trainer.cli.config.deepspeed import DEEPSPEED, LAUNCHER
 from trainer.cli.config.file import LaunchConfiguration, default_place
 from trainer.cli.config.fp8 import FP8
 from trainer.cli.config.sharding import FSDP, MESH
@@ -93,14 +93,9 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in given & REFUSED.keys():
         problem = (
             f"--{name} asks for {REFUSED[name]}, which is not supported yet: this release trains "
-            "on one device, or on several, data parallel or sharded with --use_fsdp."
+            "on one device, or on several, data parallel or sharded with --use_fsdp or "
+            "--use_deepspeed."
         )
-        if name == "use_deepspeed":
-            problem = (
-                "--use_deepspeed and its options are not supported yet by this command: pass "
-                "deepspeed_plugin=DeepSpeedPlugin(...) in the script, or set the variables "
-                "ACCELERATE_USE_DEEPSPEED=true and ACCELERATE_DEEPSPEED_..., which it reads."
-            )
     if not arguments.words:
         problem = "the script is missing."
     elif arguments.cpu and (arguments.multi_gpu or arguments.gpu_ids):
@@ -176,15 +171,20 @@ def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
 
 
 def _take_sharding(
-    arguments: argparse.Namespace, known: Mapping[str, Any], given: dict[str, Any]
+    arguments: argparse.Namespace, known: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    """Put the options of FSDP and of the mesh over those of the file.
+    """Put the options of FSDP, DeepSpeed and the mesh over those of the file.
 
     Raises:
         argparse.ArgumentTypeError: One is given, but nothing asks to shard.
     """
+    if arguments.use_deepspeed:
+        known.pop("fsdp_config", None)
+    elif arguments.use_fsdp:
+        known.pop("deepspeed_config", None)
     for key, asks, names in (
         ("fsdp_config", "use_fsdp", FSDP),
+        ("deepspeed_config", "use_deepspeed", [*DEEPSPEED, *LAUNCHER]),
         ("parallelism_config", "use_parallelism_config", MESH),
     ):
         chosen = {name: value for name in names if (value := getattr(arguments, name)) is not None}

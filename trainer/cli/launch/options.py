@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from trainer.cli.config.deepspeed import DEEPSPEED, LAUNCHER, limit
 from trainer.cli.config.fp8 import FP8, three_bools
 from trainer.cli.config.sharding import FSDP, MESH
 from trainer.cli.parsing import command_parser, count, truth
@@ -15,7 +16,6 @@ from trainer.enums import DynamoBackend, PrecisionType
 
 # Options of the documented API for engines that are not supported, and the engines' names.
 REFUSED = {
-    "use_deepspeed": "DeepSpeed",
     "use_megatron_lm": "Megatron-LM",
     "tpu": "a TPU",
 }
@@ -42,6 +42,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
             (
                 "a model sharded over four processes",
                 "--num_processes 4 --use_fsdp --fsdp_offload_params true train.py",
+            ),
+            (
+                "a model and its optimizer partitioned by DeepSpeed",
+                "--num_processes 4 --use_deepspeed --zero_stage 3 train.py",
             ),
             ("a module of a package", "--num_processes 2 -m mypackage.train --epochs 3"),
             (
@@ -129,7 +133,10 @@ _KINDS: dict[str, dict[str, Any]] = {
     "bool": {"type": truth, "metavar": "BOOL"},
     "bools": {"type": three_bools, "metavar": "BOOL,BOOL,BOOL"},
     "count": {"type": count, "metavar": "N"},
+    "device": {"choices": ("none", "cpu", "nvme"), "metavar": "NAME"},
     "int": {"type": int, "metavar": "N"},
+    "limit": {"type": limit, "metavar": "NORM"},
+    "stage": {"type": int, "choices": range(4)},
     "text": {"metavar": "NAME"},
     "version": {"type": int, "choices": (1, 2)},
 }
@@ -144,8 +151,9 @@ def _fp8(made: argparse.ArgumentParser) -> None:
 def _sharding(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("models larger than one device")
     _add(group, "--use_fsdp", help="shard models over the processes; see docs/launching.md")
+    _add(group, "--use_deepspeed", help="partition models and optimizers with DeepSpeed's ZeRO")
     _add(group, "--use_parallelism_config", help="a mesh of replicas, shards and split layers")
-    for name, (kind, what) in {**FSDP, **MESH}.items():
+    for name, (kind, what) in {**FSDP, **DEEPSPEED, **MESH}.items():
         _add(group, f"--{name}", **_KINDS[kind], help=what)
 
 
@@ -173,7 +181,7 @@ def _machines(made: argparse.ArgumentParser) -> None:
     # They have no effect here, or are refused.
     for name in ("same_network", "downcast_bf16", *REFUSED):
         _add(group, f"--{name}", help=argparse.SUPPRESS)
-    for name in ("--main_training_function", "--role"):
+    for name in ("--main_training_function", "--role", *(f"--{name}" for name in LAUNCHER)):
         _add(group, name, metavar="NAME", help=argparse.SUPPRESS)
 
 

@@ -66,6 +66,7 @@ FLOORS = {
     "trainer.__main__": 10,
     "trainer.cli": 10,
     "trainer.launchers": 10,
+    "trainer.lightning": 10,
     "trainer.tuning": 10,
     "trainer.utils": 10,
 }

@@ -153,6 +153,8 @@ def check_uncalled_hooks(owner: object, kind: str) -> None:
     for each in type(owner).__mro__:
         if each.__module__.startswith("callbacks."):
             refused = refused | _OF_KIND.get(each.__name__, {})
+        if each.__module__.startswith("trainer.lightning."):  # which calls them
+            refused = {name: use for name, use in refused.items() if name not in vars(each)}
     for name in sorted(refused):
         # Not getattr of the owner: a layer may have such a name, and it is no method.
         if callable(getattr(type(owner), name, None)):

@@ -1,0 +1,304 @@
+"""Programs of Lightning run after their import line is changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainer.lightning as L
+from tests.numerics.running import copy_of
+from trainer.lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
+from trainer.lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from trainer.lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+X = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+
+
+def loaders(size: int = 8) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    train, val = TensorDataset(X[:64], Y[:64]), TensorDataset(X[64:], Y[64:])
+    return DataLoader(train, size), DataLoader(val, size)
+
+
+def make_classifier(library: Any) -> Any:
+    """Return the class of a program for Lightning, of this library or of the other."""
+
+    class Classifier(library.LightningModule):  # type: ignore[misc]
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = cross_entropy(self.net(batch[0]), batch[1])
+            self.log("train_loss", loss, prog_bar=True)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            scores = self.net(batch[0])
+            self.log("val_loss", cross_entropy(scores, batch[1]))
+            self.log("val_acc", (scores.argmax(1) == batch[1]).float().mean())
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(batch[0]).argmax(1)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
+
+    return Classifier
+
+
+def trained(library: Any, callbacks: Any, logger: Any, folder: Path) -> Any:
+    library.seed_everything(1)
+    module = make_classifier(library)()
+    trainer = library.Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        devices=1,
+        logger=logger,
+        log_every_n_steps=1,
+        gradient_clip_val=0.5,
+        accumulate_grad_batches=2,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, *loaders())
+    return trainer, module
+
+
+def ours(folder: Path, callbacks: Any = None) -> Any:
+    return trained(L, callbacks, CSVLogger(folder), folder)
+
+
+def test_a_program_is_a_plain_loop_to_the_last_bit(tmp_path):
+    trainer, module = ours(tmp_path, [EarlyStopping("val_loss"), LearningRateMonitor("step")])
+    L.seed_everything(1)
+    plain = make_classifier(L)()
+    made = plain.configure_optimizers()
+    optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    for _ in range(3):
+        batches = list(loaders()[0])
+        for window in zip(batches[::2], batches[1::2], strict=True):
+            optimizer.zero_grad()
+            for x, y in window:
+                (cross_entropy(plain.net(x), y) / 2).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+    torch.testing.assert_close(copy_of(module), copy_of(plain), rtol=0, atol=0)
+    assert (trainer.global_step, trainer.current_epoch) == (12, 3)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_a_program_trains_as_under_lightning(tmp_path, monkeypatch):
+    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # Lightning sets them
+        monkeypatch.setenv(variable, "1")
+    theirs = pytest.importorskip("lightning", reason="the extra peers is not installed")
+    trainer, module = ours(tmp_path)
+    logger = theirs.pytorch.loggers.CSVLogger(tmp_path / "theirs")
+    other, expected = trained(theirs, [], logger, tmp_path / "theirs")
+    torch.testing.assert_close(copy_of(module), copy_of(expected), rtol=0, atol=0)
+    for name in ("val_loss", "val_acc"):
+        value = trainer.callback_metrics[name].item()
+        assert value == pytest.approx(other.callback_metrics[name].item(), abs=1e-6)
+
+
+def test_what_programs_read_of_the_trainer_is_there(tmp_path):
+    checkpoint = ModelCheckpoint(monitor="val_loss", filename="{epoch}-{val_loss:.2f}")
+    trainer, module = ours(tmp_path, [checkpoint])
+    assert trainer.logger is trainer.loggers[0]
+    assert trainer.log_dir == str(tmp_path / "lightning_logs" / "version_0")
+    assert trainer.checkpoint_callback is checkpoint
+    assert (trainer.num_devices, trainer.num_nodes, trainer.world_size) == (1, 1, 1)
+    assert (trainer.precision, trainer.accumulate_grad_batches) == ("32-true", 2)
+    assert trainer.model is trainer.lightning_module is module
+    assert trainer.strategy.broadcast(3) == 3
+    best = type(module).load_from_checkpoint(checkpoint_path=checkpoint.best_model_path)
+    assert best.hparams.lr == 0.1
+    rows = (Path(trainer.log_dir) / "metrics.csv").read_text().splitlines()
+    assert len(rows) > 12
+
+
+def test_an_evaluation_without_a_model_is_that_of_the_best_of_the_fit(tmp_path, capsys):
+    trainer, module = ours(tmp_path, [ModelCheckpoint(monitor="val_acc", mode="max")])
+    val = loaders()[1]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    [found] = trainer.validate(dataloaders=val)
+    assert json.loads(capsys.readouterr().out.strip()) == [found]
+    assert found["val_acc"] == pytest.approx(trainer.checkpoint_callback.best_model_score)
+    assert len(trainer.predict(dataloaders=val)) == 4
+
+
+def fit(folder: Path, module: Any = None, **options: Any) -> L.Trainer:
+    module = make_classifier(L)() if module is None else module
+    defaults = {"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False}
+    trainer = L.Trainer(**{"default_root_dir": folder, "logger": False, **defaults, **options})
+    trainer.fit(module, *loaders())
+    return trainer
+
+
+def test_each_run_has_a_version_of_its_own(tmp_path):
+    first, second = (fit(tmp_path, logger=True, max_epochs=1) for _ in range(2))
+    assert Path(first.log_dir) == tmp_path / "lightning_logs" / "version_0"
+    assert Path(second.log_dir) == tmp_path / "lightning_logs" / "version_1"
+    assert isinstance(second.logger, TensorBoardLogger)
+    assert list(Path(second.log_dir).glob("events*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "validations"),
+    [
+        ({}, 2),
+        ({"val_check_interval": 0.5}, 4),
+        ({"val_check_interval": 2}, 8),
+        ({"val_check_interval": 4, "accumulate_grad_batches": 2}, 4),
+        ({"check_val_every_n_epoch": 2}, 1),
+        ({"limit_val_batches": 0}, 0),
+        ({"max_epochs": -1, "max_steps": 12, "val_check_interval": 6}, 2),
+    ],
+    ids=str,
+)
+def test_validations_come_as_often_as_they_are_asked_for(tmp_path, options, validations):
+    class Counts(make_classifier(L)):  # type: ignore[misc]
+        seen = 0
+
+        def on_validation_end(self) -> None:
+            self.seen += 1
+
+    module = Counts()
+    fit(tmp_path, module, num_sanity_val_steps=0, **options)
+    assert module.seen == validations
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_true_precision_converts_the_module_and_its_batches(tmp_path, precision):
+    class Sees(make_classifier(L)):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.seen = batch[0].dtype, batch[1].dtype
+            return super().training_step(batch, batch_idx)
+
+    module = Sees()
+    fit(tmp_path, module, precision=precision)
+    dtype = torch.float64 if precision.startswith("64") else torch.bfloat16
+    assert module.seen == (dtype, torch.int64)
+    assert {parameter.dtype for parameter in module.parameters()} == {dtype}
+
+
+def test_a_modules_logger_is_the_sdks_object_while_it_trains(tmp_path):
+    class Writes(make_classifier(L)):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            self.logger.experiment.add_text("note", "hello", 0)
+            self.logger.log_hyperparams({"depth": 2})
+
+    trainer = fit(tmp_path, Writes(), logger=TensorBoardLogger(tmp_path, "mine", version="a"))
+    assert Path(trainer.log_dir) == tmp_path / "mine" / "a"
+    events = b"".join(path.read_bytes() for path in Path(trainer.log_dir).rglob("*tfevents*"))
+    assert b"hello" in events
+
+
+class Written(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.batches: list[int] = []
+        self.whole: Any = None
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, indices, batch, batch_idx, loader):
+        self.batches.append(batch_idx)
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.whole = torch.cat(predictions)
+
+
+def test_modules_may_bring_callbacks_and_data_modules_be_made_of_datasets(tmp_path):
+    class Brings(make_classifier(L)):  # type: ignore[misc]
+        def configure_callbacks(self) -> Any:
+            return [EarlyStopping("val_loss", patience=7)]
+
+    data = L.LightningDataModule.from_datasets(
+        TensorDataset(X[:64], Y[:64]),
+        TensorDataset(X[64:], Y[64:]),
+        predict_dataset=TensorDataset(X[64:], Y[64:]),
+        batch_size=8,
+    )
+    written = Written()
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+        callbacks=[EarlyStopping("val_loss"), written],
+    )
+    module = Brings()
+    trainer.fit(module, datamodule=data)
+    assert trainer.early_stopping_callback.patience == 7
+    predicted = torch.cat(trainer.predict(module, datamodule=data))
+    assert written.batches == [0, 1, 2, 3]
+    torch.testing.assert_close(written.whole, predicted)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": 2}, "trainer launch --num_processes 2 script.py"),
+        ({"strategy": "horovod"}, "strategy is 'horovod'"),
+        ({"precision": "8"}, "precision is '8'"),
+        ({"accelerator": "tpu"}, "accelerator is 'tpu'"),
+        ({"use_distributed_sampler": False}, "use_distributed_sampler=False"),
+        ({"val_check_interval": 3, "accumulate_grad_batches": 2}, "no multiple"),
+        ({"profiler": "advanced"}, "profiler is 'advanced'"),
+    ],
+    ids=str,
+)
+def test_what_does_not_carry_over_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        L.Trainer(accelerator=options.pop("accelerator", "cpu"), logger=False, **options)
+    with pytest.raises(TypeError, match="no argument 'stochastic_weight_avg'"):
+        L.Trainer(accelerator="cpu", logger=False, stochastic_weight_avg=True)
+
+
+def test_two_processes_train_as_one(ranks2, tmp_path):
+
+    def run() -> Any:
+        L.seed_everything(4)
+        module = make_classifier(L)()
+        trainer = L.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            enable_progress_bar=False,
+            default_root_dir=tmp_path / "two",
+            seed=4,
+        )
+        trainer.fit(module, *loaders(4))
+        return copy_of(module), trainer.log_dir, rank_zero_only(lambda: "first")()
+
+    L.seed_everything(4)
+    expected = fit(tmp_path / "one", make_classifier(L)(), seed=4).model
+    found = ranks2(run)
+    assert [rank for _, _, rank in found] == ["first", None]
+    for weights, folder, _ in found:
+        assert folder == str(tmp_path / "two" / "lightning_logs" / "version_0")
+        torch.testing.assert_close(weights, copy_of(expected))

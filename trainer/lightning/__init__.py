@@ -1,0 +1,23 @@
+"""Lightning's names: a program moves in with ``import trainer.lightning as L``.
+
+Everything here is translated into Cadence's own classes. What does not carry over raises an error
+that says what to use.
+"""
+
+from trainer.lightning import pytorch
+from trainer.lightning.pytorch import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
+
+__all__ = [
+    "Callback",
+    "LightningDataModule",
+    "LightningModule",
+    "Trainer",
+    "pytorch",
+    "seed_everything",
+]

@@ -1,0 +1,28 @@
+"""The names of ``lightning.pytorch``; see `trainer.lightning`."""
+
+from callbacks import Callback
+from trainer.lightning.pytorch import (
+    callbacks,
+    loggers,
+    profilers,
+    strategies,
+    tuner,
+    utilities,
+)
+from trainer.lightning.pytorch.module import LightningDataModule, LightningModule
+from trainer.lightning.pytorch.trainer import Trainer
+from trainer.lightning.pytorch.utilities import seed_everything
+
+__all__ = [
+    "Callback",
+    "LightningDataModule",
+    "LightningModule",
+    "Trainer",
+    "callbacks",
+    "loggers",
+    "profilers",
+    "seed_everything",
+    "strategies",
+    "tuner",
+    "utilities",
+]

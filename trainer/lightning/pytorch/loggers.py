@@ -1,0 +1,203 @@
+"""Lightning's loggers: Cadence's trackers, with Lightning's arguments and attributes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trackers.comet import CometMLTracker
+from trackers.csv import CSVTracker
+from trackers.tensorboard import TensorBoardTracker
+from trackers.wandb import WandBTracker
+
+__all__ = ["CSVLogger", "CometLogger", "Logger", "TensorBoardLogger", "WandbLogger"]
+
+
+class _NoExperiment:
+    """In the place of an SDK's object where no tracker runs: calls do nothing."""
+
+    def __getattr__(self, name: str) -> _NoExperiment:
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+class Logger:
+    """What Lightning's loggers have in common.
+
+    Attributes:
+        name: The name of the project, or of the folder of all runs.
+        version: The name or the number of this run.
+        save_dir: The folder of all projects; None for a service.
+        trainer: The Trainer that has this logger; None before there is one.
+    """
+
+    save_dir: Path | None = None
+    version: Any = None
+    trainer: Any = None
+
+    @property
+    def experiment(self) -> Any:
+        """The SDK's own object on rank 0 while a run goes on; elsewhere calls of it do nothing.
+
+        It waits until the tracker has started. What is called then runs on this thread.
+        """
+        try:
+            running = self._running
+            return _NoExperiment() if running is None else running.tracker
+        except RuntimeError:  # the run is over
+            return _NoExperiment()
+
+    @property
+    def _running(self) -> Any:
+        """The run's tracker on its own thread; None on processes without one."""
+        trackers = [] if self.trainer is None else self.trainer.trackers
+        return next((each for each in trackers if each.wrapped is self), None)
+
+    @property
+    def root_dir(self) -> Path | None:
+        """The folder of this project's runs."""
+        return None if self.save_dir is None else self.save_dir / self.project
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The folder of this run, which a Trainer makes its own."""
+        version = self.version
+        if self.root_dir is None:
+            return None
+        return self.root_dir / (f"version_{version}" if isinstance(version, int) else str(version))
+
+    project: str = "lightning_logs"
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log values, where the tracker runs."""
+        if self._running is not None:
+            self._running.log(metrics, step)
+
+    def log_hyperparams(self, params: dict[str, Any]) -> None:
+        """Store the configuration, where the tracker runs."""
+        if self._running is not None:
+            self._running.store_init_configuration(dict(params))
+
+    def watch(self, *_: Any, **__: Any) -> None:
+        """Do nothing: gradients are logged by `callbacks.GradientNormMonitor`."""
+
+
+def next_version(folder: Path) -> int:
+    """Return the number after the highest ``version_N`` in a folder."""
+    numbers = [each.name.removeprefix("version_") for each in folder.glob("version_*")]
+    return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
+
+
+class _InFolder(Logger):
+    """A logger whose files are in ``save_dir/name/version``."""
+
+    def _place(self, save_dir: Any, name: str | None, version: Any) -> tuple[str, Path]:
+        self.save_dir = Path(save_dir).expanduser().absolute()
+        self.project = "" if name is None else str(name)
+        root = self.save_dir / self.project
+        self.version = next_version(root) if version is None else version
+        run_dir = self.run_dir
+        assert run_dir is not None
+        return run_dir.name, root
+
+
+class TensorBoardLogger(_InFolder, TensorBoardTracker):
+    """`trackers.tensorboard.TensorBoardTracker` in ``save_dir/name/version_N``.
+
+    Args:
+        save_dir: The folder of all projects.
+        name: The folder of this project's runs.
+        version: The run's name or number; None is the next number.
+        **options: For torch's ``SummaryWriter``.
+    """
+
+    def __init__(
+        self,
+        save_dir: Any,
+        name: str | None = "lightning_logs",
+        version: Any = None,
+        **options: Any,
+    ) -> None:
+        run, root = self._place(save_dir, name, version)
+        for unused in ("log_graph", "default_hp_metric", "prefix", "sub_dir"):
+            options.pop(unused, None)
+        TensorBoardTracker.__init__(self, run, root, **options)
+
+
+class CSVLogger(_InFolder, CSVTracker):
+    """`trackers.csv.CSVTracker`: ``metrics.csv`` in ``save_dir/name/version_N``.
+
+    Args:
+        save_dir: The folder of all projects.
+        name: The folder of this project's runs.
+        version: The run's name or number; None is the next number.
+        prefix: Must be empty.
+        flush_logs_every_n_steps: Has no effect: every record is written at once.
+    """
+
+    def __init__(
+        self,
+        save_dir: Any,
+        name: str | None = "lightning_logs",
+        version: Any = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        if prefix:
+            raise ValueError(f"CSVLogger(prefix={prefix!r}): log under a longer name instead.")
+        run, root = self._place(save_dir, name, version)
+        CSVTracker.__init__(self, run, root)
+
+
+class WandbLogger(Logger, WandBTracker):
+    """`trackers.wandb.WandBTracker`.
+
+    Args:
+        name: The run's name.
+        save_dir: The folder of wandb's files.
+        version: The run's id, as `id`.
+        offline: Whether nothing is sent.
+        project: The project.
+        **kwargs: For ``wandb.init``.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: Any = ".",
+        version: str | None = None,
+        offline: bool = False,
+        project: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for unused in ("log_model", "prefix", "checkpoint_name", "anonymous", "experiment"):
+            kwargs.pop(unused, None)
+        identity = kwargs.pop("id", None) or version
+        options = {
+            "name": name,
+            "dir": str(save_dir),
+            "id": identity,
+            "mode": "offline" if offline else None,
+        }
+        kwargs.update({key: value for key, value in options.items() if value is not None})
+        self.project, self.version = project or "lightning_logs", identity
+        WandBTracker.__init__(self, self.project, **kwargs)
+
+
+class CometLogger(Logger, CometMLTracker):
+    """`trackers.comet.CometMLTracker`.
+
+    Args:
+        project: The project.
+        name: The experiment's name.
+        **kwargs: For ``comet_ml``.
+    """
+
+    def __init__(
+        self, *, project: str | None = None, name: str | None = None, **kwargs: Any
+    ) -> None:
+        kwargs.pop("prefix", None)
+        self.project, self.version = project or "lightning_logs", name
+        CometMLTracker.__init__(self, self.project, **kwargs)

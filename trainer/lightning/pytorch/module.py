@@ -1,0 +1,148 @@
+"""LightningModule and LightningDataModule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from trainer.datamodule import DataModule
+from trainer.module import TrainModule
+
+M = TypeVar("M", bound="LightningModule")
+
+
+class LightningModule(TrainModule):
+    """A `TrainModule` with the attributes that programs for Lightning read.
+
+    Attributes:
+        example_input_array: An example of what ``forward`` takes, for `to_onnx` and
+            `to_torchscript`; None if there is none.
+    """
+
+    example_input_array: Any = None
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]  # Lightning's name of the path
+        cls: type[M],
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        hparams_file: None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> M:
+        """Create a module from a checkpoint; see `TrainModule.load_from_checkpoint`."""
+        load: Any = super().load_from_checkpoint
+        made: M = load(checkpoint_path, map_location=map_location, strict=strict, **kwargs)
+        return made
+
+    @property
+    def logger(self) -> Any:
+        """The run's first logger; None without any."""
+        return self.trainer.logger  # type: ignore[attr-defined]  # of trainer.lightning's Trainer
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The run's loggers."""
+        return list(self.trainer.loggers)  # type: ignore[attr-defined]  # as above
+
+    def configure_callbacks(self) -> Any:
+        """Return further callbacks, which replace those of the Trainer of the same class."""
+        return []
+
+    def to_onnx(self, file_path: str | Path, input_sample: Any = None, **kwargs: Any) -> Any:
+        """Export the module with ``torch.onnx.export``.
+
+        Args:
+            file_path: The file.
+            input_sample: What ``forward`` takes; None is `example_input_array`.
+            **kwargs: For ``torch.onnx.export``.
+
+        Raises:
+            ValueError: There is no example.
+        """
+        sample = self._example(input_sample, "to_onnx")
+        with torch.no_grad():
+            return torch.onnx.export(self.eval(), sample, str(file_path), **kwargs)
+
+    def to_torchscript(
+        self,
+        file_path: str | Path | None = None,
+        method: str = "script",
+        example_inputs: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Compile the module with ``torch.jit.trace``, and save it if there is a path.
+
+        Raises:
+            ValueError: The method is ``"script"``, which cannot compile a trainer's module, or
+                there is no example.
+        """
+        if method != "trace":
+            raise ValueError(
+                f"to_torchscript was called with method={method!r}; only 'trace' can compile a "
+                "module of a trainer. torch.export.export is torch's way today."
+            )
+        sample = self._example(example_inputs, "to_torchscript")
+        with torch.no_grad():
+            traced = torch.jit.trace(self.eval(), sample, **kwargs)
+        if file_path is not None:
+            traced.save(str(file_path))
+        return traced
+
+    def _example(self, given: Any, method: str) -> tuple[Any, ...]:
+        sample = self.example_input_array if given is None else given
+        if sample is None:
+            raise ValueError(
+                f"{method} needs an example of what forward takes: pass it, or set "
+                "self.example_input_array."
+            )
+        return sample if isinstance(sample, tuple) else (sample,)
+
+
+class LightningDataModule(DataModule):
+    """A `DataModule` that can be made from datasets."""
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **kwargs: Any,
+    ) -> LightningDataModule:
+        """Return a data module with a loader for each dataset; that of training is shuffled.
+
+        Args:
+            train_dataset: A dataset or a list of them, as the others.
+            val_dataset: For validation.
+            test_dataset: For tests.
+            predict_dataset: For predictions.
+            batch_size: Samples of a batch.
+            num_workers: Worker processes of each loader.
+            **kwargs: For the data module.
+        """
+        made = cls(**kwargs)
+
+        def loader(dataset: Any, *, shuffle: bool = False) -> Any:
+            if isinstance(dataset, (list, tuple)):
+                return [loader(each, shuffle=shuffle) for each in dataset]
+            shuffles = shuffle and not isinstance(dataset, torch.utils.data.IterableDataset)
+            return DataLoader(dataset, batch_size, shuffle=shuffles, num_workers=num_workers)
+
+        for name, dataset in (
+            ("train", train_dataset),
+            ("val", val_dataset),
+            ("test", test_dataset),
+            ("predict", predict_dataset),
+        ):
+            if dataset is not None:
+                made_loader = loader(dataset, shuffle=name == "train")
+                setattr(made, f"{name}_dataloader", lambda made_loader=made_loader: made_loader)
+        return made

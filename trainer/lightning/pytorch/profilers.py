@@ -1,0 +1,18 @@
+"""Lightning's profilers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from callbacks import Profiler
+
+
+class SimpleProfiler:
+    """``profile="simple"`` of the Trainer; its arguments have no effect."""
+
+    def __init__(self, dirpath: Any = None, filename: Any = None, extended: bool = True) -> None:
+        pass
+
+
+class PyTorchProfiler(Profiler):
+    """A trace of torch's profiler; see `callbacks.Profiler` for its arguments."""

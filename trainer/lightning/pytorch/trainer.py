@@ -1,0 +1,569 @@
+"""Lightning's Trainer: its arguments and attributes, translated into those of `trainer.Trainer`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import callbacks as ours
+from callbacks import Callback, GradientAccumulationScheduler, ModelSummary
+from trackers.base import is_installed
+from trainer import environment
+from trainer.distributed.objects import broadcast_object
+from trainer.lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, next_version
+from trainer.lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
+from trainer.lightning.pytorch.strategies import strategy_of
+from trainer.ported.arguments import check_trainer_arguments
+from trainer.state import PartialState
+from trainer.trainer import Trainer as NativeTrainer
+from trainer.tree import map_tree
+
+_PRECISIONS = {
+    **dict.fromkeys(("32", "32-true", "None"), "no"),
+    **dict.fromkeys(("16", "16-mixed"), "fp16"),
+    **dict.fromkeys(("bf16", "bf16-mixed"), "bf16"),
+}
+_TRUE_PRECISIONS = {
+    "64": torch.float64,
+    "64-true": torch.float64,
+    "16-true": torch.float16,
+    "bf16-true": torch.bfloat16,
+}
+
+
+class Number(float):
+    """A metric's value, with the methods of a tensor that programs call on it."""
+
+    def item(self) -> float:
+        """Return it as a float."""
+        return float(self)
+
+    def cpu(self) -> Number:
+        """Return it."""
+        return self
+
+    detach = tolist = cpu
+
+
+class Trainer(NativeTrainer):
+    """`trainer.Trainer` with Lightning's arguments; see its documentation for what they mean.
+
+    Several devices need the launcher: ``trainer launch --num_processes N script.py``. `devices` and
+    `num_nodes` must then agree with it.
+
+    Args:
+        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"`` or ``"cuda"``.
+        strategy: A name such as ``"ddp"``, ``"fsdp"`` or ``"deepspeed_stage_2"``, or an object of
+            `trainer.lightning.pytorch.strategies`.
+        devices: How many processes, or the list of devices; ``"auto"`` is those of the launcher.
+        num_nodes: How many machines.
+        precision: ``"32"``, ``"16-mixed"``, ``"bf16-mixed"``, and ``"64-true"``, ``"16-true"``
+            and ``"bf16-true"``, which convert the module and its batches.
+        logger: True for TensorBoard, or CSV where that is not installed; False; or loggers.
+        callbacks: The callbacks.
+        fast_dev_run: See `trainer.Trainer`, as others that are not described here.
+        max_epochs: How many epochs; -1 for no limit. Without any limit it is 1000.
+        min_epochs: At least so many.
+        max_steps: How many updates; -1 for no limit.
+        min_steps: At least so many.
+        max_time: How long.
+        limit_train_batches: Batches of an epoch; a float is a fraction.
+        limit_val_batches: For each validation loader.
+        limit_test_batches: For each test loader.
+        limit_predict_batches: For each prediction loader.
+        overfit_batches: Train and validate on so many batches.
+        val_check_interval: A float is a part of an epoch; an int a number of batches, which must be
+            a multiple of `accumulate_grad_batches`; or a time.
+        check_val_every_n_epoch: Validate after so many epochs.
+        num_sanity_val_steps: Validation batches before the training.
+        log_every_n_steps: Record after so many updates.
+        enable_checkpointing: Whether a checkpoint is kept.
+        enable_progress_bar: Whether to show one.
+        enable_model_summary: Whether to print the model's parameters.
+        accumulate_grad_batches: Batches of an update, or a dict by epoch.
+        gradient_clip_val: The limit of the gradients.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        deterministic: See `trainer.Trainer`.
+        benchmark: ``torch.backends.cudnn.benchmark``.
+        inference_mode: Has no effect: evaluations record no gradients.
+        use_distributed_sampler: Must be True: the Trainer shards the data.
+        profiler: ``"simple"``, or an object of `trainer.lightning.pytorch.profilers`.
+        detect_anomaly: See `trainer.Trainer`.
+        barebones: See `trainer.Trainer`.
+        sync_batchnorm: Whether to convert batch normalisation to that over all processes.
+        reload_dataloaders_every_n_epochs: See `trainer.Trainer`.
+        default_root_dir: The folder of ``lightning_logs/version_N``, which is the run's.
+        **others: Arguments of `trainer.Trainer` that Lightning's has not.
+
+    Raises:
+        ValueError: An argument has a value that does not carry over.
+        TypeError: There is no such argument.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Any = "auto",
+        strategy: Any = "auto",
+        devices: Any = "auto",
+        num_nodes: int = 1,
+        precision: Any = None,
+        logger: Any = None,
+        callbacks: Sequence[Callback] | Callback | None = None,
+        fast_dev_run: bool | int = False,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: Any = None,
+        limit_train_batches: Any = None,
+        limit_val_batches: Any = None,
+        limit_test_batches: Any = None,
+        limit_predict_batches: Any = None,
+        overfit_batches: Any = 0.0,
+        val_check_interval: Any = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        accumulate_grad_batches: int | Mapping[int, int] = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        deterministic: Any = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        profiler: Any = None,
+        detect_anomaly: bool = False,
+        barebones: bool = False,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        default_root_dir: Any = None,
+        **others: Any,
+    ) -> None:
+        known = NativeTrainer.__init__.__kwdefaults__ or {}
+        unknown = {name: value for name, value in others.items() if name not in known}
+        if unknown:
+            check_trainer_arguments(unknown, known)
+        if not use_distributed_sampler:
+            raise ValueError(
+                "use_distributed_sampler=False: the Trainer shards the data itself, so that no "
+                "sample is repeated; leave it out."
+            )
+        cpu = _on_cpu(accelerator)
+        PartialState(cpu=cpu)
+        _check_devices(devices, num_nodes)
+        if benchmark is not None:
+            torch.backends.cudnn.benchmark = benchmark
+        self._sync_batchnorm = sync_batchnorm
+        self._true_precision = _TRUE_PRECISIONS.get(str(precision))
+        dry = bool(fast_dev_run) or barebones
+        self._loggers: list[Any] = [] if dry else _loggers_of(logger, default_root_dir)
+        added = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+        if enable_model_summary is not False and not barebones:
+            added += [] if _has(added, ModelSummary) else [ModelSummary()]
+        profile = None
+        if profiler == "simple" or isinstance(profiler, SimpleProfiler):
+            profile = "simple"
+        elif isinstance(profiler, PyTorchProfiler):
+            added.append(profiler)
+        elif profiler is not None:
+            raise ValueError(
+                f"profiler is {profiler!r}; it must be 'simple' or an object of "
+                "trainer.lightning.pytorch.profilers."
+            )
+        windows = accumulate_grad_batches
+        if isinstance(windows, Mapping):
+            added.append(GradientAccumulationScheduler(windows))
+            windows = 1
+        if max_epochs is None and max_steps == -1 and max_time is None:
+            max_epochs = 1000
+        endless = sys.maxsize if max_steps == -1 and max_time is None else None
+        by_value = gradient_clip_algorithm == "value"
+        given: dict[str, Any] = {
+            "cpu": cpu,
+            "mixed_precision": _mixed_precision(precision),
+            "callbacks": added,
+            "fast_dev_run": fast_dev_run,
+            "max_epochs": endless if max_epochs == -1 else max_epochs,
+            "min_epochs": min_epochs,
+            "max_steps": None if max_steps == -1 else max_steps,
+            "min_steps": min_steps,
+            "max_time": max_time,
+            "limit_train_batches": limit_train_batches,
+            "limit_val_batches": limit_val_batches,
+            "limit_test_batches": limit_test_batches,
+            "limit_predict_batches": limit_predict_batches,
+            "overfit_batches": overfit_batches or None,
+            "val_every": _val_every(val_check_interval, check_val_every_n_epoch, windows),
+            "num_sanity_val_steps": num_sanity_val_steps,
+            "log_every": log_every_n_steps,
+            "checkpointing": enable_checkpointing,
+            "progress_bar": enable_progress_bar,
+            "gradient_accumulation_steps": windows,
+            "max_grad_value" if by_value else "max_grad_norm": gradient_clip_val or None,
+            "deterministic": deterministic,
+            "profile": profile,
+            "detect_anomaly": detect_anomaly,
+            "barebones": barebones,
+            "reload_dataloaders_every_n_epochs": reload_dataloaders_every_n_epochs,
+            "log_with": self._loggers or None,
+            "project_dir": self._run_dir(default_root_dir, dry=dry),
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        super().__init__(**(given | strategy_of(strategy).arguments | others))
+        for logger in self._loggers:
+            logger.trainer = self
+        self._model: Any = None
+        self._loaders: dict[str, Any] = {}
+
+    def _run_dir(self, root: Any, *, dry: bool) -> Path | None:
+        """Return the folder of the run: that of the first logger with files, or a new version."""
+        for logger in self._loggers:
+            folder: Path | None = logger.run_dir
+            if folder is not None:
+                return folder
+        if dry:
+            return None if root is None else Path(root)
+        folder = Path(root or ".").expanduser().absolute() / "lightning_logs"
+        return folder / f"version_{broadcast_object(next_version(folder))}"
+
+    # -- entry points ------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: Any = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Train a model; see `trainer.Trainer.fit`."""
+        self._take(model)
+        self._loaders.update(train=train_dataloaders, val=val_dataloaders)
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
+
+    def validate(  # type: ignore[override]  # Lightning's order of arguments
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Validate a model, by default that of the latest fit; see `trainer.Trainer.test`."""
+        found = super().validate(*self._evaluated(model, dataloaders, datamodule, ckpt_path, "val"))
+        return self._shown(found, verbose=verbose)
+
+    def test(  # type: ignore[override]  # Lightning's order of arguments
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Test a model, by default that of the latest fit; see `trainer.Trainer.test`."""
+        found = super().test(*self._evaluated(model, dataloaders, datamodule, ckpt_path, "test"))
+        return self._shown(found, verbose=verbose)
+
+    def predict(  # type: ignore[override]  # Lightning's order of arguments
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        return_predictions: bool | None = None,
+        ckpt_path: Any = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Return a model's predictions; see `trainer.Trainer.predict`."""
+        taken = self._evaluated(model, dataloaders, datamodule, ckpt_path, "predict")
+        return super().predict(
+            taken[0], taken[1], taken[2], taken[3], return_predictions=return_predictions
+        )
+
+    def _take(self, model: Any) -> None:
+        """Keep the model, and do to it what Lightning's Trainer does by its arguments."""
+        self._model = model
+        if self._sync_batchnorm and self.world_size > 1:
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        configured: Any = getattr(model, "configure_callbacks", list)() or []
+        for callback in [configured] if isinstance(configured, Callback) else configured:
+            self.callbacks[:] = [
+                each for each in self.callbacks if type(each) is not type(callback)
+            ]
+            self.callbacks.append(callback)
+        if self._true_precision is not None:
+            model.to(self._true_precision)
+            move = type(model).transfer_batch_to_device
+            vars(model)["transfer_batch_to_device"] = partial(
+                _moved_in, self._true_precision, partial(move, model)
+            )
+
+    def _evaluated(
+        self, model: Any, dataloaders: Any, datamodule: Any, ckpt_path: Any, stage: str
+    ) -> tuple[Any, ...]:
+        """Return the arguments of an evaluation, by default of the best of the latest fit."""
+        given = model
+        if model is None:
+            model = self._model
+            if model is None:
+                raise TypeError("No model was given, and this Trainer has none: fit it first.")
+        self._take(model)
+        if dataloaders is None and datamodule is None:
+            datamodule = self.datamodule
+            if datamodule is None and stage == "val":
+                dataloaders = self._loaders.get("val")
+        self._loaders[stage] = dataloaders
+        if model is self._model and given is None and ckpt_path is None and not self.fast_dev_run:
+            ckpt_path = "best" if self.checkpoint_callback is not None else None
+        if ckpt_path == "best" and self.checkpoint_callback is not None:
+            monitored = self.checkpoint_callback.monitor is not None
+            ckpt_path = "best" if monitored else "last"
+        return model, dataloaders, datamodule, ckpt_path
+
+    def _shown(self, found: list[dict[str, float]], *, verbose: bool) -> list[dict[str, float]]:
+        if verbose and found:
+            self.print(json.dumps(found, indent=2, default=float))
+        return found
+
+    # -- attributes that programs read -------------------------------------------------------------
+
+    @property
+    def current_epoch(self) -> int:
+        """The current epoch, from 0; after a fit the number of epochs."""
+        epoch = super().current_epoch
+        return epoch + 1 if self._fitting is None and self.epoch_complete else epoch
+
+    @property
+    def callback_metrics(self) -> dict[str, float]:
+        """The latest values, each with a method ``item``."""
+        return {name: Number(value) for name, value in super().callback_metrics.items()}
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The loggers."""
+        return self._loggers
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return self._loggers[0] if self._loggers else None
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of the run."""
+        return str(self.project_dir)
+
+    @property
+    def default_root_dir(self) -> str:
+        """The same."""
+        return str(self.project_dir)
+
+    @property
+    def num_devices(self) -> int:
+        """How many processes there are on this machine."""
+        return self.accelerator.num_processes // self.num_nodes
+
+    @property
+    def num_nodes(self) -> int:
+        """How many machines there are."""
+        return environment.read_int("GROUP_WORLD_SIZE") or 1
+
+    @property
+    def model(self) -> Any:
+        """The model."""
+        return self._model
+
+    lightning_module = model
+
+    @property
+    def strategy(self) -> _Strategy:
+        """How processes work together."""
+        return _Strategy(self)
+
+    @property
+    def train_dataloader(self) -> Any:
+        """What was given to `fit`."""
+        return self._loaders.get("train")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """What was given to `fit` or `validate`."""
+        return self._loaders.get("val")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """What was given to `test`."""
+        return self._loaders.get("test")
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """The callbacks that save checkpoints."""
+        return [each for each in self.callbacks if isinstance(each, ours.ModelCheckpoint)]
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first callback that saves checkpoints."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first callback that stops early."""
+        return next((each for each in self.callbacks if isinstance(each, ours.EarlyStopping)), None)
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The progress bar."""
+        bars = (ours.ProgressBar, ours.RichProgressBar)
+        return next((each for each in self.callbacks if isinstance(each, bars)), None)
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Batches of an update."""
+        return self.gradient_accumulation_steps
+
+    @property
+    def precision(self) -> str:
+        """The precision, by Lightning's name."""
+        return {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}.get(
+            self.accelerator.mixed_precision, self.accelerator.mixed_precision
+        )
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedulers with their intervals."""
+        return self.schedulers
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on the main process."""
+        self.accelerator.print(*args, **kwargs)
+
+
+class _Strategy:
+    """What programs ask of Lightning's strategies."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.root_device = trainer.accelerator.device
+        self.world_size = trainer.world_size
+        self.global_rank = trainer.global_rank
+        self.local_rank = trainer.local_rank
+        self.is_global_zero = trainer.is_global_zero
+        self.model = trainer.model
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes."""
+        self._trainer.accelerator.wait_for_everyone()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of one process on all."""
+        return broadcast_object(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
+        """Return the mean or the sum of a tensor over the processes."""
+        return self._trainer.accelerator.reduce(tensor, reduce_op)
+
+
+def _has(callbacks: Sequence[Callback], kind: type) -> bool:
+    return any(isinstance(each, kind) for each in callbacks)
+
+
+def _moved_in(dtype: torch.dtype, move: Any, *args: Any) -> Any:
+    """Move a batch, with its floating-point tensors in the module's precision."""
+
+    def converted(leaf: Any) -> Any:
+        floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if floats else leaf
+
+    return map_tree(converted, move(*args))
+
+
+def _on_cpu(accelerator: Any) -> bool:
+    name = str(accelerator).lower()
+    if name in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ValueError(f"accelerator is {accelerator!r}, but there is no CUDA device.")
+    if name not in ("auto", "cpu", "gpu", "cuda", "mps"):
+        raise ValueError(
+            f"accelerator is {accelerator!r}; it must be 'auto', 'cpu', 'gpu', 'cuda' or 'mps'."
+        )
+    return name == "cpu"
+
+
+def _check_devices(devices: Any, nodes: int) -> None:
+    """Check that as many processes are running as the program asks for.
+
+    Raises:
+        ValueError: There are others.
+    """
+    if devices in ("auto", -1, "-1", None):
+        return
+    if isinstance(devices, str) and "," in devices:
+        devices = [each for each in devices.split(",") if each.strip()]
+    number = len(devices) if isinstance(devices, (list, tuple)) else int(devices)
+    running = PartialState().num_processes
+    if number * nodes != running:
+        raise ValueError(
+            f"devices={devices!r} and num_nodes={nodes} ask for {number * nodes} processes, but "
+            f"{running} {'is' if running == 1 else 'are'} running: start the program with "
+            f"`trainer launch --num_processes {number * nodes} script.py`."
+        )
+
+
+def _mixed_precision(given: Any) -> str | None:
+    if given is None or str(given) in _TRUE_PRECISIONS:
+        return None
+    if str(given) not in _PRECISIONS:
+        choices = ", ".join(map(repr, [*_PRECISIONS, *_TRUE_PRECISIONS]))
+        raise ValueError(f"precision is {given!r}; it must be one of {choices}.")
+    return _PRECISIONS[str(given)]
+
+
+def _val_every(interval: Any, epochs: int | None, windows: Any) -> str | int | None:
+    """Return Lightning's two arguments as one interval."""
+    if isinstance(interval, (str, timedelta, Mapping)):
+        if isinstance(interval, Mapping):
+            interval = timedelta(**interval)
+        if isinstance(interval, str):
+            days, hours, minutes, seconds = map(int, interval.split(":"))
+            interval = timedelta(days, seconds, 0, 0, minutes, hours)
+        return f"{interval.total_seconds():g} seconds"
+    if isinstance(interval, int) and not isinstance(interval, bool):
+        size = windows if isinstance(windows, int) else 1
+        if interval % size:
+            raise ValueError(
+                f"val_check_interval is {interval} batches, which is no multiple of "
+                f"accumulate_grad_batches={size}: a validation follows an update."
+            )
+        return interval // size
+    if interval is not None and not math.isclose(interval, 1.0):
+        return f"{interval:g} epoch"
+    if epochs is None or epochs == 1:
+        return None
+    return f"{epochs} epochs"
+
+
+def _loggers_of(given: Any, root: Any) -> list[Any]:
+    """Return the loggers that an argument asks for."""
+    if given is False:
+        return []
+    if given is None or given is True:
+        folder = Path(root or ".").expanduser().absolute()
+        version = broadcast_object(next_version(folder / "lightning_logs"))
+        kind: Any = TensorBoardLogger if is_installed(TensorBoardLogger) else CSVLogger
+        return [kind(folder, version=version)]
+    return list(given) if isinstance(given, (list, tuple)) else [given]

@@ -1,0 +1,5 @@
+"""Lightning's Tuner."""
+
+from trainer.tuning import Tuner
+
+__all__ = ["Tuner"]

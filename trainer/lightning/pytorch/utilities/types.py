@@ -1,0 +1,10 @@
+"""Names for annotations."""
+
+from typing import Any
+
+STEP_OUTPUT = Any
+EVAL_DATALOADERS = Any
+TRAIN_DATALOADERS = Any
+LRSchedulerTypeUnion = Any
+OptimizerLRScheduler = Any
+EPOCH_OUTPUT = Any

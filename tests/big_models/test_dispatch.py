@@ -385,6 +385,14 @@ def test_a_missing_file_is_named():
         outputs(net)
 
 
+def test_two_models_in_one_folder_are_an_error():
+    first = disk_offload(make(), "off")
+    second = disk_offload(make(), "off")
+    outputs(second)
+    with pytest.raises(CheckpointError, match="another model has written to the same folder"):
+        outputs(first)
+
+
 def test_load_state_dict_gives_every_name(expected):
     save_model(make(), "saved")
     torch.save(expected[1], "weights.bin")

@@ -82,8 +82,8 @@ def test_weights_in_use_are_shared_and_aligned():
 
 def test_weights_go_back_into_a_model():
     net = nn.Linear(3, 2)
-    index = offload_weight(STATE["a.weight"], "weight", ".", {})
     assert offload_weight(STATE["a.weight"], "weight", ".") is None
+    index = offload_weight(STATE["a.weight"], "weight", ".", {})
     save_offload_index(index, ".")
     save_offload_index({}, "nowhere")
     load_offloaded_weights(net, index, ".")

@@ -2,7 +2,7 @@
 
 An offload folder holds safetensors files, and an index of which weight is in which::
 
-    index.json                     {name: {"safetensors_file", "weight_name", "dtype", "shape"}}
+    index.json                     {name: {"safetensors_file", "weight_name", "dtype", "shape", …}}
     offload-<name>.safetensors     one weight that was written here
     offload-<number>.safetensors   a hard link to a file of a checkpoint, which takes no space
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ Folder = str | os.PathLike[str]
 Index = dict[str, dict[str, Any]]
 
 INDEX = "index.json"
+_NUMBER = "number"  # of a weight that was written: the same in its file and in the index
 
 
 def offload_weight(
@@ -57,16 +59,16 @@ def offload_weight(
         TypeError: The weight is not a plain dense tensor with values.
     """
     file = Path(offload_folder) / f"offload-{quote(weight_name, safe='')}.safetensors"
-    hidden = hidden_beside(file)
+    hidden, number = hidden_beside(file), uuid.uuid4().hex
     try:
         # Not synced: the folder is of no use after this process.
-        stream_tensors({weight_name: weight}, [weight], hidden, {"format": "pt"})
+        stream_tensors({weight_name: weight}, [weight], hidden, {"format": "pt", _NUMBER: number})
         os.replace(hidden, file)
     except BaseException:
         hidden.unlink(missing_ok=True)
         raise
     if index is not None:
-        index[weight_name] = entry(file.name, weight_name, weight)
+        index[weight_name] = {**entry(file.name, weight_name, weight), _NUMBER: number}
     return index
 
 
@@ -260,17 +262,23 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         place = str(folder / file), str(info.get("weight_name", key))
         weight = self._in_use.get(place)
         if weight is None:
-            weight = self._read(*place, info.get("dtype"))
+            weight = self._read(*place, info)
             self._in_use[place] = weight
         return weight
 
-    def _read(self, file: str, name: str, dtype: str | None) -> Tensor:
+    def _read(self, file: str, name: str, info: Mapping[str, Any]) -> Tensor:
         from safetensors import safe_open
 
         check_file(Path(file))
         with reading(file), safe_open(file, framework="pt") as opened:
+            number = info.get(_NUMBER)
+            if number is not None and (opened.metadata() or {}).get(_NUMBER) != number:
+                raise CheckpointError(
+                    f"{file} is not the weight that was written: another model has written to the "
+                    "same folder. Give each model an offload folder of its own."
+                )
             weight: Tensor = opened.get_tensor(name)
-        wanted = weight.dtype if dtype is None else parse_dtype(dtype)
+        wanted = parse_dtype(info.get("dtype") or weight.dtype)
         return weight.to(self.device or "cpu", wanted)
 
     def __contains__(self, key: object) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +263,7 @@ def test_modules_may_bring_callbacks_and_data_modules_be_made_of_datasets(tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"devices": 2}, "trainer launch --num_processes 2 script.py"),
+        ({"devices": 2, "num_nodes": 2}, "trainer launch --num_processes 4 script.py"),
         ({"strategy": "horovod"}, "strategy is 'horovod'"),
         ({"precision": "8"}, "precision is '8'"),
         ({"accelerator": "tpu"}, "accelerator is 'tpu'"),
@@ -302,3 +304,48 @@ def test_two_processes_train_as_one(ranks2, tmp_path):
     for weights, folder, _ in found:
         assert folder == str(tmp_path / "two" / "lightning_logs" / "version_0")
         torch.testing.assert_close(weights, copy_of(expected))
+
+
+PROGRAM = """
+import sys
+import torch
+import trainer.lightning as L
+
+class Line(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+L.seed_everything(1)
+trainer = L.Trainer(
+    max_epochs=1, accelerator="cpu", devices=int(sys.argv[1]), logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False, enable_checkpointing=False, default_root_dir="runs",
+)
+module = Line()
+data = torch.arange(24.0).view(8, 3)
+trainer.fit(module, torch.utils.data.DataLoader(data, 4 // trainer.world_size))
+print(f"rank {trainer.global_rank} of {trainer.world_size}: {module.layer.weight.sum().item():.5f}")
+if trainer.is_global_zero:
+    sys.exit(int(sys.argv[2]))
+"""
+
+
+def test_a_program_that_asks_for_devices_is_started_again_in_as_many_processes(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+
+    def lines(devices: int, code: int) -> list[str]:
+        command = [sys.executable, "program.py", str(devices), str(code)]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert ended.returncode == code, ended.stderr
+        return sorted(line for line in ended.stdout.splitlines() if line.startswith("rank"))
+
+    [alone] = lines(1, 0)
+    weight = alone.partition(": ")[2]
+    assert lines(2, 3) == [f"rank 0 of 2: {weight}", f"rank 1 of 2: {weight}"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import callbacks as ours
@@ -19,6 +20,7 @@ from callbacks import Callback, GradientAccumulationScheduler, ModelSummary
 from trackers.base import is_installed
 from trainer import environment
 from trainer.distributed.objects import broadcast_object
+from trainer.lightning.pytorch.launch import launch
 from trainer.lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, next_version
 from trainer.lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from trainer.lightning.pytorch.strategies import strategy_of
@@ -57,14 +59,16 @@ class Number(float):
 class Trainer(NativeTrainer):
     """`trainer.Trainer` with Lightning's arguments; see its documentation for what they mean.
 
-    Several devices need the launcher: ``trainer launch --num_processes N script.py``. `devices` and
-    `num_nodes` must then agree with it.
+    With several devices, the program is started again under ``trainer launch``, unless a launcher
+    has started it. Several machines need a launcher, with which `devices` and `num_nodes` must
+    agree.
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"gpu"`` or ``"cuda"``.
         strategy: A name such as ``"ddp"``, ``"fsdp"`` or ``"deepspeed_stage_2"``, or an object of
             `trainer.lightning.pytorch.strategies`.
-        devices: How many processes, or the list of devices; ``"auto"`` is those of the launcher.
+        devices: How many processes, or the list of devices; ``"auto"`` is those of the launcher,
+            else one for each CUDA device, or one on the CPU.
         num_nodes: How many machines.
         precision: ``"32"``, ``"16-mixed"``, ``"bf16-mixed"``, and ``"64-true"``, ``"16-true"``
             and ``"bf16-true"``, which convert the module and its batches.
@@ -162,8 +166,7 @@ class Trainer(NativeTrainer):
                 "sample is repeated; leave it out."
             )
         cpu = _on_cpu(accelerator)
-        PartialState(cpu=cpu)
-        _check_devices(devices, num_nodes)
+        _check_devices(devices, num_nodes, cpu=cpu)
         if benchmark is not None:
             torch.backends.cudnn.benchmark = benchmark
         self._sync_batchnorm = sync_batchnorm
@@ -504,19 +507,28 @@ def _on_cpu(accelerator: Any) -> bool:
     return name == "cpu"
 
 
-def _check_devices(devices: Any, nodes: int) -> None:
-    """Check that as many processes are running as the program asks for.
+def _check_devices(devices: Any, nodes: int, *, cpu: bool) -> None:
+    """Check that as many processes are running as the program asks for, or start them.
+
+    Without a launcher, this process becomes ``trainer launch`` for the same program, which then
+    runs from its beginning in each process.
 
     Raises:
-        ValueError: There are others.
+        ValueError: There are others, or the program cannot be started again.
     """
+    single = environment.detect_launch().launcher == "none" and not dist.is_initialized()
     if devices in ("auto", -1, "-1", None):
-        return
-    if isinstance(devices, str) and "," in devices:
-        devices = [each for each in devices.split(",") if each.strip()]
-    number = len(devices) if isinstance(devices, (list, tuple)) else int(devices)
-    running = PartialState().num_processes
-    if number * nodes != running:
+        number = torch.cuda.device_count() if single and not cpu else 0
+    elif isinstance(devices, (list, tuple)):
+        number = len(devices)
+    elif isinstance(devices, str) and "," in devices:
+        number = len([each for each in devices.split(",") if each.strip()])
+    else:
+        number = int(devices)
+    if single and nodes == 1 and number > 1:
+        launch(number, cpu=cpu)
+    running = PartialState(cpu=cpu).num_processes
+    if number and number * nodes != running:
         raise ValueError(
             f"devices={devices!r} and num_nodes={nodes} ask for {number * nodes} processes, but "
             f"{running} {'is' if running == 1 else 'are'} running: start the program with "

@@ -12,9 +12,16 @@
 
 `device_map` computes which module goes where, `dispatch` places the modules of a model, `loading`
 reads a checkpoint to those places, `quantization` does so in 8 or 4 bits, `offload` is what lies on
-disk, and `hooks` bring inputs and weights together for each forward pass.
+disk, `hooks` bring inputs and weights together for each forward pass, and `attach` gives a model
+its hooks.
 """
 
+from trainer.big_models.attach import (
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    attach_execution_device_hook,
+    attach_layerwise_casting_hooks,
+)
 from trainer.big_models.device_map import (
     check_device_map,
     clean_device_map,
@@ -40,10 +47,6 @@ from trainer.big_models.hooks import (
     UserCpuOffloadHook,
     add_hook_to_module,
     align_module_device,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-    attach_execution_device_hook,
-    attach_layerwise_casting_hooks,
     has_offloaded_params,
     remove_hook_from_module,
     remove_hook_from_submodules,

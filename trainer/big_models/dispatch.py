@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.big_models.attach import (
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+)
 from trainer.big_models.device_map import HOSTS, check_device_map
 from trainer.big_models.hooks import (
     GUARDED,
@@ -18,8 +22,6 @@ from trainer.big_models.hooks import (
     CpuOffload,
     UserCpuOffloadHook,
     add_hook_to_module,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
     hooks_of,
     remove_hook_from_submodules,
 )

@@ -8,7 +8,6 @@ attached and detached. A hooked module has the hook as ``_hf_hook`` and its own 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,12 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trainer.big_models.offload import PrefixedDataset, in_own_pages
+from trainer.big_models.offload import in_own_pages
 from trainer.big_models.tensors import (
     Device,
     TiedCopies,
     as_device,
-    nearest,
     non_persistent_buffers,
     set_module_tensor_to_device,
 )
@@ -35,12 +33,6 @@ M = TypeVar("M", bound=nn.Module)
 
 # Attributes that `dispatch_model` sets on a model, removed with its hook.
 GUARDED = ("to", "cpu", "cuda", "xpu", "mtia")
-# They compute with their submodules' weights themselves, or choose by them how they compute.
-PRELOADED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-CASTABLE = (
-    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
 _ALIGNMENT = 64  # bytes, of torch's own memory on the CPU
 
 
@@ -426,170 +418,6 @@ def _is_on(leaf: Any, device: torch.device) -> bool:
     return not callable(getattr(leaf, "to", None))
 
 
-# -- attaching -------------------------------------------------------------------------------------
-
-
-def attach_execution_device_hook(
-    module: nn.Module,
-    execution_device: Device,
-    skip_keys: str | Sequence[str] | None = None,
-    preload_module_classes: Sequence[str] | None = None,
-    tied_params_map: TiedCopies | None = None,
-) -> None:
-    """Attach an `AlignDevicesHook` to each submodule that has weights and no hook yet.
-
-    Args:
-        module: The module; changed in place.
-        execution_device: The device of inputs and weights.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: Names of classes below whose modules nothing is attached.
-        tied_params_map: See `AlignDevicesHook`.
-    """
-    classes = preload_module_classes or ()
-    for _, part, _ in _walk(module, lambda _, part: type(part).__name__ in classes):
-        if "_hf_hook" not in vars(part) and _has_tensors(part):
-            hook = AlignDevicesHook(
-                execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map
-            )
-            add_hook_to_module(part, hook)
-
-
-def attach_align_device_hook(
-    module: nn.Module,
-    execution_device: Device | None = None,
-    offload: bool = False,
-    weights_map: Mapping[str, Tensor] | None = None,
-    offload_buffers: bool = False,
-    module_name: str = "",
-    skip_keys: str | Sequence[str] | None = None,
-    preload_module_classes: Sequence[str] | None = None,
-    tied_params_map: TiedCopies | None = None,
-) -> None:
-    """Attach an `AlignDevicesHook` to each submodule that has weights of its own.
-
-    Args:
-        module: The module; changed in place.
-        execution_device: See `AlignDevicesHook`.
-        offload: The same.
-        weights_map: The same, by names that begin with `module_name`.
-        offload_buffers: The same.
-        module_name: The module's name in the whole model.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: Names of classes whose modules have all their weights, those of
-            submodules too, during their forward pass: for those that compute with the weights of
-            a submodule without calling it.
-        tied_params_map: See `AlignDevicesHook`.
-    """
-
-    def is_whole(_: str, part: nn.Module) -> bool:
-        return offload and _is_preloaded(part, preload_module_classes)
-
-    for name, part, whole in _walk(module, is_whole):
-        if not (whole or _has_tensors(part, recurse=False)):
-            continue
-        prefix = ".".join(filter(None, (module_name, name)))
-        hook = AlignDevicesHook(
-            execution_device,
-            offload,
-            weights_map=_below(weights_map, prefix),
-            offload_buffers=offload_buffers,
-            place_submodules=whole,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        add_hook_to_module(part, hook, append=True)
-
-
-def attach_align_device_hook_on_blocks(
-    module: nn.Module,
-    execution_device: Device | Mapping[str, Device] | None = None,
-    offload: bool | Mapping[str, bool] = False,
-    weights_map: Mapping[str, Tensor] | None = None,
-    offload_buffers: bool = False,
-    module_name: str = "",
-    skip_keys: str | Sequence[str] | None = None,
-    preload_module_classes: Sequence[str] | None = None,
-    tied_params_map: TiedCopies | None = None,
-) -> None:
-    """Attach an `AlignDevicesHook` to each submodule, by the places of the blocks it is in.
-
-    Args:
-        module: The module; changed in place. Its own output returns to the device of its input.
-        execution_device: The device, or that of each block by name: the longest that contains a
-            module counts.
-        offload: Whether weights are offloaded, also by name. Only those in `weights_map` are.
-        weights_map: See `attach_align_device_hook`, as for the rest.
-        offload_buffers: The same.
-        module_name: The same.
-        skip_keys: The same.
-        preload_module_classes: The same.
-        tied_params_map: The same.
-    """
-    devices = execution_device if isinstance(execution_device, Mapping) else None
-    offloads = offload if isinstance(offload, Mapping) else None
-
-    def place_of(name: str) -> tuple[Device | None, bool]:
-        key = None if devices is None else nearest(name, devices)
-        device = execution_device if devices is None else devices.get(key or "")
-        away = offload if offloads is None else offloads.get(nearest(name, offloads) or "", False)
-        return device, bool(away)  # type: ignore[return-value]  # not the mappings
-
-    def is_whole(name: str, part: nn.Module) -> bool:
-        full = ".".join(filter(None, (module_name, name)))
-        names = (f"{full}.{leaf}".removeprefix(".") for leaf, _ in part.named_parameters())
-        return _is_preloaded(part, preload_module_classes) and any(place_of(n)[1] for n in names)
-
-    for name, part, whole in _walk(module, is_whole):
-        full = ".".join(filter(None, (module_name, name)))
-        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        away = whole or any(place_of(f"{full}.{leaf}".removeprefix("."))[1] for leaf, _ in own)
-        named = full in (devices or {}) or full in (offloads or {})
-        if not (name == "" or named or _has_tensors(part)):
-            continue
-        device, _ = place_of(full)
-        hook = AlignDevicesHook(
-            device,
-            away,
-            io_same_device=name == "",
-            weights_map=_below(weights_map, full) if away else None,
-            offload_buffers=offload_buffers,
-            place_submodules=whole,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        add_hook_to_module(part, hook, append=True)
-
-
-def _below(weights_map: Mapping[str, Tensor] | None, name: str) -> Mapping[str, Tensor] | None:
-    return None if weights_map is None else PrefixedDataset(weights_map, f"{name}." if name else "")
-
-
-def _walk(
-    module: nn.Module, is_whole: Callable[[str, nn.Module], bool]
-) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield a module and its submodules by name, but none below one that is handled whole.
-
-    Yields:
-        The name, the module, and whether it is handled whole.
-    """
-    inside: list[str] = []
-    for name, part in module.named_modules():
-        if any(not block or name.startswith(f"{block}.") for block in inside):
-            continue
-        if whole := is_whole(name, part):
-            inside.append(name)
-        yield name, part, whole
-
-
-def _is_preloaded(module: nn.Module, classes: Sequence[str] | None) -> bool:
-    return isinstance(module, PRELOADED) or type(module).__name__ in (classes or ())
-
-
-def _has_tensors(module: nn.Module, recurse: bool = True) -> bool:
-    sources = module.parameters(recurse=recurse), module.buffers(recurse=recurse)
-    return any(True for source in sources for _ in source)
-
-
 # -- whole models ----------------------------------------------------------------------------------
 
 
@@ -671,57 +499,6 @@ class LayerwiseCastingHook(ModelHook):
         """Convert the weights back."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output
-
-
-def attach_layerwise_casting_hooks(
-    module: nn.Module,
-    storage_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    skip_modules_pattern: str | tuple[str, ...] | None = None,
-    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
-    non_blocking: bool = False,
-) -> None:
-    """Keep the weights of linear and convolution layers in a small dtype.
-
-    See `LayerwiseCastingHook`.
-
-    Layers whose weights are tied to those of another kind of module, such as an embedding, are left
-    as they are.
-
-    Args:
-        module: The module; changed in place.
-        storage_dtype: The dtype between forward passes.
-        compute_dtype: The dtype in them.
-        skip_modules_pattern: Regular expressions; modules in whose names one is found are left as
-            they are, with all that they contain.
-        skip_modules_classes: Classes of modules that are left as they are.
-        non_blocking: Do not wait for conversions.
-    """
-    pattern = skip_modules_pattern
-    patterns = (pattern,) if isinstance(pattern, str) else tuple(pattern or ())
-
-    def chosen(part: nn.Module, name: str) -> Iterator[nn.Module]:
-        if isinstance(part, skip_modules_classes or ()):
-            return
-        if any(re.search(each, name) for each in patterns):
-            return
-        if isinstance(part, CASTABLE):
-            yield part
-            return
-        for child, below in part.named_children():
-            yield from chosen(below, f"{name}.{child}".removeprefix("."))
-
-    layers = list(chosen(module, ""))
-    others = {
-        id(parameter)
-        for part in module.modules()
-        if not any(part is layer for layer in layers)
-        for parameter in part.parameters(recurse=False)
-    }
-    for layer in layers:
-        if not any(id(parameter) in others for parameter in layer.parameters(recurse=False)):
-            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
-            add_hook_to_module(layer, hook, append=True)
 
 
 # -- one module ------------------------------------------------------------------------------------

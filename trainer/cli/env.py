@@ -41,6 +41,8 @@ VARIABLES = (
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "XDG_CACHE_HOME"),
 )
 
+_WITHOUT_EXTRA = ("transformer-engine",)  # packages that Cadence can use and none of its extras has
+
 
 def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of `trainer env`."""
@@ -87,7 +89,7 @@ def _packages() -> list[str]:
     with suppress(metadata.PackageNotFoundError):
         wanted = metadata.requires(DISTRIBUTION) or []
     used = [each for each in wanted if not re.search(r"extra == .(test|dev|examples)\b", each)]
-    names = dict.fromkeys(re.split(r"[^\w.-]", each)[0] for each in used)
+    names = dict.fromkeys([*_WITHOUT_EXTRA, *(re.split(r"[^\w.-]", each)[0] for each in used)])
     found = []
     for name in names.keys() - {DISTRIBUTION, "torch"}:
         with suppress(metadata.PackageNotFoundError):

@@ -192,6 +192,18 @@ def test_env_shows_the_configuration_and_where_it_was_read(capsys, tmp_path, mon
     assert f"{tmp_path}/other.yaml: " in rows(capsys.readouterr().out)["configuration"]
 
 
+def test_env_shows_what_computes_in_8_bits(capsys, monkeypatch):
+    monkeypatch.setattr(metadata, "requires", lambda _: ['torchao>=0.18; extra == "fp8"'])
+    monkeypatch.setattr(metadata, "version", lambda name: f"of {name}")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
+    monkeypatch.setenv("ACCELERATE_FP8_OVERRIDE_DGRAD", "true")
+    main(["env"])
+    shown = rows(capsys.readouterr().out)
+    assert shown["packages"] == "torchao of torchao, transformer-engine of transformer-engine"
+    assert shown["ACCELERATE_FP8_BACKEND"] == "AO"
+    assert shown["ACCELERATE_FP8_OVERRIDE_DGRAD"] == "true"
+
+
 def test_env_names_the_launcher_and_the_variables_that_are_read(capsys, monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -550,26 +551,9 @@ class _Stages:
                 f"{pipe.num_stages} stages, for {self._last + 1} processes. Name modules that "
                 "forward calls once, with layers before each."
             )
-        _, *later = (node for node in pipe.split_gm.graph.nodes if node.op == "call_module")
-        for node in later:
-            direct = [each.name for each in node.all_input_nodes if each.op == "placeholder"]
-            if direct:
-                raise ValueError(
-                    f"{type(self._model).__name__} uses its argument {direct[0]!r} behind the "
-                    "first stage, which alone gets arguments. Split later, or compute what "
-                    "depends on it in the first stage."
-                )
+        _relay(pipe, type(self._model).__name__)
         (output,) = pipe.split_gm.graph.find_nodes(op="output")
-        places = []
-        for node in leaves(output.args):
-            inner = node.args[0] if node.op == "call_function" else node  # an item of a tuple
-            if inner is not later[-1]:
-                raise ValueError(
-                    f"The output of {type(self._model).__name__} holds a tensor of an earlier "
-                    "stage: only the last one gives any. Leave it out of the output."
-                )
-            places.append(0 if inner is node else node.args[1])
-        return places
+        return [_place(node) for node in leaves(output.args)]
 
     def _put_own_tensors(self, part: nn.Module) -> None:
         """Put the parameters and buffers of this process, on its device, into a traced stage."""
@@ -586,6 +570,67 @@ class _Stages:
                 self._own[id(tensor)] = own
             parent, _, name = place.rpartition(".")
             setattr(part.get_submodule(parent), name, self._own[id(tensor)])
+
+
+def _place(value: Any) -> int:
+    """Return the place of a value in the graph of the stages in what its stage returns."""
+    return 0 if value.op == "call_module" else int(value.args[1])
+
+
+def _relay(pipe: Any, model: str) -> None:
+    """Let each stage pass on what later ones need of earlier ones.
+
+    Torch sends a value to several stages, but no gradients back, and arguments to the first alone.
+    In the graph of the stages a value is a stage, an item of what it returns, or an argument.
+
+    Raises:
+        ValueError: An argument is used behind the first stage, but not in it.
+    """
+    graph = pipe.split_gm.graph
+    *stages, output = (node for node in graph.nodes if node.op in ("call_module", "output"))
+    returned: dict[Any, list[Any]] = {}  # nodes inside each stage
+    for index, stage in enumerate(stages):
+        part, later = pipe.get_stage_module(index).graph, {*stages[index + 1 :], output}
+        before = list(graph.nodes)[: list(graph.nodes).index(stage)]
+        relayed = [value for value in before if not later.isdisjoint(value.users)]
+        taken = dict(zip(stage.args, part.find_nodes(op="placeholder"), strict=True))
+        for value in relayed:
+            if value in taken:
+                continue
+            if value.op == "placeholder":
+                raise ValueError(
+                    f"{model} uses its argument {value.name!r} behind the first stage, but not in "
+                    "it. Split later, or use the argument in the first stage."
+                )
+            source = value if value.op == "call_module" else value.args[0]
+            with part.inserting_after(next(reversed(taken.values()))):
+                taken[value] = part.placeholder(f"relayed_{value.name}")
+            taken[value].meta["val"] = returned[source][_place(value)].meta["val"]
+            stage.args = (*stage.args, value)
+        if index:  # tensors arrive in the order in which the stage before returns them
+            stage.args = tuple(sorted(stage.args, key=_place))
+            body = next(node for node in part.nodes if node.op != "placeholder")
+            for value in stage.args:
+                body.prepend(taken[value])
+        (inner,) = part.find_nodes(op="output")
+        own = inner.args[0]
+        returned[stage] = list(own) if isinstance(own, (list, tuple)) else [own]
+        if relayed and not isinstance(own, (list, tuple)):  # it is a tuple from now on
+            users = list(stage.users)
+            with graph.inserting_after(stage):
+                item = graph.call_function(operator.getitem, (stage, 0))
+            for user in users:
+                user.replace_input_with(stage, item)
+        for value in relayed:
+            with graph.inserting_after(stage):
+                item = graph.call_function(operator.getitem, (stage, len(returned[stage])))
+            returned[stage].append(taken[value])
+            value.replace_all_uses_with(item, delete_user_cb=later.__contains__)
+        if relayed:
+            inner.args = (tuple(returned[stage]),)
+        part.lint()
+        pipe.get_stage_module(index).recompile()
+    graph.lint()
 
 
 def _send_contiguous(stage: Any) -> None:

@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """What the first stage computes is also used by the blocks of the second one."""
+    """Later stages use what the first one has computed, and the argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Net(nn.Module):
         scale = (self.scale * (1 + x.mean(-1, keepdim=True))).mT  # not contiguous
         for block in self.blocks:
             x = block(x, scale)
-        return {"logits": self.head(x)}
+        return {"logits": self.head(x) * (tokens != 4).unsqueeze(-1), "embedded": scale}
 
 
 def loss_of(output: dict[str, Tensor], target: Tensor) -> Tensor:
@@ -87,14 +87,16 @@ def begin() -> None:
     PartialState(cpu=True)
 
 
-def train(folder: Path, schedule: str) -> tuple[list[float], list[float], set[str]]:
+def train(
+    folder: Path, schedule: str, split_points: list[str]
+) -> tuple[list[float], list[float], set[str]]:
     begin()
     model = Net()
     pipeline = PipelineParallel(
         model,
         loss_of,
         example_args=(X[:3],),
-        split_points=["blocks.2"] if dist.is_initialized() else [],
+        split_points=split_points,
         num_microbatches=4,
         schedule=schedule,
         count_items=count,
@@ -117,14 +119,15 @@ def train(folder: Path, schedule: str) -> tuple[list[float], list[float], set[st
 def read_model(folder: Path) -> dict[str, Tensor]:
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     files = {name: load_file(folder / name) for name in set(index.values())}
-    assert len(files) == 2
     return {name: files[file][name] for name, file in index.items()}
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
-def test_training_equals_one_process(ranks2, schedule, tmp_path):
+@pytest.mark.parametrize(
+    ("schedule", "points"), [("1F1B", ["blocks.2"]), ("GPipe", ["blocks.1", "blocks.3"])]
+)
+def test_training_equals_one_process(ranks, schedule, points, tmp_path):
     expected, norms, weights = reference()
-    found = ranks2(lambda: train(tmp_path, schedule))
+    found = ranks(len(points) + 1)(lambda: train(tmp_path, schedule, points))
     for losses, of_all, _ in found:
         assert losses == pytest.approx(expected, abs=2e-6)
         assert of_all == pytest.approx(norms, abs=2e-6)
@@ -132,15 +135,15 @@ def test_training_equals_one_process(ranks2, schedule, tmp_path):
     assert saved.keys() == weights.keys()
     for name, value in weights.items():
         torch.testing.assert_close(saved[name], value, rtol=0, atol=2e-6)
-    first, second = (names for _, _, names in found)
+    first, *_, last = (names for _, _, names in found)
     assert "embedding.weight" in first
-    assert "head.weight" in second
-    assert not first & second
+    assert "head.weight" in last
+    assert not first & last
 
 
 def test_one_process_runs_the_same_micro_batches(tmp_path):
     expected, norms, weights = reference()
-    losses, of_all, _ = train(tmp_path, "1F1B")
+    losses, of_all, _ = train(tmp_path, "1F1B", [])
     assert losses == pytest.approx(expected, abs=2e-6)
     assert of_all == pytest.approx(norms, abs=2e-6)
     saved = load_file(tmp_path / "model.safetensors")
@@ -192,11 +195,11 @@ class Tied(Net):
 
 
 class Masked(Net):
-    """The last stage uses the argument."""
+    """The last stage alone uses an argument."""
 
-    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         logits = super().forward(tokens)["logits"]
-        return {"logits": logits * (tokens != 4).unsqueeze(-1)}
+        return logits if mask is None else logits * mask.unsqueeze(-1)
 
 
 def test_what_cannot_be_a_pipeline_is_refused_by_name(ranks2):
@@ -213,7 +216,8 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(ranks2):
             return PipelineParallel(model, loss_of, (X[:2],), split_points=points, **options)
 
         refuse(lambda: pipeline(Tied(), ["blocks.2"]))
-        refuse(lambda: pipeline(Masked(), ["blocks.2"]))
+        arguments = (X[:2], X[:2] > 4)
+        refuse(lambda: PipelineParallel(Masked(), loss_of, arguments, split_points=["blocks.2"]))
         refuse(lambda: pipeline(Net(), ["block.2"]))
         refuse(lambda: pipeline(Net(), ["blocks.1", "blocks.2"]))
         refuse(lambda: pipeline(Net(), ["unused"]))
@@ -232,7 +236,7 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(ranks2):
 
     said = [
         "embedding.weight is used in the stages [0, 1]",
-        "Masked uses its argument 'tokens' behind the first stage",
+        "Masked uses its argument 'mask' behind the first stage, but not in it",
         "split_points is 'block.2'; it must be one of",
         "split_points has 2 names, which make 3 stages, for 2 processes",
         "split_points ['unused'] cut Net into 1 stages, for 2 processes",

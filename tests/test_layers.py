@@ -64,6 +64,7 @@ FLOORS = {
     "trainer.ported": 8,
     "trainer.trainer": 9,
     "trainer.__main__": 10,
+    "trainer.accelerate": 10,
     "trainer.cli": 10,
     "trainer.launchers": 10,
     "trainer.lightning": 10,

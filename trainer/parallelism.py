@@ -489,6 +489,36 @@ class FullyShardedDataParallelPlugin:
         if self.transformer_cls_names_to_wrap is None:
             self.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", ()) or ())
 
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Set `state_dict_type`; None leaves it as it is.
+
+        Raises:
+            ValueError: The name is unknown, or FSDP 2 does not have it.
+        """
+        if state_dict_type is not None:
+            self.state_dict_type = state_dict_type
+        self.state_dict_type = self._choice("state_dict_type", _STATE_DICTS, "SHARDED_STATE_DICT")
+        self._check_version_2()
+
+    def set_cpu_offload(self) -> None:
+        """Put torch's policy in the place of a bool."""
+        self.cpu_offload = self.offload(torch.device("cpu"))
+
+    def validate_cpu_offload(self) -> None:
+        """Raise a ``TypeError`` unless `cpu_offload` is a bool or a policy of torch."""
+        from torch.distributed.fsdp import OffloadPolicy
+
+        given = getattr(self.cpu_offload, "offload_params", self.cpu_offload)
+        if not isinstance(self.cpu_offload, OffloadPolicy) and not isinstance(given, bool):
+            raise TypeError(
+                f"cpu_offload is {self.cpu_offload!r}; it must be True, False or torch's "
+                "CPUOffloadPolicy."
+            )
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Raise unless `mixed_precision_policy` is one; see `policy`."""
+        self.policy()
+
     def set_mixed_precision(
         self, mixed_precision: str, buffer_autocast: bool = False, override: bool = False
     ) -> None:

@@ -170,3 +170,25 @@ def test_handlers_of_dimensions(monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
     with pytest.raises(NotImplementedError, match="cp_comm_strategy is 'alltoall'"):
         ParallelismConfig(cp_size=2)
+
+
+def test_settings_of_fsdp_may_be_changed_and_checked_later():
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy="bf16")
+    plugin.set_state_dict_type("full_state_dict")
+    assert plugin.state_dict_type == "FULL_STATE_DICT"
+    plugin.set_state_dict_type()
+    assert plugin.state_dict_type == "FULL_STATE_DICT"
+    for wrong, said in (("LOCAL_STATE_DICT", "FSDP 2 does not have"), ("whole", "is 'whole'")):
+        with pytest.raises(ValueError, match=said):
+            FullyShardedDataParallelPlugin().set_state_dict_type(wrong)
+    plugin.validate_mixed_precision_policy()
+    plugin.validate_cpu_offload()
+    plugin.set_cpu_offload()
+    assert type(plugin.cpu_offload) is OffloadPolicy
+    plugin.validate_cpu_offload()
+    plugin.cpu_offload = "yes"
+    with pytest.raises(TypeError, match="cpu_offload is 'yes'"):
+        plugin.validate_cpu_offload()
+    plugin.mixed_precision_policy = "int4"
+    with pytest.raises(ValueError, match="mixed_precision_policy is 'int4'"):
+        plugin.validate_mixed_precision_policy()

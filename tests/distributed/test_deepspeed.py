@@ -123,24 +123,31 @@ PLANS: dict[str, tuple[type[Net], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+def at_each_stage(ranks: Any, folder: Path, *arguments: Any, **options: Any) -> Any:
+    """Yield what all ranks return for each stage; in one call, which is faster than four."""
+
+    def run() -> list[Any]:
+        return [fit(folder / str(stage), stage, *arguments, **options) for stage in STAGES]
+
+    return zip(*ranks(run), strict=True)
+
+
 @pytest.mark.parametrize("plan", PLANS)
-def test_it_trains_as_one_process_on_the_whole_batches(ranks2, plan, stage, tmp_path):
+def test_it_trains_as_one_process_on_the_whole_batches(ranks2, plan, tmp_path):
     module, samples, options = PLANS[plan]
     data = TensorDataset(X[:samples], Y[:samples])
     expected = fit(tmp_path / "one", None, module, data, **options)
-    found = ranks2(lambda: fit(tmp_path / "two", stage, module, data, **options))
-    assert_equal(found, expected)
+    for found in at_each_stage(ranks2, tmp_path, module, data, **options):
+        assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_bfloat16_trains_alike_and_float32_weights_are_updated(ranks2, stage, tmp_path):
+def test_bfloat16_trains_alike_and_float32_weights_are_updated(ranks2, tmp_path):
     options = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     options |= {"callbacks": [GradientNormMonitor()], "max_grad_value": 0.02}
     expected = fit(tmp_path / "one", **options)
-    found = ranks2(lambda: fit(tmp_path / "two", stage, **options))
-    assert_equal(found, expected, 2e-2)
-    assert {each.dtype for each in found[0][0].values()} == {torch.float32}
+    for found in at_each_stage(ranks2, tmp_path, **options):
+        assert_equal(found, expected, 2e-2)
+        assert {each.dtype for each in found[0][0].values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

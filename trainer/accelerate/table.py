@@ -105,9 +105,7 @@ _REASONS: dict[str, str] = {
         has_ao_layers convert_model_to_fp8_ao convert_model has_transformer_engine_layers
         contextual_fp8_autocast apply_fp8_autowrap""",
     _FILES: """
-        SCALER_NAME MODEL_NAME SAFE_MODEL_NAME RNG_STATE_NAME OPTIMIZER_NAME SCHEDULER_NAME
-        SAMPLER_NAME PROFILE_PATTERN_NAME WEIGHTS_PATTERN_NAME SAFE_WEIGHTS_PATTERN_NAME
-        FSDP_MODEL_NAME""",
+        SCALER_NAME RNG_STATE_NAME OPTIMIZER_NAME SCHEDULER_NAME SAMPLER_NAME FSDP_MODEL_NAME""",
     _SAGEMAKER: """
         SAGEMAKER_PYTORCH_VERSION SAGEMAKER_PYTHON_VERSION SAGEMAKER_TRANSFORMERS_VERSION
         SAGEMAKER_PARALLEL_EC2_INSTANCES prepare_sagemager_args_inputs""",
@@ -159,7 +157,6 @@ _REASONS: dict[str, str] = {
     _SENT: """
         get_shape gather_tensor_shape verify_operation chained_operation TENSOR_TYPE_TO_INT
         TENSOR_INT_TO_DTYPE ConvertOutputsToFp32""",
-    "use dynamo_plugin=TorchDynamoPlugin(...) and Accelerator.unwrap_model": "is_repeated_blocks",
     "loading never unpickles": "np_core TORCH_SAFE_GLOBALS",
     "use logging.getLogger": "logger",
     "use importlib.util.find_spec": """

@@ -73,7 +73,7 @@ from trainer.distributed.collectives import (
 )
 from trainer.distributed.collectives import reduce as _reduce
 from trainer.distributed.objects import broadcast_object_list, gather_object
-from trainer.engines.compile import compile_regions
+from trainer.engines.compile import compile_regions, is_repeated_blocks
 from trainer.enums import (
     ComputeEnvironment,
     DDPCommunicationHookType,
@@ -394,6 +394,7 @@ __all__ = [
     "is_port_in_use",
     "is_pynvml_available",
     "is_pytest_available",
+    "is_repeated_blocks",
     "is_rich_available",
     "is_rocm_available",
     "is_sagemaker_available",

@@ -56,6 +56,8 @@ def test_regions_are_compiled_in_place(compile_regions):
 def test_repeated_blocks():
     model = Blocks()
     assert utils.has_repeated_blocks(model)
+    assert utils.is_repeated_blocks(model.blocks)
+    assert not utils.is_repeated_blocks(model)
     assert not utils.has_repeated_blocks(model.head)
     assert not utils.has_repeated_blocks(nn.ModuleList([nn.Linear(1, 1), nn.Tanh()]))
 

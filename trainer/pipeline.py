@@ -59,8 +59,8 @@ def prepare_pippy(
     process the model stays as it is. It is not to be given to `Accelerator.prepare`.
 
     Args:
-        model: The model, whole on the CPU of every process. The stage of each process moves to its
-            device.
+        model: The model, whole on the CPU of every process, with the same weights. The stage of
+            each process moves to its device.
         split_points: Names of the modules at which stages begin, one fewer than processes, in the
             order of the forward pass; ``"auto"`` chooses them so that stages have about the same
             size. They are then in ``model.hf_split_points``.
@@ -377,7 +377,8 @@ class _Stages:
     def run(self, args: Any, kwargs: Any) -> Any:
         """Return the model's output on the last process, and None elsewhere."""
         if self._last == 0:
-            return self._traced(*send_to_device(args, self._device), **kwargs)
+            args, kwargs = send_to_device((args, kwargs), self._device)
+            return self._model(*args, **kwargs)
         plan = self._announce(args, kwargs, None)
         size = -(-plan.rows // self._number)
         schedule, rebuild = self._prepare(plan, size, "output")

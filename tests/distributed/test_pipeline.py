@@ -112,6 +112,9 @@ def train(
         optimizer.zero_grad()
     model.eval()
     losses.append(pipeline.evaluate(X, target=Y).item())
+    output = pipeline(X)
+    if output is not None:  # on the last process
+        assert loss_of(output, Y).item() == pytest.approx(losses[-1], abs=2e-6)
     pipeline.save_model(folder)
     return losses, norms, {name for name, _ in pipeline.named_parameters()}
 

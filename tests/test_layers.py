@@ -38,6 +38,7 @@ FLOORS = {
     "trainer.distributed.process_control": 1,
     "trainer.configuration": 2,
     "trainer.deepspeed_plugin": 2,
+    "trainer.megatron_plugin": 2,
     "trainer.parallelism": 2,
     "trainer.plugins": 2,
     "trainer.state": 2,

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from trainer.launchers import debug_launcher, notebook_launcher
     from trainer.local_sgd import LocalSGD
     from trainer.logging import get_logger
+    from trainer.megatron_plugin import MegatronLMPlugin
     from trainer.memory import find_executable_batch_size, release_memory
     from trainer.module import TrainModule
     from trainer.parallelism import (
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
         TorchTensorParallelPlugin,
     )
     from trainer.pipeline import PipelineParallel, prepare_pippy
-    from trainer.plugins import MegatronLMPlugin, TorchDynamoPlugin
+    from trainer.plugins import TorchDynamoPlugin
     from trainer.rng import set_seed, synchronize_rng_states
     from trainer.state import AcceleratorState, GradientState, PartialState
     from trainer.trainer import Trainer
@@ -102,7 +103,7 @@ _HOME = {
     "InitProcessGroupKwargs": "configuration",
     "KwargsHandler": "configuration",
     "LoggerType": "enums",
-    "MegatronLMPlugin": "plugins",
+    "MegatronLMPlugin": "megatron_plugin",
     "MetricError": "errors",
     "PartialState": "state",
     "PipelineParallel": "pipeline",

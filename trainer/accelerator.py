@@ -62,6 +62,7 @@ from trainer.engines.base import Engine, EngineOptions
 from trainer.engines.choose import choose_engine
 from trainer.engines.ddp import communication_of
 from trainer.enums import DistributedType, FP8BackendType, RNGType, SchedulerTick
+from trainer.megatron_plugin import MegatronLMDummyScheduler, MegatronLMPlugin
 from trainer.memory import release_memory
 from trainer.optim.clipping import as_list
 from trainer.optim.lomo import is_lomo, lomo_backward
@@ -72,7 +73,7 @@ from trainer.parallelism import (
     ParallelismConfig,
     TorchTensorParallelPlugin,
 )
-from trainer.plugins import MegatronLMPlugin, TorchDynamoPlugin, check_engine
+from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision
 from trainer.rng import as_types
 from trainer.state import AcceleratorState, GradientState, PartialState, is_initialized
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _STEPS = attrgetter("steps")
+_SCHEDULERS = (LRScheduler, ReduceLROnPlateau, DummyScheduler, MegatronLMDummyScheduler)
 _RECIPES = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)
 _HANDLERS = (
     AutocastKwargs,
@@ -121,7 +123,8 @@ class Accelerator:
             ``ACCELERATE_USE_FSDP`` is set.
         torch_tp_plugin: Splits layers over processes; ``ParallelismConfig(tp_size=...)`` does the
             same.
-        megatron_lm_plugin: Not supported yet: raises ``NotImplementedError``.
+        megatron_lm_plugin: Divides a model of megatron-core over the processes; None does so if
+            ``ACCELERATE_USE_MEGATRON_LM`` is set.
         rng_types: Random number generators that are set to rank 0's state at the beginning of each
             epoch of a prepared loader: ``"torch"``, ``"cuda"``, ``"xpu"``, ``"mps"``,
             ``"generator"`` (the loader's own), or a list of them; None is ``["generator"]``.
@@ -205,7 +208,6 @@ class Accelerator:
             cpu=cpu,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         )
-        check_engine(megatron_lm_plugin)
         fsdp_plugin = FullyShardedDataParallelPlugin.requested(fsdp_plugin)
         self.parallelism_config = ParallelismConfig.requested(parallelism_config, torch_tp_plugin)
         check_type("dataloader_config", dataloader_config, DataLoaderConfiguration)
@@ -243,6 +245,9 @@ class Accelerator:
         of_deepspeed = _chosen_deepspeed(
             deepspeed_plugin, deepspeed_plugins, fsdp_plugin or self.parallelism_config, is_first
         )
+        of_megatron = _chosen_megatron(
+            megatron_lm_plugin, fsdp_plugin or self.parallelism_config or of_deepspeed, is_first
+        )
         window = _chosen_window(
             gradient_accumulation_steps, gradient_accumulation_plugin, of_deepspeed
         )
@@ -255,6 +260,7 @@ class Accelerator:
                 torch_tp_plugin=torch_tp_plugin if is_first else None,
                 parallelism_config=self.parallelism_config if is_first else None,
                 deepspeed_plugin=of_deepspeed,
+                megatron_lm_plugin=of_megatron if is_first else None,
                 _from_accelerator=True,
                 **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
             )
@@ -282,6 +288,7 @@ class Accelerator:
                 ddp_kwargs=self.ddp_handler,
                 fsdp_plugin=fsdp_plugin,
                 deepspeed_plugin=self.state.deepspeed_plugin,
+                megatron_lm_plugin=of_megatron,
                 parallelism_config=self.parallelism_config,
                 mixed_precision=self.precision.mode,
                 fp8_layers=self.precision.layers,
@@ -314,7 +321,8 @@ class Accelerator:
     def distributed_type(self) -> DistributedType:
         """The type of device and whether there are several processes, such as ``MULTI_GPU``.
 
-        It is ``FSDP`` if models are sharded over the processes, and ``DEEPSPEED`` with DeepSpeed.
+        It is ``FSDP`` if models are sharded over the processes, ``DEEPSPEED`` with DeepSpeed, and
+        ``MEGATRON_LM`` with `megatron_lm_plugin`.
         """
         sharded = self.engine.mesh is not None
         kind = DistributedType.FSDP if sharded else self.engine.distributed_type
@@ -647,9 +655,7 @@ class Accelerator:
             for obj, place in placed
         ]
         prepared = tuple(
-            self.prepare_scheduler(obj)
-            if isinstance(obj, (LRScheduler, ReduceLROnPlateau, DummyScheduler))
-            else obj
+            self.prepare_scheduler(obj) if isinstance(obj, _SCHEDULERS) else obj
             for obj in [
                 self._prepare_one(obj, place)
                 for obj, (_, place) in zip(models, placed, strict=True)
@@ -742,7 +748,8 @@ class Accelerator:
         return prepared
 
     def prepare_scheduler(
-        self, scheduler: LRScheduler | DummyScheduler | AcceleratedScheduler
+        self,
+        scheduler: LRScheduler | DummyScheduler | MegatronLMDummyScheduler | AcceleratedScheduler,
     ) -> AcceleratedScheduler:
         """Wrap a scheduler to advance with its optimizer's updates; see `scheduler_tick`.
 
@@ -1534,6 +1541,20 @@ def _chosen_recipe(
             "mixed_precision='fp8', or leave the recipe out."
         )
     return None
+
+
+def _chosen_megatron(given: Any, other: object, is_first: bool) -> MegatronLMPlugin | None:
+    """Return the plugin from the argument, the environment or the first `Accelerator`."""
+    plugin = MegatronLMPlugin.requested(given)
+    if plugin is not None and other:
+        raise ValueError(
+            "megatron_lm_plugin cannot be combined with fsdp_plugin, parallelism_config or "
+            "deepspeed_plugin: each divides the model over the processes. Pass one."
+        )
+    if plugin is None and not is_first:
+        first: MegatronLMPlugin | None = AcceleratorState().megatron_lm_plugin
+        return first
+    return plugin
 
 
 def _chosen_window(

@@ -1,26 +1,16 @@
-"""Plugins that configure compilation and other training engines of an `Accelerator`.
-
-`TorchDynamoPlugin` configures ``torch.compile``. `MegatronLMPlugin` describes an engine that is not
-supported yet. It validates its arguments, and `check_engine` raises an error, so that no run trains
-without the requested engine.
-"""
+"""The plugin that configures ``torch.compile``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from trainer import environment
-from trainer.checks import check_type, choice_error
+from trainer.checks import choice_error
 from trainer.configuration import check_bool_fields, explains_itself, fill
 from trainer.enums import DynamoBackend
 
 _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
-_SUPPORTED = (
-    "This release trains on one device, data parallel with DDP, or sharded with fsdp_plugin or "
-    "deepspeed_plugin, and compiles with dynamo_backend"
-)
 
 
 @explains_itself
@@ -99,101 +89,3 @@ class TorchDynamoPlugin:
         given = self.to_dict()
         del given["use_regional_compilation"]
         return {k: v for k, v in given.items() if v != plain.get(k, False)}
-
-
-@explains_itself
-@dataclass(kw_only=True)
-class MegatronLMPlugin:
-    """Arguments of Megatron-LM, which its documentation explains.
-
-    Of the first seven, each that is None takes the environment variable ``MEGATRON_LM_<NAME>``.
-
-    Raises:
-        ValueError: A name is unknown.
-        TypeError: A value that must be a bool has another type.
-    """
-
-    tp_degree: int | None = None
-    pp_degree: int | None = None
-    num_micro_batches: int | None = None
-    gradient_clipping: float | None = None
-    sequence_parallelism: bool | None = None
-    recompute_activations: bool | None = None
-    use_distributed_optimizer: bool | None = None
-    pipeline_model_parallel_split_rank: int | None = None
-    num_layers_per_virtual_pipeline_stage: int | None = None
-    is_train_batch_min: bool = True
-    train_iters: int | None = None
-    train_samples: int | None = None
-    weight_decay_incr_style: str = "constant"
-    start_weight_decay: float | None = None
-    end_weight_decay: float | None = None
-    lr_decay_style: str = "linear"
-    lr_decay_iters: int | None = None
-    lr_decay_samples: int | None = None
-    lr_warmup_iters: int | None = None
-    lr_warmup_samples: int | None = None
-    lr_warmup_fraction: float | None = None
-    min_lr: float = 0.0
-    consumed_samples: list[int] | None = None
-    no_wd_decay_cond: Callable[..., Any] | None = None
-    scale_lr_cond: Callable[..., Any] | None = None
-    lr_mult: float = 1.0
-    megatron_dataset_flag: bool = False
-    seq_length: int | None = None
-    encoder_seq_length: int | None = None
-    decoder_seq_length: int | None = None
-    tensorboard_dir: str | None = None
-    set_all_logging_options: bool = False
-    eval_iters: int = 100
-    eval_interval: int = 1000
-    return_logits: bool = False
-    custom_train_step_class: Any = None
-    custom_train_step_kwargs: dict[str, Any] | None = None
-    custom_model_provider_function: Callable[..., Any] | None = None
-    custom_prepare_model_function: Callable[..., Any] | None = None
-    custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
-    custom_get_batch_function: Callable[..., Any] | None = None
-    custom_loss_function: Callable[..., Any] | None = None
-    other_megatron_args: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        """Fill in missing values from the environment and validate all."""
-        fill(
-            self,
-            "MEGATRON_LM_",
-            tp_degree=1,
-            pp_degree=1,
-            num_micro_batches=1,
-            gradient_clipping=1.0,
-            sequence_parallelism=False,
-            recompute_activations=False,
-            use_distributed_optimizer=False,
-        )
-        for name, choices in (
-            ("weight_decay_incr_style", ("constant", "linear", "cosine")),
-            ("lr_decay_style", ("constant", "linear", "cosine")),
-        ):
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(choice_error(name, value, choices))
-        check_bool_fields(self)
-
-
-def check_engine(megatron_lm_plugin: object | None = None) -> None:
-    """Raise if an argument or ``ACCELERATE_USE_MEGATRON_LM`` requests Megatron-LM.
-
-    Raises:
-        TypeError: The argument is not a `MegatronLMPlugin`.
-        NotImplementedError: It is requested, and not supported yet.
-    """
-    check_type("megatron_lm_plugin", megatron_lm_plugin, MegatronLMPlugin)
-    variable = "ACCELERATE_USE_MEGATRON_LM"
-    if megatron_lm_plugin is not None:
-        asked, fix = "megatron_lm_plugin", "leave megatron_lm_plugin out"
-    elif environment.read_flag(variable):
-        asked, fix = f"{variable}={environment.read(variable)}", f"unset {variable}"
-    else:
-        return
-    raise NotImplementedError(
-        f"{asked} asks for Megatron-LM, which is not supported yet. {_SUPPORTED}: {fix}."
-    )

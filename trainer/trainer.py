@@ -70,6 +70,7 @@ from trainer.loops.setup import (
     warn_of_concurrent_runs,
 )
 from trainer.loops.state import Counters, FitData, FitRun, Run, Stopping
+from trainer.megatron_plugin import MegatronLMPlugin
 from trainer.metrics import MetricStore, to_floats
 from trainer.module import TrainModule
 from trainer.optim.clipping import validate_limits
@@ -82,7 +83,7 @@ from trainer.parallelism import (
     ParallelismConfig,
     TorchTensorParallelPlugin,
 )
-from trainer.plugins import MegatronLMPlugin, TorchDynamoPlugin
+from trainer.plugins import TorchDynamoPlugin
 from trainer.ported.arguments import IN_AN_EVALUATION, check_trainer_arguments
 from trainer.ported.attributes import check_settable, trainer_attribute_hint
 from trainer.ported.hooks import check_uncalled_hooks

@@ -32,7 +32,9 @@ from trainer.configuration import (
 from trainer.data.dispatcher import DataLoaderDispatcher
 from trainer.engines.single import SingleDevice
 from trainer.errors import CheckpointError
-from trainer.plugins import MegatronLMPlugin, TorchDynamoPlugin
+from trainer.megatron_plugin import MegatronLMPlugin
+from trainer.parallelism import FullyShardedDataParallelPlugin
+from trainer.plugins import TorchDynamoPlugin
 from trainer.state import AcceleratorState, GradientState, PartialState
 
 
@@ -150,21 +152,15 @@ def test_rng_types_reach_the_loaders():
         accelerate(rng_types=["dice"])
 
 
-@pytest.mark.parametrize(
-    ("argument", "plugin"),
-    [
-        ("megatron_lm_plugin", MegatronLMPlugin()),
-    ],
-)
-def test_missing_engines_are_refused(argument, plugin, monkeypatch):
-    with pytest.raises(NotImplementedError, match=f"{argument} asks for"):
-        accelerate(**{argument: plugin})
-    with pytest.raises(TypeError, match=f"{argument} is 3"):
-        accelerate(**{argument: 3})
-    variable = f"ACCELERATE_USE_{argument.upper().removesuffix('_PLUGIN')}"
-    monkeypatch.setenv(variable, "true")
-    with pytest.raises(NotImplementedError, match=f"{variable}=true asks for"):
-        accelerate()
+def test_two_engines_at_once_are_refused(monkeypatch):
+    shards = {"fsdp_plugin": FullyShardedDataParallelPlugin()}
+    with pytest.raises(ValueError, match="megatron_lm_plugin cannot be combined with fsdp_plugin"):
+        accelerate(megatron_lm_plugin=MegatronLMPlugin(), **shards)
+    with pytest.raises(TypeError, match="megatron_lm_plugin is 3"):
+        accelerate(megatron_lm_plugin=3)
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    with pytest.raises(ValueError, match="megatron_lm_plugin cannot be combined"):
+        accelerate(**shards)
 
 
 def test_dynamo_settings_are_those_of_each_accelerator_or_of_the_environment(monkeypatch):

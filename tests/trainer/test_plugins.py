@@ -18,7 +18,8 @@ from trainer.deepspeed_plugin import (
     HfDeepSpeedConfig,
 )
 from trainer.enums import DynamoBackend
-from trainer.plugins import MegatronLMPlugin, TorchDynamoPlugin, check_engine
+from trainer.megatron_plugin import MegatronLMPlugin
+from trainer.plugins import TorchDynamoPlugin
 
 
 @pytest.mark.parametrize("backend", ["inductor", "INDUCTOR", DynamoBackend.INDUCTOR])
@@ -263,7 +264,11 @@ def test_a_megatron_plugin_has_its_defaults_and_reads_the_environment(monkeypatc
     monkeypatch.setenv("MEGATRON_LM_TP_DEGREE", "4")
     monkeypatch.setenv("MEGATRON_LM_GRADIENT_CLIPPING", "0.5")
     monkeypatch.setenv("MEGATRON_LM_SEQUENCE_PARALLELISM", "true")
+    monkeypatch.setenv("MEGATRON_LM_HIDDEN_DROPOUT", "0.5")
+    monkeypatch.setenv("MEGATRON_LM_EOD_MASK_LOSS", "true")
     named = MegatronLMPlugin(pp_degree=2)
+    assert (plugin.hidden_dropout, named.hidden_dropout) == (None, 0.5)
+    assert (plugin.eod_mask_loss, named.eod_mask_loss) == (None, True)
     assert (named.tp_degree, named.pp_degree, named.gradient_clipping) == (4, 2, 0.5)
     assert named.sequence_parallelism is True
     monkeypatch.setenv("MEGATRON_LM_GRADIENT_CLIPPING", "much")
@@ -274,6 +279,13 @@ def test_a_megatron_plugin_has_its_defaults_and_reads_the_environment(monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
+        ({"tp_degree": 0}, ValueError, "tp_degree is 0"),
+        ({"sequence_parallelism": True}, ValueError, "but tp_degree is 1"),
+        (
+            {"recompute_activations": True, "recompute_granularity": "full"},
+            ValueError,
+            "leave one of them out",
+        ),
         ({"lr_decay_style": "steep"}, ValueError, "lr_decay_style is 'steep'.*'cosine'"),
         ({"recompute_activations": 1}, TypeError, "recompute_activations is 1"),
         ({"return_logits": "no"}, TypeError, "return_logits is 'no'"),
@@ -284,15 +296,25 @@ def test_invalid_megatron_arguments_raise(arguments, error, text):
         MegatronLMPlugin(**arguments)
 
 
-def test_unsupported_engine_error_names_the_alternatives(monkeypatch):
-    check_engine()
-    text = "asks for Megatron-LM, which is not supported yet.*DDP.*leave megatron_lm_plugin out"
+def test_all_that_the_engine_cannot_do_is_named_at_once():
+    MegatronLMPlugin(context_parallel_size=1, use_custom_fsdp=False).check_supported()
+    plugin = MegatronLMPlugin(context_parallel_size=2, eval_iters=5, lr_mult=2.0)
+    text = r"context_parallel_size=2 \(use Para.*lr_mult=2.0 .*; eval_iters=5 \(use limit_val_"
     with pytest.raises(NotImplementedError, match=text):
-        check_engine(MegatronLMPlugin())
+        plugin.check_supported()
     with pytest.raises(TypeError, match=r"megatron_lm_plugin is 'zero'; it must be a Megatron"):
-        check_engine("zero")
-    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "false")
-    check_engine()
-    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
-    with pytest.raises(NotImplementedError, match=r"=true asks for Megatron-LM.*: unset ACCEL"):
-        check_engine()
+        MegatronLMPlugin.requested("zero")
+
+
+def test_the_models_configuration_gets_what_the_plugin_says():
+    plugin = MegatronLMPlugin(tp_degree=2, recompute_activations=True, hidden_dropout=0.2)
+    assert plugin.transformer_arguments("bf16") == {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 1,
+        "sequence_parallel": False,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "bf16": True,
+        "recompute_granularity": "selective",
+        "hidden_dropout": 0.2,
+    }

@@ -127,7 +127,7 @@ _REASONS: dict[str, str] = {
     _MEGATRON: """
         MODEL_CONFIGS_TO_MEGATRON_PARSERS add_model_config_to_megatron_parser parse_bert_config
         parse_gpt2_config parse_t5_config parse_llama_config parse_glm4_moe_config AbstractTrainStep
-        BertTrainStep GPTTrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler T5TrainStep
+        BertTrainStep GPTTrainStep MegatronLMDummyDataLoader T5TrainStep
         avg_losses_across_data_parallel_group MegatronEngine MegatronLMOptimizerWrapper
         MegatronLMSchedulerWrapper gather_across_data_parallel_groups megatron_lm_initialize
         megatron_lm_prepare_data_loader megatron_lm_prepare_model_optimizer_scheduler

@@ -741,7 +741,10 @@ def _check(
     notes += _check_rest(stored, prepared, strict=strict)
     for number, (model, weights) in enumerate(zip(models, stored.weights, strict=False)):
         stored.weights[number] = weights = own_names(model, weights)
-        _check_model(f"Model {number} of {stored.path}", model, weights, strict=strict)
+        whole = None
+        if prepared.engine is not None and prepared.gathers:
+            whole = prepared.engine.described_weights(model)
+        _check_model(f"Model {number} of {stored.path}", model, weights, whole, strict=strict)
         inspect.signature(model.load_state_dict).bind(weights, strict=strict, **model_kwargs)
     for number, optimizer in enumerate(prepared.optimizers):
         state = stored.trees[_STEMS["optimizers"](number)]
@@ -786,9 +789,14 @@ def _check_rest(stored: Stored, prepared: Prepared, *, strict: bool) -> list[str
 
 
 def _check_model(
-    what: str, model: nn.Module, weights: dict[str, torch.Tensor], *, strict: bool
+    what: str,
+    model: nn.Module,
+    weights: dict[str, torch.Tensor],
+    whole: Mapping[str, Any] | None = None,
+    *,
+    strict: bool,
 ) -> None:
-    here = model.state_dict(keep_vars=True)
+    here = model.state_dict(keep_vars=True) if whole is None else whole
     by_value = {id(here[name]): weights[name] for name in weights if name in here}
     # A tied weight may have been saved under its other name; a lazy module had nothing to save.
     for name, value in here.items():
@@ -799,7 +807,7 @@ def _check_model(
     shapes = {
         name: tuple(value.shape) for name, value in weights.items() if hasattr(value, "shape")
     }
-    mismatch = compare(model, shapes)
+    mismatch = compare(model, shapes, whole)
     if not strict:
         mismatch.missing, mismatch.unexpected = [], []
     if mismatch:

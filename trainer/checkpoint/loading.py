@@ -254,13 +254,19 @@ class KeyMismatch:
         return KeyMismatch(missing, unexpected, dict(bare_names(model, self.misshaped.items())))
 
 
-def compare(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> KeyMismatch:
+def compare(
+    model: torch.nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    here: Mapping[str, Any] | None = None,
+) -> KeyMismatch:
     """Compare the names and shapes of weights with a model's.
+
+    `here` are tensors of the whole model, if `model` is only a part of it.
 
     Two kinds of names do not count as missing: a tied weight whose other name was saved, and a
     weight of a lazy module that was never called.
     """
-    here = model.state_dict(keep_vars=True)
+    here = model.state_dict(keep_vars=True) if here is None else here
     saved = {id(here[name]) for name in shapes if name in here}
     return KeyMismatch(
         [
@@ -297,6 +303,7 @@ def load_into(
     where: str | os.PathLike[str],
     strict: bool = True,
     load: Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], None] | None = None,
+    here: Mapping[str, Any] | None = None,
 ) -> None:
     """Load weights into a module, whether its submodules are compiled or not.
 
@@ -307,6 +314,7 @@ def load_into(
         strict: All names and shapes must match. False loads the weights that match and logs a
             warning that lists the others.
         load: Copies whole weights into the module, where only an engine can.
+        here: See `compare`.
 
     Raises:
         CheckpointError: Names or shapes do not match. The message lists the missing and unexpected
@@ -315,7 +323,8 @@ def load_into(
     """
     own_memory(module)
     weights = own_names(module, weights)
-    mismatch = compare(module, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    mismatch = compare(module, shapes, here)
     if (translates := _translates(module)) and load is None:
         mismatch = _load_translated(module, weights, mismatch, where)
     named = printable(str(mismatch.bare(module)))

@@ -24,6 +24,7 @@ from trainer.deepspeed_plugin import DeepSpeedPlugin
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.enums import DistributedType
 from trainer.fp8 import TorchAOLayers, TransformerEngineLayers
+from trainer.megatron_plugin import MegatronLMPlugin
 from trainer.optim.optimizer import OptimizerDriver
 from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
 from trainer.plugins import TorchDynamoPlugin
@@ -40,6 +41,7 @@ class EngineOptions:
         ddp_kwargs: Arguments of DDP, or None for its defaults.
         fsdp_plugin: How the model is sharded; None does not shard it.
         deepspeed_plugin: How DeepSpeed partitions a model and its optimizer; None does not.
+        megatron_lm_plugin: How a model of megatron-core is divided; None has no such model.
         parallelism_config: The sizes of the dimensions over which it is sharded and split.
         mixed_precision: The precision of the forward pass: ``"no"``, ``"bf16"``, ``"fp16"`` or
             ``"fp8"``.
@@ -56,6 +58,7 @@ class EngineOptions:
     ddp_kwargs: DistributedDataParallelKwargs | None = None
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
     deepspeed_plugin: DeepSpeedPlugin | None = None
+    megatron_lm_plugin: MegatronLMPlugin | None = None
     parallelism_config: ParallelismConfig | None = None
     mixed_precision: str = "no"
     fp8_layers: TorchAOLayers | TransformerEngineLayers | None = None
@@ -84,6 +87,8 @@ class Engine(Protocol):
         distributed_type: What `Accelerator.distributed_type` is; None if the processes say it.
         gathers_state: Whether `full_state_dict` and the optimizer's ``state_dict`` are collective,
             and give everything to rank 0 alone: a checkpoint is not sharded.
+        divides_layers: Whether processes hold parts of one model that do not say so themselves:
+            other layers, or parts of layers.
         optimizer_driver: Makes the updates of prepared optimizers, and has their state; None if
             they do and have.
         compiles_units: Whether `start` compiles parts of the module; else the loop compiles its
@@ -105,6 +110,7 @@ class Engine(Protocol):
     forward_is_collective: bool
     distributed_type: DistributedType | None
     gathers_state: bool
+    divides_layers: bool
     optimizer_driver: OptimizerDriver | None
     compiles_units: bool
     reduce_gradients: Callable[[Optimizer], None] | None
@@ -148,6 +154,9 @@ class Engine(Protocol):
 
     def exported_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return weights for use elsewhere, such as in 16 bits; see `full_state_dict`."""
+
+    def described_weights(self, module: nn.Module) -> Mapping[str, Any]:
+        """Return tensors of the names and shapes that the whole weights have, to compare with."""
 
     def load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
         """Copy weights that `full_state_dict` gave, on each process, into a module; collective.

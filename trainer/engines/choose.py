@@ -1,4 +1,4 @@
-"""Choose the engine of a loop: one device, DDP in the variant it needs, FSDP, or DeepSpeed."""
+"""Choose the engine of a loop: one device, DDP, FSDP, DeepSpeed, or megatron-core."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ def choose_engine(options: EngineOptions, *, automatic: bool = False) -> Engine:
         from trainer.engines.deepspeed import ZeroRedundancy  # imports deepspeed
 
         return ZeroRedundancy(options)
+    if options.megatron_lm_plugin is not None:
+        from trainer.engines.megatron import Megatron  # imports much of torch.distributed
+
+        return Megatron(options)
     config = options.parallelism_config
     if config is not None and config.total_size != options.world_size:
         raise ValueError(

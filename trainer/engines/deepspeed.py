@@ -34,6 +34,7 @@ from trainer.engines.single import STEPS, SingleDevice, attribute_restorer
 from trainer.enums import DistributedType
 from trainer.names import bare_names, unwrapped
 from trainer.optim.lomo import is_lomo
+from trainer.optim.optimizer import twin_of
 from trainer.optim.schedule_free import is_schedule_free
 from trainer.state import GradientState
 from trainer.tree import map_tree
@@ -913,7 +914,7 @@ def _optimizer_arguments(optimizer: Optimizer | None) -> dict[str, Any]:
     if optimizer is None:
         return {}
     if not isinstance(optimizer, DummyOptim):
-        return {"optimizer": _twin(optimizer)}
+        return {"optimizer": twin_of(optimizer)}
     return {
         "model_parameters": [
             {**group, "params": _trained(group["params"])}
@@ -921,22 +922,6 @@ def _optimizer_arguments(optimizer: Optimizer | None) -> dict[str, Any]:
             if _trained(group["params"])
         ]
     }
-
-
-def _twin(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of the same class, whose groups and state are its own.
-
-    Hooks and a patched ``step`` stay with the user's: DeepSpeed steps once for each of its parts.
-    """
-    twin: Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
-    twin.param_groups = [
-        {**group, "params": _trained(group["params"])}
-        for group in optimizer.param_groups
-        if _trained(group["params"])
-    ]
-    twin.state = type(optimizer.state)(dict)
-    return twin
 
 
 def _location() -> Mapping[str, str]:

@@ -41,6 +41,7 @@ class SingleDevice:
     forward_is_collective = False
     distributed_type: DistributedType | None = None
     gathers_state = False
+    divides_layers = False
     optimizer_driver: OptimizerDriver | None = None
     compiles_units = False
     reduce_gradients: Callable[[Optimizer], None] | None = None
@@ -96,6 +97,10 @@ class SingleDevice:
     def exported_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the same as `full_state_dict`."""
         return self.full_state_dict(module)
+
+    def described_weights(self, module: nn.Module) -> Mapping[str, Any]:
+        """Return the module's own tensors."""
+        return module.state_dict(keep_vars=True)
 
     def load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
         """Load a state dict."""

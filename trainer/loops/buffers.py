@@ -46,7 +46,7 @@ def sync_buffers(run: FitRun) -> None:
     frozen base model costs no communication.
     """
     run.engine.broadcast_buffers()
-    if run.world_size == 1:
+    if run.world_size == 1 or run.engine.divides_layers:
         return
     trained = set(map(id, parameters_of(run.optim.optimizers)))
     frozen = {

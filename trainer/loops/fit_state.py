@@ -51,6 +51,7 @@ from trainer.checkpoint.storage import (
 )
 from trainer.checkpoint.weights import WEIGHTS_NAME, own_names, save_weights
 from trainer.data.sampler import EpochLength
+from trainer.engines.base import Engine
 from trainer.errors import CheckpointError, module_logger
 from trainer.hparams import to_manifest
 from trainer.loops.buffers import sync_buffers
@@ -62,6 +63,7 @@ from trainer.loops.module_state import (
     restore_accumulators,
     switches_of,
 )
+from trainer.loops.preflight import NUMBER
 from trainer.loops.run_metadata import versions
 from trainer.loops.state import Counters, FitRun
 from trainer.module import TrainModule
@@ -105,7 +107,7 @@ def options_of(
         options[f"the class of {name}"] = type(optimizer).__name__
         for number, group in enumerate(groups):
             place = name if len(groups) == 1 else f"{name}, group {number}"
-            options[f"the number of parameters of {place}"] = str(len(group["params"]))
+            options[f"{NUMBER} {place}"] = str(len(group["params"]))
             chosen = [*getattr(optimizer, "defaults", group)]  # a user's class may have none
             chosen += [option for option in _OF_SCHEDULES if option in group]
             values = group | {"lr": group.get("initial_lr", group.get("lr"))}
@@ -683,8 +685,8 @@ def load_run(
         )
     file = path / WEIGHTS_NAME
     weights = reader.weights(WEIGHTS_NAME, later=later)
-    load = run.engine.load_weights if run.engine.gathers_state else None
-    load_into(run.module, weights, where=file, load=load)
+    load = partial(_load, run.engine, run.module)
+    load(weights, file)
     if "switches" in state:  # checkpoints of earlier releases do not have it
         load_switches(run.module, run.saving.begun, state["switches"], tell=run.rank == 0)
     if differs := reader.has_weights(TRAINED_NAME):
@@ -701,7 +703,7 @@ def load_run(
             with reading(f"The state of {callback.state_key} in {path}", _UNFIT):
                 _restore_callback(run, callback, state["callbacks"][callback.state_key])
     if differs:
-        load_into(run.module, weights, where=path / TRAINED_NAME, load=load)
+        load(weights, path / TRAINED_NAME)
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, run.module, state["extra"])
     with reading(f"The states of the processes in {path}", _UNFIT):
@@ -719,6 +721,22 @@ def load_run(
     run.recorder.resume(record.get("trackers", {}), run.counters.global_step)
     offset: int | None = record["offset"]
     return offset
+
+
+def _load(
+    engine: Engine,
+    module: TrainModule,
+    weights: Mapping[str, Any],
+    where: Path,
+    *,
+    strict: bool = True,
+) -> None:
+    """Load weights into a module, through its engine if only that can."""
+    if not engine.gathers_state:
+        load_into(module, weights, where=where, strict=strict)
+        return
+    here = engine.described_weights(module)
+    load_into(module, weights, where=where, strict=strict, load=engine.load_weights, here=here)
 
 
 def _restore_callback(run: FitRun, callback: Callback, state: dict[str, Any]) -> None:
@@ -907,12 +925,13 @@ def _same_names(path: Path, here: Sequence[str], saved: Sequence[str]) -> None:
         )
 
 
-def load_weights(module: TrainModule, path: Path) -> dict[str, Any]:
+def load_weights(module: TrainModule, path: Path, engine: Engine | None = None) -> dict[str, Any]:
     """Load a module's weights from a checkpoint, and call its `on_load_checkpoint` first.
 
     Args:
         module: The user's module.
         path: The checkpoint.
+        engine: The engine that was started with the module, if it divides layers; else None.
 
     Returns:
         The checkpoint's manifest.
@@ -924,5 +943,8 @@ def load_weights(module: TrainModule, path: Path) -> dict[str, Any]:
     if f"{TRAINER}.json" in reader.files:  # missing in a weights-only checkpoint
         module.on_load_checkpoint(reader.tree(TRAINER)["extra"])
     weights, file = reader.weights(WEIGHTS_NAME), reader.path / WEIGHTS_NAME
-    load_into(module, weights, where=file, strict=module.strict_loading)
+    if engine is None:
+        load_into(module, weights, where=file, strict=module.strict_loading)
+    else:
+        _load(engine, module, weights, file, strict=module.strict_loading)
     return dict(reader.manifest)

@@ -15,6 +15,7 @@ from typing import Any
 from callbacks import (
     Callback,
     EarlyStopping,
+    GradientNormMonitor,
     Interval,
     ModelCheckpoint,
     SpikeDetection,
@@ -34,6 +35,7 @@ from trainer.optim.configure import SchedulerEntry
 
 logger = module_logger(__name__)
 
+NUMBER = "the number of parameters of"  # begins the name of an option of optimizers
 # Arguments that may differ between ranks: they affect neither decisions nor numbers of a fit.
 _OF_A_PROCESS = {
     "deterministic",
@@ -77,16 +79,18 @@ def check_rank_consistency(
         )
 
 
-def check_optimizer_fingerprints(options: Mapping[str, str]) -> None:
+def check_optimizer_fingerprints(options: Mapping[str, str], *, alike: bool = True) -> None:
     """Raise if optimizer options differ between ranks, so that weights would diverge; collective.
 
     Args:
         options: What `trainer.loops.fit_state.options_of` returned.
+        alike: Whether all ranks have parameters of the same number.
 
     Raises:
         ValueError: An option differs; raised on all ranks, with the value on each rank.
     """
-    for name, shown in _differences(all_gather_object(options)):
+    compared = {n: each for n, each in options.items() if alike or not n.startswith(NUMBER)}
+    for name, shown in _differences(all_gather_object(compared)):
         raise ValueError(
             f"configure_optimizers returned different values of {name}: {shown}. The weights would "
             f"differ from the first update on. {_SHARED}"
@@ -108,11 +112,16 @@ def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
                 "(of ModelCheckpoint, on_exception=True); the last checkpoint is there to resume "
                 "from."
             )
+        if engine.divides_layers and isinstance(each, GradientNormMonitor):
+            raise ValueError(
+                f"GradientNormMonitor reads the gradient of each parameter, but the processes of "
+                f"{engine.distributed_type} have other layers, or parts of them: leave it out."
+            )
         if engine.gathers_state and is_overridden(each, "weights_to_save", Callback):
             raise ValueError(
                 f"{type(each).__name__} puts averaged weights in the place of the trained ones, "
-                "which DeepSpeed keeps to itself, in parts: leave it out, or train without "
-                "deepspeed_plugin."
+                f"which {engine.distributed_type} keeps to itself, in parts: leave it out, or "
+                "train without its plugin."
             )
 
 

@@ -537,15 +537,16 @@ def make_fit_run(
     accelerator.precision.convert(module)
     if engine.optimizer_driver is not None and hooks.parts:
         raise NotImplementedError(
-            f"{type(module).__name__} overrides {', '.join(sorted(hooks.parts))}, but DeepSpeed's "
-            "step reduces, clips and updates at once: leave them out, or deepspeed_plugin."
+            f"{type(module).__name__} overrides {', '.join(sorted(hooks.parts))}, but the step of "
+            f"{engine.distributed_type} reduces, clips and updates at once: leave them out, or the "
+            "plugin."
         )
     engine.run_backward = hooks.parts.get("backward", engine.run_backward)
     engine.start(module, step_sync)
     optimizers, entries, schedulers = prepare_optimizers(module, accelerator, engine)
     names = names_of(entries)
     options = options_of(names, optimizers, schedulers)
-    check_optimizer_fingerprints(options)
+    check_optimizer_fingerprints(options, alike=not engine.divides_layers)
     own = [Limits(max_norm=one.max_grad_norm, max_value=one.max_grad_value) for one in entries]
     guard = _guard(module, [each.optimizer for each in optimizers], accelerator, settings)
     between = {"on_after_backward", "on_before_optimizer_step"} & dict(hooks.overridden()).keys()
@@ -790,12 +791,20 @@ def prepare_evaluation(
         stage, loaders, context.settings, context.accelerator, seed=0
     )
     check_step(stage, module, epoch_iterators)
-    if chosen is not None:
-        manifest = on_all(partial(load_weights, module, chosen), stage)
-        counters = Counters(global_step=manifest["step"], epoch=manifest["epoch"])
     engine = choose_engine(context.accelerator.engine.options)
-    context.accelerator.precision.convert(module)
-    engine.start(module, None)  # initial weights may differ between ranks
+
+    def start() -> None:
+        context.accelerator.precision.convert(module)
+        engine.start(module, None)  # initial weights may differ between ranks
+
+    if engine.divides_layers:  # which the saved weights are not
+        start()
+    if chosen is not None:
+        own = engine if engine.divides_layers else None
+        manifest = on_all(partial(load_weights, module, chosen, own), stage)
+        counters = Counters(global_step=manifest["step"], epoch=manifest["epoch"])
+    if not engine.divides_layers:
+        start()
     recorder = context.project.make_recorder(evaluates=True)
     run = Run(**_common(context, module, datamodule, hooks, recorder, engine), counters=counters)
     with _finished_on_error(recorder):

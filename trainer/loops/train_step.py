@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import repeat
@@ -31,6 +30,7 @@ from trainer.loops.state import FitRun
 from trainer.metrics import to_floats
 from trainer.optim.clipping import clip_each_
 from trainer.optim.optimizer import AcceleratedOptimizer, LossOfUpdate, parameters_of
+from trainer.optim.weighting import loss_of
 from trainer.rng import isolated_rng
 from trainer.tree import detach, to_host
 
@@ -244,47 +244,6 @@ def check_may_skip(run: FitRun) -> None:
             f"update {run.counters.global_step + 1}, which would skip its batch on this process "
             "alone. Define count_items, and return 0 from it for a batch that must not count."
         )
-
-
-def loss_of(outputs: Any) -> Tensor:
-    """Return the loss that `training_step` returned, checked, as a tensor of shape ().
-
-    Raises:
-        TypeError: The output is neither a tensor nor a dict with a tensor under ``"loss"``.
-        ValueError: The loss does not have exactly one element, does not require a gradient, or is
-            complex.
-    """
-    loss = outputs
-    if isinstance(outputs, dict):
-        if "loss" not in outputs:
-            raise TypeError(
-                f"training_step returned a dict without 'loss'; its keys are {sorted(outputs)}."
-            )
-        loss = outputs["loss"]
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"training_step returned {reprlib.repr(loss)} of type {type(loss).__name__} as its "
-            "loss; it must return a tensor of one element, a dict with one under 'loss', or None "
-            "to skip the batch. (To do backward and step yourself set "
-            "automatic_optimization = False.)"
-        )
-    if loss.numel() != 1:
-        raise ValueError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}; it must have one "
-            "element: the mean over the batch, for example loss.mean()."
-        )
-    if not loss.requires_grad:
-        raise ValueError(
-            "training_step returned a loss without a graph: nothing that it was computed from "
-            "requires a gradient. Was it detached, taken with .item(), computed under no_grad, or "
-            "are all parameters frozen?"
-        )
-    if loss.is_complex():
-        raise ValueError(
-            f"training_step returned a loss of {loss.dtype}; it must be a real number, for example "
-            "its .abs() or .real."
-        )
-    return loss if loss.ndim == 0 else loss.reshape(())
 
 
 def count_global_batch(run: FitRun, micro: GlobalBatch, known: float | None) -> float | None:

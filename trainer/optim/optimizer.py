@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -372,3 +372,27 @@ def parameters_of(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
             for parameter in group["params"]:
                 unique.setdefault(id(parameter), parameter)
     return list(unique.values())
+
+
+def twin_of(optimizer: Optimizer, instead: Mapping[int, Tensor] | None = None) -> Optimizer:
+    """Return an optimizer of the same class, whose groups and state are its own.
+
+    Hooks and a patched ``step`` stay with the user's: an engine steps the twin in its own way.
+
+    Args:
+        optimizer: The user's.
+        instead: What takes the place of parameters, by their ``id``; None keeps those that are
+            trained. Others are left out, and groups without any.
+    """
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        if instead is None:
+            kept = [parameter for parameter in group["params"] if parameter.requires_grad]
+        else:
+            kept = [instead[id(each)] for each in group["params"] if id(each) in instead]
+        if kept:
+            twin.param_groups.append({**group, "params": kept})
+    twin.state = type(optimizer.state)(dict)
+    return twin

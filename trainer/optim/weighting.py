@@ -14,7 +14,9 @@ a plain training loop.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,3 +94,44 @@ def scale_(gradients: Iterable[Tensor | None], factor: float | Tensor) -> None:
         factor = factor.to(torch.float32)  # the same result with fewer kernels than float64
     if present:
         torch._foreach_mul_(present, factor)  # no public function multiplies many at once
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """Return the loss that `training_step` returned, checked, as a tensor of shape ().
+
+    Raises:
+        TypeError: The output is neither a tensor nor a dict with a tensor under ``"loss"``.
+        ValueError: The loss does not have exactly one element, does not require a gradient, or is
+            complex.
+    """
+    loss = outputs
+    if isinstance(outputs, dict):
+        if "loss" not in outputs:
+            raise TypeError(
+                f"training_step returned a dict without 'loss'; its keys are {sorted(outputs)}."
+            )
+        loss = outputs["loss"]
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"training_step returned {reprlib.repr(loss)} of type {type(loss).__name__} as its "
+            "loss; it must return a tensor of one element, a dict with one under 'loss', or None "
+            "to skip the batch. (To do backward and step yourself set "
+            "automatic_optimization = False.)"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; it must have one "
+            "element: the mean over the batch, for example loss.mean()."
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "training_step returned a loss without a graph: nothing that it was computed from "
+            "requires a gradient. Was it detached, taken with .item(), computed under no_grad, or "
+            "are all parameters frozen?"
+        )
+    if loss.is_complex():
+        raise ValueError(
+            f"training_step returned a loss of {loss.dtype}; it must be a real number, for example "
+            "its .abs() or .real."
+        )
+    return loss if loss.ndim == 0 else loss.reshape(())

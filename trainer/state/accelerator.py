@@ -37,7 +37,7 @@ class AcceleratorState(PartialState):
         deepspeed_plugin: The settings of DeepSpeed, or several by name; the first is in use.
         fsdp_plugin: The settings of the FSDP engine.
         torch_tp_plugin: The settings of tensor parallelism.
-        megatron_lm_plugin: The settings of the Megatron-LM engine.
+        megatron_lm_plugin: How a model of megatron-core is divided over the processes.
         parallelism_config: The sizes of the device mesh over which models are sharded and split.
         _from_accelerator: Whether the caller is the `Accelerator`.
         **kwargs: See `PartialState`.
@@ -114,6 +114,8 @@ class AcceleratorState(PartialState):
             self.__dict__["distributed_type"] = DistributedType.FSDP
         if self.deepspeed_plugins:
             self.__dict__["distributed_type"] = DistributedType.DEEPSPEED
+        if self.megatron_lm_plugin is not None:
+            self.__dict__["distributed_type"] = DistributedType.MEGATRON_LM
         for plugin in (self.deepspeed_plugins or {}).values():
             plugin.set_mixed_precision(mixed_precision)
         if self.deepspeed_plugins:

@@ -93,6 +93,7 @@ from trainer.environment import (
 )
 from trainer.errors import DistributedOperationException
 from trainer.launchers import debug_launcher, notebook_launcher
+from trainer.megatron_plugin import MegatronLMDummyScheduler, MegatronLMPlugin
 from trainer.memory import find_executable_batch_size, release_memory
 from trainer.parallelism import (
     FullyShardedDataParallelPlugin,
@@ -101,7 +102,7 @@ from trainer.parallelism import (
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
-from trainer.plugins import MegatronLMPlugin, TorchDynamoPlugin
+from trainer.plugins import TorchDynamoPlugin
 from trainer.rng import set_seed, synchronize_rng_states
 from trainer.state import PartialState
 from trainer.tree import concatenate, convert_to_fp32, send_to_device, slice_tensors
@@ -277,6 +278,7 @@ __all__ = [
     "KwargsHandler",
     "LoggerType",
     "MSAMPRecipeKwargs",
+    "MegatronLMDummyScheduler",
     "MegatronLMPlugin",
     "OffloadedWeightsLoader",
     "ParallelismConfig",

@@ -157,7 +157,7 @@ def test_settings_of_later_releases_are_variables():
     [
         ("num_procesess: 2", "a key is 'num_procesess'.*Did you mean 'num_processes'"),
         ("dynamo_config: {backend: no}", "a key of dynamo_config is 'backend'"),
-        ("distributed_type: MEGATRON_LM", "not supported yet.*may be NO, MULTI_CPU"),
+        ("distributed_type: TPU", "not supported yet.*may be NO, MULTI_CPU"),
         ("distributed_type: MULTI_CPUS", "Did you mean 'MULTI_CPU'"),
         (
             "fsdp_config: {fsdp_version: 2}",

@@ -13,6 +13,7 @@ import yaml
 from trainer import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
     ParallelismConfig,
     TorchTensorParallelPlugin,
     TrainModule,
@@ -20,7 +21,7 @@ from trainer import (
 from trainer.cli import env, main
 from trainer.cli.config.deepspeed import DEEPSPEED
 from trainer.cli.config.file import LaunchConfiguration, read_file, write_file
-from trainer.cli.config.sharding import FSDP, MESH
+from trainer.cli.config.sharding import FSDP, MEGATRON, MESH
 from trainer.environment import patch_environment
 
 # Name: the value as an option, and the argument that it equals.
@@ -58,16 +59,37 @@ EQUALS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3_init_flag": ("false", {"zero3_init_flag": False}),
     "zero3_save_16bit_model": ("true", {"zero3_save_16bit_model": True}),
     "deepspeed_moe_layer_cls_names": ("A,B", {"transformer_moe_cls_names": "A,B"}),
+    "megatron_lm_recompute_granularity": ("selective", {"recompute_granularity": "selective"}),
+    "megatron_lm_recompute_method": ("block", {"recompute_method": "block"}),
+    **{
+        f"megatron_lm_{name}": (value, {name: yaml.safe_load(value)})
+        for name, value in [
+            *(("tp_degree", "2"), ("pp_degree", "2"), ("num_micro_batches", "4")),
+            *(("gradient_clipping", "0.5"), ("recompute_activations", "true")),
+            *(("recompute_num_layers", "2"), ("decoder_last_pipeline_num_layers", "2")),
+            *(("attention_dropout", "0.5"), ("hidden_dropout", "0.5")),
+            *(("attention_softmax_in_fp32", "true"), ("sequence_parallelism", "false")),
+            *(("use_rotary_position_embeddings", "true"), ("use_custom_fsdp", "true")),
+            *(("use_distributed_optimizer", "true"), ("no_load_optim", "true")),
+            *(("no_save_optim", "true"), ("eod_mask_loss", "true")),
+            *(("optimizer_cpu_offload", "true"), ("overlap_cpu_optimizer_d2h_h2d", "true")),
+            *(("use_precision_aware_optimizer", "true"), ("attention_backend", "true")),
+            *(("calculate_per_token_loss", "true"), ("context_parallel_size", "2")),
+            *(("expert_model_parallel_size", "2"), ("expert_tensor_parallel_size", "2")),
+        ]
+    },
 }
 KINDS: dict[str, tuple[str, str, Any]] = {
     "use_fsdp": ("fsdp_config", "FSDP", FullyShardedDataParallelPlugin),
     "use_parallelism_config": ("parallelism_config", "MULTI_CPU", ParallelismConfig),
     "use_deepspeed": ("deepspeed_config", "DEEPSPEED", DeepSpeedPlugin),
+    "use_megatron_lm": ("megatron_lm_config", "MEGATRON_LM", MegatronLMPlugin),
 }
 OF_DEEPSPEED = [*DEEPSPEED, "gradient_accumulation_steps"]
 CASES = [(name, "use_fsdp") for name in FSDP]
 CASES += [(name, "use_parallelism_config") for name in MESH]
 CASES += [(name, "use_deepspeed") for name in OF_DEEPSPEED]
+CASES += [(name, "use_megatron_lm") for name in MEGATRON]
 
 
 class Nothing(TrainModule):
@@ -123,8 +145,10 @@ def test_what_asks_for_sharding_is_heard_by_the_processes(capsys):
         assert ParallelismConfig.requested(None) == ParallelismConfig()
     with patch_environment(**launched(capsys, "--use_deepspeed")):
         assert shown(DeepSpeedPlugin.requested(None)[""]) == shown(DeepSpeedPlugin())
+    with patch_environment(**launched(capsys, "--use_megatron_lm")):
+        assert MegatronLMPlugin.requested(None) == MegatronLMPlugin()
     names = "".join(launched(capsys))
-    assert not any(part in names for part in ("FSDP", "PARALLEL", "DEEPSPEED"))
+    assert not any(part in names for part in ("FSDP", "PARALLEL", "DEEPSPEED", "MEGATRON"))
 
 
 # As accelerate writes them.
@@ -180,6 +204,8 @@ def test_options_win_over_the_keys_of_the_file(capsys):
             "--parallelism_config_tp_size 2",
             "--parallelism_config_tp_size belongs to --use_parallelism_config",
         ),
+        ("--megatron_lm_tp_degree 2", "--megatron_lm_tp_degree belongs to --use_megatron_lm"),
+        ("--use_fsdp --use_megatron_lm", "leave out fsdp_config and parallelism_config"),
         ("--use_fsdp --fsdp_offload_params maybe", "'maybe' must be yes or no"),
         ("--use_fsdp --fsdp_version 3", "invalid choice: 3"),
         (
@@ -209,6 +235,7 @@ def test_options_that_would_do_nothing_are_refused(capsys, words, said):
     ("text", "said"),
     [
         ("distributed_type: FSDP\nfsdp_config: {fsdp_ofload_params: 1}", "'fsdp_offload_params'"),
+        ("megatron_lm_config: {megatron_lm_tp_degree: 2}", "write MEGATRON_LM, or remove"),
         ("parallelism_config: {tp_size: 2}", "a key of parallelism_config is 'tp_size'"),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {stage: 1}", "'zero_stage'"),
         ("deepspeed_config: {zero_stage: 1}", "deepspeed_config has settings, but distributed"),
@@ -284,6 +311,25 @@ def test_questions_lead_to_shards_and_split_layers(monkeypatch, home):
     assert found.parallelism_config == {
         "parallelism_config_dp_shard_size": 2,
         "parallelism_config_tp_size": 2,
+    }
+
+
+def test_questions_lead_to_megatron(monkeypatch, home):
+    write_file(home, LaunchConfiguration(num_processes=4, use_cpu=False))
+    monkeypatch.setattr("trainer.cli.config.device_count", lambda: 4)
+    master, terminal = pty.openpty()
+    with os.fdopen(terminal) as stdin, os.fdopen(master, "wb") as keyboard:
+        monkeypatch.setattr("sys.stdin", stdin)
+        # machines, CPU, processes, devices, precision; then the engines; then compilation, debug
+        keyboard.write(b"\n\n\n\n\nno\nno\nyes\n2\n2\n4\n\n\n")
+        keyboard.flush()
+        assert main(["config"]) == 0
+    text = yaml.safe_load(home.read_text())
+    assert text["distributed_type"] == "MEGATRON_LM"
+    assert LaunchConfiguration(**read_file(home)[0]).megatron_lm_config == {
+        "megatron_lm_tp_degree": 2,
+        "megatron_lm_pp_degree": 2,
+        "megatron_lm_num_micro_batches": 4,
     }
 
 

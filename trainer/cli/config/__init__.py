@@ -189,7 +189,7 @@ def _ask(known: LaunchConfiguration) -> LaunchConfiguration:
             choose,
         )
         answers["fp8_config"] = fp8
-    answers |= _ask_sharding(known, answers["num_processes"])
+    answers |= _ask_sharding(known, answers["num_processes"], cpu=answers["use_cpu"])
     what, backend = "backend of torch.compile (no, inductor, …)", known.dynamo_backend or "no"
     answers["dynamo_backend"] = _question(what, backend, _backend)
     what = "compare shapes before collectives, for debugging (yes, no)"
@@ -217,14 +217,15 @@ def _ask_machines(known: LaunchConfiguration, machines: int) -> dict[str, Any]:
     }
 
 
-def _ask_sharding(known: LaunchConfiguration, processes: int) -> dict[str, Any]:
+def _ask_sharding(known: LaunchConfiguration, processes: int, *, cpu: bool) -> dict[str, Any]:
     """Ask how models are split over several processes; for a single one, reset these settings.
 
     Settings of FSDP without a question are kept if it is chosen again.
     """
     fsdp, mesh = known.fsdp_config, known.parallelism_config or {}
     answers: dict[str, Any] = {"fsdp_config": None, "parallelism_config": None}
-    answers["deepspeed_config"] = None
+    answers |= {"deepspeed_config": None, "megatron_lm_config": None}
+    megatron = known.megatron_lm_config
     if processes == 1 and known.deepspeed_config is None:
         return answers
     what = "shard models over the processes, FSDP (yes, no)"
@@ -246,6 +247,18 @@ def _ask_sharding(known: LaunchConfiguration, processes: int) -> dict[str, Any]:
         answers["fsdp_config"] = fsdp
     elif (chosen := _ask_deepspeed(known.deepspeed_config)) is not None:
         return {**answers, "deepspeed_config": chosen}
+    elif not cpu and _question(
+        "divide a model of megatron-core (yes, no)", megatron is not None, truth
+    ):
+        megatron = dict(megatron or {})
+        for name, asked in (
+            ("tp_degree", "processes that share each layer, tensor parallel"),
+            ("pp_degree", "stages of layers, pipeline parallel"),
+            ("num_micro_batches", "micro-batches of each batch, for the stages"),
+        ):
+            key = f"megatron_lm_{name}"
+            megatron[key] = _question(asked, megatron.get(key) or 1, count)
+        return {**answers, "megatron_lm_config": megatron}
     split = _question(
         "processes that share each layer, tensor parallel", mesh.get(_SPLIT) or 1, count
     )

@@ -26,12 +26,15 @@ from trainer.strict_json import dumps
 
 _SUPPORTED = (
     "This release trains on one device, data parallel on several CPU processes, CUDA or XPU "
-    "devices, or sharded over them by FSDP or DeepSpeed"
+    "devices, or divided over them by FSDP, DeepSpeed or Megatron-LM"
 )
-_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED")
-_REFUSED_TYPES = ("MEGATRON_LM", "XLA", "TPU")
-_REFUSED_CONFIGS = {"megatron_lm_config": "Megatron-LM"}
-_OF_TYPES = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
+_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+_REFUSED_TYPES = ("XLA", "TPU")
+_OF_TYPES = {
+    "fsdp_config": "FSDP",
+    "deepspeed_config": "DEEPSPEED",
+    "megatron_lm_config": "MEGATRON_LM",
+}
 # Keys that have no effect here, and why.
 _TPU = "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env"
 _UNUSED = {
@@ -84,6 +87,8 @@ class LaunchConfiguration:
             ``{"zero_stage": 3}``; None does not.
         parallelism_config: The sizes of the device mesh, such as
             ``{"parallelism_config_tp_size": 2}``.
+        megatron_lm_config: Divides a model of megatron-core with these settings, such as
+            ``{"megatron_lm_tp_degree": 2}``; None does not.
         fp8_config: Settings of ``mixed_precision="fp8"``, such as ``{"backend": "AO"}``.
         debug: Compare shapes before collectives start.
         rdzv_backend: How machines meet, ``"static"`` or ``"c10d"``; None means ``"static"``, or
@@ -116,6 +121,7 @@ class LaunchConfiguration:
     fsdp_config: dict[str, Any] | None = None
     deepspeed_config: dict[str, Any] | None = None
     parallelism_config: dict[str, Any] | None = None
+    megatron_lm_config: dict[str, Any] | None = None
     fp8_config: dict[str, Any] | None = None
     debug: bool | None = None
     rdzv_backend: str | None = None
@@ -159,10 +165,11 @@ class LaunchConfiguration:
                 f"fp8_config has settings, but mixed_precision is {self.mixed_precision!r}: it "
                 "must be 'fp8', or remove fp8_config."
             )
-        alone = self.fsdp_config is self.parallelism_config is None
+        others = self.fsdp_config, self.parallelism_config, self.megatron_lm_config
+        alone = all(each is None for each in others)
         of_deepspeed = deepspeed.normalised(self.deepspeed_config, alone=alone)
         object.__setattr__(self, "deepspeed_config", of_deepspeed)
-        check_settings(self.fsdp_config, self.parallelism_config, self.num_processes)
+        check_settings(*others, self.num_processes)
         if self.num_machines > 1 and self.main_process_port == 0:
             raise ValueError(
                 "main_process_port is 0, which finds a free port on a single machine; several "
@@ -184,7 +191,7 @@ class LaunchConfiguration:
             "ACCELERATE_CPU_AFFINITY": self.enable_cpu_affinity,
             "ACCELERATE_DEBUG_MODE": self.debug,
             "OMP_NUM_THREADS": self.num_cpu_threads_per_process,
-            **variables_of(self.fsdp_config, self.parallelism_config),
+            **variables_of(self.fsdp_config, self.parallelism_config, self.megatron_lm_config),
             **deepspeed.variables_of(self.deepspeed_config),
             **fp8_variables(self.fp8_config),
             "CUDA_VISIBLE_DEVICES": None if self.gpu_ids == "all" else self.gpu_ids,
@@ -233,7 +240,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     own = {field.name for field in fields(LaunchConfiguration)}
-    known = {*own, *_UNUSED, *_SILENT, *_REFUSED_CONFIGS, "compute_environment"}
+    known = {*own, *_UNUSED, *_SILENT, "compute_environment"}
     known |= {"distributed_type", "dynamo_config", "fp16"}
     for key in found.keys() - known:
         raise ValueError(choice_error("a key", key, known))
@@ -252,7 +259,7 @@ def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         given[name] = str(given[name] or "no")  # YAML reads a bare `no` as False
     for name in {"gpu_ids", "main_process_ip", "dynamo_mode", "rdzv_conf"} & given.keys():
         given[name] = str(given[name])  # and a bare 0 as a number
-    for name in ("fsdp_config", "deepspeed_config", "parallelism_config", "fp8_config"):
+    for name in (*_OF_TYPES, "parallelism_config", "fp8_config"):
         if not given.get(name):
             given.pop(name, None)
     for name, kind in _OF_TYPES.items():
@@ -296,12 +303,6 @@ def _check_supported(found: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name} has settings, but distributed_type is {kind!r}: write {its_kind}, or "
                 f"remove {name}."
-            )
-    for key, engine in _REFUSED_CONFIGS.items():
-        if found.get(key):
-            raise ValueError(
-                f"{key} asks for {engine}, which is not supported yet. {_SUPPORTED}; for those "
-                f"remove {key}."
             )
 
 

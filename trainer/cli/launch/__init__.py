@@ -22,13 +22,15 @@ from trainer.cli.config import accelerators, device_count, known_of
 from trainer.cli.config.deepspeed import DEEPSPEED, LAUNCHER
 from trainer.cli.config.file import LaunchConfiguration, default_place
 from trainer.cli.config.fp8 import FP8
-from trainer.cli.config.sharding import FSDP, MESH
+from trainer.cli.config.sharding import FSDP, MEGATRON, MESH
 from trainer.cli.launch.options import REFUSED
 from trainer.cli.launch.options import parser as parser
 from trainer.cli.parsing import CommandError, echo, ended_at_once
 from trainer.enums import PrecisionType
 
 _SLURM_GRACE = 120  # seconds before its time limit that a job is signalled
+
+_ENGINES = ("use_fsdp", "use_deepspeed", "use_megatron_lm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,19 +175,21 @@ def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
 def _take_sharding(
     arguments: argparse.Namespace, known: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    """Put the options of FSDP, DeepSpeed and the mesh over those of the file.
+    """Put the options of FSDP, DeepSpeed, Megatron-LM and the mesh over those of the file.
 
     Raises:
         argparse.ArgumentTypeError: One is given, but nothing asks to shard.
     """
-    if arguments.use_deepspeed:
-        known.pop("fsdp_config", None)
-    elif arguments.use_fsdp:
-        known.pop("deepspeed_config", None)
+    engines = {each: f"{each.removeprefix('use_')}_config" for each in _ENGINES}
+    if any(getattr(arguments, each) for each in engines):  # and not the file's
+        for each, section in engines.items():
+            if not getattr(arguments, each):
+                known.pop(section, None)
     for key, asks, names in (
         ("fsdp_config", "use_fsdp", FSDP),
         ("deepspeed_config", "use_deepspeed", [*DEEPSPEED, *LAUNCHER]),
         ("parallelism_config", "use_parallelism_config", MESH),
+        ("megatron_lm_config", "use_megatron_lm", MEGATRON),
     ):
         chosen = {name: value for name in names if (value := getattr(arguments, name)) is not None}
         if chosen and key not in known and not getattr(arguments, asks):

@@ -10,13 +10,12 @@ from typing import Any
 
 from trainer.cli.config.deepspeed import DEEPSPEED, LAUNCHER, limit
 from trainer.cli.config.fp8 import FP8, three_bools
-from trainer.cli.config.sharding import FSDP, MESH
+from trainer.cli.config.sharding import FSDP, MEGATRON, MESH
 from trainer.cli.parsing import command_parser, count, truth
 from trainer.enums import DynamoBackend, PrecisionType
 
 # Options of the documented API for engines that are not supported, and the engines' names.
 REFUSED = {
-    "use_megatron_lm": "Megatron-LM",
     "tpu": "a TPU",
 }
 
@@ -134,6 +133,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "bools": {"type": three_bools, "metavar": "BOOL,BOOL,BOOL"},
     "count": {"type": count, "metavar": "N"},
     "device": {"choices": ("none", "cpu", "nvme"), "metavar": "NAME"},
+    "float": {"type": float, "metavar": "X"},
     "int": {"type": int, "metavar": "N"},
     "limit": {"type": limit, "metavar": "NORM"},
     "stage": {"type": int, "choices": range(4)},
@@ -153,7 +153,8 @@ def _sharding(made: argparse.ArgumentParser) -> None:
     _add(group, "--use_fsdp", help="shard models over the processes; see docs/launching.md")
     _add(group, "--use_deepspeed", help="partition models and optimizers with DeepSpeed's ZeRO")
     _add(group, "--use_parallelism_config", help="a mesh of replicas, shards and split layers")
-    for name, (kind, what) in {**FSDP, **DEEPSPEED, **MESH}.items():
+    _add(group, "--use_megatron_lm", help="divide a model of megatron-core over the processes")
+    for name, (kind, what) in {**FSDP, **DEEPSPEED, **MESH, **MEGATRON}.items():
         _add(group, f"--{name}", **_KINDS[kind], help=what)
 
 

@@ -1,0 +1,476 @@
+"""A GPT of megatron-core, divided over processes, trains as one process does, and resumes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import Callback, GradientNormMonitor
+from tests.helpers.megatron import cuda_on_cpu, gpt
+from tests.helpers.ranks import RankError
+from trainer import Accelerator, MegatronLMPlugin, Trainer, TrainModule
+from trainer.utils import MegatronLMDummyScheduler
+
+generator = torch.Generator().manual_seed(0)
+FIRST = torch.randint(0, 32, (44, 1), generator=generator)
+TOKENS = (FIRST + 3 * torch.arange(9)) % 32  # sequences that can be learnt
+DATA = TensorDataset(TOKENS)
+MASK = torch.ones(8, 8, dtype=torch.bool).triu(1)[None, None]
+PLACES = torch.arange(8)
+
+# By name: processes and what the plugin gets.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tp_degree": 2}),
+    "tp2, cut": (2, {"tp_degree": 2, "num_micro_batches": 3}),
+    "dp2": (2, {}),
+    "pp2": (2, {"pp_degree": 2, "num_micro_batches": 3}),
+    "pp2, dp2": (4, {"pp_degree": 2, "num_micro_batches": 2, "seq_length": 8}),
+    "tp2, pp2": (4, {"tp_degree": 2, "pp_degree": 2, "num_micro_batches": 2}),
+}
+
+
+class Net(TrainModule):
+    """A language model whose loss is a mean over the tokens above 3."""
+
+    options: dict[str, Any] = {}
+    plugin: MegatronLMPlugin | None = None
+    precision = "no"
+
+    def configure_model(self) -> None:
+        arguments = self.plugin.transformer_arguments(self.precision) if self.plugin else {}
+        self.model = gpt(arguments, **self.options)
+
+    def losses(self, tokens: Tensor) -> Tensor:
+        places = PLACES.expand(len(tokens), -1)
+        given, wanted = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return self.model(given, places, MASK, labels=wanted)
+
+    def count_items(self, batch: Any) -> Tensor:
+        return (batch[0][:, 1:] > 3).sum()
+
+    def mean(self, tokens: Tensor) -> Tensor:
+        kept = tokens[:, 1:] > 3
+        return (self.losses(tokens) * kept).sum() / kept.sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.mean(batch[0])
+        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/epoch_loss", loss, on_epoch=True, on_step=False)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.mean(batch[0]))
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return self.losses(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=6)
+        return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
+
+
+class State(Callback):
+    """Keeps the whole weights at the end of a fit; rank 0's alone."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        whole = trainer._fit.engine.full_state_dict(module)
+        self.weights = {name: each for name, each in whole.items() if each is not None}
+
+
+def fit(
+    folder: Path,
+    layout: dict[str, Any] | None = None,
+    kind: type[Net] = Net,
+    data: Any = DATA,
+    batch: int = 8,
+    **options: Any,
+) -> Any:
+    """Train on batches that are as large over all replicas; without a layout on one process."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    given = None
+    if layout is None:  # the engine of one device
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+    else:
+        given = MegatronLMPlugin(**{"gradient_clipping": 0.0, **layout})
+    state, resumes = State(), options.pop("ckpt_path", None)
+    shuffle, more = options.pop("shuffle", False), options.pop("callbacks", ())
+    options = {"max_epochs": 1, "checkpointing": False, "log_every": 1, "seed": 3, **options}
+    own = Trainer(
+        cpu=True,
+        progress_bar=False,
+        project_dir=folder,
+        megatron_lm_plugin=given,
+        callbacks=[state, *more],
+        **options,
+    )
+    model = kind()
+    model.plugin, model.precision = given, options.get("mixed_precision", "no")
+    each = batch // own.accelerator.engine.data_size
+    loaders = DataLoader(data, each, shuffle=shuffle), DataLoader(data, each)
+    own.fit(model, *loaders, ckpt_path=resumes)
+    metrics = {name: float(value) for name, value in own.callback_metrics.items()}
+    predicted = None
+    if options.get("max_steps") is None:
+        predicted = own.predict(model, DataLoader(TensorDataset(TOKENS[:5]), each))
+        predicted = predicted and torch.cat(predicted)
+    return state.weights, metrics, predicted, own.skipped_updates
+
+
+def run(*args: Any, **kwargs: Any) -> Any:
+    with cuda_on_cpu():
+        return fit(*args, **kwargs)
+
+
+def assert_equal(found: Any, expected: Any, tolerance: float = 2e-6) -> None:
+    """Assert that rank 0 has these weights and predictions, and all ranks these metrics."""
+    torch.testing.assert_close(found[0][0], expected[0], rtol=0, atol=tolerance)
+    torch.testing.assert_close(found[0][2], expected[2], rtol=0, atol=10 * tolerance)
+    for each in found:
+        assert each[1] == pytest.approx(expected[1], abs=tolerance, nan_ok=True)
+        assert each[3] == expected[3]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_trains_as_one_process_on_the_whole_batches(ranks, layout, tmp_path):
+    processes, given = LAYOUTS[layout]
+    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    (expected,) = ranks(1)(lambda: run(tmp_path / "one", **options))
+    found = ranks(processes)(lambda: run(tmp_path / "many", given, **options))
+    assert_equal(found, expected)
+
+
+class Tied(Net):
+    """The output shares the embedding's weights; gated layers and rotary positions."""
+
+    options = {"tied": True, "gated_linear_unit": True, "add_bias_linear": False}
+
+
+class Nan(Net):
+    """The second update's loss is NaN, on the second replica or everywhere."""
+
+    def mean(self, tokens: Tensor) -> Tensor:
+        loss = super().mean(tokens)
+        return loss * float("nan") if (tokens[:, 0] == TOKENS[12, 0]).any() else loss
+
+
+class Plain(Net):
+    """A mean over sequences, as the loop weighs batches by default."""
+
+    count_items = TrainModule.count_items
+
+    def mean(self, tokens: Tensor) -> Tensor:
+        return self.losses(tokens).mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "options"),
+    [
+        (Tied, "tp2, pp2", {"gradient_accumulation_steps": 5}),
+        (Plain, "pp2", {"max_grad_norm": 0.1}),
+        (Nan, "pp2", {"non_finite": "skip"}),
+        (Nan, "dp2", {"non_finite": "skip"}),
+    ],
+)
+def test_other_models_and_losses_are_the_same_too(ranks, kind, layout, options, tmp_path):
+    processes, given = LAYOUTS[layout]
+    (expected,) = ranks(1)(lambda: run(tmp_path / "one", kind=kind, **options))
+    found = ranks(processes)(lambda: run(tmp_path / "many", given, kind, **options))
+    assert_equal(found, expected)
+
+
+def test_a_replica_may_lack_a_batch(ranks2, ranks, tmp_path):
+    data = TensorDataset(TOKENS[:12])
+    (expected,) = ranks(1)(lambda: run(tmp_path / "one", kind=Plain, data=data))
+    assert_equal(ranks2(lambda: run(tmp_path / "many", {}, Plain, data)), expected)
+
+
+def test_bfloat16_trains_alike_and_float32_weights_are_updated(ranks2, ranks, tmp_path):
+    (expected,) = ranks(1)(lambda: run(tmp_path / "one"))
+    layout = LAYOUTS["pp2"][1]
+    found = ranks2(lambda: run(tmp_path / "many", layout, mixed_precision="bf16"))
+    torch.testing.assert_close(found[0][0], expected[0], rtol=0, atol=3e-2)
+    assert {each.dtype for each in found[0][0].values()} == {torch.float32}
+
+
+# -- checkpoints --------------------------------------------------------------------------------
+
+
+class Dropout(Tied):
+    """With dropout and AdamW, so that a resumed run needs all of its state."""
+
+    options = {**Tied.options, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
+        return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"), [("tp2", "bf16"), ("dp2", "no"), ("pp2", "bf16"), ("tp2, pp2", "no")]
+)
+def test_a_resumed_run_is_bit_identical(ranks, layout, precision, tmp_path):
+    processes, given = LAYOUTS[layout]
+    options = {"checkpointing": True, "shuffle": True, "mixed_precision": precision}
+    options |= {"max_epochs": None, "num_sanity_val_steps": 0}
+
+    def train(name: str, steps: int, **more: Any) -> Any:
+        where = tmp_path / name
+        return ranks(processes)(
+            lambda: run(where, given, Dropout, max_steps=steps, **options, **more)
+        )
+
+    whole = train("whole", 8)[0]
+    train("cut", 3)
+    found = train("cut", 8, ckpt_path="auto")[0]
+    torch.testing.assert_close(found, whole, rtol=0, atol=0)
+    files = {file.suffix for file in (tmp_path / "cut").rglob("step-*/*")}
+    assert files == {".json", ".safetensors"}
+
+
+class Adam(Tied):
+    configure_optimizers = Dropout.configure_optimizers
+
+
+def test_a_run_resumes_on_other_layouts(ranks, ranks2, tmp_path):
+    def train(name: str, epochs: int, layout: Any, **more: Any) -> Any:
+        options = {"max_epochs": epochs, "checkpointing": True, **more}
+        return run(tmp_path / name, layout, Adam, **options)
+
+    tp2, pp2, dp2 = (LAYOUTS[name][1] for name in ("tp2", "pp2", "dp2"))
+    ranks2(lambda: train("tp2", 1, tp2))
+    ranks(1)(lambda: train("one", 1, {}))
+    (expected,) = ranks(1)(lambda: train("whole", 2, {}))
+    for name, layout in [("tp2", pp2), ("one", tp2), ("tp2", dp2)]:
+        copy = f"{name} on {layout}"
+        shutil.copytree(tmp_path / name, tmp_path / copy)
+        found = ranks2(lambda: train(copy, 2, layout, ckpt_path="auto"))  # noqa: B023 - at once
+        assert_equal(found, expected, 1e-4)
+
+
+def test_saved_weights_are_evaluated_on_another_layout(ranks, ranks2, tmp_path):
+    def trainer(layout: dict[str, Any]) -> tuple[Trainer, Net]:
+        plugin = MegatronLMPlugin(**layout)
+        own = Trainer(
+            cpu=True,
+            progress_bar=False,
+            project_dir=tmp_path,
+            max_epochs=1,
+            seed=3,
+            megatron_lm_plugin=plugin,
+        )
+        model = Tied()
+        model.plugin = plugin
+        return own, model
+
+    def train() -> float:
+        with cuda_on_cpu():
+            own, model = trainer(LAYOUTS["tp2"][1])
+            own.fit(model, DataLoader(DATA, 8), DataLoader(DATA, 8))
+        return float(own.callback_metrics["val/loss"])
+
+    def validate() -> float:
+        with cuda_on_cpu():
+            own, model = trainer(LAYOUTS["pp2"][1])
+            path = next((tmp_path / "checkpoints").glob("step-*"))
+            return own.validate(model, DataLoader(DATA, 8), ckpt_path=path)[0]["val/loss"]
+
+    trained = ranks2(train)
+    assert ranks2(validate) == pytest.approx(trained, abs=1e-6)
+
+
+# -- bad numbers, schedules, loops of your own --------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_bad_loss_stops_all(ranks2, layout, tmp_path):
+    def stopped() -> str:
+        with pytest.raises(FloatingPointError) as caught:
+            run(tmp_path, LAYOUTS[layout][1], Nan)
+        return str(caught.value)
+
+    for message in ranks2(stopped):
+        assert "step 2" in message or "update 2" in message
+
+
+class Scheduled(Plain):
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": list(self.parameters()), "weight_decay": 0.1}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+        schedule = MegatronLMDummyScheduler(optimizer, total_num_steps=6, warmup_num_steps=2)
+        return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
+
+    def on_train_step_end(self) -> None:
+        group = self.optimizers().param_groups[0]
+        self.seen = [*getattr(self, "seen", ()), (group["lr"], group["weight_decay"])]
+
+
+def test_the_plugins_schedule_ticks_once_an_update(ranks2, tmp_path):
+    def rates() -> Any:
+        kept: list[Any] = []
+
+        class Kept(Scheduled):
+            def on_train_end(self) -> None:
+                kept.extend(self.seen)
+
+        plugin = {
+            "pp_degree": 2,
+            "num_micro_batches": 2,
+            "min_lr": 0.02,
+            "end_weight_decay": 0.3,
+            "start_weight_decay": 0.1,
+            "weight_decay_incr_style": "linear",
+        }
+        run(tmp_path, plugin, Kept)
+        return kept
+
+    # Linear to 0.1 in 2 updates, then linear to 0.02 at the 6th.
+    lrs = [0.05, 0.1, 0.08, 0.06, 0.04, 0.02]
+    decays = [0.1 + 0.2 * step / 6 for step in range(1, 7)]
+    for found in ranks2(rates):
+        assert [lr for lr, _ in found] == pytest.approx(lrs)
+        assert [decay for _, decay in found] == pytest.approx(decays)
+
+
+def train_by_hand(layout: dict[str, Any], folder: Path, steps: range) -> Any:
+    """Train with an Accelerator, in windows of two batches."""
+    with cuda_on_cpu():
+        plugin = MegatronLMPlugin(**{"gradient_clipping": 0.0, **layout})
+        accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=2,
+            scheduler_tick="update",
+            megatron_lm_plugin=plugin,
+        )
+        model = gpt(plugin.transformer_arguments())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=8)
+        loader = DataLoader(TensorDataset(TOKENS[:40]), 4 // accelerator.engine.data_size)
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        if steps.start:
+            accelerator.load_state(folder)
+        norms = []
+        for step, (tokens,) in enumerate(loader):
+            if step not in steps:
+                continue
+            with accelerator.accumulate(model):
+                places = PLACES.expand(len(tokens), -1)
+                losses = model(
+                    tokens[:, :-1].contiguous(), places, MASK, labels=tokens[:, 1:].contiguous()
+                )
+                accelerator.backward(losses.mean())
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        accelerator.save_state(folder)
+        return accelerator.get_state_dict(model), norms, str(accelerator.distributed_type)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+def test_an_own_loop_trains_saves_and_resumes_as_one_process(ranks2, ranks, layout, tmp_path):
+    given = LAYOUTS[layout][1]
+    (expected,) = ranks(1)(lambda: train_by_hand({}, tmp_path / "one", range(10)))
+    found = ranks2(lambda: train_by_hand(given, tmp_path / "two", range(10)))
+    torch.testing.assert_close(found[0][0], expected[0], rtol=0, atol=2e-5)
+    assert found[0][1] == pytest.approx(expected[1], abs=1e-6)
+    assert found[0][2] == "DistributedType.MEGATRON_LM"
+    ranks2(lambda: train_by_hand(given, tmp_path / "cut", range(4)))
+    again = ranks2(lambda: train_by_hand(given, tmp_path / "cut", range(4, 10)))
+    torch.testing.assert_close(again[0][0], found[0][0], rtol=0, atol=0)
+
+
+# -- what cannot work is refused ----------------------------------------------------------------
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Outside(Net):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.head = torch.nn.Linear(2, 2)
+
+
+class Two(Net):
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return torch.optim.SGD([first], 0.1), torch.optim.SGD(others, 0.1)
+
+
+class Adafactor(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+class Twice(Net):
+    def mean(self, tokens: Tensor) -> Tensor:
+        return super().mean(tokens) + super().mean(tokens)
+
+
+class Without(Net):
+    def configure_model(self) -> None:
+        self.model = torch.nn.Linear(2, 2)
+
+
+REFUSED: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any], str]] = {
+    "manual": (Manual, {}, {}, "automatic_optimization = False, but with megatron_lm_plugin"),
+    "parameters outside": (Outside, {}, {}, "head.weight, head.bias are trained, but are outside"),
+    "no model": (Without, {}, {}, "Without has none of the models of megatron-core"),
+    "optimizers": (Two, {}, {}, "megatron_lm_plugin has one optimizer"),
+    "Adafactor": (Adafactor, {}, {}, "Adafactor cannot update parts"),
+    "gradients read": (
+        Net,
+        {},
+        {"callbacks": [GradientNormMonitor()]},
+        "GradientNormMonitor reads",
+    ),
+    "fp16": (Net, {}, {"mixed_precision": "fp16"}, "does not support mixed_precision='fp16'"),
+    "the model's sizes": (
+        type("Small", (Net,), {"options": {"tensor_model_parallel_size": 1}}),
+        {"tp_degree": 2},
+        {},
+        "tensor_model_parallel_size is 1, not 2",
+    ),
+    "sizes": (Net, {"tp_degree": 3}, {}, "whose product must divide the number of processes"),
+    "two calls": (Twice, {"num_micro_batches": 2}, {}, "called the GPTModel 2 times"),
+    "fields": (
+        Net,
+        {"use_distributed_optimizer": True, "eval_iters": 5, "lr_mult": 2.0},
+        {},
+        re.escape("use_distributed_optimizer=True (use fsdp_plugin")
+        + ".*lr_mult=2.0.*eval_iters=5 .use limit_val_batches",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_work_is_refused_by_name(ranks2, what, tmp_path):
+    kind, layout, options, message = REFUSED[what]
+    if what == "the model's sizes":
+        layout = {"tp_degree": 2}
+    with pytest.raises(RankError, match=message):
+        ranks2(lambda: run(tmp_path, layout, kind, **options))
+
+
+def test_it_needs_cuda(ranks2):
+    with pytest.raises(RankError, match=r"trains on CUDA devices, but this run uses 'cpu'"):
+        ranks2(lambda: Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin()) and None)

@@ -1,0 +1,420 @@
+"""Settings of Megatron-LM, and what stands for the schedule that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainer import environment
+from trainer.checks import check_counts, check_numbers, check_type, choice_error
+from trainer.configuration import check_bool_fields, explains_itself, fill
+
+PREFIX = "MEGATRON_LM_"
+# Fields that stay None unless their variable is set, with the types of their texts.
+_OPTIONAL: dict[str, Callable[[str], Any]] = {
+    "decoder_last_pipeline_num_layers": int,
+    "recompute_granularity": str,
+    "recompute_method": str,
+    "recompute_num_layers": int,
+    "expert_model_parallel_size": int,
+    "context_parallel_size": int,
+    "expert_tensor_parallel_size": int,
+    "attention_dropout": float,
+    "hidden_dropout": float,
+    "seq_length": int,
+}
+_OPTIONAL_FLAGS = (
+    "use_custom_fsdp",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "no_load_optim",
+    "eod_mask_loss",
+    "no_save_optim",
+    "optimizer_cpu_offload",
+    "use_precision_aware_optimizer",
+    "attention_backend",
+    "attention_softmax_in_fp32",
+    "calculate_per_token_loss",
+    "use_rotary_position_embeddings",
+)
+_CHOICES = {
+    "weight_decay_incr_style": ("constant", "linear", "cosine"),
+    "lr_decay_style": ("constant", "linear", "cosine"),
+    "recompute_granularity": ("full", "selective"),
+    "recompute_method": ("uniform", "block"),
+}
+# What belongs to the repository of Megatron-LM rather than to the package megatron-core, or would
+# change the loop; and what to do instead. A field at its default asks for nothing.
+_INSTEAD = {
+    "use_custom_fsdp": "use fsdp_plugin",
+    "use_distributed_optimizer": "use fsdp_plugin, or deepspeed_plugin with stage 1",
+    "optimizer_cpu_offload": "use deepspeed_plugin with offload_optimizer_device='cpu'",
+    "overlap_cpu_optimizer_d2h_h2d": "it belongs to optimizer_cpu_offload",
+    "use_precision_aware_optimizer": "it needs the optimizer of TransformerEngine",
+    "no_load_optim": "start a new run with Module.load_from_checkpoint",
+    "no_save_optim": "ModelCheckpoint(save_weights_only=True) saves weights alone",
+    "eod_mask_loss": "mask the loss in training_step",
+    "attention_backend": "set attention_backend of the model's TransformerConfig",
+    "calculate_per_token_loss": "return the number of tokens from count_items",
+    "expert_model_parallel_size": "experts are not supported yet",
+    "expert_tensor_parallel_size": "experts are not supported yet",
+    "context_parallel_size": "use ParallelismConfig(cp_size=...) without megatron_lm_plugin",
+    "num_layers_per_virtual_pipeline_stage": "leave it out: each process has one stage",
+    "pipeline_model_parallel_split_rank": "it is for encoder-decoder models (T5)",
+    "encoder_seq_length": "it is for encoder-decoder models (T5)",
+    "decoder_seq_length": "it is for encoder-decoder models (T5)",
+    "train_samples": "count in updates: train_iters",
+    "lr_decay_samples": "count in updates: lr_decay_iters",
+    "lr_warmup_samples": "count in updates: lr_warmup_iters",
+    "consumed_samples": "a run resumes its data by itself: ckpt_path='auto'",
+    "no_wd_decay_cond": "make parameter groups in configure_optimizers",
+    "scale_lr_cond": "make parameter groups in configure_optimizers",
+    "lr_mult": "make parameter groups in configure_optimizers",
+    "megatron_dataset_flag": "pass a DataLoader: its data sets belong to the repository",
+    "custom_megatron_datasets_provider_function": "pass a DataLoader",
+    "tensorboard_dir": "use log_with='tensorboard'",
+    "set_all_logging_options": "use log_with='tensorboard'",
+    "eval_iters": "use limit_val_batches",
+    "eval_interval": "use val_every",
+    "return_logits": "the steps of the module have the model's output",
+    "custom_train_step_class": "write training_step",
+    "custom_train_step_kwargs": "write training_step",
+    "custom_model_provider_function": "build the model in configure_model",
+    "custom_prepare_model_function": "build the model in configure_model",
+    "custom_get_batch_function": "write training_step",
+    "custom_loss_function": "write training_step",
+    "other_megatron_args": "give the model's TransformerConfig what it takes; the parser of "
+    "arguments belongs to the repository",
+}
+_NEUTRAL = {  # values that ask for nothing either
+    "expert_model_parallel_size": (1,),
+    "expert_tensor_parallel_size": (1,),
+    "context_parallel_size": (1,),
+}
+
+
+@explains_itself
+@dataclass(kw_only=True)
+class MegatronLMPlugin:
+    """How a model of megatron-core is divided over the processes.
+
+    Of `tp_degree` to `use_distributed_optimizer`, and of the fields that describe the model, each
+    that is None takes the environment variable ``MEGATRON_LM_<NAME>``. What describes the model is
+    for its configuration: ``TransformerConfig(…, **plugin.transformer_arguments())``. Fields that
+    are not listed belong to Megatron-LM's own programs; only their defaults can be used, and
+    the error says what to do instead.
+
+    Attributes:
+        tp_degree: How many processes share each layer; default 1.
+        pp_degree: How many stages of layers the model has, one after the other; default 1.
+        num_micro_batches: Into how many micro-batches the Trainer cuts each batch along its first
+            dimension, so that the stages work at the same time; default 1.
+        gradient_clipping: The maximum norm of an update for which the run asks for none with
+            ``max_grad_norm`` or ``clip_grad_norm_``; default 1.0; 0 clips nothing.
+        sequence_parallelism: Whether processes that share layers divide the sequence between them.
+        recompute_activations: Whether the activations of the attention are computed again in
+            backward.
+        recompute_granularity: ``"full"`` or ``"selective"``.
+        recompute_method: ``"uniform"`` or ``"block"``.
+        recompute_num_layers: See megatron-core.
+        decoder_last_pipeline_num_layers: How many layers the last stage has.
+        attention_dropout: The dropout of the attention.
+        hidden_dropout: The dropout of hidden states.
+        attention_softmax_in_fp32: Whether the softmax of the attention is in float32.
+        use_rotary_position_embeddings: Whether the model has rotary position embeddings; compared
+            with it.
+        seq_length: The length of all sequences. With it, stages need not send each other shapes.
+        train_iters: The updates of the schedule of `MegatronLMDummyScheduler`, which has the
+            following ones, too.
+        weight_decay_incr_style: How the weight decay changes from `start_weight_decay` to
+            `end_weight_decay`: ``"constant"``, ``"linear"`` or ``"cosine"``.
+        start_weight_decay: The first weight decay; None is the optimizer's.
+        end_weight_decay: The last weight decay; None is the optimizer's.
+        lr_decay_style: How the learning rate decays: ``"constant"``, ``"linear"`` or ``"cosine"``.
+        lr_decay_iters: In how many updates; None is `train_iters`.
+        lr_warmup_iters: How many of them warm up.
+        lr_warmup_fraction: The same as a fraction.
+        min_lr: The last learning rate.
+        is_train_batch_min: Has no effect: batches of any size are cut.
+
+    Raises:
+        ValueError: A name is unknown, a size is below 1, or values contradict each other.
+        TypeError: A value has the wrong type.
+    """
+
+    tp_degree: int | None = None
+    pp_degree: int | None = None
+    use_custom_fsdp: bool | None = None
+    overlap_cpu_optimizer_d2h_h2d: bool | None = None
+    no_load_optim: bool | None = None
+    eod_mask_loss: bool | None = None
+    no_save_optim: bool | None = None
+    optimizer_cpu_offload: bool | None = None
+    use_precision_aware_optimizer: bool | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    attention_backend: bool | None = None
+    expert_model_parallel_size: int | None = None
+    context_parallel_size: int | None = None
+    attention_dropout: float | None = None
+    hidden_dropout: float | None = None
+    attention_softmax_in_fp32: bool | None = None
+    expert_tensor_parallel_size: int | None = None
+    calculate_per_token_loss: bool | None = None
+    use_rotary_position_embeddings: bool | None = None
+    num_micro_batches: int | None = None
+    gradient_clipping: float | None = None
+    sequence_parallelism: bool | None = None
+    recompute_activations: bool | None = None
+    use_distributed_optimizer: bool | None = None
+    pipeline_model_parallel_split_rank: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    is_train_batch_min: bool = True
+    train_iters: int | None = None
+    train_samples: int | None = None
+    weight_decay_incr_style: str = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    lr_decay_style: str = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_warmup_iters: int | None = None
+    lr_warmup_samples: int | None = None
+    lr_warmup_fraction: float | None = None
+    min_lr: float = 0.0
+    consumed_samples: list[int] | None = None
+    no_wd_decay_cond: Callable[..., Any] | None = None
+    scale_lr_cond: Callable[..., Any] | None = None
+    lr_mult: float = 1.0
+    megatron_dataset_flag: bool = False
+    seq_length: int | None = None
+    encoder_seq_length: int | None = None
+    decoder_seq_length: int | None = None
+    tensorboard_dir: str | None = None
+    set_all_logging_options: bool = False
+    eval_iters: int = 100
+    eval_interval: int = 1000
+    return_logits: bool = False
+    custom_train_step_class: Any = None
+    custom_train_step_kwargs: dict[str, Any] | None = None
+    custom_model_provider_function: Callable[..., Any] | None = None
+    custom_prepare_model_function: Callable[..., Any] | None = None
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
+    custom_get_batch_function: Callable[..., Any] | None = None
+    custom_loss_function: Callable[..., Any] | None = None
+    other_megatron_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Fill in missing values from the environment and validate all."""
+        fill(
+            self,
+            PREFIX,
+            tp_degree=1,
+            pp_degree=1,
+            num_micro_batches=1,
+            gradient_clipping=1.0,
+            sequence_parallelism=False,
+            recompute_activations=False,
+            use_distributed_optimizer=False,
+        )
+        for name in (*_OPTIONAL, *_OPTIONAL_FLAGS):
+            variable = PREFIX + name.upper()
+            if getattr(self, name) is None and environment.read(variable):
+                text = environment.read(variable)
+                flag = name in _OPTIONAL_FLAGS
+                kind = environment.read_flag if flag else _OPTIONAL[name]
+                setattr(self, name, kind(variable if flag else text))  # type: ignore[arg-type]  # set
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in (None, *choices):
+                raise ValueError(choice_error(name, value, choices))
+        check_bool_fields(self)
+        check_counts(
+            1,
+            tp_degree=self.tp_degree,
+            pp_degree=self.pp_degree,
+            num_micro_batches=self.num_micro_batches,
+        )
+        check_numbers(0.0, gradient_clipping=self.gradient_clipping)
+        if self.sequence_parallelism and self.tp_degree == 1:
+            raise ValueError(
+                "sequence_parallelism=True divides sequences between the processes that share "
+                "layers, but tp_degree is 1: raise it, or leave sequence_parallelism out."
+            )
+        if self.recompute_activations and self.recompute_granularity == "full":
+            raise ValueError(
+                "recompute_activations=True is recompute_granularity='selective', but that is "
+                "'full': leave one of them out."
+            )
+
+    @classmethod
+    def requested(cls, given: Any) -> MegatronLMPlugin | None:
+        """Return the plugin; a new one if ``ACCELERATE_USE_MEGATRON_LM`` is set, else None.
+
+        Raises:
+            TypeError: Something else is given.
+        """
+        if given is None:
+            return cls() if environment.read_flag("ACCELERATE_USE_MEGATRON_LM") else None
+        check_type("megatron_lm_plugin", given, cls)
+        plugin: MegatronLMPlugin = given
+        return plugin
+
+    def check_supported(self) -> None:
+        """Check that only what the engine can do is asked for.
+
+        Raises:
+            NotImplementedError: Something else is; the message names all of it.
+        """
+        plain = {name: field.default for name, field in self.__dataclass_fields__.items()}
+        asked = [
+            f"{name}={value!r} ({instead})"
+            for name, instead in _INSTEAD.items()
+            if (value := getattr(self, name)) not in (None, False, *_NEUTRAL.get(name, ()))
+            and value != plain[name]
+        ]
+        if asked:
+            raise NotImplementedError(
+                f"megatron_lm_plugin asks for {'; '.join(asked)}. The engine trains models of "
+                "megatron-core with this loop, and has none of it."
+            )
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether the model has several stages."""
+        return self.pp_degree != 1
+
+    def transformer_arguments(self, mixed_precision: str = "no") -> dict[str, Any]:
+        """Return arguments of megatron-core's ``TransformerConfig``.
+
+        Args:
+            mixed_precision: The run's: with ``"bf16"`` the model has bfloat16 weights, whose
+                float32 copies are updated.
+        """
+        half = mixed_precision == "bf16"
+        dtype = torch.bfloat16 if half else torch.float32
+        granularity = "selective" if self.recompute_activations else self.recompute_granularity
+        arguments = {
+            "tensor_model_parallel_size": self.tp_degree,
+            "pipeline_model_parallel_size": self.pp_degree,
+            "sequence_parallel": self.sequence_parallelism,
+            "params_dtype": dtype,
+            "pipeline_dtype": dtype,
+            "bf16": half,
+            "recompute_granularity": granularity,
+            "recompute_method": self.recompute_method,
+            "recompute_num_layers": self.recompute_num_layers,
+            "num_layers_in_last_pipeline_stage": self.decoder_last_pipeline_num_layers,
+            "attention_dropout": self.attention_dropout,
+            "hidden_dropout": self.hidden_dropout,
+            "attention_softmax_in_fp32": self.attention_softmax_in_fp32,
+        }
+        return {name: value for name, value in arguments.items() if value is not None}
+
+
+class MegatronLMDummyScheduler:
+    """Stands for the schedule that a `MegatronLMPlugin` describes.
+
+    Args:
+        optimizer: The optimizer.
+        total_num_steps: The length of the schedule in updates, where the plugin has no
+            `train_iters`.
+        warmup_num_steps: The same of its warm-up, for `lr_warmup_iters`.
+        **kwargs: Not used.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.kwargs = kwargs
+
+    def step(self) -> None:
+        """Raise: the plugin's schedule takes its place when it is prepared.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "MegatronLMDummyScheduler stands for the schedule of a MegatronLMPlugin: pass "
+            "megatron_lm_plugin, and prepare it together with its optimizer."
+        )
+
+    def make(self, plugin: MegatronLMPlugin, optimizer: Optimizer) -> Any:
+        """Return the schedule.
+
+        Args:
+            plugin: Describes it.
+            optimizer: The optimizer, whose groups keep their own peak learning rates, and their
+                weight decay unless the plugin has one.
+
+        Raises:
+            ValueError: Its length is not known.
+        """
+        updates = plugin.train_iters or self.total_num_steps
+        decay = plugin.lr_decay_iters or updates
+        if decay is None:
+            raise ValueError(
+                "MegatronLMDummyScheduler has no length: pass total_num_steps, or "
+                "MegatronLMPlugin(train_iters=...)."
+            )
+        if plugin.lr_warmup_fraction is not None:
+            warmup = plugin.lr_warmup_fraction * decay
+        else:
+            warmup = float(plugin.lr_warmup_iters or self.warmup_num_steps)
+        decays = (plugin.start_weight_decay, plugin.end_weight_decay) != (None, None)
+        for group in optimizer.param_groups:
+            group.setdefault("max_lr", group["lr"])
+            own = group.get("weight_decay", 0.0)
+            group.setdefault("wd_mult", float(own != 0) if decays else own)
+        start, end = plugin.start_weight_decay, plugin.end_weight_decay
+        return _Schedule(
+            optimizer,
+            init_lr=0.0,
+            max_lr=optimizer.param_groups[0]["max_lr"],
+            min_lr=plugin.min_lr,
+            lr_warmup_steps=warmup,
+            lr_decay_steps=decay,
+            lr_decay_style=plugin.lr_decay_style,
+            start_wd=(end if start is None else start) if decays else 1.0,
+            end_wd=(start if end is None else end) if decays else 1.0,
+            wd_incr_steps=updates or decay,
+            wd_incr_style=plugin.weight_decay_incr_style if decays else "constant",
+        )
+
+
+class _Schedule:
+    """The schedule of megatron-core, which counts updates."""
+
+    def __init__(self, optimizer: Optimizer, **arguments: Any) -> None:
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        self.optimizer = optimizer
+        self._schedule: Any = OptimizerParamScheduler(optimizer, **arguments)
+
+    def step(self) -> None:
+        """Advance by one update."""
+        self._schedule.step(increment=1)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate of each group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates, and what the schedule was made with."""
+        return dict(self._schedule.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the saved update."""
+        self._schedule.num_steps = 0  # loading adds
+        self._schedule.load_state_dict(state)

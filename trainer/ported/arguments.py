@@ -365,15 +365,23 @@ def check_trainer_arguments(given: Mapping[str, Any], known: Iterable[str]) -> N
     Raises:
         TypeError: If any is given.
     """
+    raise TypeError("\n".join(argument_refusals(given, known).values()))
+
+
+def argument_refusals(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, str]:
+    """Return for each argument that the Trainer does not have a sentence that says what to pass.
+
+    Args:
+        given: As for `check_trainer_arguments`.
+        known: The arguments that it has.
+    """
     names = sorted(set(known) - {"self", "unknown"})
     refusals = {name: _refusal(name, value, names) for name, value in given.items()}
     if not any(refusals.values()):
         refusals[next(reversed(refusals))] = f"; it must be one of {', '.join(map(repr, names))}."
-    raise TypeError(
-        "\n".join(
-            f"Trainer has no argument {name!r}{said or '.'}" for name, said in refusals.items()
-        )
-    )
+    return {
+        name: f"Trainer has no argument {name!r}{said or '.'}" for name, said in refusals.items()
+    }
 
 
 def _refusal(name: str, value: Any, names: list[str]) -> str:

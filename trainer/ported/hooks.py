@@ -9,6 +9,8 @@ may call.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from trainer.errors import module_logger
 
 logger = module_logger(__name__)
@@ -134,27 +136,38 @@ _TRAINER = {
 }
 
 
-def check_uncalled_hooks(owner: object, kind: str) -> None:
-    """Refuse a hook of another trainer, which nobody would call.
+def uncalled_hooks(kind: str, bases: Iterable[type]) -> dict[str, str]:
+    """Return the hooks that nobody would call, each with what to use.
 
     Args:
-        owner: The user's module, callback or datamodule, or a Trainer.
         kind: ``"module"``, ``"callback"``, ``"datamodule"`` or ``"trainer"``.
-
-    Raises:
-        TypeError: It has one; the text says what to use.
+        bases: The classes that the owner of the hooks inherits from.
     """
-    refused = {
+    refused: dict[str, str] = {
         "module": _MODULE,
         "callback": _CALLBACK,
         "datamodule": _EVERYWHERE,
         "trainer": _TRAINER,
     }[kind]
-    for each in type(owner).__mro__:
+    for each in bases:
         if each.__module__.startswith("callbacks."):
             refused = refused | _OF_KIND.get(each.__name__, {})
         if each.__module__.startswith("trainer.lightning."):  # which calls them
             refused = {name: use for name, use in refused.items() if name not in vars(each)}
+    return refused
+
+
+def check_uncalled_hooks(owner: object, kind: str) -> None:
+    """Refuse a hook of another trainer, which nobody would call.
+
+    Args:
+        owner: The user's module, callback or datamodule, or a Trainer.
+        kind: As for `uncalled_hooks`.
+
+    Raises:
+        TypeError: It has one; the text says what to use.
+    """
+    refused = uncalled_hooks(kind, type(owner).__mro__)
     for name in sorted(refused):
         # Not getattr of the owner: a layer may have such a name, and it is no method.
         if callable(getattr(type(owner), name, None)):

@@ -35,6 +35,10 @@ _LOG_KNOWN = (
 )
 
 
+LOG_TRANSLATED = ("rank_zero_only", "reduce_fx", "enable_graph", "sync_dist_group")
+"""Arguments of Lightning's ``self.log`` of which some values do not carry over."""
+
+
 def log_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Lightning's arguments of ``self.log`` in the words of `MetricStore.log`.
 

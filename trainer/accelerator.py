@@ -1060,7 +1060,8 @@ class Accelerator:
                 self.lomo_backward(scaled, **kwargs)
             else:
                 self.engine.backward(self.precision.scale(scaled), **kwargs)
-        except (AttributeError, TypeError, ValueError):  # check the type only after a failure
+        # Of a wrong type? It is checked only after a failure.
+        except (AssertionError, AttributeError, TypeError, ValueError):
             _check_argument("backward", "loss", loss, hasattr(loss, "backward"))
             raise
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from callbacks import Callback, GradientNormMonitor
 from tests.helpers.megatron import cuda_on_cpu, gpt
 from tests.helpers.ranks import RankError
 from trainer import Accelerator, MegatronLMPlugin, Trainer, TrainModule
-from trainer.utils import MegatronLMDummyScheduler
+from trainer.utils import MegatronLMDummyScheduler, patch_environment
 
 generator = torch.Generator().manual_seed(0)
 FIRST = torch.randint(0, 32, (44, 1), generator=generator)
@@ -393,6 +395,29 @@ def test_an_own_loop_trains_saves_and_resumes_as_one_process(ranks2, ranks, layo
     ranks2(lambda: train_by_hand(given, tmp_path / "cut", range(4)))
     again = ranks2(lambda: train_by_hand(given, tmp_path / "cut", range(4, 10)))
     torch.testing.assert_close(again[0][0], found[0][0], rtol=0, atol=0)
+
+
+def test_the_example_trains_and_resumes_on_another_layout(ranks2, tmp_path):
+    path = Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
+    words = ["--project-dir", str(tmp_path / "run"), "--save-every", "2", "--max-steps"]
+
+    def example(steps: int, **variables: str) -> None:
+        namespace = runpy.run_path(str(path))
+        texts = (torch.arange(65) + torch.arange(64)[:, None]) % 96 + 32
+        data = TensorDataset(texts), TensorDataset(texts[:8])
+        namespace["main"].__globals__["load_data"] = lambda: data
+        make = namespace["main"].__globals__["Trainer"]
+        quiet = partial(make, cpu=True, progress_bar=False)
+        namespace["main"].__globals__["Trainer"] = quiet
+        with cuda_on_cpu(), patch_environment(**variables):
+            namespace["main"]([*words, str(steps)])
+
+    stages = {"MEGATRON_LM_PP_DEGREE": "2", "MEGATRON_LM_NUM_MICRO_BATCHES": "4"}
+    ranks2(lambda: example(2, **stages))
+    ranks2(lambda: example(4, MEGATRON_LM_TP_DEGREE="2"))
+    assert {each.name for each in (tmp_path / "run" / "checkpoints").glob("step-*")} == {
+        "step-00000004"
+    }
 
 
 # -- what cannot work is refused ----------------------------------------------------------------

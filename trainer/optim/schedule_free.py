@@ -32,9 +32,16 @@ def evaluation_weights(optimizers: Sequence[AcceleratedOptimizer]) -> Iterator[N
     Copies are kept, since going there and back by ``eval`` and ``train`` rounds: how often a run
     validates or saves would change it.
 
+    Optimizers that are there already, as after a fit, stay as they are.
+
     Args:
         optimizers: Schedule-free optimizers.
     """
+    optimizers = [
+        each
+        for each in optimizers
+        if all(group.get("train_mode", True) for group in each.param_groups)
+    ]
     parameters = parameters_of(optimizers)
     trained = [parameter.detach().clone() for parameter in parameters]
     for optimizer in optimizers:

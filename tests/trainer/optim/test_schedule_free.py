@@ -134,6 +134,18 @@ def test_a_checkpoint_has_the_weights_of_the_evaluation_and_resumes_with_the_oth
     assert_same(copy_of(whole), copy_of(again))
 
 
+def test_a_checkpoint_saved_after_the_fit_resumes_at_the_weights_of_the_training():
+    trained, again = Free(), Free()
+    trainer = fit(trained, 4, val_every=100)
+    weights = copy_of(trained)
+    trainer.save_checkpoint("after")
+    assert_same(copy_of(trained), weights)
+    after = quiet_trainer(max_steps=6, val_every=100)
+    after.fit(again, loader(12), loader(4), ckpt_path="after")
+    expected = [p.float() for p in by_hand(loader(12))[5][1]]
+    torch.testing.assert_close(list(again.parameters()), expected)
+
+
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_loop_of_ones_own_switches_the_prepared_optimizer(prepared):
     module = Free()

@@ -355,6 +355,15 @@ class Precision:
             return torch.stack([flag.to(self._device_type) for flag in found]).sum() == 0
         return bool(made)
 
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """Count an update that the user's code has not made as one with the current scale.
+
+        Otherwise the next gradients would be taken for unscaled ones.
+        """
+        if self.scaler is not None and id(optimizer) in self._unscaled:
+            self.scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+            self._stepped.add(id(optimizer))
+
     def wrap_forward(self, model: nn.Module) -> None:
         """Replace the model's ``forward`` by one that runs under autocast and returns float32.
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.numerics.running import copy_of, on_processes, quiet_trainer
-from trainer import TrainModule
+from trainer import GradScalerKwargs, TrainModule
 
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True)
@@ -167,6 +167,14 @@ def test_an_override_decides_about_updates_and_those_it_leaves_out_are_counted()
         optimizer.step()
     torch.testing.assert_close(found, copy_of(module), rtol=0, atol=0)
     assert trainer.global_step == 12
+    assert trainer.skipped_updates == 6
+
+
+def test_in_fp16_the_gradients_after_an_update_left_out_are_unscaled():
+    scale = GradScalerKwargs(init_scale=64.0)  # without overflows
+    half = {"mixed_precision": "fp16", "max_skipped_in_row": 1, "kwargs_handlers": [scale]}
+    found, _, trainer = fitted(EverySecond, **half)
+    torch.testing.assert_close(found, fitted(EverySecond)[0], rtol=1e-2, atol=1e-3)
     assert trainer.skipped_updates == 6
 
 

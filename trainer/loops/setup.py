@@ -535,9 +535,10 @@ def make_fit_run(
     step_sync = StepSync(accelerator.device, whole_items=not counts_items(module))
     engine = choose_engine(accelerator.engine.options, automatic=module.automatic_optimization)
     accelerator.precision.convert(module)
-    if engine.optimizer_driver is not None and hooks.parts:
+    own_parts = hooks.parts.keys() - {"lr_scheduler_step"}
+    if engine.optimizer_driver is not None and own_parts:
         raise NotImplementedError(
-            f"{type(module).__name__} overrides {', '.join(sorted(hooks.parts))}, but the step of "
+            f"{type(module).__name__} overrides {', '.join(sorted(own_parts))}, but the step of "
             f"{engine.distributed_type} reduces, clips and updates at once: leave them out, or the "
             "plugin."
         )

@@ -303,32 +303,40 @@ def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
     if should_step(run, seen):
         if optim.clips or "configure_gradient_clipping" in run.hooks.parts:
             clip(run)
-        step_optimizers(run, seen)
-    if optim.guard is not None and run.precision.scales:
-        skipped = [optimizer.skipped for optimizer in optim.optimizers]
-        optim.guard.count_scaled(skipped, run.counters.global_step + 1)
+        stepped = step_optimizers(run, seen)
+        if optim.guard is not None and run.precision.scales and stepped:
+            skipped = [optimizer.skipped for optimizer in stepped]
+            optim.guard.count_scaled(skipped, run.counters.global_step + 1)
     tick(run, "step", run.counters.global_step + 1, by_metric=False)
     run.counters.global_step += 1
 
 
-def step_optimizers(run: FitRun, seen: Tensor | None) -> None:
+def step_optimizers(run: FitRun, seen: Tensor | None) -> list[AcceleratedOptimizer]:
     """Let each optimizer make its update, or the module's own `optimizer_step`.
 
     Args:
         run: The fit.
         seen: The last loss of this rank.
+
+    Returns:
+        Those that an override has not left out.
     """
     own_step = run.hooks.parts.get("optimizer_step")
-    for optimizer in run.optim.optimizers:
-        if own_step is None:
+    if own_step is None:
+        for optimizer in run.optim.optimizers:
             optimizer.step()
-            continue
+        return run.optim.optimizers
+    stepped = []
+    for optimizer in run.optim.optimizers:
         steps = optimizer.steps
         own_step(run.counters.epoch, run.batch_idx, optimizer, LossOfUpdate(seen))
-        if optimizer.steps == steps:
-            optimizer.leave_out()
-            if run.optim.guard is not None and not run.precision.scales:
-                run.optim.guard.skipped += 1
+        if optimizer.steps > steps:
+            stepped.append(optimizer)
+            continue
+        optimizer.leave_out()
+        if run.optim.guard is not None:
+            run.optim.guard.skipped += 1
+    return stepped
 
 
 def drop_gradients(run: FitRun) -> None:

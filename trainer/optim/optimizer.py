@@ -326,6 +326,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def leave_out(self) -> None:
         """Skip an update that is due, and record it as skipped."""
+        self._precision.leave_out(self.optimizer)
         self._skipped = True
         self._note_call()
         self._reduced = False

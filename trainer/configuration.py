@@ -361,8 +361,8 @@ class ProfileKwargs(KwargsHandler):
             for https://ui.perfetto.dev or ``chrome://tracing``. None writes nothing.
 
     Raises:
-        ValueError: An activity or an option of the schedule is unknown.
-        TypeError: A value has the wrong type, or the schedule lacks an option.
+        ValueError: An activity or an option of the schedule is unknown, or the schedule lacks one.
+        TypeError: A value has the wrong type.
     """
 
     activities: Sequence[str] | None = None

@@ -23,6 +23,7 @@ from trainer.lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from trainer.lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from trainer.lightning.pytorch.strategies import strategy_of
 from trainer.lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 X = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
@@ -260,11 +261,64 @@ def test_modules_may_bring_callbacks_and_data_modules_be_made_of_datasets(tmp_pa
     torch.testing.assert_close(written.whole, predicted)
 
 
+def test_several_callbacks_of_a_module_replace_those_of_their_class_and_its_bases(tmp_path):
+    class Brings(make_classifier(L)):  # type: ignore[misc]
+        def configure_callbacks(self) -> Any:
+            monitors = ("val_loss", "val_acc")
+            best = [ModelCheckpoint(tmp_path / name, monitor=name) for name in monitors]
+            return [*best, EarlyStopping("val_loss")]
+
+    trainer = fit(tmp_path, Brings())
+    assert [each.monitor.name for each in trainer.checkpoint_callbacks] == ["val_loss", "val_acc"]
+    saves = [isinstance(each, ModelCheckpoint) for each in trainer.callbacks]
+    assert saves == sorted(saves)  # a checkpoint holds what the others have decided
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_traced_module_computes_the_same_and_each_submodule_stays_in_its_mode():
+    class Calls(make_classifier(L)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    module = Calls()
+    module.net.add_module("drop", nn.Dropout())
+    module.net[0].eval()
+    before = [part.training for part in module.modules()]
+    traced = module.to_torchscript(method="trace", example_inputs=X[:2])
+    assert [part.training for part in module.modules()] == before
+    torch.testing.assert_close(traced(X), module.net.eval()(X))
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "optimizer", "parameters"),
+    [
+        ("deepspeed", 2, "none", "none"),
+        ("deepspeed_stage_1", 1, "none", "none"),
+        ("deepspeed_stage_2_offload", 2, "cpu", "none"),
+        ("deepspeed_stage_3_offload", 3, "cpu", "cpu"),
+    ],
+)
+def test_names_of_deepspeeds_strategies(name, stage, optimizer, parameters):
+    plugin = strategy_of(name).arguments["deepspeed_plugin"]
+    assert plugin.stage == stage
+    assert plugin.offload_optimizer_device == optimizer
+    assert plugin.offload_param_device == parameters
+
+
+def test_arguments_of_loggers_that_would_change_names_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="prefix='a'; leave it out, and log under longer names"):
+        TensorBoardLogger(tmp_path, prefix="a")
+    with pytest.raises(ValueError, match="sub_dir='b'"):
+        TensorBoardLogger(tmp_path, sub_dir="b")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"devices": 2, "num_nodes": 2}, "trainer launch --num_processes 4 script.py"),
         ({"strategy": "horovod"}, "strategy is 'horovod'"),
+        ({"strategy": "deepspeed_stage_4"}, "strategy is 'deepspeed_stage_4'"),
+        ({"gradient_clip_algorithm": "max"}, "gradient_clip_algorithm is 'max'"),
         ({"precision": "8"}, "precision is '8'"),
         ({"accelerator": "tpu"}, "accelerator is 'tpu'"),
         ({"use_distributed_sampler": False}, "use_distributed_sampler=False"),

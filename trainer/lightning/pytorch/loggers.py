@@ -90,6 +90,26 @@ def next_version(folder: Path) -> int:
     return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
 
 
+_INSTEAD = {
+    "prefix": "log under longer names",
+    "sub_dir": "give a longer name or version",
+    "log_graph": "call self.logger.experiment.add_graph",
+    "log_model": "call self.logger.experiment.log_model in on_fit_end",
+    "experiment": "give the arguments of wandb.init",
+}
+
+
+def _check_unused(options: dict[str, Any], *names: str) -> None:
+    """Remove arguments of Lightning's loggers that must be empty.
+
+    Raises:
+        ValueError: One is not.
+    """
+    for name in names:
+        if value := options.pop(name, None):
+            raise ValueError(f"A logger has {name}={value!r}; leave it out, and {_INSTEAD[name]}.")
+
+
 class _InFolder(Logger):
     """A logger whose files are in ``save_dir/name/version``."""
 
@@ -120,9 +140,9 @@ class TensorBoardLogger(_InFolder, TensorBoardTracker):
         version: Any = None,
         **options: Any,
     ) -> None:
+        _check_unused(options, "prefix", "sub_dir", "log_graph")
+        options.pop("default_hp_metric", None)
         run, root = self._place(save_dir, name, version)
-        for unused in ("log_graph", "default_hp_metric", "prefix", "sub_dir"):
-            options.pop(unused, None)
         TensorBoardTracker.__init__(self, run, root, **options)
 
 
@@ -145,8 +165,7 @@ class CSVLogger(_InFolder, CSVTracker):
         prefix: str = "",
         flush_logs_every_n_steps: int = 100,
     ) -> None:
-        if prefix:
-            raise ValueError(f"CSVLogger(prefix={prefix!r}): log under a longer name instead.")
+        _check_unused({"prefix": prefix}, "prefix")
         run, root = self._place(save_dir, name, version)
         CSVTracker.__init__(self, run, root)
 
@@ -172,7 +191,8 @@ class WandbLogger(Logger, WandBTracker):
         project: str | None = None,
         **kwargs: Any,
     ) -> None:
-        for unused in ("log_model", "prefix", "checkpoint_name", "anonymous", "experiment"):
+        _check_unused(kwargs, "log_model", "prefix", "experiment")
+        for unused in ("checkpoint_name", "anonymous"):
             kwargs.pop(unused, None)
         identity = kwargs.pop("id", None) or version
         options = {
@@ -198,6 +218,6 @@ class CometLogger(Logger, CometMLTracker):
     def __init__(
         self, *, project: str | None = None, name: str | None = None, **kwargs: Any
     ) -> None:
-        kwargs.pop("prefix", None)
+        _check_unused(kwargs, "prefix")
         self.project, self.version = project or "lightning_logs", name
         CometMLTracker.__init__(self, self.project, **kwargs)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from trainer.datamodule import DataModule
@@ -29,12 +32,21 @@ class LightningModule(TrainModule):
         cls: type[M],
         checkpoint_path: str | Path,
         map_location: Any = None,
-        hparams_file: None = None,
+        hparams_file: Any = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> M:
-        """Create a module from a checkpoint; see `TrainModule.load_from_checkpoint`."""
+        """Create a module from a checkpoint; see `TrainModule.load_from_checkpoint`.
+
+        Raises:
+            ValueError: There is an `hparams_file`.
+        """
+        if hparams_file is not None:
+            raise ValueError(
+                f"hparams_file is {hparams_file!r}, but a checkpoint has the hyperparameters "
+                "itself: pass others by keyword."
+            )
         load: Any = super().load_from_checkpoint
         made: M = load(checkpoint_path, map_location=map_location, strict=strict, **kwargs)
         return made
@@ -65,8 +77,8 @@ class LightningModule(TrainModule):
             ValueError: There is no example.
         """
         sample = self._example(input_sample, "to_onnx")
-        with torch.no_grad():
-            return torch.onnx.export(self.eval(), sample, str(file_path), **kwargs)
+        with torch.no_grad(), _evaluating(self):
+            return torch.onnx.export(self, sample, str(file_path), **kwargs)
 
     def to_torchscript(
         self,
@@ -87,8 +99,8 @@ class LightningModule(TrainModule):
                 "module of a trainer. torch.export.export is torch's way today."
             )
         sample = self._example(example_inputs, "to_torchscript")
-        with torch.no_grad():
-            traced = torch.jit.trace(self.eval(), sample, **kwargs)
+        with torch.no_grad(), _evaluating(self), _readable(self):
+            traced = torch.jit.trace(self, sample, **kwargs)
         if file_path is not None:
             traced.save(str(file_path))
         return traced
@@ -101,6 +113,31 @@ class LightningModule(TrainModule):
                 "self.example_input_array."
             )
         return sample if isinstance(sample, tuple) else (sample,)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, and each submodule back into its own mode on exit."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+@contextmanager
+def _readable(module: nn.Module) -> Iterator[None]:
+    """Let tracing read all attributes; ``trainer`` raises an error outside a run."""
+    parts = [each for each in module.modules() if vars(each).get("_trainer", module) is None]
+    for part in parts:
+        vars(part)["_trainer"] = object()
+    try:
+        yield
+    finally:
+        for part in parts:
+            vars(part)["_trainer"] = None
 
 
 class LightningDataModule(DataModule):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,15 +50,24 @@ class DeepSpeedStrategy(Strategy):
     Args:
         stage: The stage, 0 to 3.
         offload_optimizer: Whether the optimizer's state is in host memory.
+        offload_parameters: The same of parameters, in stage 3.
         config: A configuration of DeepSpeed instead, as a path or a dict.
     """
 
-    def __init__(self, stage: int = 2, offload_optimizer: bool = False, config: Any = None) -> None:
+    def __init__(
+        self,
+        stage: int = 2,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        config: Any = None,
+    ) -> None:
         plugin = (
             DeepSpeedPlugin(hf_ds_config=config)
             if config is not None
             else DeepSpeedPlugin(
-                zero_stage=stage, offload_optimizer_device="cpu" if offload_optimizer else "none"
+                zero_stage=stage,
+                offload_optimizer_device="cpu" if offload_optimizer else "none",
+                offload_param_device="cpu" if offload_parameters else "none",
             )
         )
         super().__init__({"deepspeed_plugin": plugin})
@@ -78,9 +88,9 @@ def strategy_of(given: Any) -> Strategy:
         return DDPStrategy(find_unused_parameters=True)
     if name == "fsdp":
         return FSDPStrategy()
-    if name.startswith("deepspeed"):
-        stage = name.removeprefix("deepspeed").removeprefix("_stage_")
-        return DeepSpeedStrategy(int(stage[:1] or 2), offload_optimizer="offload" in stage)
+    if found := re.fullmatch(r"deepspeed(?:_stage_([123]))?(_offload)?", name):
+        stage, offload = int(found[1] or 2), found[2] is not None
+        return DeepSpeedStrategy(stage, offload, offload_parameters=offload and stage == 3)
     raise ValueError(
         f"strategy is {given!r}; it must be 'auto', 'ddp', 'ddp_find_unused_parameters_true', "
         "'fsdp', 'deepspeed', 'deepspeed_stage_1', 'deepspeed_stage_2', 'deepspeed_stage_3' or an "

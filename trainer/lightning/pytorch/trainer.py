@@ -19,6 +19,7 @@ import callbacks as ours
 from callbacks import Callback, GradientAccumulationScheduler, ModelSummary
 from trackers.base import is_installed
 from trainer import environment
+from trainer.checks import choice_error
 from trainer.distributed.objects import broadcast_object
 from trainer.lightning.pytorch.launch import launch
 from trainer.lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, next_version
@@ -193,6 +194,10 @@ class Trainer(NativeTrainer):
         if max_epochs is None and max_steps == -1 and max_time is None:
             max_epochs = 1000
         endless = sys.maxsize if max_steps == -1 and max_time is None else None
+        if gradient_clip_algorithm not in (None, "norm", "value"):
+            raise ValueError(
+                choice_error("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
+            )
         by_value = gradient_clip_algorithm == "value"
         given: dict[str, Any] = {
             "cpu": cpu,
@@ -305,11 +310,11 @@ class Trainer(NativeTrainer):
         if self._sync_batchnorm and self.world_size > 1:
             nn.SyncBatchNorm.convert_sync_batchnorm(model)
         configured: Any = getattr(model, "configure_callbacks", list)() or []
-        for callback in [configured] if isinstance(configured, Callback) else configured:
-            self.callbacks[:] = [
-                each for each in self.callbacks if type(each) is not type(callback)
-            ]
-            self.callbacks.append(callback)
+        own = [configured] if isinstance(configured, Callback) else list(configured)
+        kinds = tuple({type(each) for each in self.callbacks} - {Callback})
+        replaced = tuple(kind for kind in kinds if any(isinstance(each, kind) for each in own))
+        kept = [each for each in self.callbacks if type(each) not in replaced]
+        self.callbacks = kept + own  # each stage puts those that save behind the others
         if self._true_precision is not None:
             model.to(self._true_precision)
             move = type(model).transfer_batch_to_device

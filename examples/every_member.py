@@ -145,7 +145,9 @@ def show_single_calls(accelerator, loader):
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(second)
     accelerator.unscale_gradients(optimizer)
-    accelerator.clip_grad_value_(model.parameters(), 0.5)
+    with accelerator.profile() as profiler:
+        accelerator.clip_grad_value_(model.parameters(), 0.5)
+    assert profiler.key_averages()
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()

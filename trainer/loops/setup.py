@@ -537,10 +537,11 @@ def make_fit_run(
     accelerator.precision.convert(module)
     own_parts = hooks.parts.keys() - {"lr_scheduler_step"}
     if engine.optimizer_driver is not None and own_parts:
+        assert engine.distributed_type is not None
         raise NotImplementedError(
             f"{type(module).__name__} overrides {', '.join(sorted(own_parts))}, but the step of "
-            f"{engine.distributed_type} reduces, clips and updates at once: leave them out, or the "
-            "plugin."
+            f"{engine.distributed_type.value} reduces, clips and updates at once: leave them out, "
+            "or the plugin."
         )
     engine.run_backward = hooks.parts.get("backward", engine.run_backward)
     engine.start(module, step_sync)

@@ -753,7 +753,6 @@ def test_a_dry_run_shows_and_starts_nothing(capsys):
         ("--num_proceses 2 train.py", 2, "--num_proceses. Did you mean --num_processes?\n"),
         ("--cpu", 2, "error: the following arguments are required: script.py\n"),
         ("--num_machines 2 --num_processes 2 train.py", 2, "pass --main_process_ip HOST"),
-        ("--use_megatron_lm train.py", 2, "Megatron-LM, which is not supported yet"),
         ("-m --no_python train", 2, "not allowed with argument"),
         ("--nnodes 3:1 --nproc_per_node 1 train.py", 2, "must be a number, or a range such as 1:4"),
         ("--num_processes 2 --nproc_per_node 2 train.py", 2, "pass one of them"),

@@ -491,7 +491,8 @@ class _Stages:
         Returns:
             The schedule, and a function from what the last stage returns to the model's output.
         """
-        key = repr((plan.args, plan.kwargs, plan.training, size, what))
+        modes = [part.training for part in self._model.modules()]  # the graph keeps them
+        key = repr((plan.args, plan.kwargs, plan.training, modes, size, what))
         if key not in self._schedules:
             self._schedules[key] = self._trace(plan, size, what)
         return self._schedules[key]

@@ -176,6 +176,21 @@ def test_inference_equals_the_whole_model(ranks2, gather_output):
         assert first == [None, None]
 
 
+def test_the_mode_of_a_submodule_counts_also_after_the_model_was_traced(ranks2):
+    def outputs() -> list[Tensor]:
+        begin()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Dropout(1.0))
+        prepare_pippy(model, ["1"], example_args=(torch.ones(2, 6),), gather_output=True)
+        dropped = model(torch.ones(2, 6))
+        model[2].eval()
+        return [dropped, model(torch.ones(2, 6))]
+
+    for dropped, kept in ranks2(outputs):
+        assert not dropped.any()
+        assert kept.all()
+
+
 def test_a_single_process_keeps_its_model():
     PartialState(cpu=True)
     model = prepare_pippy(Net(), example_args=(X[:2],))

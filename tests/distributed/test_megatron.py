@@ -156,9 +156,16 @@ def test_it_trains_as_one_process_on_the_whole_batches(ranks, layout, tmp_path):
 
 
 class Tied(Net):
-    """The output shares the embedding's weights; gated layers and rotary positions."""
+    """The output shares the embedding's weights; gated layers; a buffer outside the model."""
 
     options = {"tied": True, "gated_linear_unit": True, "add_bias_linear": False}
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.register_buffer("scale", torch.tensor([0.75, 1.25]))
+
+    def losses(self, tokens: Tensor) -> Tensor:
+        return super().losses(tokens) * self.scale.mean()
 
 
 class Nan(Net):

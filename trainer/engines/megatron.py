@@ -293,6 +293,7 @@ class Megatron(SingleDevice):
             self._model.to(torch.bfloat16)
         self._make_equal()
         self._names = self._global_names()
+        self._inside = set(map(id, self._model.state_dict(keep_vars=True).values()))
         own = self._state()
         shapes = {name: self._whole_shape(value) for name, value in own.items()}
         self._shapes = {n: s for each in all_gather_object(shapes) for n, s in each.items()}
@@ -339,11 +340,13 @@ class Megatron(SingleDevice):
                 f"{self.options.mixed_precision!r}: {'; '.join(differs)}. Build the model with "
                 "TransformerConfig(..., **plugin.transformer_arguments(mixed_precision))."
             )
-        if config.num_moe_experts is not None or config.calculate_per_token_loss:
+        if config.num_moe_experts or config.calculate_per_token_loss or config.mtp_num_layers:
             raise NotImplementedError(
-                f"The configuration of {name} has num_moe_experts={config.num_moe_experts} and "
-                f"calculate_per_token_loss={config.calculate_per_token_loss}. Experts are not "
-                "supported yet; for a loss per token return the number of tokens from count_items."
+                f"The configuration of {name} has num_moe_experts={config.num_moe_experts}, "
+                f"mtp_num_layers={config.mtp_num_layers} and "
+                f"calculate_per_token_loss={config.calculate_per_token_loss}. Experts and the "
+                "prediction of several tokens are not supported yet; for a loss per token return "
+                "the number of tokens from count_items."
             )
         own = set(map(id, self._model.parameters()))
         named = bare_names(self._owner, self._owner.named_parameters())
@@ -791,6 +794,10 @@ class Megatron(SingleDevice):
             self.clip_grad_norm_(parameters, self.plugin.gradient_clipping)
         for own, group in zip(self._twin.param_groups, self._groups(optimizer), strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
+        for name in ("grad_scale", "found_inf"):  # by which a fused optimizer skips an update
+            vars(self._twin).pop(name, None)
+            if name in vars(optimizer):
+                setattr(self._twin, name, vars(optimizer)[name])
         trained: list[Any] = [p for p in parameters if id(p) in self._masters]
         for parameter in trained:
             self._masters[id(parameter)].grad = parameter.main_grad
@@ -875,6 +882,8 @@ class Megatron(SingleDevice):
         """
         whole = torch.zeros(self._shapes[name], dtype=dtype, device=self.options.device)
         writes = part is not None and self.data_rank == 0 and not _is_copy(like)
+        if writes and id(like) not in self._inside:  # all stages have it, the last one uses it
+            writes = self._is_last
         if writes and (_is_divided(like) or self._tp_rank == 0):
             assert part is not None
             for here, there in self._chunks(like, part, whole):

@@ -13,6 +13,7 @@ pass is one inside a window for DeepSpeed, and `_end_window` reduces what is lef
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
@@ -936,3 +937,7 @@ def _quieten(config: Mapping[str, Any]) -> None:
     asked = ("log_level", "wall_clock_breakdown", "dump_state", "memory_breakdown")
     if not any(config.get(name) for name in asked):
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # It calls these once or more an update, and nobody but its authors can change that.
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        message = f"`torch.distributed.{name}` is deprecated"
+        warnings.filterwarnings("ignore", message, FutureWarning)

@@ -12,42 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import callbacks
-from callbacks import (
-    BackboneFinetuning,
-    BaseFinetuning,
-    Callback,
-    GradientAccumulationScheduler,
-    LambdaCallback,
-    ModelSummary,
-    OnExceptionCheckpoint,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
-    Timer,
-    WeightAveraging,
-)
-
-__all__ = [
-    "BackboneFinetuning",
-    "BaseFinetuning",
-    "BasePredictionWriter",
-    "Callback",
-    "DeviceStatsMonitor",
-    "EMAWeightAveraging",
-    "EarlyStopping",
-    "GradientAccumulationScheduler",
-    "LambdaCallback",
-    "LearningRateMonitor",
-    "ModelCheckpoint",
-    "ModelSummary",
-    "OnExceptionCheckpoint",
-    "RichModelSummary",
-    "RichProgressBar",
-    "StochasticWeightAveraging",
-    "TQDMProgressBar",
-    "ThroughputMonitor",
-    "Timer",
-    "WeightAveraging",
-]
+from callbacks import Callback, ModelSummary, WeightAveraging
 
 
 class ModelCheckpoint(callbacks.ModelCheckpoint):

@@ -1,26 +1,28 @@
 """The names of ``lightning.pytorch.callbacks``."""
 
-from trainer.lightning.pytorch._callbacks import (
+from callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
-    BasePredictionWriter,
     Callback,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LambdaCallback,
-    LearningRateMonitor,
-    ModelCheckpoint,
     ModelSummary,
     OnExceptionCheckpoint,
-    RichModelSummary,
-    RichProgressBar,
     StochasticWeightAveraging,
     ThroughputMonitor,
     Timer,
-    TQDMProgressBar,
     WeightAveraging,
+)
+from trainer.lightning.pytorch._callbacks import (
+    BasePredictionWriter,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    RichModelSummary,
+    RichProgressBar,
+    TQDMProgressBar,
 )
 
 __all__ = [

@@ -316,8 +316,18 @@ def serve() -> None:
         gc.freeze()  # collections between tests skip everything that exists now
         while message := _next(connection):
             faulthandler.enable(stacks, all_threads=True)  # a call may have turned it off
-            connection.send_bytes(cloudpickle.dumps(_answer(message, folder)))
+            reply = cloudpickle.dumps(_answer(message, folder))
+            _save_coverage()
+            connection.send_bytes(reply)
     isolation.destroy_process_group()
+
+
+def _save_coverage() -> None:
+    """Write what was covered so far, if it is measured: a rank may be killed after any call."""
+    if "coverage" in sys.modules:
+        current = sys.modules["coverage"].Coverage.current()
+        if current is not None:
+            current.save()
 
 
 def _die_with(parent: int) -> None:

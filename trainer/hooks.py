@@ -17,7 +17,7 @@ from typing import Any
 
 from callbacks import Callback
 from trainer.errors import module_logger
-from trainer.ported.signatures import check_signature, with_loader_number
+from trainer.signatures import with_loader_number
 
 Hook = Callable[..., None]
 logger = module_logger(__name__)
@@ -171,7 +171,7 @@ class HookTable:
             if not is_overridden(owner, name, base):
                 return []
             hook: Hook = getattr(owner, name)
-            check_signature(hook := with_loader_number(hook), name, getattr(base, name))
+            hook = with_loader_number(hook)
             if name == "on_train_batch_start":
                 hook = _ends_no_epoch(hook, owner)
             return [hook]

@@ -25,9 +25,9 @@ from trainer.errors import CheckpointError
 from trainer.files import with_home
 from trainer.hparams import HyperParameters, keep, kept_by, make
 from trainer.metrics import Kind
+from trainer.metrics.log_arguments import log_arguments
+from trainer.migration.table import NO_LOGGER
 from trainer.optim.optimizer import parameters_of
-from trainer.ported.attributes import NoLogger, TypeOfParameters
-from trainer.ported.log_arguments import log_arguments
 from trainer.tree import count_samples, map_tree, to_device
 
 if TYPE_CHECKING:
@@ -58,6 +58,30 @@ else:
                 )
 
             return refuse
+
+
+class NoLogger:
+    """In place of the loggers of a LightningModule: an error as soon as it is used as one."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"A module's logger has no {name!r}: {NO_LOGGER}.")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(f"A module has no loggers: {NO_LOGGER}.")
+
+
+class TypeOfParameters:
+    """The `dtype` of a module: of its first parameter or buffer that is no integer.
+
+    Without any it is torch's default. A module may set an attribute of this name to something else.
+    """
+
+    def __get__(self, instance: nn.Module | None, owner: type) -> Any:
+        if instance is None:
+            return self
+        found = (tensor.dtype for tensor in chain(instance.parameters(), instance.buffers()))
+        others = (dtype for dtype in found if dtype.is_floating_point or dtype.is_complex)
+        return next(others, torch.get_default_dtype())
 
 
 class TrainModule(nn.Module):
@@ -279,7 +303,7 @@ class TrainModule(nn.Module):
         batch_size: float | None = None,
         logger: bool | None = None,
         add_dataloader_idx: bool = True,
-        **ported: Any,
+        **others: Any,
     ) -> None:
         """Log a value: a number, a tensor of one element, or a metric object.
 
@@ -303,7 +327,7 @@ class TrainModule(nn.Module):
             logger: False: do not send it to trackers. ``metrics.jsonl`` and callbacks still get it.
             add_dataloader_idx: With several loaders, append the loader's number to the name. With
                 False, loaders must log different names.
-            **ported: Further arguments of a LightningModule's ``log``. ``sync_dist`` has no effect
+            **others: Further arguments of a LightningModule's ``log``. ``sync_dist`` has no effect
                 (values are always reduced), ``reduce_fx`` is `reduce`, ``metric_attribute`` is not
                 needed; ``rank_zero_only=True`` and ``enable_graph=True`` raise an error.
 
@@ -313,8 +337,8 @@ class TrainModule(nn.Module):
                 earlier call's, or an argument asks for something unsupported.
             TypeError: The value is not a number, or there is no such argument.
         """
-        if ported:
-            reduce = log_arguments(name, ported).get("reduce", reduce)
+        if others:
+            reduce = log_arguments(name, others).get("reduce", reduce)
         metrics = self.trainer.metrics
         if logger is False or not add_dataloader_idx:
             is_logged = logger is not False

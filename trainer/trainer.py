@@ -72,6 +72,14 @@ from trainer.loops.setup import (
 from trainer.loops.state import Counters, FitData, FitRun, Run, Stopping
 from trainer.megatron_plugin import MegatronLMPlugin
 from trainer.metrics import MetricStore, to_floats
+from trainer.migration.refusals import (
+    argument_refusals,
+    check_settable,
+    refuse,
+    trainer_attribute_hint,
+    uncalled,
+)
+from trainer.migration.table import EVALUATION_ARGUMENTS, RUN_ARGUMENTS
 from trainer.module import TrainModule
 from trainer.optim.clipping import validate_limits
 from trainer.optim.configure import SchedulerEntry
@@ -84,9 +92,6 @@ from trainer.parallelism import (
     TorchTensorParallelPlugin,
 )
 from trainer.plugins import TorchDynamoPlugin
-from trainer.ported.arguments import IN_AN_EVALUATION, check_trainer_arguments
-from trainer.ported.attributes import check_settable, trainer_attribute_hint
-from trainer.ported.hooks import check_uncalled_hooks
 from trainer.rng import set_seed
 
 logger = module_logger(__name__)
@@ -269,9 +274,13 @@ class Trainer:
         **unknown: NoReturn,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        if unknown:
-            check_trainer_arguments(unknown, inspect.signature(Trainer).parameters)
-        check_uncalled_hooks(self, "trainer")
+        refuse(
+            [
+                *argument_refusals(unknown, inspect.signature(Trainer).parameters).values(),
+                *uncalled(self, "trainer"),
+                *(text for each in callback_list(callbacks) for text in uncalled(each, "callback")),
+            ]
+        )
         check_bools(
             progress_bar=progress_bar, checkpointing=checkpointing, slurm_requeue=slurm_requeue
         )
@@ -465,7 +474,7 @@ class Trainer:
             finally:
                 run.engine.close()
 
-    @explained(**IN_AN_EVALUATION)
+    @explained(**RUN_ARGUMENTS, **EVALUATION_ARGUMENTS)
     def validate(
         self,
         module: TrainModule,
@@ -477,7 +486,7 @@ class Trainer:
         with self._evaluation("validate", module, dataloaders, datamodule, ckpt_path) as ready:
             return evaluate(ready[0], VALIDATION, ready[1])
 
-    @explained(**IN_AN_EVALUATION)
+    @explained(**RUN_ARGUMENTS, **EVALUATION_ARGUMENTS)
     def test(
         self,
         module: TrainModule,
@@ -499,7 +508,7 @@ class Trainer:
         with self._evaluation("test", module, dataloaders, datamodule, ckpt_path) as ready:
             return evaluate(ready[0], TEST, ready[1])
 
-    @explained(**IN_AN_EVALUATION)
+    @explained(**RUN_ARGUMENTS, **EVALUATION_ARGUMENTS)
     def predict(
         self,
         module: TrainModule,

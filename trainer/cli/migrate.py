@@ -199,7 +199,7 @@ class _Program:
 
     def see_class(self, node: ast.ClassDef) -> None:
         """List the hooks that nobody will call."""
-        from trainer.ported.hooks import uncalled_hooks
+        from trainer.migration.refusals import uncalled_hooks
 
         for base in filter(None, map(self._path, node.bases)):
             kind, bases = _kind(base)
@@ -213,8 +213,9 @@ class _Program:
 
     def see_call(self, node: ast.Call) -> None:
         """List arguments of a Trainer, or of ``self.log``, that have no meaning here."""
-        from trainer.ported.arguments import argument_refusals
-        from trainer.ported.log_arguments import LOG_TRANSLATED, log_arguments
+        from trainer.metrics.log_arguments import log_arguments
+        from trainer.migration.refusals import argument_refusals
+        from trainer.migration.table import LOG_ARGUMENTS
         from trainer.trainer import Trainer
 
         given = {each.arg: each for each in node.keywords if each.arg is not None}
@@ -227,7 +228,7 @@ class _Program:
         elif ast.unparse(node.func) == "self.log" and self.known:
             for name, each in given.items():
                 value = _literal(each.value)
-                if name in LOG_TRANSLATED and value is not ...:
+                if name in LOG_ARGUMENTS and value is not ...:
                     try:
                         log_arguments("...", {name: value})
                     except ValueError as error:
@@ -250,7 +251,7 @@ class _Program:
             self._inner.add(id(node.value))  # ast.walk comes from outside to inside
         elif ast.unparse(node.value) in ("trainer", "self.trainer"):
             from trainer.lightning.pytorch.trainer import Trainer
-            from trainer.ported.attributes import trainer_attribute_hint
+            from trainer.migration.refusals import trainer_attribute_hint
 
             hint = trainer_attribute_hint(node.attr)
             if ": " in hint and not hasattr(Trainer, node.attr):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,14 +22,16 @@ from trainer.hooks import check_hook_typos, is_overridden
 from trainer.loops.config import Settings, apply_limit, require_length
 from trainer.loops.module_state import kept_by
 from trainer.loops.state import FitRun
+from trainer.migration.refusals import refuse, uncalled
 from trainer.module import TrainModule
-from trainer.ported.hooks import check_uncalled_hooks
-from trainer.ported.signatures import (
+from trainer.rng import isolated_rng, mix, set_seed
+from trainer.signatures import (
     check_signature,
     check_state_dict_methods,
     check_step_signature,
+    with_loader_number,
+    without_batch_idx,
 )
-from trainer.rng import isolated_rng, mix, set_seed
 
 # For each stage: its step, the hook that returns its loaders, and the argument for loaders.
 _STEPS = {
@@ -51,6 +53,9 @@ _RARELY_CALLED = (
     "on_save_checkpoint",
     "on_load_checkpoint",
 )
+_OFTEN_CALLED = [
+    name for name in vars(Callback) if name.startswith("on_") and name not in _RARELY_CALLED
+]
 
 
 def steps_of(stage: str, module: TrainModule) -> list[str]:
@@ -97,6 +102,8 @@ def check_hooks(
 ) -> None:
     """Check the signatures and names of the user's hooks, and warn of likely typos in names.
 
+    All findings come in one error.
+
     Args:
         module: The user's module; None to check only callbacks that `setup` hooks have added.
         callbacks: The callbacks.
@@ -104,21 +111,33 @@ def check_hooks(
         warns: Whether to warn: on the main process only, and not in trials.
 
     Raises:
-        TypeError: A hook has a wrong signature, or is a Lightning hook that Cadence does not call;
-            the message says what to use instead.
+        TypeError: A hook or a step has a wrong signature, or a hook is one of Lightning's that
+            Cadence does not call; the message says what to use instead.
     """
+    findings: list[str] = []
+
+    def find(check: Callable[..., object], *arguments: Any) -> None:
+        try:
+            check(*arguments)
+        except TypeError as error:
+            findings.append(str(error))
+
     owners: list[tuple[object, str, type]] = [(module, "module", TrainModule)]
     owners += [(callback, "callback", Callback) for callback in callbacks]
     owners += [(datamodule, "datamodule", DataModule)]
     for owner, kind, base in owners:
         if owner is None:
             continue
-        check_uncalled_hooks(owner, kind)
-        for name in _RARELY_CALLED:
+        findings += uncalled(owner, kind)
+        for name in (*_RARELY_CALLED, *_OFTEN_CALLED):
             if hasattr(base, name) and is_overridden(owner, name, base):
-                check_signature(getattr(owner, name), name, getattr(base, name))
+                hook = with_loader_number(getattr(owner, name))
+                find(check_signature, hook, name, getattr(base, name))
         if warns:
             check_hook_typos(owner, base)
+    if module is not None:
+        find(without_batch_idx, module)
+    refuse(findings)
 
 
 def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, Any]:

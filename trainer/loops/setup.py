@@ -64,8 +64,8 @@ from trainer.optim.configure import OptimizerEntry, SchedulerEntry, names_of, re
 from trainer.optim.finite import FiniteGuard
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.optim.weighting import LossWeighting
-from trainer.ported.signatures import without_batch_idx
 from trainer.rng import mix, seed_generators
+from trainer.signatures import without_batch_idx
 from trainer.state import PartialState
 
 # Without it cuBLAS is not deterministic: https://docs.nvidia.com/cuda/cublas/#results-reproducibility

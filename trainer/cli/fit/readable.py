@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 import callbacks
 from trackers.masking import is_masked
 from trainer.cli.parsing import CommandError
-from trainer.ported.arguments import check_trainer_arguments
+from trainer.migration.refusals import argument_refusals
 from trainer.trainer import Trainer
 
 _NOISE = re.compile(
@@ -171,10 +171,7 @@ def _of_trainer(name: str) -> str:
         return "The seed is a key at the top level: seed, not trainer.seed."
     if name == "accelerator":
         return "The device is selected automatically; set trainer.cpu: true to use the CPU."
-    try:
-        check_trainer_arguments({name: ...}, inspect.signature(Trainer).parameters)
-    except TypeError as error:
-        text = str(error)
+    text = argument_refusals({name: ...}, inspect.signature(Trainer).parameters)[name]
     listed = "it must be one of" in text  # more than forty names; --help has them
     return f"Trainer has no argument {name!r}." if listed else text
 

@@ -25,7 +25,7 @@ from trainer.lightning.pytorch.launch import launch
 from trainer.lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, next_version
 from trainer.lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from trainer.lightning.pytorch.strategies import strategy_of
-from trainer.ported.arguments import check_trainer_arguments
+from trainer.migration.refusals import argument_refusals, refuse
 from trainer.state import PartialState
 from trainer.trainer import Trainer as NativeTrainer
 from trainer.tree import map_tree
@@ -159,8 +159,7 @@ class Trainer(NativeTrainer):
     ) -> None:
         known = NativeTrainer.__init__.__kwdefaults__ or {}
         unknown = {name: value for name, value in others.items() if name not in known}
-        if unknown:
-            check_trainer_arguments(unknown, known)
+        refuse([*argument_refusals(unknown, known).values()])
         if not use_distributed_sampler:
             raise ValueError(
                 "use_distributed_sampler=False: the Trainer shards the data itself, so that no "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trainer.checks import choice_error
+from trainer.migration.table import LOG_ARGUMENTS
 
 _REDUCTIONS: dict[Any, str] = {
     torch.mean: "mean",
@@ -35,10 +36,6 @@ _LOG_KNOWN = (
 )
 
 
-LOG_TRANSLATED = ("rank_zero_only", "reduce_fx", "enable_graph", "sync_dist_group")
-"""Arguments of Lightning's ``self.log`` of which some values do not carry over."""
-
-
 def log_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Lightning's arguments of ``self.log`` in the words of `MetricStore.log`.
 
@@ -48,32 +45,19 @@ def log_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     taken: dict[str, Any] = {}
     for argument, value in given.items():
-        where = f"log({name!r}, {argument}={value!r})"
+        refused = False
         if argument == "reduce_fx":
             kind = value if isinstance(value, str) else _reduction(value)
-            if kind is None:
-                raise ValueError(
-                    f"{where}: a function cannot be reduced over processes; give 'mean', 'sum', "
-                    "'min' or 'max', or log an object with update, compute and reset."
-                )
+            refused = kind is None
             taken["reduce"] = kind
-        elif argument == "rank_zero_only":
-            if value:
-                raise ValueError(
-                    f"{where}: the other processes would wait for this one's value. Call log on "
-                    "all of them: values are reduced over the processes, and one of them records."
-                )
-        elif argument == "enable_graph":
-            if value:
-                raise ValueError(
-                    f"{where}: logged values are detached, so that they hold no graph alive. Keep "
-                    "the tensor yourself."
-                )
         elif argument == "sync_dist_group":
-            if value is not None:
-                raise ValueError(f"{where}: values are reduced over all processes; leave it out.")
+            refused = value is not None
+        elif argument in LOG_ARGUMENTS:
+            refused = bool(value)
         elif argument not in ("sync_dist", "metric_attribute"):
             raise TypeError(choice_error(f"An argument of log({name!r})", argument, _LOG_KNOWN))
+        if refused:
+            raise ValueError(f"log({name!r}, {argument}={value!r}): {LOG_ARGUMENTS[argument]}.")
     return taken
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.ported.hooks import MANUAL
+from trainer.migration.table import MANUAL
 
 
 def check_signature(call: Callable[..., Any], name: str, like: Callable[..., Any]) -> None:

@@ -16,7 +16,8 @@ from callbacks import Callback
 from trackers import GeneralTracker, read_metrics
 from trainer import DataModule, Trainer, TrainModule
 from trainer.cli import main
-from trainer.ported import arguments, attributes, hooks
+from trainer.migration import refusals, table
+from trainer.migration.values import instead_of
 
 
 def words(text):
@@ -112,9 +113,9 @@ def known_and_refused(base, refused):
 
 
 def test_every_hook_of_lightning_is_called_or_refused():
-    assert set(MODULE_HOOKS) <= known_and_refused(TrainModule, hooks._MODULE)
-    assert set(CALLBACK_HOOKS) <= known_and_refused(Callback, hooks._CALLBACK)
-    assert set(DATA_HOOKS) <= known_and_refused(DataModule, hooks._EVERYWHERE)
+    assert set(MODULE_HOOKS) <= known_and_refused(TrainModule, refusals.UNCALLED["module"])
+    assert set(CALLBACK_HOOKS) <= known_and_refused(Callback, refusals.UNCALLED["callback"])
+    assert set(DATA_HOOKS) <= known_and_refused(DataModule, table.HOOKS)
 
 
 def test_hooks_that_both_have_are_called_with_the_same_arguments():
@@ -133,12 +134,56 @@ def test_hooks_that_both_have_are_called_with_the_same_arguments():
         "on_before_optimizer_step": "optimizer",
     }
     for name in (name for name in MODULE_HOOKS if name.startswith("on_")):
-        if name not in hooks._MODULE and "transfer" not in name and "checkpoint" not in name:
+        if (
+            name not in refusals.UNCALLED["module"]
+            and "transfer" not in name
+            and "checkpoint" not in name
+        ):
             takes = list(inspect.signature(getattr(TrainModule, name)).parameters)[1:]
             assert takes == signatures.get(name, "").split(), name
     for name in (name for name in CALLBACK_HOOKS if name in signatures):
         takes = list(inspect.signature(getattr(Callback, name)).parameters)[3:]
         assert takes == signatures[name].split(), name
+
+
+def test_all_findings_of_a_run_come_in_one_error():
+    class Old(Net):
+        def training_step(self, batch, batch_idx, optimizer_idx):
+            pass
+
+        def training_epoch_end(self, outputs):
+            pass
+
+        def on_train_batch_end(self, outputs):
+            pass
+
+        def setup(self, this, much):
+            pass
+
+    class Listener(Callback):
+        def on_epoch_end(self, trainer, module):
+            pass
+
+    listener = Listener()
+    with pytest.raises(TypeError) as error:
+        Trainer(gpus=1, callbacks=[listener])
+    first, second = str(error.value).splitlines()
+    assert "'gpus'; leave it out" in first
+    assert "Listener defines on_epoch_end" in second
+
+    trainer = make()
+    trainer.callbacks.append(listener)
+    with pytest.raises(TypeError) as error:
+        trainer.fit(Old(), loader(), datamodule=None)
+    lines = str(error.value).splitlines()
+    assert [line.partition("(")[0] for line in lines[1:3]] == [
+        "Old.setup",
+        "Old.on_train_batch_end",
+    ]
+    assert "Old defines training_epoch_end" in lines[0]
+    assert "Listener defines on_epoch_end" in lines[3]
+    assert "Old.training_step takes optimizer_idx" in lines[4]
+    assert len(lines) == 5
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
@@ -157,13 +202,15 @@ def test_a_refused_hook_is_named_before_anything_runs(stage):
     assert called == []
 
 
-@pytest.mark.parametrize("name", sorted(hooks._MODULE))
+@pytest.mark.parametrize("name", sorted(refusals.UNCALLED["module"]))
 def test_each_hook_of_a_module_that_is_refused(name):
-    with pytest.raises(TypeError, match=f"Ported defines {name}, .*: {hooks._MODULE[name][:8]}"):
+    with pytest.raises(
+        TypeError, match=f"Ported defines {name}, .*: {refusals.UNCALLED['module'][name][:8]}"
+    ):
         make().fit(with_method(Net, name, nothing), loader())
 
 
-@pytest.mark.parametrize("name", sorted(hooks._CALLBACK))
+@pytest.mark.parametrize("name", sorted(refusals.UNCALLED["callback"]))
 def test_each_hook_of_a_callback_that_is_refused(name):
     callback = with_method(Callback, name, nothing)
     with pytest.raises(TypeError, match=f"Ported defines {name}, which is never called here: use"):
@@ -172,11 +219,7 @@ def test_each_hook_of_a_callback_that_is_refused(name):
 
 @pytest.mark.parametrize(
     ("base", "name", "instead"),
-    [
-        (base, name, instead)
-        for base, refused in hooks._OF_KIND.items()
-        for name, instead in refused.items()
-    ],
+    [(*path.split("."), instead) for path, instead in table.HOOKS_OF_CALLBACKS.items()],
 )
 def test_what_only_one_kind_of_callback_would_be_asked_is_refused_there(base, name, instead):
     base = getattr(callbacks, base)
@@ -238,10 +281,10 @@ def test_what_a_refused_hook_recommends_exists():
     known = {name for place in places for name in dir(place)}
     known |= {*inspect.signature(Trainer).parameters, "set_to_none", "dataloader_idx"}
     for hints in (
-        hooks._MODULE,
-        hooks._CALLBACK,
-        hooks._TRAINER,
-        attributes._TRAINER_ATTRIBUTES,
+        refusals.UNCALLED["module"],
+        refusals.UNCALLED["callback"],
+        table.TRAINER_METHODS,
+        refusals.ATTRIBUTES,
     ):
         for name, hint in hints.items():
             for word in hint.replace("(", " ").replace(",", " ").replace(";", " ").split():
@@ -255,10 +298,10 @@ def test_what_a_refused_hook_recommends_exists():
 
 def test_what_is_recommended_for_them_are_arguments():
     known = inspect.signature(Trainer).parameters
-    for ported, instead in arguments._INSTEAD.items():
+    for ported, general in refusals.ARGUMENTS.items():
         assert ported not in known
         for value in (..., 2, 0.5, True, False, "no"):
-            text = instead if isinstance(instead, str) else instead(value)
+            text = instead_of(ported, general, value)
             name = text.partition("=")[0]
             if name.isidentifier() and "=" in text:
                 assert name in known
@@ -406,7 +449,7 @@ def test_a_name_that_resembles_none_is_answered_by_all(name):
         Trainer(**{name: 1})
 
 
-@pytest.mark.parametrize("name", hooks._TRAINER)
+@pytest.mark.parametrize("name", table.TRAINER_METHODS)
 def test_methods_that_subclasses_of_the_hugging_face_trainer_override_are_refused(name):
     assert not hasattr(Trainer, name)
     subclass = type("MyTrainer", (Trainer,), {name: nothing})

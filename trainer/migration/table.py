@@ -1,0 +1,654 @@
+"""The names of Lightning, Accelerate and Hugging Face that do not carry over, and what to use.
+
+Each table is a dict of the old name and what to use, as it follows "use" in a sentence, or an
+instruction of its own. `TABLES` says where each applies. There is nothing but data here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Table(NamedTuple):
+    """Names that do not carry over.
+
+    Attributes:
+        library: Whose names they are.
+        what: What they are names of.
+        entries: Each name, with what to use.
+    """
+
+    library: str
+    what: str
+    entries: Mapping[str, str]
+
+
+NOTHING = "leave it out"
+MANUAL = "set automatic_optimization = False and do it in training_step"
+NO_LOGGER = (
+    "trackers run on their own threads, so that none can slow or stop the training. Log values "
+    "with self.log; name trackers in Trainer(log_with=...), and use trainer.trackers for images "
+    "and tables"
+)
+_NO_SUCH_DEVICE = f"{NOTHING}: such devices are not supported"
+_ALL_DEVICES = "trainer launch --num_processes N script.py"
+
+# -- hooks that nobody would call ------------------------------------------------------------------
+
+_EPOCH_END = (
+    "outputs are not collected: keep what you need in a list of your own in {0}_step, and use and "
+    "clear it in on_{1}_epoch_end(self); metrics need only self.log in {0}_step"
+)
+_STEP_END = "do it at the end of {0}_step: every process runs the whole step on its own batch"
+_MODE = (
+    "the whole module is put in evaluation mode and each part back into its own afterwards; parts "
+    "that you set to eval() stay so"
+)
+_IN_LOADER = "do it in {}_dataloader"
+_CALLBACKS_ALONE = "only callbacks have this hook: put it in a callbacks.Callback"
+
+HOOKS = {
+    "on_epoch_start": "use on_train_epoch_start, on_validation_epoch_start or on_test_epoch_start",
+    "on_epoch_end": "use on_train_epoch_end, on_validation_epoch_end or on_test_epoch_end",
+    "on_batch_start": "use on_train_batch_start",
+    "on_batch_end": "use on_train_batch_end",
+    "on_pretrain_routine_start": "use on_fit_start",
+    "on_pretrain_routine_end": "use on_fit_start",
+    "on_hpc_save": "use on_save_checkpoint",
+    "on_hpc_load": "use on_load_checkpoint",
+}
+"""Hooks of modules, data modules and callbacks."""
+
+MODULE_HOOKS = {
+    "training_epoch_end": _EPOCH_END.format("training", "train"),
+    "validation_epoch_end": _EPOCH_END.format("validation", "validation"),
+    "test_epoch_end": _EPOCH_END.format("test", "test"),
+    "training_step_end": _STEP_END.format("training"),
+    "validation_step_end": _STEP_END.format("validation"),
+    "test_step_end": _STEP_END.format("test"),
+    "configure_callbacks": "pass them to Trainer(callbacks=[...])",
+    "configure_sharded_model": "rename it to configure_model",
+    "tbptt_split_batch": f"{MANUAL}, splitting the batch there",
+    "log_grad_norm": "log the norms in on_before_optimizer_step",
+    "on_validation_model_zero_grad": "gradients are dropped before each validation",
+    "on_validation_model_eval": _MODE,
+    "on_validation_model_train": _MODE,
+    "on_test_model_eval": _MODE,
+    "on_test_model_train": _MODE,
+    "on_predict_model_eval": _MODE,
+    "on_predict_model_train": _MODE,
+    "on_train_dataloader": _IN_LOADER.format("train"),
+    "on_reset_train_dataloader": _IN_LOADER.format("train"),
+    "on_val_dataloader": _IN_LOADER.format("val"),
+    "on_reset_val_dataloader": _IN_LOADER.format("val"),
+    "on_test_dataloader": _IN_LOADER.format("test"),
+    "on_reset_test_dataloader": _IN_LOADER.format("test"),
+    "on_predict_dataloader": _IN_LOADER.format("predict"),
+    "on_reset_predict_dataloader": _IN_LOADER.format("predict"),
+    "on_post_move_to_device": "use on_fit_start; tie weights in __init__ or configure_model",
+    "on_sanity_check_start": _CALLBACKS_ALONE,
+    "on_sanity_check_end": _CALLBACKS_ALONE,
+    "on_boundary": _CALLBACKS_ALONE,
+    "on_preemption": _CALLBACKS_ALONE,
+    "on_exception": _CALLBACKS_ALONE,
+}
+CALLBACK_HOOKS = {
+    "on_init_start": "use setup",
+    "on_init_end": "use setup",
+    "on_before_accelerator_backend_setup": "use setup",
+    "on_configure_sharded_model": "use setup",
+    "on_keyboard_interrupt": "use on_exception, which is told a KeyboardInterrupt too",
+    "write_on_batch_end": "use on_predict_batch_end",
+    "write_on_epoch_end": (
+        "use on_predict_batch_end, which gets the outputs of each batch, or read the files of a "
+        "PredictionWriter after predict"
+    ),
+}
+_BAR = "the bar shows what self.log is given with prog_bar=True"
+HOOKS_OF_CALLBACKS = {
+    "ModelCheckpoint.format_checkpoint_name": (
+        "a folder is named after its update, and its manifest.json has the metrics"
+    ),
+    "ProgressBar.get_metrics": _BAR,
+    "ProgressBar.init_sanity_tqdm": _BAR,
+    "ProgressBar.init_train_tqdm": _BAR,
+    "ProgressBar.init_validation_tqdm": _BAR,
+    "ProgressBar.init_test_tqdm": _BAR,
+    "ProgressBar.init_predict_tqdm": _BAR,
+    "WeightAveraging.should_update": (
+        "pass update_every_n_steps=, update_starting_at_step= or update_starting_at_epoch="
+    ),
+}
+"""Methods of subclasses of one callback, after its name."""
+
+# -- arguments -------------------------------------------------------------------------------------
+
+SHARDED = "fsdp_plugin=FullyShardedDataParallelPlugin(...), under trainer launch"
+ZERO = "deepspeed_plugin=DeepSpeedPlugin(zero_stage=...), under trainer launch"
+SAVES = "callbacks=[ModelCheckpoint({})]"
+BEST = "callbacks=[ModelCheckpoint(monitor=..., mode='min' or 'max')]"
+_DDP = f"{_ALL_DEVICES}: several processes train with DDP"
+_SUMMARY = "callbacks=[ModelSummary()]"
+
+LIGHTNING_ARGUMENTS = {
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "amp_backend": "mixed_precision",
+    "auto_lr_find": "Tuner(...).lr_find(module, loader)",
+    "auto_scale_batch_size": "Tuner(...).scale_batch_size(module, loader)",
+    "benchmark": "torch.backends.cudnn.benchmark = True",
+    "check_val_every_n_epoch": "val_every='N epochs'",
+    "checkpoint_callback": "checkpointing",
+    "ckpt_path": "fit(ckpt_path=...)",
+    "default_root_dir": "project_dir",
+    "devices": _ALL_DEVICES,
+    "distributed_backend": _DDP,
+    "enable_autolog_hparams": "save_hyperparameters(logger=...)",
+    "enable_checkpointing": "checkpointing",
+    "enable_model_summary": _SUMMARY,
+    "enable_progress_bar": "progress_bar",
+    "gpus": _ALL_DEVICES,
+    "gradient_clip_algorithm": "max_grad_norm or max_grad_value",
+    "gradient_clip_val": "max_grad_norm=N, or max_grad_value=N if the algorithm is 'value'",
+    "ipus": _NO_SUCH_DEVICE,
+    "inference_mode": f"{NOTHING}: evaluations record no gradients",
+    "log_every_n_steps": "log_every",
+    "log_gpu_memory": "callbacks=[DeviceStatsMonitor()]",
+    "logger": "log_with, such as log_with='tensorboard'",
+    "move_metrics_to_cpu": f"{NOTHING}: running totals are single numbers",
+    "multiple_trainloader_mode": "one loader, of torch.utils.data.StackDataset or ConcatDataset",
+    "num_nodes": (
+        "trainer launch --num_machines N --machine_rank R --main_process_ip HOST --nproc_per_node "
+        "N script.py on each machine: R counts them from 0, HOST is the first, N its processes"
+    ),
+    "num_processes": _ALL_DEVICES,
+    "plugins": "mixed_precision or kwargs_handlers",
+    "precision": "mixed_precision='bf16' or 'fp16'",
+    "profiler": "profile='simple', or callbacks=[Profiler()] for a trace",
+    "prepare_data_per_node": f"{NOTHING}: one process of each machine calls prepare_data first",
+    "progress_bar_refresh_rate": "progress_bar",
+    "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
+    "replace_sampler_ddp": f"{NOTHING}: the Trainer shards the loaders",
+    "resume_from_checkpoint": "fit(ckpt_path=...), where 'auto' is the newest if there is one",
+    "stochastic_weight_avg": "callbacks=[StochasticWeightAveraging(swa_lrs=...)]",
+    "strategy": _DDP,
+    "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm in the module's __init__",
+    "terminate_on_nan": f"{NOTHING}: non_finite='stop' is the default",
+    "tpu_cores": _NO_SUCH_DEVICE,
+    "track_grad_norm": "callbacks=[GradientNormMonitor()]",
+    "truncated_bptt_steps": f"{NOTHING}; for parts of a sequence, {MANUAL}",
+    "use_distributed_sampler": f"{NOTHING}: the Trainer shards the loaders",
+    "val_check_interval": (
+        "val_every='N steps', where a step is an update: divide a number of batches by "
+        "gradient_accumulation_steps"
+    ),
+    "weights_save_path": "project_dir",
+    "weights_summary": _SUMMARY,
+}
+"""Those that `trainer.lightning` translates are names only of `trainer.Trainer`'s errors."""
+
+_LOADER = "fit(module, DataLoader(dataset, batch_size=8, shuffle=True)), of torch.utils.data"
+_VAL_LOADER = "fit(module, train_loader, DataLoader(dataset, batch_size=8)), of torch.utils.data"
+_OF_LOADER = "{} of the DataLoader"
+_LAUNCHED = "kwargs_handlers=[DistributedDataParallelKwargs({}=...)]"
+_MET = "kwargs_handlers=[InitProcessGroupKwargs({}=...)]"
+_RATE = "configure_optimizers of the module"
+_STEP = "training_step of the module"
+_METRIC = "self.log in validation_step of the module"
+_OF_MODEL = "your model's own {}"
+_AS_TRAINED = f"{NOTHING}: evaluations have the precision of the training"
+
+HUGGING_FACE_ARGUMENTS = {
+    "adafactor": _RATE,
+    "adam_beta1": _RATE,
+    "adam_beta2": _RATE,
+    "adam_epsilon": _RATE,
+    "args": "the arguments of TrainingArguments under the Trainer's own names (docs/migrating.md)",
+    "auto_find_batch_size": "Tuner(...).scale_batch_size(module, loader)",
+    "batch_size": _LOADER,
+    "bf16": "mixed_precision='bf16'",
+    "bf16_full_eval": _AS_TRAINED,
+    "compute_loss_func": _STEP,
+    "compute_metrics": _METRIC,
+    "data_collator": "collate_fn of the DataLoader",
+    "data_seed": "seed",
+    "dataloader_drop_last": _OF_LOADER.format("drop_last"),
+    "dataloader_num_workers": _OF_LOADER.format("num_workers"),
+    "dataloader_persistent_workers": _OF_LOADER.format("persistent_workers"),
+    "dataloader_pin_memory": _OF_LOADER.format("pin_memory"),
+    "dataloader_prefetch_factor": _OF_LOADER.format("prefetch_factor"),
+    "ddp_backend": _MET.format("backend"),
+    "ddp_bucket_cap_mb": _LAUNCHED.format("bucket_cap_mb"),
+    "ddp_find_unused_parameters": _LAUNCHED.format("find_unused_parameters"),
+    "ddp_timeout": _MET.format("timeout"),
+    "deepspeed": ZERO,
+    "device": f"{NOTHING} for the fastest, or pass cpu=True",
+    "disable_tqdm": "progress_bar=False",
+    "do_eval": "fit or validate",
+    "do_predict": "predict",
+    "do_train": "fit",
+    "epochs": "max_epochs",
+    "eval_accumulation_steps": f"{NOTHING}: outputs of steps are not collected",
+    "eval_dataset": _VAL_LOADER,
+    "eval_on_start": "validate(module, loader) before fit",
+    "eval_steps": "val_every='N steps'",
+    "eval_strategy": "val_every='500 steps' or '1 epoch'",
+    "evaluation_strategy": "val_every='500 steps' or '1 epoch'",
+    "fp16": "mixed_precision='fp16'",
+    "fp16_full_eval": _AS_TRAINED,
+    "fsdp": SHARDED,
+    "fsdp_config": SHARDED,
+    "full_determinism": "deterministic=True and seed",
+    "gradient_checkpointing": _OF_MODEL.format("gradient_checkpointing_enable()"),
+    "gradient_checkpointing_kwargs": _OF_MODEL.format("gradient_checkpointing_enable(...)"),
+    "greater_is_better": BEST,
+    "group_by_length": _OF_LOADER.format("batch_sampler"),
+    "ignore_data_skip": f"{NOTHING}: a resume reads and discards nothing",
+    "label_smoothing_factor": f"label_smoothing of the loss in {_STEP}",
+    "learning_rate": _RATE,
+    "load_best_model_at_end": "validate or test(ckpt_path='best'), or load_from_checkpoint",
+    "local_rank": f"{NOTHING}: the launcher tells each process its own",
+    "log_level": "logging.basicConfig(level=...)",
+    "logging_dir": "project_dir",
+    "logging_steps": "log_every",
+    "logging_strategy": "log_every, such as log_every='1 epoch'",
+    "lr": _RATE,
+    "lr_scheduler_type": _RATE,
+    "metric_for_best_model": BEST,
+    "lr_scheduler_kwargs": _RATE,
+    "model": "fit(module, ...)",
+    "model_init": "fit(module, ...)",
+    "no_cuda": "cpu=True",
+    "num_train_epochs": "max_epochs",
+    "optim": _RATE,
+    "optim_args": _RATE,
+    "optim_target_modules": _RATE,
+    "optimizer_cls_and_kwargs": _RATE,
+    "optimizers": _RATE,
+    "output_dir": "project_dir",
+    "overwrite_output_dir": "another project_dir, or fit(ckpt_path='auto') to resume",
+    "per_device_eval_batch_size": _VAL_LOADER,
+    "per_device_train_batch_size": _LOADER,
+    "preprocess_logits_for_metrics": _METRIC,
+    "processing_class": "collate_fn of the DataLoader",
+    "project": "project_name",
+    "push_to_hub": _OF_MODEL.format("push_to_hub after fit"),
+    "remove_unused_columns": f"{NOTHING}: the step gets what the DataLoader yields",
+    "report_to": "log_with",
+    "save_safetensors": f"{NOTHING}: weights are safetensors",
+    "save_only_model": SAVES.format("save_weights_only=True"),
+    "save_steps": SAVES.format("every=N"),
+    "save_strategy": SAVES.format("every=500, save_last=2"),
+    "save_total_limit": SAVES.format("save_last=N"),
+    "steps": "max_steps",
+    "tokenizer": "collate_fn of the DataLoader",
+    "tf32": "torch.set_float32_matmul_precision('high')",
+    "torch_compile": "dynamo_backend='inductor'",
+    "torch_compile_backend": "dynamo_backend",
+    "torch_compile_mode": "dynamo_plugin=TorchDynamoPlugin(backend='inductor', mode=...)",
+    "tpu_num_cores": _NO_SUCH_DEVICE,
+    "train_batch_size": _LOADER,
+    "train_dataset": _LOADER,
+    "use_cpu": "cpu=True",
+    "warmup_ratio": _RATE,
+    "warmup_steps": _RATE,
+    "weight_decay": _RATE,
+}
+_OWN = f"{NOTHING}: the Trainer decides that itself"
+_DATA = f"{NOTHING}: each process reads whole batches of its own, and no sample is repeated"
+ACCELERATE_ARGUMENTS = {
+    "accelerator_config": _DATA,
+    "device_placement": _OWN,
+    "dispatch_batches": _DATA,
+    "even_batches": _DATA,
+    "gradient_accumulation_plugin": "gradient_accumulation_steps",
+    "rng_types": _OWN,
+    "scheduler_tick": _OWN,
+    "split_batches": f"{_DATA}; divide a batch size for all processes by their number",
+    "step_scheduler_with_optimizer": _OWN,
+    "use_seedable_sampler": _OWN,
+}
+_LENGTH = "Trainer(max_epochs=...)"
+RUN_ARGUMENTS = {
+    "model": "module",
+    "resume_from_checkpoint": 'ckpt_path="auto"',
+    "epochs": _LENGTH,
+    "max_epochs": _LENGTH,
+    "verbose": "nothing: results are returned, not printed",
+    "weights_only": "nothing: loading never unpickles",
+}
+EVALUATION_ARGUMENTS = {
+    "loader": "dataloaders",
+    "val_loader": "dataloaders",
+    "test_loader": "dataloaders",
+    "val_dataloaders": "dataloaders",
+    "test_dataloaders": "dataloaders",
+}
+LOG_ARGUMENTS = {
+    "rank_zero_only": (
+        "the other processes would wait for this one's value. Call log on all of them: values are "
+        "reduced over the processes, and one of them records"
+    ),
+    "reduce_fx": (
+        "a function cannot be reduced over processes; give 'mean', 'sum', 'min' or 'max', or log "
+        "an object with update, compute and reset"
+    ),
+    "enable_graph": (
+        "logged values are detached, so that they hold no graph alive. Keep the tensor yourself"
+    ),
+    "sync_dist_group": f"values are reduced over all processes; {NOTHING}",
+}
+"""Of which only some values do not carry over; see `trainer.metrics.log_arguments`."""
+
+# -- attributes ------------------------------------------------------------------------------------
+
+_LOOK_UP = "look it up in trainer.callbacks"
+_KEEP_LOADER = (
+    "keep the loader where you create it; see trainer.datamodule, and trainer.{} for lengths"
+)
+_STAGE = (
+    "steps and hooks are named after the stage, setup receives it, and trainer.training is true "
+    "outside the validations of a fit"
+)
+_ARGUMENT = "it is an argument only, so keep the value yourself"
+TRAINER_ATTRIBUTES = {
+    "accumulate_grad_batches": "use trainer.gradient_accumulation_steps",
+    "check_val_every_n_epoch": _ARGUMENT,
+    "checkpoint_callback": _LOOK_UP,
+    "checkpoint_callbacks": _LOOK_UP,
+    "current_step": "use trainer.global_step",
+    "default_root_dir": "use trainer.project_dir",
+    "early_stopping_callback": _LOOK_UP,
+    "early_stopping_callbacks": _LOOK_UP,
+    "evaluating": _STAGE,
+    "fit_loop": "for a longer run create another Trainer, and resume with ckpt_path",
+    "gradient_clip_algorithm": _ARGUMENT,
+    "gradient_clip_val": _ARGUMENT,
+    "interrupted": "a callback's on_preemption is called",
+    "is_last_batch": (
+        "step schedules in on_train_epoch_end; inside training_step the last batch of an epoch is "
+        "that of batch_idx + 1 == trainer.num_training_batches"
+    ),
+    "lightning_module": "use trainer.module",
+    "limit_predict_batches": _ARGUMENT,
+    "limit_test_batches": _ARGUMENT,
+    "limit_train_batches": _ARGUMENT,
+    "limit_val_batches": _ARGUMENT,
+    "log_dir": "use trainer.logs_dir",
+    "log_every_n_steps": _ARGUMENT,
+    "logger": NO_LOGGER,
+    "loggers": NO_LOGGER,
+    "lr_scheduler_configs": "use trainer.schedulers",
+    "lr_schedulers": "use trainer.schedulers",
+    "min_epochs": _ARGUMENT,
+    "min_steps": _ARGUMENT,
+    "model": "use trainer.module",
+    "num_devices": "use trainer.world_size",
+    "num_predict_batches": "use trainer.num_eval_batches",
+    "num_sanity_val_batches": "use trainer.num_eval_batches",
+    "num_sanity_val_steps": _ARGUMENT,
+    "num_test_batches": "use trainer.num_eval_batches",
+    "num_val_batches": "use trainer.num_eval_batches",
+    "overfit_batches": _ARGUMENT,
+    "precision": "use mixed_precision of trainer.accelerator",
+    "predict_dataloaders": _KEEP_LOADER.format("num_eval_batches"),
+    "predicting": _STAGE,
+    "print": "use print of trainer.accelerator",
+    "progress_bar_callback": _LOOK_UP,
+    "received_sigterm": "a callback's on_preemption is called",
+    "reload_dataloaders_every_n_epochs": _ARGUMENT,
+    "scaler": "use scaler of trainer.accelerator",
+    "state": _STAGE,
+    "strategy": "use trainer.accelerator",
+    "test_dataloaders": _KEEP_LOADER.format("num_eval_batches"),
+    "testing": _STAGE,
+    "train_dataloader": _KEEP_LOADER.format("num_training_batches"),
+    "val_check_interval": _ARGUMENT,
+    "val_dataloaders": _KEEP_LOADER.format("num_eval_batches"),
+    "validating": _STAGE,
+}
+HUGGING_FACE_ATTRIBUTES = {
+    "evaluate": "use trainer.validate(module, loader)",
+    "save_model": "call your model's save_pretrained; a checkpoint has a model.safetensors too",
+    "train": "use trainer.fit(module, loader)",
+}
+
+# -- names of Lightning ----------------------------------------------------------------------------
+
+_FABRIC = "use trainer.Accelerator, for a loop of your own"
+_PLUGIN = "pass precision=, strategy= or kwargs_handlers= to the Trainer"
+_DEVICE = "the device is selected automatically; accelerator='cpu' uses the CPU"
+_LOOPS = "the loop is read with the Trainer's attributes, and steered by hooks"
+_TYPES = "annotate with the classes of torch, or typing.Any"
+_MEASURED = "use profiler='simple', or PyTorchProfiler"
+_INTERNAL = "it is not for programs; write it yourself if you need it"
+LIGHTNING_NAMES = {
+    "Fabric": _FABRIC,
+    "fabric": _FABRIC,
+    "app": "Lightning's apps are not part of training; keep that import",
+    "data": "import litdata itself",
+    "pytorch.accelerators": _DEVICE,
+    "pytorch.callbacks.Checkpoint": "use ModelCheckpoint",
+    "pytorch.callbacks.SpikeDetection": (
+        "use non_finite= and EarlyStopping(divergence_threshold=...)"
+    ),
+    "pytorch.core": "import it from lightning.pytorch",
+    "pytorch.demos": "write the model yourself; examples/ has some",
+    "pytorch.loggers.LitLogger": "use another logger, such as CSVLogger",
+    "pytorch.loggers.NeptuneLogger": (
+        "such a tracker is not built in; write a trackers.GeneralTracker"
+    ),
+    "pytorch.loops": _LOOPS,
+    "pytorch.overrides": _INTERNAL,
+    "pytorch.plugins": _PLUGIN,
+    "pytorch.profilers.AdvancedProfiler": _MEASURED,
+    "pytorch.profilers.PassThroughProfiler": f"{NOTHING}: that is the default",
+    "pytorch.profilers.XLAProfiler": "XLA devices are not supported",
+    "pytorch.serve": "export the model with torch.export or to_onnx",
+    "pytorch.strategies.ModelParallelStrategy": "use trainer.Trainer(parallelism_config=...)",
+    "pytorch.strategies.ParallelStrategy": "use DDPStrategy, FSDPStrategy or DeepSpeedStrategy",
+    "pytorch.strategies.XLAStrategy": "XLA devices are not supported",
+    "pytorch.tuner.batch_size_scaling": "use pytorch.tuner.Tuner",
+    "pytorch.tuner.lr_finder": "use pytorch.tuner.Tuner",
+    "pytorch.tuner.tuning": "import Tuner from pytorch.tuner",
+    "pytorch.utilities.AttributeDict": "use types.SimpleNamespace, or self.hparams",
+    "pytorch.utilities.GradClipAlgorithmType": "write 'norm' or 'value'",
+    "pytorch.utilities.LightningEnum": "use enum.Enum",
+    "pytorch.utilities.disable_possible_user_warnings": "use warnings.filterwarnings",
+    "pytorch.utilities.find_shared_parameters": (
+        "use Module.named_parameters(remove_duplicate=False)"
+    ),
+    "pytorch.utilities.is_picklable": _INTERNAL,
+    "pytorch.utilities.is_shared_filesystem": _INTERNAL,
+    "pytorch.utilities.measure_flops": "use torch.utils.flop_counter.FlopCounterMode",
+    "pytorch.utilities.move_data_to_device": "use trainer.utils.send_to_device",
+    "pytorch.utilities.set_shared_parameters": _INTERNAL,
+    "pytorch.utilities.suggested_max_num_workers": "use os.cpu_count",
+}
+"""Those that are in `trainer.lightning` all the same are not refused."""
+
+# -- names of accelerate ---------------------------------------------------------------------------
+
+_MEGATRON = "a model of megatron-core is prepared and stepped as any other, with megatron_lm_plugin"
+_LAUNCH = "the environment of processes is made by `trainer launch`"
+ACCELERATE_MODULES = {
+    "commands": "the command is `trainer` (trainer launch, trainer config, trainer env)",
+    "test_utils": "these are the tests of accelerate itself; start processes with debug_launcher",
+    "utils.launch": _LAUNCH,
+    "utils.megatron_lm": _MEGATRON,
+}
+_SAVED = "use Accelerator.save_state and load_state, which all processes call"
+_STEPPED = "the prepared optimizer does it in step()"
+_OPTIONS = "the choices are in the errors and docstrings of the plugins; write the value"
+_FILES = "the names of files are save_state's own; pass folders to it and to load_state"
+_SAGEMAKER = "SageMaker is not supported"
+_TRACKERS = "such a tracker is not built in; write a class, see trackers.register_tracker"
+_QUANTIZED = "load_and_quantize_model does it"
+_DEVICE_MAP = "infer_auto_device_map and dispatch_model do it"
+_PIPELINE = "prepare_pippy does it"
+_CONVERTED = "mixed_precision='fp8' of the Accelerator converts the model"
+_SENT = "gather, reduce and broadcast do it, and check shapes with ACCELERATE_DEBUG_MODE=1"
+_TENSORS = "compare with torch.Tensor"
+_ENGINE = "prepare returns the module, optimizer and scheduler with their usual methods"
+
+_REASONS: dict[str, str] = {
+    _SAVED: """
+        save_accelerator_state load_accelerator_state save_custom_state load_custom_state""",
+    _STEPPED: "move_to_device patch_optimizer_step",
+    "prepared loaders are those of prepare_data_loader": """
+        DataLoaderStateMixin DataLoaderAdapter get_sampler""",
+    "XLA devices are not supported": "MpDeviceLoaderWrapper USE_TORCH_XLA install_xla prepare_tpu",
+    _PIPELINE: "generate_device_map find_pippy_batch_size build_pipeline pippy_forward",
+    "start processes with debug_launcher": "test_launch",
+    "states are singletons of a process, which its threads share": """
+        do_nothing ThreadLocalSharedDict SharedDict""",
+    _TRACKERS: """
+        TrackioTracker AimTracker MLflowTracker ClearMLTracker DVCLiveTracker SwanLabTracker""",
+    "name trackers in log_with": "LOGGER_TYPE_TO_CLASS filter_trackers",
+    _CONVERTED: """
+        find_first_last_linear_layers filter_linear_layers filter_first_and_last_linear_layers
+        has_ao_layers convert_model_to_fp8_ao convert_model has_transformer_engine_layers
+        contextual_fp8_autocast apply_fp8_autowrap""",
+    _FILES: """
+        SCALER_NAME RNG_STATE_NAME OPTIMIZER_NAME SCHEDULER_NAME SAMPLER_NAME FSDP_MODEL_NAME""",
+    _SAGEMAKER: """
+        SAGEMAKER_PYTORCH_VERSION SAGEMAKER_PYTHON_VERSION SAGEMAKER_TRANSFORMERS_VERSION
+        SAGEMAKER_PARALLEL_EC2_INSTANCES prepare_sagemager_args_inputs""",
+    _OPTIONS: """
+        FSDP_SHARDING_STRATEGY FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_STATE_DICT_TYPE
+        FSDP2_STATE_DICT_TYPE DEEPSPEED_MULTINODE_LAUNCHERS TORCH_DYNAMO_MODES STR_OPERATION_TO_FUNC
+        TORCH_LAUNCH_PARAMS CUDA_DISTRIBUTED_TYPES TORCH_DISTRIBUTED_OPERATION_TYPES
+        SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING Backend OptLevel FP8Format AmaxComputeAlgorithm
+        EnumWithContains BaseEnum""",
+    "torch 2.12 or later is required, which has it": """
+        FSDP_PYTORCH_VERSION FSDP2_PYTORCH_VERSION DTENSOR_PYTORCH_VERSION
+        ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION XPU_PROFILING_AVAILABLE_PYTORCH_VERSION
+        MITA_PROFILING_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION
+        BETA_TP_AVAILABLE_TRANSFORMERS_VERSION BETA_CP_AVAILABLE_PYTORCH_VERSION
+        BETA_SP_AVAILABLE_DEEPSPEED_VERSION torch_version""",
+    "use torch.profiler.ProfilerActivity, or Accelerator.profile": "ProfilerActivity",
+    "sequence parallelism of DeepSpeed is not supported; use ParallelismConfig(cp_size=...)": """
+        DeepSpeedSequenceParallelConfig""",
+    _MEGATRON: """
+        MODEL_CONFIGS_TO_MEGATRON_PARSERS add_model_config_to_megatron_parser parse_bert_config
+        parse_gpt2_config parse_t5_config parse_llama_config parse_glm4_moe_config AbstractTrainStep
+        BertTrainStep GPTTrainStep MegatronLMDummyDataLoader T5TrainStep
+        avg_losses_across_data_parallel_group MegatronEngine MegatronLMOptimizerWrapper
+        MegatronLMSchedulerWrapper gather_across_data_parallel_groups megatron_lm_initialize
+        megatron_lm_prepare_data_loader megatron_lm_prepare_model_optimizer_scheduler
+        megatron_lm_prepare_optimizer megatron_lm_prepare_scheduler""",
+    _QUANTIZED: """
+        has_4bit_bnb_layers get_quantized_model_device_map replace_with_bnb_layers
+        get_keys_to_not_convert get_parameter_device quantize_and_offload_8bit""",
+    "use Module.get_submodule, or transformer_cls_names_to_wrap of the plugin": """
+        get_module_class_from_name""",
+    _ENGINE: """
+        DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper
+        map_pytorch_optim_to_deepspeed GatheredParameters""",
+    "use deepspeed_plugin of the Accelerator": "get_active_deepspeed_plugin",
+    _LAUNCH: """
+        PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env
+        prepare_simple_launcher_cmd_env""",
+    "find_executable_batch_size and release_memory do it": """
+        clear_device_cache should_reduce_batch_size""",
+    _DEVICE_MAP: """
+        check_device_same id_tensor_storage get_non_persistent_buffers
+        check_tied_parameters_in_config check_tied_parameters_on_same_device get_module_leaves
+        calculate_maximum_sizes get_module_size_with_ties fallback_allocate
+        get_state_dict_offloaded_model get_state_dict_from_offload""",
+    "pass the number of bytes": "convert_file_size_to_int",
+    "use torch.dtype.itemsize": "dtype_byte_size",
+    _TENSORS: "is_torch_xpu_tensor",
+    _SENT: """
+        get_shape gather_tensor_shape verify_operation chained_operation TENSOR_TYPE_TO_INT
+        TENSOR_INT_TO_DTYPE ConvertOutputsToFp32""",
+    "loading never unpickles": "np_core TORCH_SAFE_GLOBALS",
+    "use logging.getLogger": "logger",
+    "use importlib.util.find_spec": """
+        is_torch_distributed_available is_tqdm_available is_numpy_available""",
+    "import rich itself": "rich",
+}
+ACCELERATE_NAMES = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""Those that are in `trainer.accelerate` all the same are not refused."""
+
+ACCELERATE_CALLS = {
+    "save_state": "is called by every process: move it out of the block",
+    "save_model": "is called by every process: move it out of the block",
+    "load_state": "is called by every process: move it out of the block",
+    "gather": "is called by every process: move it out of the block",
+    "gather_for_metrics": "is called by every process: move it out of the block",
+    "reduce": "is called by every process: move it out of the block",
+    "pad_across_processes": "is called by every process: move it out of the block",
+    "get_state_dict": "is called by every process: move it out of the block",
+    "wait_for_everyone": "is called by every process: move it out of the block",
+}
+"""Methods of an Accelerator that may not stand below ``if accelerator.is_main_process:``."""
+
+# -- names of Hugging Face -------------------------------------------------------------------------
+
+_TRAIN_MODULE = "write a trainer.TrainModule with a training_step, and use trainer.Trainer"
+_HF_ARGUMENTS = "pass its arguments to trainer.Trainer, by its names for them"
+HUGGING_FACE_NAMES = {
+    "Trainer": _TRAIN_MODULE,
+    "Seq2SeqTrainer": _TRAIN_MODULE,
+    "TrainingArguments": _HF_ARGUMENTS,
+    "Seq2SeqTrainingArguments": _HF_ARGUMENTS,
+    "TrainerCallback": "inherit from callbacks.Callback",
+    "EarlyStoppingCallback": "use callbacks.EarlyStopping",
+}
+"""Names in ``transformers``."""
+
+HUGGING_FACE_CALLBACK_HOOKS = {
+    "on_epoch_begin": "use on_train_epoch_start",
+    "on_evaluate": "use on_validation_end, unless trainer.sanity_checking",
+    "on_log": "use on_boundary, which finds the values in trainer.callback_metrics",
+    "on_optimizer_step": "use on_train_step_end",
+    "on_pre_optimizer_step": "use on_before_optimizer_step",
+    "on_predict": "use on_predict_end",
+    "on_prediction_step": "use on_validation_batch_end",
+    "on_push_begin": "use the files in trainer.project_dir, after fit",
+    "on_save": (
+        "use on_boundary with trainer.wait_for_save(), after which the folder is there; "
+        "on_save_checkpoint adds to what is saved"
+    ),
+    "on_step_begin": "use on_train_step_start",
+    "on_step_end": "use on_train_step_end",
+    "on_substep_end": "use on_train_batch_end",
+    "on_train_begin": "use on_train_start",
+}
+_MODULES_OWN = "define {} in the module, a trainer.TrainModule"
+_LOADERS = "pass the loader to fit, or " + _MODULES_OWN
+TRAINER_METHODS = {
+    "_get_eval_sampler": _LOADERS.format("val_dataloader"),
+    "_get_train_sampler": _LOADERS.format("train_dataloader"),
+    "compute_loss": "the loss is what training_step of the module returns",
+    "create_optimizer": _MODULES_OWN.format("configure_optimizers"),
+    "create_optimizer_and_scheduler": _MODULES_OWN.format("configure_optimizers"),
+    "create_scheduler": _MODULES_OWN.format("configure_optimizers"),
+    "evaluation_loop": _MODULES_OWN.format("validation_step"),
+    "prediction_step": _MODULES_OWN.format("validation_step or predict_step"),
+    "training_step": _MODULES_OWN.format("training_step"),
+}
+"""Methods that subclasses of Hugging Face's Trainer define."""
+
+TABLES = (
+    Table("Lightning", "methods of a module, a data module or a callback", HOOKS),
+    Table("Lightning", "methods of a module", MODULE_HOOKS),
+    Table("Lightning", "methods of a callback", CALLBACK_HOOKS),
+    Table("Lightning", "methods of a subclass of one callback", HOOKS_OF_CALLBACKS),
+    Table("Lightning", "arguments of self.log", LOG_ARGUMENTS),
+    Table("Lightning", "names in lightning", LIGHTNING_NAMES),
+    Table("Lightning", "arguments of trainer.Trainer", LIGHTNING_ARGUMENTS),
+    Table("Lightning", "attributes of trainer.Trainer", TRAINER_ATTRIBUTES),
+    Table("Lightning", "arguments of fit, validate, test and predict", RUN_ARGUMENTS),
+    Table("Lightning", "arguments of validate, test and predict", EVALUATION_ARGUMENTS),
+    Table("Accelerate", "modules of accelerate", ACCELERATE_MODULES),
+    Table("Accelerate", "names in accelerate", ACCELERATE_NAMES),
+    Table("Accelerate", "methods below if accelerator.is_main_process:", ACCELERATE_CALLS),
+    Table("Accelerate", "arguments of trainer.Trainer", ACCELERATE_ARGUMENTS),
+    Table("Hugging Face Trainer", "names in transformers", HUGGING_FACE_NAMES),
+    Table("Hugging Face Trainer", "arguments of TrainingArguments", HUGGING_FACE_ARGUMENTS),
+    Table("Hugging Face Trainer", "methods of a callback", HUGGING_FACE_CALLBACK_HOOKS),
+    Table("Hugging Face Trainer", "methods of a subclass of Trainer", TRAINER_METHODS),
+    Table("Hugging Face Trainer", "methods and attributes of Trainer", HUGGING_FACE_ATTRIBUTES),
+)

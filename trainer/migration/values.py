@@ -1,0 +1,223 @@
+"""What to use in place of an argument of another Trainer, where that depends on its value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from trainer.migration.table import BEST, NOTHING, SAVES, SHARDED, ZERO
+
+_FIND_UNUSED = "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
+
+
+def _devices(given: Any) -> str:
+    """In place of a number of devices, or of their indices in a list or between commas."""
+    if isinstance(given, str) and "," in given:
+        given = [each.strip() for each in given.split(",") if each.strip()]
+    indices = isinstance(given, (list, tuple))
+    number = ",".join(map(str, given)) if indices else str(given)
+    if number == ("" if indices else "0"):
+        return "cpu=True"
+    if number == ("0" if indices else "1"):
+        return f"{NOTHING}: one process is the default, on the fastest device or with cpu=True"
+    if indices:
+        return f"trainer launch --gpu_ids {number} script.py"
+    if number in ("auto", "-1"):
+        return "trainer launch script.py, which starts a process for each device"
+    return f"trainer launch --num_processes {number if number.isdigit() else 'N'} script.py"
+
+
+def _machines(given: Any) -> str:
+    if given == 1:
+        return f"{NOTHING}: one machine is the default"
+    return (
+        f"trainer launch --num_machines {_whole(given)} --machine_rank R --main_process_ip HOST "
+        "--nproc_per_node N script.py on each machine: R counts them from 0, HOST is the first, N "
+        "its processes"
+    )
+
+
+def _strategy(given: Any) -> str:
+    words = str(given).lower()
+    if words in ("auto", "single_device"):
+        return f"{NOTHING}: the number of processes decides"
+    if "fsdp" in words:
+        return SHARDED
+    if "deepspeed" in words:
+        return ZERO
+    if "notebook" in words:
+        return "notebook_launcher(function, num_processes=N): several processes train with DDP"
+    unused = f", with {_FIND_UNUSED}" if "find_unused_parameters_true" in words else ""
+    return f"trainer launch --num_processes N script.py: several processes train with DDP{unused}"
+
+
+def _precision(given: Any) -> str:
+    words = str(given).lower()
+    if "32" in words:
+        return f"{NOTHING}: float32 is the default"
+    if words in ("64", "64-true", "16-true", "bf16-true"):
+        kind = {"64": "float64", "16": "float16", "bf": "bfloat16"}[words[:2]]
+        return f"self.to(torch.{kind}) in __init__ of the module, and batches of that type"
+    if "16" in words:
+        return f"mixed_precision={'bf16' if 'bf16' in words else 'fp16'!r}"
+    return "mixed_precision='bf16' or 'fp16'"
+
+
+def _every_batches(given: Any) -> str:
+    """In place of an interval in batches, in a part of an epoch if a float, or in time."""
+    if isinstance(given, float):
+        return _every_epochs(given)
+    if isinstance(given, (str, timedelta, Mapping)):
+        return "val_every='30 minutes' or another time"
+    return (
+        f"val_every='{_number(given)} steps', where a step is an update: divide a number of "
+        "batches by gradient_accumulation_steps"
+    )
+
+
+def _every_epochs(given: Any) -> str:
+    if given is None:
+        return "an interval such as val_every='500 steps', which counts across epochs"
+    return f"val_every='{_number(given)} epoch{'' if given == 1 else 's'}'"
+
+
+def _every_steps(given: Any) -> str:
+    """In place of an interval in updates, or, if it is below 1, in a part of the run."""
+    return f"val_every='{_whole(given)} steps'"
+
+
+def _evaluates(given: Any) -> str:
+    kind = _kind(given)
+    if kind == "no":
+        return "limit_val_batches=0, or fit without a validation loader"
+    if kind == "epoch":
+        return f"{NOTHING}: val_every='1 epoch' is the default"
+    return "val_every='500 steps' or '1 epoch'"
+
+
+def _saves(given: Any) -> str:
+    kind = _kind(given)
+    if kind == "no":
+        return "checkpointing=False"
+    if kind == "epoch":
+        return f"{NOTHING}: a checkpoint is saved every epoch by default"
+    return BEST if kind == "best" else SAVES.format("every=500, save_last=2")
+
+
+def _kind(given: Any) -> str:
+    """A choice of Hugging Face's, which may be a member of its enumerations."""
+    return str(getattr(given, "value", given)).lower()
+
+
+def _epochs(given: Any) -> str:
+    if isinstance(given, float) and not given.is_integer():
+        return "max_steps, which may end within an epoch"
+    return f"max_epochs={_number(given)}" if isinstance(given, float) else "max_epochs"
+
+
+def _switch(name: str) -> Callable[[Any], str]:
+    """In place of a switch that is on by default, as is the argument ``name``."""
+
+    def instead(given: Any) -> str:
+        off = isinstance(given, int) and not given
+        return f"{name}=False" if off else f"{NOTHING}: {name}=True is the default"
+
+    return instead
+
+
+def _clips(given: Any) -> str:
+    if given == 0:
+        return f"{NOTHING}: nothing is clipped by default"
+    value = _number(given)
+    return f"max_grad_norm={value}, or max_grad_value={value} if the algorithm is 'value'"
+
+
+def _windows(given: Any) -> str:
+    if isinstance(given, Mapping):
+        return f"callbacks=[GradientAccumulationScheduler({dict(given)})]"
+    return "gradient_accumulation_steps"
+
+
+def _number(given: Any) -> str:
+    return f"{given:.12g}" if isinstance(given, (int, float)) else "N"
+
+
+def _whole(given: Any) -> str:
+    count = isinstance(given, (int, float)) and given is not True and given % 1 == 0
+    return _number(given if count else ...)
+
+
+BY_VALUE: dict[str, Callable[[Any], str]] = {
+    "accumulate_grad_batches": _windows,
+    "check_val_every_n_epoch": _every_epochs,
+    "checkpoint_callback": _switch("checkpointing"),
+    "devices": _devices,
+    "distributed_backend": _strategy,
+    "enable_autolog_hparams": lambda given: (
+        f"{NOTHING}: save_hyperparameters decides"
+        if given
+        else "save_hyperparameters(logger=False)"
+    ),
+    "enable_checkpointing": _switch("checkpointing"),
+    "enable_progress_bar": _switch("progress_bar"),
+    "eval_steps": _every_steps,
+    "eval_strategy": _evaluates,
+    "evaluation_strategy": _evaluates,
+    "gpus": _devices,
+    "gradient_clip_algorithm": lambda given: (
+        "max_grad_value" if _kind(given) == "value" else "max_grad_norm"
+    ),
+    "gradient_clip_val": _clips,
+    "greater_is_better": lambda given: SAVES.format(
+        f"monitor=..., mode={'max' if given else 'min'!r}"
+    ),
+    "num_nodes": _machines,
+    "num_processes": _devices,
+    "num_train_epochs": _epochs,
+    "precision": _precision,
+    "progress_bar_refresh_rate": _switch("progress_bar"),
+    "save_steps": lambda given: SAVES.format(f"every={_whole(given)}"),
+    "save_strategy": _saves,
+    "save_total_limit": lambda given: SAVES.format(
+        "save_top_k=-1" if given is None else f"save_last={_whole(given)}"
+    ),
+    "strategy": _strategy,
+    "terminate_on_nan": lambda given: (
+        "non_finite='ignore'" if given is False else f"{NOTHING}: non_finite='stop' is the default"
+    ),
+    "track_grad_norm": lambda given: (
+        f"{NOTHING}: no norm is logged by default"
+        if str(given) == "-1"
+        else "callbacks=[GradientNormMonitor()]"
+    ),
+    "val_check_interval": _every_batches,
+}
+"""Argument: what to use for a value."""
+_SAID_BY_NONE = ("check_val_every_n_epoch", "save_total_limit")  # elsewhere it asks for nothing
+
+
+def instead_of(name: str, general: str, value: Any) -> str:
+    """Return what to use in place of an argument.
+
+    Args:
+        name: The argument.
+        general: What the table says.
+        value: Its value; ``...`` if unknown.
+    """
+    if value is ...:
+        return general
+    if _asks_for_nothing(name, general, value):
+        return f"{NOTHING}: {value!r} asks for nothing"
+    return BY_VALUE[name](value) if name in BY_VALUE else general
+
+
+def _asks_for_nothing(name: str, general: str, value: Any) -> bool:
+    """Whether the value switches the argument's part off, where nothing but that is to be said."""
+    if value is None:
+        return name not in _SAID_BY_NONE
+    if name in BY_VALUE:
+        return False
+    if isinstance(value, (str, list, tuple, dict)):
+        return not value or value in ("none", "no")
+    return value is False and not general.startswith(NOTHING)

@@ -800,8 +800,9 @@ def _checkpoint_at(path: str | os.PathLike[str]) -> Path:
         if folder.suffix not in (".json", ".safetensors"):
             hint = (
                 "a checkpoint is a folder. Files such as .ckpt and .pt are pickles, which are "
-                "never loaded: read their weights with the library that wrote them, and load "
-                "them with module.load_state_dict."
+                f"never loaded: `trainer migrate {folder}` converts one of Lightning; read the "
+                "weights of others with the library that wrote them, and load them with "
+                "module.load_state_dict."
             )
         raise CheckpointError(f"{folder} is a file; {hint}")
     for root in (folder, folder / "checkpoints"):

@@ -323,8 +323,9 @@ def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
     if path.is_file() and not (path.parent / MANIFEST).exists():
         raise CheckpointError(
             f"ckpt_path is the file {path}; a checkpoint is a folder. Files such as .ckpt and .pt "
-            "are pickles, which are never loaded: read their weights with the library that wrote "
-            "them, and load them with module.load_state_dict."
+            f"are pickles, which are never loaded: `trainer migrate {path}` converts one of "
+            "Lightning; read the weights of others with the library that wrote them, and load them "
+            "with module.load_state_dict."
         )
     if path.is_file():
         raise CheckpointError(f"ckpt_path is the file {path}; give its folder, {path.parent}.")

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.cli.parsing import CommandError, command_parser, echo, ended_at_once
+from trainer.cli.parsing import count as parsed_count
+from trainer.errors import CheckpointError
 
 MOVED = {
     "accelerate": "trainer.accelerate",
@@ -48,12 +50,19 @@ def parser(prog: str) -> argparse.ArgumentParser:
         examples=[
             ("what is to be done", "train.py model.py"),
             ("change the import lines", "train.py --write"),
+            ("convert a checkpoint of Lightning", "last.ckpt --output runs/digits/from-lightning"),
         ],
         codes={0: "nothing is left to do", 1: "something is listed, or a file cannot be read"},
     )
-    made.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a Python program")
+    what = "a Python program, or a .ckpt file of Lightning, which is converted to a checkpoint"
+    made.add_argument("files", type=Path, nargs="+", metavar="FILE", help=what)
     what = "change the import lines, to those of trainer.lightning and trainer.accelerate"
     made.add_argument("--write", action="store_true", help=what)
+    add = made.add_argument_group("checkpoints").add_argument
+    what = "the new folder; by default that of the .ckpt file, without the suffix"
+    add("--output", type=Path, metavar="DIR", help=what)
+    what = "how many processes the run had, for a position inside an epoch (default: 1)"
+    add("--num_processes", type=parsed_count, metavar="N", default=1, help=what)
     return made
 
 
@@ -70,7 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
     with ended_at_once():
         import torch  # noqa: F401 - slow, and imported by all modules that are asked for names
     count = 0
+    checkpoints = [path for path in arguments.files if path.suffix == ".ckpt"]
+    if arguments.output is not None and len(checkpoints) != 1:
+        raise argparse.ArgumentTypeError("--output belongs to one .ckpt file.")
+    for path in checkpoints:
+        _convert(path, arguments.output, arguments.num_processes)
     for path in arguments.files:
+        if path in checkpoints:
+            continue
         text = path.read_bytes()
         try:
             changed, findings = examine(text, write=arguments.write)
@@ -82,6 +98,22 @@ def run(arguments: argparse.Namespace) -> int:
             echo(f"{path}:{finding.line}: {finding.text}")
         count += len(findings)
     return 1 if count else 0
+
+
+def _convert(path: Path, output: Path | None, num_processes: int) -> None:
+    from trainer.lightning.checkpoint import convert_checkpoint
+
+    try:
+        made = convert_checkpoint(path, output, num_processes=num_processes)
+    except CheckpointError as error:
+        raise CommandError(str(error)) from None
+    use = "load_from_checkpoint" if made.weights_only else "fit"
+    call = f"Module.{use}({str(made.path)!r})"
+    if not made.weights_only:
+        call = f"trainer.fit(module, ckpt_path={str(made.path)!r})"
+    echo(f"{made.path}: {call}")
+    for note in made.notes:
+        echo(f"  {note}")
 
 
 def examine(text: bytes, *, write: bool = False) -> tuple[bytes, list[Finding]]:

@@ -5,6 +5,7 @@ that says what to use.
 """
 
 from trainer.lightning import pytorch
+from trainer.lightning.checkpoint import convert_checkpoint
 from trainer.lightning.pytorch import (
     Callback,
     LightningDataModule,
@@ -18,6 +19,7 @@ __all__ = [
     "LightningDataModule",
     "LightningModule",
     "Trainer",
+    "convert_checkpoint",
     "pytorch",
     "seed_everything",
 ]

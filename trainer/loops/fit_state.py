@@ -779,7 +779,8 @@ def _restore_optimizers(
         weights: The saved trained weights by name, whose dtypes the optimizer states refer to.
     """
     _same_number(path, "optimizers", run.optim.optimizers, optimizers)
-    _same_names(path, run.optim.names, state["optimizers"])
+    if state["optimizers"] is not None:  # a checkpoint of Lightning has no names
+        _same_names(path, run.optim.names, state["optimizers"])
     schedulers = [entry.scheduler for entry in run.optim.schedulers]
     for optimizer, groups in zip(run.optim.optimizers, state["groups"], strict=True):
         restore_groups(optimizer, groups, run.module, schedulers=schedulers)
@@ -869,6 +870,8 @@ def _restore_epoch(run: FitRun, state: Mapping[str, Any]) -> None:
             the saved one: samples would be skipped or seen twice.
     """
     if run.counters.epoch_batches == 0 or run.counters.epoch_complete:
+        return
+    if state["data"] is None:  # a checkpoint of Lightning does not describe them
         return
     run.data.epoch_iterator.mark = state.get("order")  # missing in checkpoints of earlier releases
     if "length" in state:  # likewise

@@ -90,7 +90,7 @@ def convert_checkpoint(
             "`python -m lightning.pytorch.utilities.upgrade_checkpoint` brings a file up to date."
         )
     counters = _counters(saved, num_processes) if resumes else Counters(saved["global_step"])
-    manifest = {
+    manifest: dict[str, Any] = {
         "step": counters.global_step,
         "epoch": counters.epoch,
         "world_size": 1,

@@ -141,7 +141,10 @@ class Callback:
     def on_train_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int
     ) -> None:
-        """Before ``training_step``; ``batch_idx`` counts this rank's micro-batches in the epoch."""
+        """Before ``training_step``; ``batch_idx`` counts this rank's micro-batches in the epoch.
+
+        Returning -1 leaves this rank's batch out and ends the epoch with this update.
+        """
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int

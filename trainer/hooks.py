@@ -52,6 +52,18 @@ def _one_after_another(calls: Sequence[Hook]) -> Hook:
     return call_all
 
 
+def _any_returned_minus_one(calls: Sequence[Hook]) -> Callable[..., Any]:
+    """Return a function that calls all hooks, and returns whether any of them returned -1."""
+    if not calls:
+        return _nothing
+
+    def call_all(*args: Any) -> bool:
+        answers: list[Any] = [call(*args) for call in calls]
+        return any(isinstance(answer, int) and answer == -1 for answer in answers)
+
+    return call_all
+
+
 class Boundary:
     """Calls ``on_boundary`` of the callbacks, and tracks which of them have not run yet.
 
@@ -147,8 +159,11 @@ class HookTable:
     Epoch-end hooks have two attributes, such as ``on_train_epoch_end_module`` and
     ``on_train_epoch_end_callbacks``. The epoch's metrics are reduced between the two calls.
 
+    ``on_train_batch_start`` returns whether any of its hooks returned -1, which ends the epoch.
+
     Attributes:
         boundary: Calls the ``on_boundary`` hooks.
+        may_end_epoch: Whether the user overrides ``on_train_batch_start``, which may return -1.
         parts: The parts of an update that the module overrides, by name: ``optimizer_step`` and so
             on.
         monitors_due: `Callback.monitor_due` of the callbacks that monitor a metric.
@@ -170,11 +185,7 @@ class HookTable:
         def of(owner: object, name: str, base: type) -> list[Hook]:
             if not is_overridden(owner, name, base):
                 return []
-            hook: Hook = getattr(owner, name)
-            hook = with_loader_number(hook)
-            if name == "on_train_batch_start":
-                hook = _ends_no_epoch(hook, owner)
-            return [hook]
+            return [with_loader_number(getattr(owner, name))]
 
         def of_callbacks(name: str) -> list[Hook]:
             found = [hook for callback in callbacks for hook in of(callback, name, Callback)]
@@ -189,10 +200,19 @@ class HookTable:
             if name.endswith("_epoch_end"):  # the epoch's metrics are reduced in between
                 table[f"{name}_module"] = _one_after_another(own)
                 table[f"{name}_callbacks"] = _one_after_another(theirs)
+            elif name == "on_train_batch_start":
+                table[name] = _any_returned_minus_one(theirs + own)
             elif name.endswith("_start") or name.startswith("on_before_"):
                 table[name] = _one_after_another(theirs + own)
             else:
                 table[name] = _one_after_another(own + theirs)
+        self.may_end_epoch = any(
+            is_overridden(owner, "on_train_batch_start", base)
+            for base, owners in ((Callback, callbacks), (module_base, [module]))
+            for owner in owners
+            if hasattr(base, "on_train_batch_start")
+            and not type(owner).__module__.startswith("callbacks.")  # ours never do
+        )
         self.parts: dict[str, Callable[..., Any]] = {
             name: getattr(module, name)
             for name in _PARTS
@@ -224,21 +244,6 @@ class HookTable:
 
     def __getattr__(self, name: str) -> Hook:
         raise AttributeError(f"There is no hook {name!r}; hooks are {', '.join(self._table)}.")
-
-
-def _ends_no_epoch(hook: Callable[..., Any], owner: object) -> Hook:
-    """Wrap a hook to raise if it returns -1, which ends the epoch in Lightning."""
-
-    def call(*args: Any) -> None:
-        answer = hook(*args)
-        if isinstance(answer, int) and answer == -1:
-            raise ValueError(
-                f"{type(owner).__name__}.on_train_batch_start returned -1, which does not end the "
-                "epoch here: processes that disagree would wait for each other. Shorten epochs "
-                "with Trainer(limit_train_batches=...); end the run with trainer.should_stop."
-            )
-
-    return call
 
 
 _HOOK = re.compile(r"on_.*|.*_step|.*_dataloader|configure_.*|prepare_data|setup|teardown")

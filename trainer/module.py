@@ -709,7 +709,12 @@ class TrainModule(nn.Module):
         """After an optimizer step, at the end of its window; the gradients still exist."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Before `training_step`."""
+        """Before `training_step`.
+
+        Returning -1 leaves this rank's batch out, as one of weight 0, and ends the epoch for all
+        ranks with this update (on several accelerators, if not all return it, with the next one).
+        An update of which all batches are left out is not made.
+        """
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """After a micro-batch; for the last micro-batch of a window, after the optimizer step.

@@ -178,3 +178,14 @@ def test_a_signal_to_one_rank_in_evaluation_reaches_all_within_about_a_second(
         assert first[1] == 5  # before rounds 0, 1, 3, 7 and 15
     if not aligned:
         assert first[1] == 2  # before rounds 0 and 16
+
+
+@pytest.mark.parametrize("items", [0.0, 3.0])
+def test_votes_to_end_an_epoch_are_read_before_other_processes_learn_of_them(monkeypatch, items):
+    with counted_waits(monkeypatch):
+        step_sync = StepSync(DEVICE, whole_items=True)
+        step_sync.count(step_sync.sync_vector(NOTHING._replace(items=items, epoch_votes=1.0)))
+        assert step_sync.no_batch_ran() is (items == 0)
+        assert step_sync.latest == NOTHING
+        step_sync.settle()
+    assert (step_sync.latest.epoch_votes, step_sync.items_seen) == (1, items)

@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from callbacks import Callback
 from tests.numerics.running import copy_of, on_processes, quiet_trainer
 from trainer import GradScalerKwargs, TrainModule
 
@@ -276,3 +277,117 @@ def test_a_batch_that_one_process_skips_has_no_weight(ranks):
     )
     for found in on_processes(ranks, 2, lambda: fitted(SkipsSgd, 2)[0]):
         torch.testing.assert_close(found, copy_of(module))
+
+
+class EndsEpochs(Net):
+    """Leaves out the rest of an epoch by the number of the batch and the rank."""
+
+    def __init__(self, last: tuple[int, ...] = (3, 3)) -> None:
+        super().__init__()
+        self.last, self.ended = last, 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx >= self.last[self.trainer.global_rank] else None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert batch_idx < self.last[self.trainer.global_rank]
+
+    def on_train_epoch_end(self) -> None:
+        self.ended += 1
+
+
+def short_epochs(world: int, last: tuple[int, ...] = (3, 3), **kwargs: Any) -> Any:
+    module = EndsEpochs(last)
+    trainer = quiet_trainer(max_epochs=3, **kwargs)
+    trainer.fit(module, loader(world))
+    return copy_of(module), trainer.global_step, module.ended
+
+
+def loop_of_short_epochs(*whole: int, half: bool = False) -> Any:
+    """A loop over so many batches of each epoch, and perhaps the first half of another one."""
+    module = EndsEpochs()
+    [optimizer], [steps, plateau] = module.configure_optimizers()
+    for last in whole:
+        batches = list(loader())[: last + half]
+        for number, (x, y) in enumerate(batches):
+            size = 2 if number == last else 4
+            optimizer.zero_grad()
+            loss = mse_loss(module.net(x[:size]), y[:size])
+            loss.backward()
+            optimizer.step()
+            steps["scheduler"].step()
+        plateau["scheduler"].step(loss.item())
+    return copy_of(module)
+
+
+def test_minus_1_at_the_start_of_a_batch_ends_the_epoch(ranks):
+    found, steps, ended = short_epochs(1)
+    assert (steps, ended) == (9, 3)
+    torch.testing.assert_close(found, loop_of_short_epochs(3, 3, 3), rtol=0, atol=0)
+    for weights, *counts in on_processes(ranks, 2, short_epochs, 2):
+        assert counts == [9, 3]
+        torch.testing.assert_close(weights, found)
+
+
+def test_one_process_may_end_the_epoch_of_all(ranks):
+    # The batch that the other one trains on at the same time counts, alone.
+    for weights, *counts in on_processes(ranks, 2, short_epochs, 2, (9, 2)):
+        assert counts == [9, 3]
+        torch.testing.assert_close(weights, loop_of_short_epochs(2, 2, 2, half=True))
+
+
+def test_a_batch_left_out_inside_a_window_has_no_weight():
+    found, steps, _ = short_epochs(1, gradient_accumulation_steps=2)
+    module = EndsEpochs()
+    [optimizer], [schedule, plateau] = module.configure_optimizers()
+    for _ in range(3):
+        batches = list(loader())
+        for window in (batches[:2], batches[2:3]):
+            optimizer.zero_grad()
+            for x, y in window:
+                loss = mse_loss(module.net(x), y) / len(window)
+                loss.backward()
+            optimizer.step()
+            schedule["scheduler"].step()
+        plateau["scheduler"].step(loss.item())
+    assert steps == 6
+    torch.testing.assert_close(found, copy_of(module))
+
+
+def test_a_callback_ends_the_epoch_of_a_manual_optimisation_and_a_resume_goes_on(tmp_path):
+    class Ends(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            return -1 if batch_idx == 2 else None
+
+    class Manual(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(mse_loss(self.net(batch[0]), batch[1]))
+            optimizer.step()
+
+    def fit(name: str, epochs: int) -> Any:
+        module = Manual()
+        trainer = quiet_trainer(
+            max_epochs=epochs, callbacks=[Ends()], checkpointing=True, project_dir=tmp_path / name
+        )
+        trainer.fit(module, loader(), ckpt_path="auto")
+        return trainer.global_step, copy_of(module)
+
+    steps, whole = fit("whole", 3)
+    assert (steps, fit("parts", 2)[0]) == (6, 4)
+    torch.testing.assert_close(fit("parts", 3)[1], whole, rtol=0, atol=0)
+
+
+def test_minus_1_is_refused_where_other_processes_would_wait(ranks2):
+    class Manual(EndsEpochs):
+        automatic_optimization = False
+
+    def fit() -> None:
+        quiet_trainer(max_epochs=1).fit(Manual(), loader(2))
+
+    message = "returned -1 on rank . at batch 3, which cannot end an epoch with manual optimisation"
+    with pytest.raises(Exception, match=message):
+        ranks2(fit)

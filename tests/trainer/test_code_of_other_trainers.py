@@ -529,24 +529,6 @@ def test_hooks_that_insist_on_a_loaders_number_get_0_with_one():
     assert seen == [("start", 0, 0), ("end", 0, 0), ("start", 1, 0), ("end", 1, 0)]
 
 
-def test_ending_the_epoch_by_an_answer_is_refused():
-    class Old(Net):
-        def on_train_batch_start(self, batch, batch_idx):
-            return -1 if batch_idx == 1 else None
-
-    trainer = make()
-    with pytest.raises(ValueError, match=r"Old\.on_train_batch_start returned -1.*limit_train"):
-        trainer.fit(Old(), loader())
-    assert trainer.global_step == 1
-
-    class Listener(Callback):
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            return -1
-
-    with pytest.raises(ValueError, match=r"Listener\.on_train_batch_start returned -1"):
-        make(callbacks=[Listener()]).fit(Net(), loader())
-
-
 # -- steps -----------------------------------------------------------------------------------------
 
 

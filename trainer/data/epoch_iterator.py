@@ -488,6 +488,11 @@ class EpochIterator:
         if self._stream is not None and place is not None:
             self._stream.used(place, last=last)
 
+    def leave(self) -> None:
+        """End the epoch before its last batch: a stream begins anew in the next one."""
+        if self._stream is not None:
+            self._stream.leave()
+
     def share_stream(self, other: EpochIterator) -> None:
         """Use the stream of another epoch iterator of the same loader, at its current position."""
         self._stream, self._generator, self.loader = other._stream, other._generator, other.loader

@@ -495,6 +495,10 @@ class Stream:
         self._used = place
         self._over = "" if not last else "cut" if self._cut else "end"
 
+    def leave(self) -> None:
+        """Record that the run has left the pass; the next one begins as the first one did."""
+        self._used, self._position = None, None
+
     def position(self) -> dict[str, Any] | None:
         """Return the run's position in the stream, as a tree for a checkpoint.
 

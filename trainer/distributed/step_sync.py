@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from trainer.distributed.transport import HostCopy
 
-# The number of base-256 digits of an item count. With 8 digits, the float32 vector has 64 bytes, so
+# The number of base-256 digits of an item count. With 7 digits, the float32 vector has 64 bytes, so
 # the gradients behind it in a DDP bucket keep their alignment.
-_DIGITS = 8
+_DIGITS = 7
 
 
 class StepStats(NamedTuple):
@@ -48,6 +48,8 @@ class StepStats(NamedTuple):
         failed_saves: The number of processes that know of a failed background save.
         requested_saves: The number of pending saves, requested in the window.
         ended_ranks: The sum of the ranks counted in `ended`; it identifies a single rank.
+        epoch_votes: The number of processes where ``on_train_batch_start`` returned -1 in the
+            window, which ends the epoch.
         bad_losses: The number of processes with a NaN or infinite loss in the window. In one
             process's own step stats it is a tensor of shape () if the loss is on an accelerator.
     """
@@ -60,6 +62,7 @@ class StepStats(NamedTuple):
     failed_saves: float = 0.0
     requested_saves: float = 0.0
     ended_ranks: float = 0.0
+    epoch_votes: float = 0.0
     bad_losses: float | Tensor = 0.0
 
 
@@ -159,7 +162,20 @@ class StepSync:
             pending, self._pending = self._pending, None
             self._take(pending.read())
 
+    def no_batch_ran(self) -> bool:
+        """Return whether a window has no items because hooks ended the epoch; waits for the device.
+
+        It may be called on some processes only: if it returns True on one that has no items itself,
+        it does on all, since none has any.
+        """
+        now = self.latest if self._pending is None else self._read(self._pending.read())
+        return now.epoch_votes > 0 and not now.items
+
     def _take(self, total: Tensor) -> None:
+        self.latest = self._read(total)
+        self.items_seen += self.latest.items
+
+    def _read(self, total: Tensor) -> StepStats:
         numbers = total.tolist()
         digits = _DIGITS if total.dtype == torch.float32 else 1
         items = numbers[0]
@@ -168,7 +184,4 @@ class StepSync:
             for digit in reversed(numbers[:digits]):
                 items = items * 256 + round(digit)
         stop_votes, signals, seconds, *others = numbers[digits:]
-        self.latest = StepStats(
-            items, round(stop_votes), round(signals), seconds, *map(round, others)
-        )
-        self.items_seen += items
+        return StepStats(items, round(stop_votes), round(signals), seconds, *map(round, others))

@@ -121,6 +121,7 @@ def train_epoch(run: FitRun) -> None:
     if counters.global_batches == 0:
         restore_rng(run)
     run.metrics.begin_epoch_values()
+    run.step_sync.latest = run.step_sync.latest._replace(epoch_votes=0.0)  # of an earlier epoch
     with logged_before(run, again=counters.global_batches > 0):
         run.hooks.on_train_epoch_start()
     run.engine.begin_epoch()
@@ -141,7 +142,7 @@ def train_epoch(run: FitRun) -> None:
         for window in windows(run, global_batches):
             if step(run, window):
                 finish_update(run)
-                if finished(run):
+                if counters.epoch_complete or finished(run):
                     break
     if counters.global_batches == begun_at:
         which = f" after its first {counters.epoch_batches}" if begun_at else ""
@@ -186,6 +187,9 @@ def finish_update(run: FitRun) -> None:
     If a rank received the exit signal, the run is saved with this work still due, and ends.
     """
     counters = run.counters
+    if run.step_sync.latest.epoch_votes:  # on_train_batch_start returned -1 on some rank
+        counters.epoch_complete = True
+        run.data.epoch_iterator.leave()
     check_data_ends_together(run)
     run.recorder.flush(arrived=counters.global_step)
     if run.step_sync.latest.failed_saves:

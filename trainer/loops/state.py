@@ -320,6 +320,7 @@ class StepState:
         is_dummy: Whether the current batch is a dummy batch, whose gradients are zeroed.
         non_finite: In manual optimisation on an accelerator, a device tensor that says whether any
             gradient of the current step is non-finite.
+        ends_epoch: Whether ``on_train_batch_start`` returned -1 on this rank in the current window.
     """
 
     hooks: Any
@@ -327,6 +328,7 @@ class StepState:
     dummy_batch: Any = None
     is_dummy: bool = False
     non_finite: Tensor | None = None
+    ends_epoch: bool = False
 
 
 @dataclass(kw_only=True)
@@ -405,6 +407,7 @@ class FitRun(Run):
             failed_saves=1.0 if self.saving.writer.failed else 0.0,
             requested_saves=float(len(self.saving.pending_saves)),
             ended_ranks=float(self.rank) if ended else 0.0,
+            epoch_votes=1.0 if self.step.ends_epoch else 0.0,
             bad_losses=0.0 if loss is None or self.optim.guard is None else is_non_finite(loss),
         )
 

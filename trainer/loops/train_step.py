@@ -49,7 +49,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
             this rank may have no batch; it still takes part in the gradient reduction.
 
     Returns:
-        True: the window always makes an update.
+        True: the window makes an update, or ends the epoch.
     """
     hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
     weighting = run.optim.weighting
@@ -57,9 +57,11 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     items_here = 0.0
     # Items of all ranks; None if this rank cannot know the others'. On the CPU their sum is there
     # anyway, and knows of batches that others have skipped.
-    known = None if run.data_size > 1 and run.device.type == "cpu" else 0.0
+    may_skip = run.device.type == "cpu" or hooks.may_end_epoch
+    known = None if run.data_size > 1 and may_skip else 0.0
     largest: Tensor | None = None  # non-finite only if a loss is: unlike a sum it cannot overflow
     seen: Tensor | None = None
+    run.step.ends_epoch = False
     metrics.begin_window()
     hooks.on_train_step_start()
     for number, micro in enumerate(window, 1):
@@ -71,14 +73,8 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         outputs: Any = None
         loss: Tensor | None = None
         skips = False
-        of_batch, of_backward, training_step = hooks, hooks, engine.forward
-        if micro.batches < run.data_size or run.device_transfer.may_lack_items:
-            of_batch, of_backward, training_step = guarded(run, micro)
-        if run.step.needs_dummy:
-            keep_dummy_batch(run, micro, batch)
+        of_batch, of_backward, training_step = begin_batch(run, micro, batch, items)
         if micro.present:
-            metrics.begin_batch(items)
-            of_batch.on_train_batch_start(batch, batch_idx)
             with run.precision.autocast():
                 if items:
                     outputs = training_step("training_step", batch, batch_idx)
@@ -87,6 +83,8 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
             if items and outputs is None:
                 check_may_skip(run)
                 skips, items, known = True, 0.0, None
+        elif run.step.ends_epoch:
+            skips, items, known = True, 0.0, None
         drop_leftover_gradients(run, number)
         if items:
             loss = loss_of(outputs)
@@ -105,7 +103,8 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
             of_backward.on_after_backward()
         if sync:
             metrics.items = items_here  # the weight of what is logged about the update
-            run.timing.call(OPTIMIZER, update, run, total if known is None else known, seen)
+            total = total if known is None else known
+            run.timing.call(OPTIMIZER, update, run, total, items_here, seen)
         if micro.present:
             metrics.items = items
             of_batch.on_train_batch_end(detach(outputs), batch, batch_idx)
@@ -222,6 +221,55 @@ def skip_batch(
     return None, run.engine.sync_stats(stats)
 
 
+def begin_batch(run: FitRun, micro: GlobalBatch, batch: Any, items: float) -> tuple[Any, ...]:
+    """Begin a batch: keep it if it may serve as a dummy, and call ``on_train_batch_start``.
+
+    Args:
+        run: The fit.
+        micro: The global batch.
+        batch: This rank's batch, None if it has none.
+        items: Its items.
+
+    Returns:
+        See `guarded`.
+    """
+    calls: tuple[Any, ...] = run.hooks, run.hooks, run.engine.forward
+    if micro.batches < run.data_size or run.device_transfer.may_lack_items:
+        calls = guarded(run, micro)
+    if run.step.needs_dummy:
+        keep_dummy_batch(run, micro, batch)
+    if micro.present:
+        run.metrics.begin_batch(items)
+        if calls[0].on_train_batch_start(batch, run.batch_idx):
+            leave_batch_out(run, micro)
+    return calls
+
+
+def leave_batch_out(run: FitRun, micro: GlobalBatch) -> None:
+    """Leave a batch out, because ``on_train_batch_start`` returned -1, and vote to end the epoch.
+
+    The rank goes on as one without a batch.
+
+    Args:
+        run: The fit.
+        micro: The global batch.
+
+    Raises:
+        RuntimeError: Other ranks need this one for what they run.
+    """
+    run.step.ends_epoch, micro.present = True, False
+    run.metrics.leave_batch()
+    manual = not run.module.automatic_optimization
+    shared = run.engine.forward_is_collective and run.data_size < run.world_size
+    if run.engine.optimizer_driver is not None or shared or (manual and run.world_size > 1):
+        what = "manual optimisation" if manual else type(run.engine).__name__
+        raise RuntimeError(
+            f"on_train_batch_start returned -1 on rank {run.rank} at batch {run.batch_idx}, which "
+            f"cannot end an epoch with {what} on {run.world_size} processes: they would wait for "
+            "this one. Use Trainer(limit_train_batches=...), or trainer.should_stop to end the run."
+        )
+
+
 def check_may_skip(run: FitRun) -> None:
     """Check that `training_step` may return None, which gives its batch the weight 0.
 
@@ -273,19 +321,24 @@ def count_global_batch(run: FitRun, micro: GlobalBatch, known: float | None) -> 
     return known + items
 
 
-def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
+def update(run: FitRun, total: float | Tensor, items: float, seen: Tensor | None) -> None:
     """Make one optimizer update: unscale, call hooks, check for non-finite values, clip, step.
 
-    Step-wise schedulers tick and `global_step` advances, also if the update is skipped.
+    Step-wise schedulers tick and `global_step` advances, also if the update is skipped. Nothing is
+    done if ``on_train_batch_start`` has left out all batches of all ranks.
 
     Args:
         run: The fit; its gradients are already reduced over the ranks.
         total: Items of the window over all ranks. The gradients are divided by it.
+        items: Items of the window on this rank.
         seen: The last loss of this rank, for the error message.
 
     Raises:
         FloatingPointError: A gradient is not finite; see `trainer.optim.finite`.
     """
+    if not items and run.step_sync.no_batch_ran():
+        run.step_sync.settle()  # on all ranks, so that the epoch ends here
+        return
     optim = run.optim
     refresh_parameter_lists(run)
     # No optimizer zeroes the gradients of parameters that none of them has. They would accumulate
@@ -543,7 +596,7 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
         window: Exactly one global batch.
 
     Returns:
-        Whether the work after an update is due: an optimizer stepped, or the epoch is over.
+        Whether the work after an update is due: an optimizer stepped, or the epoch ends.
     """
     hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
     (micro,) = window
@@ -561,12 +614,15 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
         own = NoCollectives(
             hooks, missing_batch_error(run.data.epoch_iterator, micro.batches, "a hook of a batch")
         )
-    run.step.hooks = own
+    run.step.hooks, run.step.ends_epoch = own, False
     if micro.present:
         metrics.begin_batch(items)
-        own.on_train_batch_start(batch, batch_idx)
-        with run.precision.autocast():
-            outputs = engine.forward("training_step", batch, batch_idx)
+        if own.on_train_batch_start(batch, batch_idx):
+            leave_batch_out(run, micro)
+            items = 0.0
+        else:
+            with run.precision.autocast():
+                outputs = engine.forward("training_step", batch, batch_idx)
     else:
         dummy_batch(run, batch_idx)
     count_global_batch(run, micro, None)
@@ -589,7 +645,7 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
     run.step.hooks = hooks
     metrics.items = items
     hooks.on_train_step_end()
-    return stepped or micro.last
+    return stepped or micro.last or run.step.ends_epoch
 
 
 def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:

@@ -95,6 +95,7 @@ class MetricStore:
         self.stepwise: dict[str, Any] = {}
         self.held: dict[int, int] = {}
         self.step_reduced = False
+        self._first = (False, False)  # whether the batch is the first of its update and epoch
         self._outdated: set[str] = set()  # names with a validation value newer than the update
 
     @property
@@ -127,11 +128,19 @@ class MetricStore:
         self.items = items
         self.loader_suffix = loader_suffix
         # Step values are kept during a validation, which may run before they are recorded.
+        ran = self.epoch(self.scope.phase).ran
         if self.scope.phase == "train":
+            self._first = loader_suffix not in self.step.ran, loader_suffix not in ran
             self.step.ran.add(loader_suffix)
             for metric in self.stepwise.values():
                 forget_call(metric)
-        self.epoch(self.scope.phase).ran.add(loader_suffix)
+        ran.add(loader_suffix)
+
+    def leave_batch(self) -> None:
+        """Leave the training batch that has begun: this rank does not run it."""
+        for cells, first in zip((self.step, self.epoch("train")), self._first, strict=True):
+            if first:
+                cells.ran.discard(self.loader_suffix)
 
     def begin_epoch_values(self) -> None:
         """Leave the batches: values logged from here on have a weight of 1 on each rank."""

@@ -65,6 +65,17 @@ def bare_names(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tu
         yield ".".join(kept) if added else name, value
 
 
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return the hooks of a module, ours or accelerate's, in order; see `add_hook_to_module`."""
+
+    def single(hook: Any) -> list[Any]:
+        inside = getattr(hook, "hooks", None)  # accelerate's sequences contain each other
+        return [hook] if inside is None else [each for part in inside for each in single(part)]
+
+    hook = vars(module).get("_hf_hook")
+    return [] if hook is None else single(hook)
+
+
 def with_offloaded(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Replace entries on the meta device by the values that hooks of accelerate keep elsewhere.
 
@@ -76,9 +87,8 @@ def with_offloaded(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         `state`.
     """
     for path, part in module.named_modules(remove_duplicate=False):
-        hook = vars(part).get("_hf_hook")
-        for each in getattr(hook, "hooks", (hook,)):
-            values: Any = getattr(each, "weights_map", None)
+        for hook in hooks_of(part):
+            values: Any = getattr(hook, "weights_map", None)
             for name in part.state_dict(keep_vars=True) if values is not None else ():
                 key = f"{path}.{name}".removeprefix(".")
                 if getattr(state.get(key), "is_meta", False) and name in values:

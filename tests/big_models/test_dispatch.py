@@ -15,7 +15,9 @@ from torch import nn
 
 from tests.helpers.requires import requires_cuda
 from trainer.big_models import (
+    ModelHook,
     OffloadedWeightsLoader,
+    add_hook_to_module,
     cpu_offload,
     cpu_offload_with_hook,
     disk_offload,
@@ -114,7 +116,7 @@ def state_is(net, expected):
     return all(torch.equal(state[name], value) for name, value in expected.items())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def expected():
     net = make()
     return outputs(net), net.state_dict()
@@ -195,6 +197,9 @@ def test_every_way_of_offloading_a_whole_model(expected):
             assert equal(outputs(net), expected[0])
         assert all(parameter.is_meta for parameter in net.parameters())
         assert state_is(net, expected[1])
+        remove_hook_from_submodules(net)
+        assert net.head.weight is net.embed.weight
+        assert equal(outputs(net), expected[0])
     empty = make().to("meta")
     for name, buffer in make().named_buffers():
         owner, _, leaf = name.rpartition(".")
@@ -264,17 +269,29 @@ def test_the_weights_on_disk_follow_the_model_and_not_an_old_folder(expected):
 
 @pytest.mark.parametrize("dispatch", [dispatch_model, accelerate.dispatch_model])
 def test_a_new_map_takes_the_place_of_an_old_one(dispatch, expected):
+    class Users(ModelHook):
+        calls = 0
+
+        def pre_forward(self, module, *args, **kwargs):
+            self.calls += 1
+            return args, kwargs
+
+    users = Users()
     places = dict.fromkeys(["embed", "blocks", "mixer", "head"], "disk")
-    net = dispatch(make(), places, offload_dir="old", offload_buffers=True)
+    net = add_hook_to_module(make(), users)
+    dispatch(net, places, offload_dir="old", offload_buffers=True)
     dispatch_model(net, {"": "cpu", "blocks": "disk"}, offload_dir="new")
     assert equal(outputs(net), expected[0])
-    if dispatch is dispatch_model:  # accelerate forgets that weights on disk were tied
+    kept = []
+    if dispatch is dispatch_model:  # accelerate forgets other hooks, and that weights were tied
+        kept.append(users)
         assert net.head.weight is net.embed.weight
     assert not net.embed.weight.is_meta
     assert net.blocks[0].scale.is_meta
     assert dispatch_model(net, {"": "cpu"}) is net
     assert equal(outputs(net), expected[0])
-    assert not any(hasattr(part, "_hf_hook") for part in net.modules())
+    assert [part._hf_hook for part in net.modules() if hasattr(part, "_hf_hook")] == kept
+    assert users.calls == 2 * len(kept)
 
 
 def test_an_offload_index_and_a_state_dict_are_used(expected):
@@ -365,6 +382,30 @@ def test_a_forward_pass_that_fails_leaves_no_weights_in_memory():
     with pytest.raises(TypeError, match="subscriptable"):
         net({"ids": (torch.arange(10).reshape(2, 5),)}, extra=None)
     assert all(parameter.is_meta for parameter in net.parameters())
+
+    class Fails(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            raise MemoryError
+
+    add_hook_to_module(net.embed, Fails(), append=True)
+    with pytest.raises(MemoryError):
+        outputs(net)
+    assert net.embed.weight.is_meta
+
+
+def test_other_state_than_tensors_stays_where_it_is():
+    class Counts(nn.Linear):
+        def get_extra_state(self):
+            return {"count": 3}
+
+        def set_extra_state(self, state):
+            self.state = state
+
+    net = Counts(2, 2)
+    x, expected = torch.ones(1, 2), net.state_dict()
+    plain = net(x)
+    assert torch.equal(cpu_offload(net)(x), plain)
+    assert net.state_dict().keys() == expected.keys()
 
 
 def test_a_compiled_model_runs_its_hooks():

@@ -215,8 +215,11 @@ def test_modules_are_made_without_memory(buffers, monkeypatch):
     with pytest.raises(ZeroDivisionError), init_empty_weights():
         1 / 0
     assert not nn.Linear(2, 2).weight.is_meta
-    with init_on_device(torch.device("cpu")):
-        assert not nn.Linear(2, 2).weight.is_meta
+    with init_on_device(torch.device("cpu:0")):  # tensors there say "cpu"
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        net[1].weight = net[0].weight
+    assert not net[0].weight.is_meta
+    assert net[1].weight is net[0].weight
 
 
 def test_single_tensors_are_set():

@@ -117,6 +117,25 @@ def test_what_is_left_out_and_on_disk():
         load_and_quantize_model(net, config)
 
 
+@requires_bitsandbytes
+def test_weights_that_are_used_without_their_layer_keep_their_bits():
+    save_model(make().half(), "saved")
+    with init_empty_weights():
+        net = Net().half()
+    config = BnbQuantizationConfig(load_in_8bit=True, keep_in_fp32_modules=["norm", "gate"])
+    net = load_and_quantize_model(net, config, "saved")
+    assert net.norm.weight.dtype == net.gate.weight.dtype == torch.float32
+    assert net.head.weight.dtype == torch.float16
+    plain = nn.Sequential(nn.TransformerEncoderLayer(64, 2, 64), nn.Linear(64, 64), nn.ReLU())
+    x, plain = X[None], plain.eval()
+    with torch.no_grad():
+        expected = plain(x)
+        net = load_and_quantize_model(plain, BnbQuantizationConfig(load_in_8bit=True))
+        assert torch.allclose(net(x), expected, atol=0.1)
+    assert net[0].self_attn.out_proj.weight.dtype == torch.float32
+    assert net[1].weight.dtype == torch.int8
+
+
 def test_the_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ImportError, match=r"needs bitsandbytes: pip install .*\[bnb\]"):

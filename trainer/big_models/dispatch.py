@@ -22,7 +22,6 @@ from trainer.big_models.hooks import (
     CpuOffload,
     UserCpuOffloadHook,
     add_hook_to_module,
-    hooks_of,
     remove_hook_from_submodules,
 )
 from trainer.big_models.offload import (
@@ -39,13 +38,14 @@ from trainer.big_models.tensors import (
     as_device,
     find_tensor,
     find_tied_parameters,
+    memory_of,
     nearest,
     non_persistent_buffers,
     set_module_tensor_to_device,
     set_tensor,
 )
 from trainer.errors import module_logger
-from trainer.names import with_offloaded
+from trainer.names import hooks_of, with_offloaded
 
 logger = module_logger(__name__)
 
@@ -73,7 +73,12 @@ def cpu_offload(
     """
     weights = state_dict
     if weights is None:
-        weights = {name: value.to("cpu") for name, value in model.state_dict().items()}
+        tied: dict[int, Tensor] = {}  # copied from an accelerator once
+        weights = {
+            name: tied.setdefault(id(value), value.detach().to("cpu"))
+            for name, value in model.state_dict(keep_vars=True).items()
+            if isinstance(value, Tensor)
+        }
     return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
 
 
@@ -225,24 +230,27 @@ def dispatch_model(
 
 def _undo(model: nn.Module) -> None:
     """Remove the hooks of an earlier map, ours or accelerate's, and give all weights back."""
-    hooks = (hook for part in model.modules() for hook in hooks_of(part))
-    if not any(hasattr(hook, "execution_device") for hook in hooks):
+    hooks = [(part, hook) for part in model.modules() for hook in hooks_of(part)]
+    others = [(part, hook) for part, hook in hooks if not hasattr(hook, "execution_device")]
+    if len(others) == len(hooks):
         return
     state = with_offloaded(model, model.state_dict())
     tensors = dict(model.named_parameters(remove_duplicate=False))
     offloaded = [name for name, tensor in tensors.items() if tensor.is_meta]
     offloaded += [name for name, tensor in model.named_buffers() if tensor.is_meta]
     remove_hook_from_submodules(model)
-    made: dict[int, Tensor] = {}  # so that tied weights are tied again
+    made: dict[Any, Tensor] = {}  # so that tied weights are tied again
     for name in offloaded:
         value = state.get(name)
         if value is None or value.is_meta:
             continue
-        if (known := made.get(value.data_ptr())) is None:
+        if (known := made.get(memory_of(value))) is None:
             set_module_tensor_to_device(model, name, "cpu", value)
-            made[value.data_ptr()] = find_tensor(model, name)
+            made[memory_of(value)] = find_tensor(model, name)
         else:
             set_tensor(model, name, known)
+    for part, hook in others:
+        add_hook_to_module(part, hook, append=True)
 
 
 class _Spread:

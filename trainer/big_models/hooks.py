@@ -20,10 +20,14 @@ from trainer.big_models.tensors import (
     Device,
     TiedCopies,
     as_device,
+    find_tensor,
+    memory_of,
     non_persistent_buffers,
     set_module_tensor_to_device,
+    set_tensor,
 )
 from trainer.memory import free_caches
+from trainer.names import hooks_of
 from trainer.state import PartialState
 from trainer.tree import leaves, send_to_device
 
@@ -129,8 +133,8 @@ def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
 
 def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     hook: ModelHook = module.__dict__["_hf_hook"]
-    args, kwargs = _eagerly(hook.pre_forward)(module, *args, **kwargs)
     try:
+        args, kwargs = _eagerly(hook.pre_forward)(module, *args, **kwargs)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not hook.no_grad):
             output = module.__dict__["_old_forward"](*args, **kwargs)
     except BaseException:  # such as a lack of memory, after which the caller tries a smaller batch
@@ -153,12 +157,19 @@ def remove_hook_from_module(module: M, recurse: bool = False) -> M:
 
     Args:
         module: The module; changed in place.
-        recurse: Whether the hooks of all its submodules are removed too.
+        recurse: Whether the hooks of all its submodules are removed too. Offloaded weights that
+            were tied are tied again.
 
     Returns:
         The module.
     """
     parts = list(module.modules()) if recurse else [module]
+    offloaded = [
+        (part, name, value)
+        for part in parts
+        for hook in align_hooks(part)
+        for name, value in hook.values_to_return()
+    ]
     for part in parts:
         own = vars(part)
         if (hook := own.pop("_hf_hook", None)) is not None:
@@ -170,6 +181,9 @@ def remove_hook_from_module(module: M, recurse: bool = False) -> M:
                 own["forward"] = before
             for name in GUARDED:
                 own.pop(name, None)
+    tied: dict[Any, Tensor] = {}
+    for part, name, value in offloaded:
+        set_tensor(part, name, tied.setdefault(memory_of(value), find_tensor(part, name)))
     return module
 
 
@@ -280,13 +294,17 @@ class AlignDevicesHook(ModelHook):
         """Give offloaded weights back to the module, except where it had none."""
         for handle in self._handles:
             handle.remove()
-        for name in self._offloaded:
+        for name, value in self.values_to_return():
             device = self.original_devices[name]
-            if device.type != "meta":
-                value = self._values()[name]
-                set_module_tensor_to_device(module, name, device, value, clear_cache=False)
+            set_module_tensor_to_device(module, name, device, value, clear_cache=False)
         self._handles, self._offloaded = [], []
         return module
+
+    def values_to_return(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the offloaded weights that the module gets back when the hook is detached."""
+        for name in self._offloaded:
+            if self.original_devices[name].type != "meta":
+                yield name, self._values()[name]
 
     def load_weights(self, module: nn.Module, device: Device | None = None) -> None:
         """Bring the offloaded weights to a device, by default the execution device."""
@@ -502,12 +520,6 @@ class LayerwiseCastingHook(ModelHook):
 
 
 # -- one module ------------------------------------------------------------------------------------
-
-
-def hooks_of(module: nn.Module) -> Sequence[Any]:
-    """Return a module's own hooks, ours or accelerate's."""
-    hook = vars(module).get("_hf_hook")
-    return () if hook is None else getattr(hook, "hooks", (hook,))
 
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:

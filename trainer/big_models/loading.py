@@ -298,8 +298,8 @@ class Placement:
         if not isinstance(old, Tensor):
             return _own(source)  # passed to set_extra_state
         dtype = old.dtype
-        if self.dtype is not None and source.dtype.is_floating_point:
-            dtype = torch.float32 if self.is_kept(names) else self.dtype
+        if source.dtype.is_floating_point:
+            dtype = torch.float32 if self.is_kept(names) else self.dtype or old.dtype
         device = self.device(names)
         if device == DISK:
             self._offload(names, source, dtype, file, stored)

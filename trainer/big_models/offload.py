@@ -27,7 +27,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from trainer.big_models.tensors import parse_dtype, set_module_tensor_to_device
+from trainer.big_models.tensors import memory_of, parse_dtype, set_module_tensor_to_device
 from trainer.checkpoint.serialization import stream_tensors
 from trainer.checkpoint.storage import check_file, reading
 from trainer.errors import CheckpointError
@@ -139,8 +139,7 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> No
     index: Index = {}
     first: dict[Any, str] = {}
     for name, tensor in state_dict.items():
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        known = first.setdefault(key, name) if tensor.numel() else name
+        known = first.setdefault(memory_of(tensor), name)
         if known == name:
             offload_weight(tensor, name, folder, index)
         else:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.big_models.attach import PRELOADED
 from trainer.big_models.device_map import HOSTS, Memory, as_device_map
 from trainer.big_models.dispatch import DISK, dispatch_model
 from trainer.big_models.loading import (
@@ -111,7 +112,8 @@ def load_and_quantize_model(
     """Quantise a model's linear layers, with its own weights or with those of a checkpoint.
 
     Weights are quantised one at a time, as they are read. Layers that the device map puts on the
-    disk, or on the CPU beside an accelerator, are not quantised.
+    disk, or on the CPU beside an accelerator, are not quantised; nor are those of torch's own
+    attention and encoder layers, which compute with their weights without calling them.
 
     Args:
         model: The model, as a rule made under `init_empty_weights`; changed in place.
@@ -138,6 +140,7 @@ def load_and_quantize_model(
     if empty and weights_location is None:
         raise ValueError("The model is on the meta device: give weights_location, its checkpoint.")
     left = [*(config.keep_in_fp32_modules or ())]
+    left += [name for name, part in model.named_modules() if isinstance(part, PRELOADED)]
     left += _default_skipped(model) if config.skip_modules is None else config.skip_modules
     sizes = {f"{name}.weight": config.target_dtype for name in _linear_layers(model, left)}
     if device_map is None:

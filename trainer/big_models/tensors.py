@@ -66,7 +66,7 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
             ``with torch.device(…)``; otherwise only parameters are. None reads
             ``ACCELERATE_INIT_INCLUDE_BUFFERS``, by default False.
     """
-    device = torch.device(device)
+    device = as_device(device)
     if include_buffers is None:
         include_buffers = environment.read_flag("ACCELERATE_INIT_INCLUDE_BUFFERS")
 
@@ -184,6 +184,11 @@ def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
     owner, leaf = find_owner(module, name)
     # By setattr, from which recurrent layers refresh their list of flattened weights.
     setattr(owner, leaf, value)
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what is the same for two tensors if they are the same values in memory."""
+    return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def as_device(device: Device) -> torch.device:

@@ -8,7 +8,7 @@ from torch import nn
 from trainer import environment
 from trainer.engines.base import Engine
 from trainer.engines.compile import compile_model, uncompiled
-from trainer.names import unwrapped
+from trainer.names import hooks_of, unwrapped
 from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision, unwrap_forward
 from trainer.state import PartialState
@@ -81,11 +81,8 @@ def verify_device_map(model: nn.Module) -> bool:
 
 def _has_device_hooks(model: nn.Module) -> bool:
     """Return whether hooks, of accelerate's protocol, bring a part of the model to its device."""
-    for part in model.modules():
-        hook = vars(part).get("_hf_hook")
-        if any(hasattr(each, "execution_device") for each in getattr(hook, "hooks", (hook,))):
-            return True
-    return False
+    hooks = (hook for part in model.modules() for hook in hooks_of(part))
+    return any(hasattr(hook, "execution_device") for hook in hooks)
 
 
 def unwrap_model(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -245,11 +246,9 @@ class ParallelismConfig:
         Args:
             device_type: ``"cpu"``, ``"cuda"``, …
         """
-        from torch.distributed.device_mesh import init_device_mesh
-
         names = tuple(self.active_mesh_dims) or ("dp_shard",)
-        shape = tuple(getattr(self, f"{name}_size") for name in names)
-        self.device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        sizes = {name: getattr(self, f"{name}_size") for name in names}
+        self.device_mesh = device_mesh(device_type, sizes)
         return self.device_mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh:
@@ -586,3 +585,31 @@ def _policy(mixed_precision: str) -> Any:
     return MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32
     )
+
+
+_meshes: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()
+
+
+def device_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
+    """Return a mesh of all processes; collective when it is the first of its kind.
+
+    Nothing frees the process groups of a mesh, each of which has a communicator or polling threads,
+    so a second run of the same layout gets the mesh of the first.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"``, …
+        sizes: Names of the dimensions -> their sizes.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def make() -> DeviceMesh:
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    if not dist.is_initialized():
+        return make()  # which initialises it
+    made = _meshes.setdefault(dist.group.WORLD, {})
+    layout = (device_type, *sizes.items())
+    if layout not in made:
+        made[layout] = make()
+    return made[layout]

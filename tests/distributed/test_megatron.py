@@ -38,6 +38,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ranks_end_with_this_file(ranks):
+    """megatron-core never frees its groups, whose threads would slow all later tests."""
+    yield
+    for size in (2, 4):
+        ranks(size).kill()
+
+
 class Net(TrainModule):
     """A language model whose loss is a mean over the tokens above 3."""
 

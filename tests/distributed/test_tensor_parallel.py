@@ -174,6 +174,15 @@ def test_coordinates_on_the_mesh(ranks):
     assert alone.should_save_model
 
 
+def test_a_second_run_of_a_layout_makes_no_process_groups(ranks):
+    def same() -> bool:
+        configs = [ParallelismConfig(dp_shard_size=2, tp_size=2) for _ in range(2)]
+        one, other = (config.get_device_mesh("cpu") for config in configs)
+        return one is other
+
+    assert ranks(4)(same) == [True] * 4
+
+
 def test_an_own_loop_trains_as_one_process_and_gathers_each_sample_once(ranks2):
     def train() -> list[Any]:
         several = dist.is_initialized()

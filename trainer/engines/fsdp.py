@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -52,7 +52,11 @@ from trainer.names import bare_names
 from trainer.optim.finite import find_non_finite
 from trainer.optim.lomo import is_lomo
 from trainer.optim.weighting import scale_
-from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
+from trainer.parallelism import (
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    device_mesh,
+)
 from trainer.rng import load_rng_state, rng_state
 from trainer.state import PartialState
 from trainer.tree import fill_, gathered, part_here
@@ -894,7 +898,7 @@ def _root_mesh(options: EngineOptions, plugin: FullyShardedDataParallelPlugin) -
     }
     sizes["dp_shard"] *= config.cp_size or 1
     kept = {name: size for name, size in sizes.items() if size != 1 or name == "dp_shard"}
-    mesh = init_device_mesh(options.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    mesh = device_mesh(options.device.type, kept)
     if given is not None:
         given.device_mesh = mesh
         if given.cp_enabled:

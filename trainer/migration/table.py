@@ -571,18 +571,17 @@ _REASONS: dict[str, str] = {
 ACCELERATE_NAMES = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """Those that are in `trainer.accelerate` all the same are not refused."""
 
-ACCELERATE_CALLS = {
-    "save_state": "is called by every process: move it out of the block",
-    "save_model": "is called by every process: move it out of the block",
-    "load_state": "is called by every process: move it out of the block",
-    "gather": "is called by every process: move it out of the block",
-    "gather_for_metrics": "is called by every process: move it out of the block",
-    "reduce": "is called by every process: move it out of the block",
-    "pad_across_processes": "is called by every process: move it out of the block",
-    "get_state_dict": "is called by every process: move it out of the block",
-    "wait_for_everyone": "is called by every process: move it out of the block",
-}
-"""Methods of an Accelerator that may not stand below ``if accelerator.is_main_process:``."""
+_ON_ALL = "every process calls it, or those that do wait for the others: move it out of the block"
+ACCELERATE_CALLS = dict.fromkeys(
+    (
+        *("save_state", "save_model", "load_state", "get_state_dict", "wait_for_everyone"),
+        *("gather", "gather_for_metrics", "reduce", "pad_across_processes"),
+    ),
+    _ON_ALL,
+)
+"""Methods that may not stand below ``if accelerator.is_main_process:``."""
+LIGHTNING_CALLS = dict.fromkeys(("log", "log_dict", "save_checkpoint", "all_gather"), _ON_ALL)
+"""Methods that may not stand below ``if trainer.is_global_zero:``."""
 
 # -- names of Hugging Face -------------------------------------------------------------------------
 
@@ -637,6 +636,7 @@ TABLES = (
     Table("Lightning", "methods of a callback", CALLBACK_HOOKS),
     Table("Lightning", "methods of a subclass of one callback", HOOKS_OF_CALLBACKS),
     Table("Lightning", "arguments of self.log", LOG_ARGUMENTS),
+    Table("Lightning", "methods below if trainer.is_global_zero:", LIGHTNING_CALLS),
     Table("Lightning", "names in lightning", LIGHTNING_NAMES),
     Table("Lightning", "arguments of trainer.Trainer", LIGHTNING_ARGUMENTS),
     Table("Lightning", "attributes of trainer.Trainer", TRAINER_ATTRIBUTES),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainer.cli import main
 
@@ -69,6 +70,192 @@ NATIVE = """\
 from trainer import Trainer
 
 trainer = Trainer(max_epochs=3)
+"""
+
+
+PROCESSES = """\
+import pytorch_lightning as pl
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+if accelerator.is_main_process and True:
+    accelerator.print("one")
+    if accelerator.num_processes:
+        accelerator.save_state("out")
+else:
+    accelerator.gather([])
+accelerator.gather([])
+
+
+@accelerator.on_main_process
+def save():
+    accelerator.get_state_dict(None)
+
+
+class Base(pl.LightningModule):
+    pass
+
+
+class Module(Base):
+    def validation_epoch_end(self, outputs):
+        if self.trainer.is_global_zero:
+            self.log("accuracy", 1.0)
+
+
+pl.callbacks.ModelCheckpoint(period=1)
+pl.Trainer(strategy="xla", devices=2)
+"""
+# Everything that `--native` changes, and what it leaves.
+PROGRAM = '''\
+"""A program."""
+
+# the library
+import lightning as L  # its own name
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,  # stops
+    LearningRateMonitor,
+    ModelCheckpoint,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+
+class Line(L.LightningModule):
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).mean()  # kept
+        self.log("loss", loss)
+        return loss
+
+    def configure_callbacks(self):
+        return []
+
+
+class Points(L.LightningDataModule):
+    pass
+
+
+@rank_zero_only
+def tell(text: str) -> None:
+    print(text)
+
+
+L.seed_everything(42, workers=True)
+trainer = L.Trainer(
+    max_epochs=3,
+    accelerator="cpu",
+    devices=1,
+    strategy="ddp",
+    precision="bf16-mixed",  # halves
+    accumulate_grad_batches=2,
+    gradient_clip_val=0.5,
+    gradient_clip_algorithm="value",
+    val_check_interval=100,
+    log_every_n_steps=10,
+    logger=TensorBoardLogger("runs"),
+    callbacks=[
+        EarlyStopping("val_loss", 0.1, mode="max", strict=False),
+        ModelCheckpoint("kept", "{epoch}", monitor="val_loss", every_n_epochs=2, save_last=True),
+        LearningRateMonitor(logging_interval="step"),
+        TQDMProgressBar(refresh_rate=20),
+    ],
+    enable_model_summary=False,
+)
+other = CSVLogger("csv")
+trainer.fit(Line(), datamodule=Points())
+print(trainer.callback_metrics["val_loss"].item(), trainer.log_dir)
+trainer.test(dataloaders=[])
+'''
+NATIVE_PROGRAM = '''\
+"""A program."""
+
+# the library
+from trainer import DataModule, TrainModule, Trainer, set_seed  # its own name
+import torch
+from callbacks import (
+    EarlyStopping,  # stops
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ProgressBar,
+)
+from trainer.lightning.pytorch.loggers import CSVLogger
+from trainer.lightning.pytorch.utilities import rank_zero_only
+
+
+class Line(TrainModule):
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).mean()  # kept
+        self.log("loss", loss)
+        return loss
+
+    def configure_callbacks(self):
+        return []
+
+
+class Points(DataModule):
+    pass
+
+
+@rank_zero_only
+def tell(text: str) -> None:
+    print(text)
+
+
+set_seed(42)
+trainer = Trainer(
+    max_epochs=3,
+    cpu=True,
+    strategy="ddp",
+    mixed_precision="bf16",  # halves
+    gradient_accumulation_steps=2,
+    max_grad_value=0.5,
+    val_every=50,
+    log_every=10,
+    log_with="tensorboard",
+    project_dir="runs",
+    callbacks=[
+        EarlyStopping("val_loss", min_delta=0.1, mode="max"),
+        ModelCheckpoint(dirpath="kept", monitor="val_loss", every="2 epochs"),
+        LearningRateMonitor(),
+        ProgressBar(),
+    ],
+)
+other = CSVLogger("csv")
+trainer.fit(Line(), datamodule=Points())
+print(trainer.callback_metrics["val_loss"], trainer.log_dir)
+trainer.test(dataloaders=[])
+'''
+RUNS = """\
+import torch
+from accelerate.utils import set_seed
+from lightning import pytorch as unused
+from pytorch_lightning import LightningModule as Base, Trainer
+from pytorch_lightning.callbacks import EarlyStopping as Stops, Timer
+
+
+class EMA(Base):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.layer(batch) - 1).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+set_seed(1)
+module = EMA()
+trainer = Trainer(
+    max_epochs=2, accelerator="cpu", devices=1, gradient_clip_val=0.1,
+    accumulate_grad_batches=2, logger=False, default_root_dir="run", enable_progress_bar=False,
+    enable_model_summary=False, callbacks=[Stops("loss", patience=9), Timer()],
+)  # as written by hand
+trainer.fit(module, torch.utils.data.DataLoader(torch.ones(12, 3), 2))
 """
 
 
@@ -143,6 +330,46 @@ def test_what_of_the_hugging_face_trainer_takes_another_form_is_listed(capsys):
     assert "14 Trainer has no argument 'output_dir'; use project_dir." in told
     assert "14 Trainer has no argument 'eval_steps'; use val_every='500 steps'." in told
     assert "14 Trainer has no argument 'bf16'; use mixed_precision='bf16'." in told
+
+
+def test_what_not_all_processes_would_call_is_listed_and_what_classes_inherit(capsys):
+    code, findings, _ = migrate(capsys, PROCESSES, "--write")
+    told = dict(findings)
+    assert list(told) == [8, 16, 24, 26, 29, 30]
+    assert told[8].startswith("accelerator.save_state in a block of one process: every process")
+    assert "get_state_dict in a block of one process" in told[16]
+    assert "Module.validation_epoch_end is never called" in told[24]
+    assert "self.log in a block of one process" in told[26]
+    assert "ModelCheckpoint has no argument 'period'; it has dirpath, filename" in told[29]
+    assert told[30].startswith("strategy is 'xla'; it must be")
+
+
+def test_native_names_take_the_place_of_those_that_mean_the_same(capsys):
+    code, findings, text = migrate(capsys, PROGRAM, "--native")
+    assert text == NATIVE_PROGRAM
+    told = dict(findings)
+    assert list(told) == [22, 39, 56, 57]
+    assert "configure_callbacks is never called" in told[22]
+    assert "no argument 'strategy'; use trainer launch" in told[39]
+    assert "'log_dir': use trainer.logs_dir" in told[56]
+    assert "trainer.test needs the module" in told[57]
+    assert migrate(capsys, text, "--native") == (code, findings, text)
+
+
+def test_a_program_in_native_names_trains_as_it_did(capsys):
+    trained = []
+    for option in ("--write", "--native"):
+        code, findings, text = migrate(capsys, RUNS, option)
+        assert findings == []
+        program: dict = {"__name__": "program"}
+        exec(text, program)
+        trained.append(program["module"].state_dict())
+    assert "from trainer import TrainModule as Base, Trainer\n" in text
+    assert "from callbacks import EarlyStopping as Stops, Timer\n" in text
+    assert "    max_epochs=2, cpu=True, max_grad_norm=0.1,\n" in text
+    assert text.count("\n") == RUNS.count("\n")
+    assert program["trainer"].global_step == 6
+    torch.testing.assert_close(*trained, rtol=0, atol=0)
 
 
 def test_a_file_that_is_not_python_is_an_error(capsys):

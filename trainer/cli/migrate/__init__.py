@@ -1,0 +1,104 @@
+"""The command `trainer migrate`: what of a program for another library will not carry over."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from trainer.cli.parsing import CommandError, command_parser, count, echo, ended_at_once
+from trainer.errors import CheckpointError
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """Return the parser of `trainer migrate`."""
+    made = command_parser(
+        prog,
+        "List what of programs for Lightning, Accelerate or the Hugging Face Trainer will not "
+        "carry over, with the line and what to use. The programs are read, not run.",
+        examples=[
+            ("what is to be done", "train.py model.py"),
+            ("change the import lines", "train.py --write"),
+            ("write Cadence's own names", "train.py --native"),
+            ("convert a checkpoint of Lightning", "last.ckpt --output runs/digits/from-lightning"),
+        ],
+        codes={0: "nothing is left to do", 1: "something is listed, or a file cannot be read"},
+    )
+    what = "a Python program, or a .ckpt file of Lightning, which is converted to a checkpoint"
+    made.add_argument("files", type=Path, nargs="+", metavar="FILE", help=what)
+    what = "change the import lines, to those of trainer.lightning and trainer.accelerate"
+    made.add_argument("--write", action="store_true", help=what)
+    what = "also write Cadence's own names, where they mean the same"
+    made.add_argument("--native", action="store_true", help=what)
+    add = made.add_argument_group("checkpoints").add_argument
+    what = "the new folder; by default that of the .ckpt file, without the suffix"
+    add("--output", type=Path, metavar="DIR", help=what)
+    what = "how many processes the run had, for a position inside an epoch (default: 1)"
+    add("--num_processes", type=count, metavar="N", default=1, help=what)
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List what will not carry over, or convert a checkpoint.
+
+    Returns:
+        0 if there is nothing, else 1.
+
+    Raises:
+        CommandError: A file is neither Python nor a checkpoint, or libcst is not installed.
+        OSError: A file cannot be read or written.
+    """
+    checkpoints = [path for path in arguments.files if path.suffix == ".ckpt"]
+    if arguments.output is not None and len(checkpoints) != 1:
+        raise argparse.ArgumentTypeError("--output belongs to one .ckpt file.")
+    for path in checkpoints:
+        _convert(path, arguments.output, arguments.num_processes)
+    programs = [path for path in arguments.files if path not in checkpoints]
+    return 1 if sum(_migrate(path, arguments) for path in programs) else 0
+
+
+def _migrate(path: Path, arguments: argparse.Namespace) -> int:
+    """Examine and change a program; return the number of findings."""
+    try:
+        with ended_at_once():
+            import torch  # noqa: F401 - slow, and imported by all modules that are asked for names
+            from libcst import ParserSyntaxError, parse_module
+    except ModuleNotFoundError as error:
+        if error.name != "libcst":
+            raise
+        raise CommandError(
+            "libcst is not installed, which reads programs: pip install 'cadence-trainer[migrate]'."
+        ) from None
+    from trainer.cli.migrate.findings import find
+    from trainer.cli.migrate.rewriting import with_imports, with_native_names
+
+    text = path.read_bytes()
+    try:
+        program = parse_module(text)
+    except (ParserSyntaxError, UnicodeDecodeError) as error:
+        raise CommandError(f"{path} cannot be read as Python in UTF-8: {error}") from None
+    if arguments.native:
+        program = with_native_names(program)
+    elif arguments.write:
+        program = with_imports(program)
+    if (changed := program.bytes) != text:
+        path.write_bytes(changed)
+    findings = find(program, imports=not (arguments.write or arguments.native))
+    for finding in findings:
+        echo(f"{path}:{finding.line}: {finding.text}")
+    return len(findings)
+
+
+def _convert(path: Path, output: Path | None, num_processes: int) -> None:
+    from trainer.lightning.checkpoint import convert_checkpoint
+
+    try:
+        made = convert_checkpoint(path, output, num_processes=num_processes)
+    except CheckpointError as error:
+        raise CommandError(str(error)) from None
+    use = "load_from_checkpoint" if made.weights_only else "fit"
+    call = f"Module.{use}({str(made.path)!r})"
+    if not made.weights_only:
+        call = f"trainer.fit(module, ckpt_path={str(made.path)!r})"
+    echo(f"{made.path}: {call}")
+    for note in made.notes:
+        echo(f"  {note}")

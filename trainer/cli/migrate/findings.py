@@ -1,0 +1,320 @@
+"""What of a program will not carry over, found by libcst, which resolves the imported names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import Parameter, signature
+from typing import NamedTuple
+
+import libcst as cst
+from libcst.metadata import (
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+    QualifiedNameProvider,
+    QualifiedNameSource,
+)
+
+from callbacks import Callback
+from trainer.cli.migrate.names import (
+    class_of,
+    dotted,
+    literal,
+    moved,
+    name_in,
+    original,
+    package_of,
+    path_of,
+    value_of,
+)
+from trainer.datamodule import DataModule
+from trainer.lightning.pytorch.strategies import strategy_of
+from trainer.lightning.pytorch.trainer import Trainer as LightningTrainer
+from trainer.metrics.log_arguments import log_arguments
+from trainer.migration.refusals import (
+    argument_refusals,
+    trainer_attribute_hint,
+    uncalled_hooks,
+)
+from trainer.migration.table import (
+    ACCELERATE_CALLS,
+    EVALUATION_ARGUMENTS,
+    HUGGING_FACE_NAMES,
+    LIGHTNING_CALLS,
+    LIGHTNING_NAMES,
+    LOG_ARGUMENTS,
+)
+from trainer.module import TrainModule
+from trainer.trainer import Trainer
+
+_PAGE = "see docs/migrating.md"
+_LISTED = ("lightning_fabric", "transformers")  # their imports are not changed
+_KINDS = (("module", TrainModule), ("datamodule", DataModule), ("callback", Callback))
+_OF_TRANSFORMERS = {"TrainerCallback": "callback", "Trainer": "trainer"}
+# An attribute that is true on one process alone: the methods that all processes call together.
+_ON_ONE = {
+    "is_main_process": ACCELERATE_CALLS,
+    "is_local_main_process": ACCELERATE_CALLS,
+    "is_global_zero": LIGHTNING_CALLS,
+}
+_EVALUATIONS = ("validate", "test", "predict")
+
+
+class Finding(NamedTuple):
+    """One thing that will not carry over."""
+
+    line: int
+    text: str
+
+
+def find(module: cst.Module, *, imports: bool) -> list[Finding]:
+    """Return what of a program will not carry over, in the order of its lines.
+
+    Args:
+        module: The program.
+        imports: Whether import lines that `--write` would change are findings too.
+    """
+    finder = _Finder(imports)
+    MetadataWrapper(module).visit(finder)
+    return sorted(set(finder.findings)) if finder.is_known else []
+
+
+class _Base(NamedTuple):
+    """What a class of the program inherits from: the kind for `uncalled_hooks`, and our classes."""
+
+    kind: str
+    classes: tuple[type, ...]
+
+
+class _Finder(cst.CSTVisitor):
+    """Collects findings.
+
+    Attributes:
+        findings: What will not carry over.
+        is_known: Whether the program imports anything of another library, or of ours.
+    """
+
+    METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider, ParentNodeProvider)
+
+    def __init__(self, imports: bool) -> None:
+        super().__init__()
+        self.findings: list[Finding] = []
+        self.is_known = False
+        self._imports = imports
+        self._classes: dict[str, _Base] = {}  # of the program, by their qualified name
+        self._trainers: set[str] = {"trainer", "self.trainer"}  # what holds a Trainer
+        self._native: set[str] = set()  # of these, what holds one of trainer.Trainer
+        self._one: list[tuple[cst.CSTNode, str, Mapping[str, str]]] = []  # blocks of one process
+
+    def _add(self, node: cst.CSTNode, text: str) -> None:
+        line = self.get_metadata(PositionProvider, node).start.line
+        self.findings.append(Finding(line, text))
+
+    # -- imports -----------------------------------------------------------------------------------
+
+    def visit_Import(self, node: cst.Import) -> None:
+        for alias in node.names:
+            path = dotted(alias.name)
+            self._see_import(alias, path, path)
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
+        path = dotted(node.module)
+        if node.relative or isinstance(node.names, cst.ImportStar):
+            return
+        for number, alias in enumerate(node.names):
+            new = "" if number else f"from {path}"
+            self._see_import(alias, f"{path}.{dotted(alias.name)}", new)
+
+    def _see_import(self, alias: cst.ImportAlias, path: str, line: str) -> None:
+        top = path.partition(".")[0]
+        if top in ("trainer", "callbacks"):
+            self.is_known = True
+        if not package_of(path) and top not in _LISTED:
+            return
+        self.is_known = True
+        package, _, module = line.rpartition(" ")
+        if self._imports and line and (new := moved(module)) != module:
+            self._add(alias, f"write {f'{package} {new}'.strip()!r}, or pass --write")
+        self._check(alias, path)
+
+    def _check(self, node: cst.CSTNode, path: str) -> None:
+        """List a module, or a name in one, that is not here."""
+        owner, _, name = path.rpartition(".")
+        if owner.partition(".")[0] == "transformers":
+            if instead := HUGGING_FACE_NAMES.get(name):
+                self._add(node, f"{path}: {instead} ({_PAGE}).")
+            return
+        if path.startswith("lightning_fabric"):
+            path = path.replace("lightning_fabric", "lightning.fabric", 1)
+        try:
+            value_of(moved(path))
+        except (ImportError, AttributeError) as error:
+            said = str(error) if "not in Cadence" in str(error) else ""
+            self._add(node, said or f"{original(path)} is not in Cadence{_instead(path)}.")
+
+    # -- names -------------------------------------------------------------------------------------
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        path = path_of(self, node)
+        parent = self.get_metadata(ParentNodeProvider, node)
+        if path is not None and package_of(path):
+            if not (isinstance(parent, cst.Attribute) and parent.value is node):
+                self._check(node, path)
+            return
+        owner, name = dotted(node.value), node.attr.value
+        if owner in self._trainers:
+            hint = trainer_attribute_hint(name)
+            theirs = Trainer if owner in self._native else LightningTrainer
+            if ": " in hint and not hasattr(theirs, name):
+                self._add(node, hint)
+
+    # -- classes -----------------------------------------------------------------------------------
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        bases = filter(None, (self._base(each.value) for each in node.bases))
+        for base in bases:
+            for own in self.get_metadata(QualifiedNameProvider, node, set()):
+                self._classes.setdefault(own.name, base)
+            if TrainModule in base.classes and not _of_lightning(base):
+                self._native.add("self.trainer")
+            refused = uncalled_hooks(base.kind, base.classes)
+            for each in node.body.body:
+                if isinstance(each, cst.FunctionDef) and each.name.value in refused:
+                    name = each.name.value
+                    what = f"{node.name.value}.{name} is never called: {refused[name]}"
+                    self._add(each.name, what)
+
+    def _base(self, node: cst.BaseExpression) -> _Base | None:
+        for name in self.get_metadata(QualifiedNameProvider, node, set()):
+            if name.source is QualifiedNameSource.LOCAL and name.name in self._classes:
+                return self._classes[name.name]
+        path = path_of(self, node) or ""
+        if path.startswith("transformers."):
+            kind = _OF_TRANSFORMERS.get(path.rpartition(".")[2].removeprefix("Seq2Seq"))
+            return _Base(kind, ()) if kind else None
+        found = class_of(path)
+        for kind, owner in _KINDS:
+            if found is not None and issubclass(found, owner):
+                return _Base(kind, found.__mro__)
+        return None
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        if isinstance(node.value, cst.Call):
+            made = class_of(path_of(self, node.value.func))
+            if made is not None and issubclass(made, Trainer):
+                for each in node.targets:
+                    self._trainers.add(dotted(each.target))
+                    if not issubclass(made, LightningTrainer):
+                        self._native.add(dotted(each.target))
+
+    def visit_Call(self, node: cst.Call) -> None:
+        given = {each.keyword.value: each for each in node.args if each.keyword is not None}
+        path = path_of(self, node.func) or ""
+        made = class_of(path)
+        if path.startswith("transformers.") and path.rpartition(".")[2] in HUGGING_FACE_NAMES:
+            self._see_trainer(given, set())
+        elif made is not None and issubclass(made, Trainer):
+            own = {*signature(made).parameters} - {"others", "unknown"}
+            native = {*signature(Trainer).parameters} - {"unknown"}
+            self._see_trainer(given, own | native)
+            if issubclass(made, LightningTrainer):
+                self._see_values(given)
+        elif made is not None:
+            self._see_arguments(made, path, given)
+        elif isinstance(node.func, cst.Attribute):
+            self._see_method(node, node.func, given)
+
+    def _see_trainer(self, given: dict[str, cst.Arg], known: set[str]) -> None:
+        unknown = {n: literal(each.value) for n, each in given.items() if n not in known}
+        names = {*signature(Trainer).parameters}
+        for name, said in argument_refusals(unknown, names).items():
+            if said != f"Trainer has no argument {name!r}." or known:
+                self._add(given[name], said)
+
+    def _see_values(self, given: dict[str, cst.Arg]) -> None:
+        """List values that `trainer.lightning`'s Trainer does not take."""
+        if "strategy" in given and isinstance(value := literal(given["strategy"].value), str):
+            try:
+                strategy_of(value)
+            except ValueError as error:
+                self._add(given["strategy"], str(error))
+            except ImportError:
+                pass  # it is known, and what it needs is not installed
+
+    def _see_arguments(self, made: type, path: str, given: dict[str, cst.Arg]) -> None:
+        """List arguments that a class of ours does not take."""
+        try:
+            takes = signature(made).parameters
+        except ValueError:  # an exception or another class that is built in
+            return
+        if any(each.kind is Parameter.VAR_KEYWORD for each in takes.values()):
+            return
+        for name in given.keys() - takes.keys():
+            names = ", ".join(takes)
+            self._add(given[name], f"{path} has no argument {name!r}; it has {names}.")
+
+    def _see_method(self, node: cst.Call, func: cst.Attribute, given: dict[str, cst.Arg]) -> None:
+        owner, name = dotted(func.value), func.attr.value
+        if owner == "self" and name in ("log", "log_dict"):
+            for argument, each in given.items():
+                value = literal(each.value)
+                if argument in LOG_ARGUMENTS and value is not ...:
+                    try:
+                        log_arguments("...", {argument: value})
+                    except ValueError as error:
+                        self._add(each, str(error))
+        for _, holder, methods in self._one[-1:]:
+            if name in methods and (owner == holder or methods is LIGHTNING_CALLS):
+                self._add(node, f"{owner}.{name} in a block of one process: {methods[name]}.")
+        if owner in self._native and name in _EVALUATIONS:
+            self._see_evaluation(node, owner, name, given)
+
+    def _see_evaluation(
+        self, node: cst.Call, owner: str, name: str, given: dict[str, cst.Arg]
+    ) -> None:
+        if "model" not in given and "module" not in given and len(node.args) == len(given):
+            self._add(node, f"{owner}.{name} needs the module: {owner}.{name}(module, ...).")
+        for argument in given.keys() & EVALUATION_ARGUMENTS.keys():
+            self._add(given[argument], f"Trainer.{name} has no argument {argument!r}.")
+
+    # -- blocks of one process ---------------------------------------------------------------------
+
+    def visit_If(self, node: cst.If) -> None:
+        self._enter(node.body, node.test)
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        for each in node.decorators:
+            if dotted(each.decorator).endswith((".on_main_process", ".on_local_main_process")):
+                holder = dotted(each.decorator).rpartition(".")[0]
+                self._one.append((node.body, holder, ACCELERATE_CALLS))
+
+    def _enter(self, block: cst.CSTNode, test: cst.BaseExpression) -> None:
+        parts = [test]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, cst.BooleanOperation) and isinstance(part.operator, cst.And):
+                parts += [part.left, part.right]
+            elif isinstance(part, cst.Attribute) and part.attr.value in _ON_ONE:
+                self._one.append((block, dotted(part.value), _ON_ONE[part.attr.value]))
+                return
+
+    def on_leave(self, original_node: cst.CSTNode) -> None:
+        super().on_leave(original_node)
+        if self._one and self._one[-1][0] is original_node:
+            self._one.pop()
+
+
+def _of_lightning(base: _Base) -> bool:
+    return any(each.__module__.startswith("trainer.lightning.") for each in base.classes)
+
+
+def _instead(path: str) -> str:
+    """What to say after "is not in Cadence": what the table has, for it or for what it is in."""
+    name = name_in(path)
+    while name:
+        if use := LIGHTNING_NAMES.get(name):
+            return f": {use}"
+        name = name.rpartition(".")[0]
+    return f"; {_PAGE}"

@@ -1,0 +1,105 @@
+"""The packages whose programs are read, and where their names are here."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import import_module
+from inspect import isclass
+from typing import Any
+
+import libcst as cst
+from libcst.metadata import QualifiedNameSource
+
+MOVED = {
+    "accelerate": "trainer.accelerate",
+    "lightning": "trainer.lightning",
+    "pytorch_lightning": "trainer.lightning.pytorch",
+}
+"""Package: where its names are here."""
+
+
+def moved(path: str) -> str:
+    """Return the new path of a module, or of a name in one."""
+    for package, new in MOVED.items():
+        if f"{path}.".startswith(f"{package}."):
+            return new + path.removeprefix(package)
+    return path
+
+
+def package_of(path: str) -> str | None:
+    """Return the package of `MOVED` that a path is of, also if it is written with its new name."""
+    for package, new in MOVED.items():
+        if f"{path}.".startswith((f"{package}.", f"{new}.")):
+            return package
+    return None
+
+
+def original(path: str) -> str:
+    """Return a path as the other library has it, also if it is written with its new name."""
+    for package, new in reversed(MOVED.items()):
+        if f"{path}.".startswith(f"{new}."):
+            return package + path.removeprefix(new)
+    return path
+
+
+def name_in(path: str) -> str:
+    """Return a path without its package, as it is in the table: ``pytorch.callbacks.Timer``."""
+    package, _, inner = original(path).partition(".")
+    return f"pytorch.{inner}" if package == "pytorch_lightning" else inner
+
+
+def value_of(path: str) -> Any:
+    """Return a module, a name in one, or an attribute of that.
+
+    Raises:
+        ImportError: There is no such module, or a name is refused by name.
+        AttributeError: There is no such name.
+    """
+    parts = path.split(".")
+    found: Any = import_module(parts[0])
+    for at, name in enumerate(parts[1:], start=2):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            if isclass(found) or not hasattr(found, "__path__"):
+                raise
+            found = import_module(".".join(parts[:at]))
+        if isclass(found) or not hasattr(found, "__spec__"):
+            return found  # attributes of classes and instances are not looked at
+    return found
+
+
+def class_of(path: str | None) -> type | None:
+    """Return the class of that path, of a moved package or of ours; None if there is none."""
+    if path is None or not (package_of(path) or path.startswith(("trainer.", "callbacks."))):
+        return None
+    with suppress(ImportError, AttributeError):
+        found = value_of(moved(path))
+        return found if isclass(found) else None
+    return None
+
+
+def path_of(visitor: Any, node: cst.CSTNode) -> str | None:
+    """Return the dotted path of an imported name, also of an attribute of it; None for others.
+
+    Args:
+        visitor: It has libcst's ``QualifiedNameProvider``.
+        node: An expression.
+    """
+    names = visitor.get_metadata(cst.metadata.QualifiedNameProvider, node, set())
+    paths = sorted(each.name for each in names if each.source is QualifiedNameSource.IMPORT)
+    return next((path for path in paths if package_of(path)), paths[0] if paths else None)
+
+
+def dotted(node: cst.BaseExpression | None) -> str:
+    """Return the text of a name with dots."""
+    return "" if node is None else cst.Module([]).code_for_node(node)
+
+
+def literal(node: cst.BaseExpression) -> Any:
+    """Return the value of an expression, or ``...`` if only the running program knows it."""
+    import ast
+
+    with suppress(ValueError, SyntaxError):
+        return ast.literal_eval(dotted(node).strip())
+    return ...

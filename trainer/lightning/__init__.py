@@ -6,6 +6,7 @@ that says what to use.
 
 from trainer.lightning import pytorch
 from trainer.lightning.checkpoint import convert_checkpoint
+from trainer.lightning.missing import getter, install
 from trainer.lightning.pytorch import (
     Callback,
     LightningDataModule,
@@ -23,3 +24,6 @@ __all__ = [
     "pytorch",
     "seed_everything",
 ]
+
+__getattr__ = getter(__name__)
+install()

@@ -419,7 +419,8 @@ _FABRIC = "use trainer.Accelerator, for a loop of your own"
 _PLUGIN = "pass precision=, strategy= or kwargs_handlers= to the Trainer"
 _DEVICE = "the device is selected automatically; accelerator='cpu' uses the CPU"
 _LOOPS = "the loop is read with the Trainer's attributes, and steered by hooks"
-_TYPES = "annotate with the classes of torch, or typing.Any"
+_TRACKER = "such a tracker is not built in; write a trackers.GeneralTracker"
+_TUNER = "use Tuner(trainer).{}, of pytorch.tuner, before fit"
 _MEASURED = "use profiler='simple', or PyTorchProfiler"
 _INTERNAL = "it is not for programs; write it yourself if you need it"
 LIGHTNING_NAMES = {
@@ -428,16 +429,20 @@ LIGHTNING_NAMES = {
     "app": "Lightning's apps are not part of training; keep that import",
     "data": "import litdata itself",
     "pytorch.accelerators": _DEVICE,
+    "pytorch.callbacks.BatchSizeFinder": _TUNER.format("scale_batch_size"),
     "pytorch.callbacks.Checkpoint": "use ModelCheckpoint",
+    "pytorch.callbacks.LearningRateFinder": _TUNER.format("lr_find"),
+    "pytorch.callbacks.ModelPruning": "call torch.nn.utils.prune in on_train_epoch_end",
+    "pytorch.callbacks.ProgressBar": "inherit from TQDMProgressBar",
     "pytorch.callbacks.SpikeDetection": (
         "use non_finite= and EarlyStopping(divergence_threshold=...)"
     ),
+    "pytorch.cli": "use trainer fit, see docs/command-line.md",
     "pytorch.core": "import it from lightning.pytorch",
     "pytorch.demos": "write the model yourself; examples/ has some",
     "pytorch.loggers.LitLogger": "use another logger, such as CSVLogger",
-    "pytorch.loggers.NeptuneLogger": (
-        "such a tracker is not built in; write a trackers.GeneralTracker"
-    ),
+    "pytorch.loggers.MLFlowLogger": _TRACKER,
+    "pytorch.loggers.NeptuneLogger": _TRACKER,
     "pytorch.loops": _LOOPS,
     "pytorch.overrides": _INTERNAL,
     "pytorch.plugins": _PLUGIN,
@@ -452,16 +457,21 @@ LIGHTNING_NAMES = {
     "pytorch.tuner.lr_finder": "use pytorch.tuner.Tuner",
     "pytorch.tuner.tuning": "import Tuner from pytorch.tuner",
     "pytorch.utilities.AttributeDict": "use types.SimpleNamespace, or self.hparams",
+    "pytorch.utilities.CombinedLoader": (
+        "use one loader, of torch.utils.data.StackDataset or ConcatDataset"
+    ),
     "pytorch.utilities.GradClipAlgorithmType": "write 'norm' or 'value'",
     "pytorch.utilities.LightningEnum": "use enum.Enum",
     "pytorch.utilities.disable_possible_user_warnings": "use warnings.filterwarnings",
     "pytorch.utilities.find_shared_parameters": (
         "use Module.named_parameters(remove_duplicate=False)"
     ),
+    "pytorch.utilities.grad_norm": "use callbacks.GradientNormMonitor",
     "pytorch.utilities.is_picklable": _INTERNAL,
     "pytorch.utilities.is_shared_filesystem": _INTERNAL,
     "pytorch.utilities.measure_flops": "use torch.utils.flop_counter.FlopCounterMode",
     "pytorch.utilities.move_data_to_device": "use trainer.utils.send_to_device",
+    "pytorch.utilities.rank_zero_deprecation": "use warnings.warn",
     "pytorch.utilities.set_shared_parameters": _INTERNAL,
     "pytorch.utilities.suggested_max_num_workers": "use os.cpu_count",
 }

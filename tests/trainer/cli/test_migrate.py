@@ -333,7 +333,7 @@ def test_what_of_the_hugging_face_trainer_takes_another_form_is_listed(capsys):
 
 
 def test_what_not_all_processes_would_call_is_listed_and_what_classes_inherit(capsys):
-    code, findings, _ = migrate(capsys, PROCESSES, "--write")
+    _, findings, _ = migrate(capsys, PROCESSES, "--write")
     told = dict(findings)
     assert list(told) == [8, 16, 24, 26, 29, 30]
     assert told[8].startswith("accelerator.save_state in a block of one process: every process")
@@ -359,7 +359,7 @@ def test_native_names_take_the_place_of_those_that_mean_the_same(capsys):
 def test_a_program_in_native_names_trains_as_it_did(capsys):
     trained = []
     for option in ("--write", "--native"):
-        code, findings, text = migrate(capsys, RUNS, option)
+        _, findings, text = migrate(capsys, RUNS, option)
         assert findings == []
         program: dict = {"__name__": "program"}
         exec(text, program)

@@ -1,6 +1,7 @@
 """The names of ``lightning.pytorch``; see `trainer.lightning`."""
 
 from callbacks import Callback
+from trainer.lightning.missing import getter
 from trainer.lightning.pytorch import (
     callbacks,
     loggers,
@@ -26,3 +27,5 @@ __all__ = [
     "tuner",
     "utilities",
 ]
+
+__getattr__ = getter(__name__)

@@ -13,6 +13,7 @@ from callbacks import (
     Timer,
     WeightAveraging,
 )
+from trainer.lightning.missing import getter
 from trainer.lightning.pytorch._callbacks import (
     BasePredictionWriter,
     DeviceStatsMonitor,
@@ -47,3 +48,5 @@ __all__ = [
     "Timer",
     "WeightAveraging",
 ]
+
+__getattr__ = getter(__name__)

@@ -9,8 +9,11 @@ from trackers.comet import CometMLTracker
 from trackers.csv import CSVTracker
 from trackers.tensorboard import TensorBoardTracker
 from trackers.wandb import WandBTracker
+from trainer.lightning.missing import getter
 
 __all__ = ["CSVLogger", "CometLogger", "Logger", "TensorBoardLogger", "WandbLogger"]
+
+__getattr__ = getter(__name__)
 
 
 class _NoExperiment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from callbacks import Profiler
+from trainer.lightning.missing import getter
 
 
 class SimpleProfiler:
@@ -16,3 +17,6 @@ class SimpleProfiler:
 
 class PyTorchProfiler(Profiler):
     """A trace of torch's profiler; see `callbacks.Profiler` for its arguments."""
+
+
+__getattr__ = getter(__name__)

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.configuration import DistributedDataParallelKwargs
 from trainer.deepspeed_plugin import DeepSpeedPlugin
+from trainer.lightning.missing import getter
 from trainer.parallelism import FullyShardedDataParallelPlugin
 
 
@@ -96,3 +97,6 @@ def strategy_of(given: Any) -> Strategy:
         "'fsdp', 'deepspeed', 'deepspeed_stage_1', 'deepspeed_stage_2', 'deepspeed_stage_3' or an "
         "object of trainer.lightning.pytorch.strategies."
     )
+
+
+__getattr__ = getter(__name__)

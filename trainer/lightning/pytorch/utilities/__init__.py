@@ -1,5 +1,6 @@
 """The names of ``lightning.pytorch.utilities``."""
 
+from trainer.lightning.missing import getter
 from trainer.lightning.pytorch.utilities import rank_zero, types
 from trainer.lightning.pytorch.utilities.rank_zero import (
     rank_zero_info,
@@ -16,6 +17,8 @@ __all__ = [
     "seed_everything",
     "types",
 ]
+
+__getattr__ = getter(__name__)
 
 
 def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:

@@ -1,0 +1,90 @@
+"""The table of what does not carry over is true, and docs/migrating.md shows it.
+
+``python tests/moving/test_migrate_table.py`` writes the tables of the page anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from trainer.lightning.pytorch.strategies import strategy_of
+from trainer.migration.table import LIGHTNING_NAMES, TABLES
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
+MARK = "<!-- written by `python tests/moving/test_migrate_table.py` -->\n"
+
+
+def rendered() -> str:
+    """Return the tables in Markdown; names with the same replacement share a row."""
+    lines, library = [], ""
+    for table in TABLES:
+        if table.library != library:
+            library = table.library
+            lines += ["", f"### {library}: all names"]
+        by_use: dict[str, list[str]] = defaultdict(list)
+        for name, use in table.entries.items():
+            by_use[use].append(f"`{name}`")
+        lines += ["", f"{table.what[0].upper()}{table.what[1:]}:", "", "| name | what to use |"]
+        lines += ["|---|---|", *(f"| {', '.join(each)} | {use} |" for use, each in by_use.items())]
+    return "\n".join([*lines, ""])
+
+
+def test_the_page_shows_the_table():
+    assert PAGE.read_text().partition(MARK)[2] == rendered(), __doc__
+
+
+def test_each_strategy_that_the_page_names_carries_over():
+    text = re.search(r"\*\*Strategies\*\*.*?;", PAGE.read_text(), re.DOTALL)[0]
+    names = re.findall(r"`([a-z_0-9]+)`", text)
+    assert {"ddp", "fsdp", "deepspeed_stage_2"} <= set(names)
+    assert strategy_of("fsdp").arguments
+    for name in names:
+        with suppress(ImportError):  # of deepspeed
+            strategy_of(name)
+
+
+@pytest.mark.parametrize("name", LIGHTNING_NAMES)
+def test_a_name_of_lightning_is_here_or_its_import_says_what_to_use(name):
+    module, _, attribute = f"trainer.lightning.{name}".rpartition(".")
+    said = ""
+    try:
+        exec(f"from {module} import {attribute}", {})
+    except ImportError as error:
+        said = str(error)
+    assert said in ("", f"lightning.{name} is not in Cadence: {LIGHTNING_NAMES[name]}.")
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="the extra peers is not installed")
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_each_public_name_of_lightning_is_here_or_in_the_table():
+    missing, seen = [], 0
+    for module in ("", *(name for name in PUBLIC.split())):
+        theirs = import_module(f"lightning.{module}".rstrip("."))
+        for name in getattr(theirs, "__all__", ()):
+            seen += 1
+            path = f"{module}.{name}".strip(".")
+            try:
+                exec(f"from trainer.lightning{'.' * bool(module)}{module} import {name}", {})
+            except ImportError as error:
+                if "not in Cadence" not in str(error):
+                    missing.append(path)
+    assert missing == ["__version__"]
+    assert seen > 90
+
+
+PUBLIC = """
+    pytorch pytorch.accelerators pytorch.callbacks pytorch.core pytorch.loggers pytorch.plugins
+    pytorch.profilers pytorch.strategies pytorch.utilities
+"""
+
+
+if __name__ == "__main__":
+    before, mark, _ = PAGE.read_text().partition(MARK)
+    PAGE.write_text(before + mark + rendered())

@@ -294,6 +294,7 @@ class Accelerator:
                 fp8_layers=self.precision.layers,
                 dynamo_plugin=self.dynamo_plugin,
                 sync_each_batch=window.sync_each_batch,
+                timeout=None if self.init_handler is None else self.init_handler.timeout,
                 engine=engine,
             )
         )

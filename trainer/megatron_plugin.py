@@ -54,7 +54,7 @@ _INSTEAD = {
     "optimizer_cpu_offload": "use deepspeed_plugin with offload_optimizer_device='cpu'",
     "overlap_cpu_optimizer_d2h_h2d": "it belongs to optimizer_cpu_offload",
     "use_precision_aware_optimizer": "it needs the optimizer of TransformerEngine",
-    "no_load_optim": "start a new run with Module.load_from_checkpoint",
+    "no_load_optim": "pass the path of a checkpoint of weights alone as ckpt_path",
     "no_save_optim": "ModelCheckpoint(save_weights_only=True) saves weights alone",
     "eod_mask_loss": "mask the loss in training_step",
     "attention_backend": "set attention_backend of the model's TransformerConfig",
@@ -89,6 +89,17 @@ _INSTEAD = {
     "other_megatron_args": "give the model's TransformerConfig what it takes; the parser of "
     "arguments belongs to the repository",
 }
+_OF_SCHEDULE = (  # followed by MegatronLMDummyScheduler alone
+    "train_iters",
+    "weight_decay_incr_style",
+    "start_weight_decay",
+    "end_weight_decay",
+    "lr_decay_style",
+    "lr_decay_iters",
+    "lr_warmup_iters",
+    "lr_warmup_fraction",
+    "min_lr",
+)
 _NEUTRAL = {  # values that ask for nothing either
     "expert_model_parallel_size": (1,),
     "expert_tensor_parallel_size": (1,),
@@ -282,6 +293,11 @@ class MegatronLMPlugin:
                 f"megatron_lm_plugin asks for {'; '.join(asked)}. The engine trains models of "
                 "megatron-core with this loop, and has none of it."
             )
+
+    def of_schedule(self) -> list[str]:
+        """Return the fields of `MegatronLMDummyScheduler` that are not at their defaults."""
+        fields = self.__dataclass_fields__
+        return [n for n in _OF_SCHEDULE if getattr(self, n) != fields[n].default]
 
     @property
     def has_pipeline(self) -> bool:

@@ -439,7 +439,7 @@ class Trainer:
             self._stage("fit", module, datamodule) as hooks,
         ):
             lock_added()
-            chosen = setup.choose_start(self._context, ckpt_path, module, datamodule)
+            chosen, weights = setup.choose_start(self._context, ckpt_path, module, datamodule)
             origin = sources.origin(chosen)
             self._counters = Counters(epoch=origin.epoch, global_step=origin.step)  # for the hooks
             self._epoch_iterator, val_iterators = sources.make(origin)
@@ -455,7 +455,7 @@ class Trainer:
                 chosen,
                 Stopping(requested=lambda: self._stop_requested, signalled=watch.exit_code),
             )
-            setup.start_fit(self._context, run, chosen, ckpt_path)
+            setup.start_fit(self._context, run, chosen, weights, ckpt_path)
             self._run = self._fit = run
             self._recorder, self._counters = run.recorder, run.counters
             tell_run_id(run.saving.run_id)

@@ -599,9 +599,9 @@ class ReadsEarly(Net):
 
 
 REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
-    "manual": (Manual, {}, "automatic_optimization = False, but DeepSpeed"),
+    "manual": (Manual, {}, "automatic_optimization = False, but the step of DeepSpeed"),
     "optimizers": (Two, {}, "DeepSpeed has one optimizer"),
-    "Adafactor": (optimized(torch.optim.Adafactor), {}, "Adafactor cannot update flat"),
+    "Adafactor": (optimized(torch.optim.Adafactor), {}, "Adafactor cannot update the parts"),
     "schedule-free": (optimized(Switching), {}, "Switching has other weights for the evaluation"),
     "values": (
         Net,

@@ -472,11 +472,11 @@ class Without(Net):
 
 
 REFUSED: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any], str]] = {
-    "manual": (Manual, {}, {}, "automatic_optimization = False, but with megatron_lm_plugin"),
+    "manual": (Manual, {}, {}, "automatic_optimization = False, but the step of megatron-core"),
     "parameters outside": (Outside, {}, {}, "head.weight, head.bias are trained, but are outside"),
     "no model": (Without, {}, {}, "Without has none of the models of megatron-core"),
-    "optimizers": (Two, {}, {}, "megatron_lm_plugin has one optimizer"),
-    "Adafactor": (Adafactor, {}, {}, "Adafactor cannot update parts"),
+    "optimizers": (Two, {}, {}, "megatron-core has one optimizer"),
+    "Adafactor": (Adafactor, {}, {}, "Adafactor cannot update the parts"),
     "gradients read": (
         Net,
         {},

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +49,7 @@ class EngineOptions:
         fp8_layers: Has converted layers of the modules to 8 bits, with ``"fp8"``.
         sync_each_batch: Reduce gradients after every micro-batch, not only at the end of a window.
         dynamo_plugin: How an engine with `Engine.compiles_units` compiles them.
+        timeout: The time limit of a collective; None is the library's.
         engine: The user's own engine, or None for the one that fits the processes.
         mesh: The device mesh of all processes, if an earlier engine has made it.
     """
@@ -64,6 +66,7 @@ class EngineOptions:
     fp8_layers: TorchAOLayers | TransformerEngineLayers | None = None
     dynamo_plugin: TorchDynamoPlugin | None = None
     sync_each_batch: bool = False
+    timeout: timedelta | None = None
     engine: Callable[[EngineOptions], Engine] | None = None
     mesh: Any = None
 

@@ -29,19 +29,15 @@ from trainer import environment
 from trainer.deepspeed_plugin import DummyOptim, DummyScheduler
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.step_sync import StepStats, StepSync
-from trainer.distributed.transport import send, sum_numbers
+from trainer.distributed.transport import send
 from trainer.engines.base import EngineOptions
+from trainer.engines.driving import DrivesOptimizer, trained
 from trainer.engines.single import STEPS, SingleDevice, attribute_restorer
 from trainer.enums import DistributedType
 from trainer.names import bare_names, unwrapped
-from trainer.optim.lomo import is_lomo
 from trainer.optim.optimizer import twin_of
-from trainer.optim.schedule_free import is_schedule_free
 from trainer.state import GradientState
 from trainer.tree import map_tree
-
-# These look at whole tensors; DeepSpeed gives them parts of a flat vector.
-_NEED_WHOLE_TENSORS = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -100,14 +96,14 @@ class _Prepared(nn.Module):
         return engine.run(self.module, *args, **kwargs)
 
 
-class ZeroRedundancy(SingleDevice):
+class ZeroRedundancy(DrivesOptimizer):
     """Engine on DeepSpeed; see `trainer.engines.base.Engine` for the methods.
 
     It has one model and its optimizer.
     """
 
     distributed_type: DistributedType | None = DistributedType.DEEPSPEED
-    gathers_state = True
+    library, argument = "DeepSpeed", "deepspeed_plugin"
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -131,12 +127,9 @@ class ZeroRedundancy(SingleDevice):
         self.optimizer_driver = self
         self._engine: Any = None  # DeepSpeed's
         self._stage: _Stage | None = None
-        self._client: Optimizer | None = None
-        self._undo: list[Callable[[], Any]] = []
         self._linear: Callable[..., Tensor] | None = None  # DeepSpeed's for stage 3
         self._ended = False  # whether the window's gradients are reduced
         self._pending = False  # whether there are gradients that no step has used
-        self._scheduled = False  # whether the configuration's scheduler was prepared
         self._factor: float | Tensor = 1.0
         self._max_norm = 0.0
 
@@ -147,10 +140,7 @@ class ZeroRedundancy(SingleDevice):
 
     def _connect(self) -> None:
         """Let DeepSpeed use the process group; with one process, make one."""
-        if not dist.is_initialized():
-            kind = "nccl" if self.options.device.type == "cuda" else "gloo"
-            store = dist.HashStore()  # type: ignore[attr-defined]  # not in its __all__
-            dist.init_process_group(kind, store=store, rank=0, world_size=1)
+        self._make_group()
         self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
     # -- placing -----------------------------------------------------------------------------------
@@ -189,12 +179,6 @@ class ZeroRedundancy(SingleDevice):
         Raises:
             ValueError: The module is optimised manually.
         """
-        if step_sync is not None and not getattr(module, "automatic_optimization", True):
-            raise ValueError(
-                f"{type(module).__name__} sets automatic_optimization = False, but DeepSpeed's "
-                "step reduces, clips and updates at once: leave out deepspeed_plugin, or let the "
-                "Trainer optimise."
-            )
         super().start(module, step_sync)
         self._place(module)
         if self.stage == 3:
@@ -209,7 +193,7 @@ class ZeroRedundancy(SingleDevice):
         whole = [t for t in (*module.parameters(), *module.buffers()) if not hasattr(t, "ds_id")]
         if dist.is_initialized():
             broadcast(whole)
-        self._stage = _Stage(module)
+        self._owner, self._stage = module, _Stage(module)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Partition the model and the optimizer's state.
@@ -222,39 +206,7 @@ class ZeroRedundancy(SingleDevice):
             ValueError: The optimizer needs whole tensors, has parameters that the model has not, or
                 is the second one; or there is no model yet.
         """
-        if self._stage is None:
-            raise ValueError(
-                "DeepSpeed partitions a model together with its optimizer: prepare the model "
-                "first, or both in one call."
-            )
-        if self._client is not None:
-            raise ValueError(
-                f"DeepSpeed has one optimizer, a {type(self._client).__name__}, and was given "
-                f"another, a {type(optimizer).__name__}: put all parameters into groups of one."
-            )
-        names = {kind.__name__ for kind in type(optimizer).__mro__} & _NEED_WHOLE_TENSORS
-        if names or is_lomo(optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} cannot update flat parts of parameters, as DeepSpeed "
-                "has them, because it needs whole tensors. Use AdamW or SGD, or train without "
-                "deepspeed_plugin."
-            )
-        if is_schedule_free(optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} has other weights for the evaluation, which it cannot "
-                "put into the parameters, since DeepSpeed updates copies of them. Use AdamW or "
-                "SGD, or train without deepspeed_plugin."
-            )
-        module = self._stage.module
-        own = set(map(id, module.parameters()))
-        for group in optimizer.param_groups:
-            if unknown := [tuple(p.shape) for p in group["params"] if id(p) not in own]:
-                raise ValueError(
-                    f"The optimizer has parameters of the shapes {unknown} that "
-                    f"{type(module).__name__} has not: DeepSpeed could not partition them. "
-                    "Assign them to an attribute of the model."
-                )
-        self._client = optimizer
+        self._take(optimizer)
         self._initialize(optimizer)
         return optimizer
 
@@ -271,11 +223,9 @@ class ZeroRedundancy(SingleDevice):
         finally:
             self._linear = _take_back_torch()
         self._zero = self._engine.optimizer
-        if optimizer is not None:
-            self._trains = {id(p) for g in self._groups for p in _trained(g["params"])}
-            if isinstance(optimizer, DummyOptim):
-                for group, made in zip(self._groups, self._basic.param_groups, strict=True):
-                    group.update({key: value for key, value in made.items() if key != "params"})
+        if isinstance(optimizer, DummyOptim):
+            for group, made in zip(self._groups, self._basic.param_groups, strict=True):
+                group.update({key: value for key, value in made.items() if key != "params"})
         if self.stage == 3:
             # Parameters that the module uses outside a submodule's forward.
             for parameter in self._stage.module.parameters(recurse=False):
@@ -386,36 +336,6 @@ class ZeroRedundancy(SingleDevice):
                 if id(parameter) in self._trains and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         self._engine.allreduce_gradients()
-
-    def sync_stats(self, stats: StepStats) -> float | Tensor:
-        """All-reduce the step stats of a window."""
-        total = self.step_sync.sync_vector(stats)
-        sum_numbers(total)
-        return self.step_sync.count(total)
-
-    def check_unknown_parameters(self) -> None:
-        """Check that the same parameters are trained as when they were partitioned.
-
-        Raises:
-            RuntimeError: Some were added, frozen or unfrozen.
-        """
-        if self._client is None:
-            return
-        groups = self._client.param_groups
-        now = {id(p) for group in groups for p in _trained(group["params"])}
-        if now != self._trains:
-            assert self._stage is not None
-            named = bare_names(self._stage.module, self._stage.module.named_parameters())
-            changed = [name for name, p in named if (id(p) in now) != (id(p) in self._trains)]
-            raise RuntimeError(
-                f"{', '.join(changed) or 'Parameters'} were added, frozen or unfrozen after "
-                "DeepSpeed has partitioned the model and its optimizer: decide what is trained in "
-                "configure_model or configure_optimizers, or before prepare."
-            )
-
-    def begin_epoch(self) -> None:
-        """See `check_unknown_parameters`."""
-        self.check_unknown_parameters()
 
     # -- the update --------------------------------------------------------------------------------
 
@@ -552,8 +472,7 @@ class ZeroRedundancy(SingleDevice):
                 "DummyScheduler(optimizer), or return it from configure_optimizers."
             )
         self._end_window()
-        for own, group in zip(self._basic.param_groups, self._groups, strict=True):
-            own.update({key: value for key, value in group.items() if key != "params"})
+        self._give_options(self._basic)
         limit = self._max_norm or self.plugin.clips_at
         scale = 1.0 / self._factor
         if self.stage:
@@ -570,12 +489,6 @@ class ZeroRedundancy(SingleDevice):
         elif self._half:
             self._zero.loss_scale_config.cur_scale = 1.0
         self._begin_window()
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        """The user's groups that have trained parameters; loading a state replaces them."""
-        assert self._client is not None
-        return [group for group in self._client.param_groups if _trained(group["params"])]
 
     @property
     def _basic(self) -> Optimizer:
@@ -906,10 +819,6 @@ def _on_host(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def _trained(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [parameter for parameter in parameters if parameter.requires_grad]
-
-
 def _optimizer_arguments(optimizer: Optimizer | None) -> dict[str, Any]:
     """Return the arguments of ``deepspeed.initialize`` for an optimizer."""
     if optimizer is None:
@@ -918,9 +827,9 @@ def _optimizer_arguments(optimizer: Optimizer | None) -> dict[str, Any]:
         return {"optimizer": twin_of(optimizer)}
     return {
         "model_parameters": [
-            {**group, "params": _trained(group["params"])}
+            {**group, "params": trained(group["params"])}
             for group in optimizer.given
-            if _trained(group["params"])
+            if trained(group["params"])
         ]
     }
 

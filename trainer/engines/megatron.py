@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import chain
-from math import inf
+from math import inf, isclose
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,25 +29,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.data.batch import samples_in, take
+from trainer.distributed.guards import forbid_collectives
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import sum_numbers
 from trainer.engines.base import EngineOptions
+from trainer.engines.driving import DrivesOptimizer
 from trainer.engines.single import SingleDevice, attribute_restorer
 from trainer.enums import DistributedType, DynamoBackend
 from trainer.megatron_plugin import MegatronLMDummyScheduler
 from trainer.names import bare_names
 from trainer.optim.finite import find_non_finite
-from trainer.optim.lomo import is_lomo
 from trainer.optim.optimizer import parameters_of, twin_of
+from trainer.optim.state import keeps_on_host
 from trainer.optim.weighting import loss_of, scale_
 from trainer.precision import unwrap_forward
 from trainer.rng import isolated_rng, mix, seed_local
-from trainer.tree import as_bytes, find_batch_size, map_tree
+from trainer.tree import as_bytes, find_batch_size
 
-# These look at whole tensors; tensor parallel processes have parts.
-_NEED_WHOLE_TENSORS = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
 _TRACKER = "megatron_rng"
+_GRADIENT = attrgetter("main_grad")
+_OTHER_STAGES = (
+    "is called in training_step, but with pp_degree above 1 the processes run it for other "
+    "micro-batches at a time, and would wait for each other. Call it in on_train_step_end."
+)
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ class _Window:
     """The gradients of a window so far.
 
     Attributes:
-        pending: Whether there are gradients that no zero_grad has dropped.
+        pending: Whether there are gradients of the window.
         ended: Whether they are reduced.
         clipped: Whether they are clipped.
         loss: The loss of a batch whose backward passes have run, until the loop runs backward.
@@ -160,14 +167,14 @@ class _Prepared(nn.Module):
         return self.module(*args, **kwargs)
 
 
-class Megatron(SingleDevice):
+class Megatron(DrivesOptimizer):
     """Engine on megatron-core; see `trainer.engines.base.Engine` for the methods.
 
     It has one model and its optimizer.
     """
 
     distributed_type: DistributedType | None = DistributedType.MEGATRON_LM
-    gathers_state = True
+    library, argument = "megatron-core", "megatron_lm_plugin"
     divides_layers = True
 
     def __init__(self, options: EngineOptions) -> None:
@@ -186,20 +193,18 @@ class Megatron(SingleDevice):
         self.data_size = states.get_data_parallel_world_size()
         self.counts_data = self.counts_values = self._is_last and self._tp_rank == 0
         self.optimizer_driver = self
-        self._owner: nn.Module | None = None  # the user's module, which has the model
         self._model: Any = None
         self._replica: Any = None  # megatron-core's DDP around the model, in training
-        self._client: Optimizer | None = None
         self._twin: Any = None  # what is stepped; it has the state
         self._masters: dict[int, Tensor] = {}  # what the twin updates, by the parameter's id
         self._shapes: dict[str, tuple[int, ...]] = {}  # of whole weights, by their names
         self._orders: list[list[str]] = []  # the names in each group of the optimizer
-        self._undo: list[Callable[[], Any]] = []
         self._micro: _MicroBatch | None = None  # the one whose step runs, inside a schedule
+        self._input: Tensor | None = None  # of its model, from the stage before
+        self._error: Exception | None = None  # of one of the steps
         self._seed = 0  # of the micro-batches of a batch, with several stages
         self._logged: list[tuple[Any, ...]] = []
         self._window = _Window()
-        self._trains: set[int] = set()
         self._share_seed()
 
     # -- process groups ----------------------------------------------------------------------------
@@ -213,18 +218,18 @@ class Megatron(SingleDevice):
                 f"megatron_lm_plugin has tp_degree={sizes[0]} and pp_degree={sizes[1]}, whose "
                 f"product must divide the number of processes, which is {world}."
             )
-        if not dist.is_initialized():  # with one process
-            kind = "nccl" if self.options.device.type == "cuda" else "gloo"
-            store = dist.HashStore()  # type: ignore[attr-defined]  # not in its __all__
-            dist.init_process_group(kind, store=store, rank=0, world_size=1)
+        self._make_group()
         wanted = _Groups(dist.group.WORLD, sizes)
         states = self._states
         if states.model_parallel_is_initialized():
             if _made is not None and _made.world is wanted.world and _made.sizes == sizes:
                 return
             states.destroy_model_parallel()
+        limit, limits = self.options.timeout, {}
+        if limit is not None:
+            limits["distributed_timeout_minutes"] = limit.total_seconds() / 60
         # Processes that read the same data have consecutive ranks, as with the other engines.
-        states.initialize_model_parallel(*sizes, order="tp-cp-ep-pp-dp")
+        states.initialize_model_parallel(*sizes, order="tp-cp-ep-pp-dp", **limits)
         _made = wanted
 
     def _share_seed(self) -> None:
@@ -242,7 +247,7 @@ class Megatron(SingleDevice):
         module: nn.Module,
         *,
         device: torch.device | None = None,  # noqa: ARG002 - that of the process groups
-        evaluation_mode: bool = False,
+        evaluation_mode: bool = False,  # noqa: ARG002 - an interface
     ) -> nn.Module:
         """Return a wrapper; all processes that share data call it together.
 
@@ -266,7 +271,7 @@ class Megatron(SingleDevice):
                 f"{type(module).__name__}."
             )
         unwrap_forward(module)  # the model computes in the dtype of its weights
-        self._place(module, trains=not evaluation_mode)
+        self._place(module)
         return _Prepared(module)
 
     def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
@@ -275,49 +280,30 @@ class Megatron(SingleDevice):
         Raises:
             ValueError: The module is optimised manually, or its model does not fit the plugin.
         """
-        if step_sync is not None and not getattr(module, "automatic_optimization", True):
-            raise ValueError(
-                f"{type(module).__name__} sets automatic_optimization = False, but with "
-                "megatron_lm_plugin a schedule runs backward: leave it out, or let the Trainer "
-                "optimise."
-            )
         super().start(module, step_sync)
         self._share_seed()
-        self._place(module, trains=step_sync is not None)
+        self._place(module)
 
-    def _place(self, module: nn.Module, *, trains: bool) -> None:
+    def _place(self, module: nn.Module) -> None:
         module.to(self.options.device)
         self._owner, self._model = module, _model_in(module)
         self._check_model()
         if self.options.mixed_precision == "bf16":  # norms and positions are float32 at first
             self._model.to(torch.bfloat16)
         self._make_equal()
-        self._names = self._global_names()
-        self._inside = set(map(id, self._model.state_dict(keep_vars=True).values()))
-        own = self._state()
-        shapes = {name: self._whole_shape(value) for name, value in own.items()}
-        self._shapes = {n: s for each in all_gather_object(shapes) for n, s in each.items()}
+        self._describe(self._state())
         self._config = config = self._model.config
         kept = ("finalize_model_grads_func", "variable_seq_lengths")
         self._undo += [attribute_restorer(config, name) for name in kept]
         config.finalize_model_grads_func = None  # windows are the loop's
-        forward = self._model.forward
-        self._undo.append(attribute_restorer(self._model, "forward"))
-        self._model.forward = wraps(forward)(partial(self._run_model, forward))
-        if trains:
-            from megatron.core.distributed import (
-                DistributedDataParallel,
-                DistributedDataParallelConfig,
-            )
-
-            how = DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
-            )
-            self._replica = DistributedDataParallel(config, how, self._model)
-            self._replica.zero_grad_buffer()
+        model = self._model
+        self._undo += [attribute_restorer(model, name) for name in ("forward", "set_input_tensor")]
+        model.forward = wraps(model.forward)(partial(self._run_model, model.forward))
+        given = partial(self._take_input, model.set_input_tensor)
+        model.set_input_tensor = wraps(model.set_input_tensor)(given)
 
     def _check_model(self) -> None:
-        """Check that the model is as the plugin and the precision say, and has all parameters.
+        """Check that the model is as the plugin and the precision say.
 
         Raises:
             ValueError: It is not.
@@ -348,14 +334,6 @@ class Megatron(SingleDevice):
                 "prediction of several tokens are not supported yet; for a loss per token return "
                 "the number of tokens from count_items."
             )
-        own = set(map(id, self._model.parameters()))
-        named = bare_names(self._owner, self._owner.named_parameters())
-        if others := [n for n, p in named if p.requires_grad and id(p) not in own]:
-            raise ValueError(
-                f"{', '.join(others)} are trained, but are outside the {name} of megatron-core, "
-                "whose parameters alone are divided over the processes: put them into the model, "
-                "or freeze them."
-            )
 
     def _make_equal(self) -> None:
         """Make the first replica's weights everybody's, and what divided layers have in common."""
@@ -381,43 +359,36 @@ class Megatron(SingleDevice):
             which takes the options of the groups before each step.
 
         Raises:
-            ValueError: The optimizer needs whole tensors, has parameters that the model has not, or
-                is the second one; or there is no model yet.
+            ValueError: See `DrivesOptimizer`; or trained parameters are outside the model.
         """
-        if self._replica is None:
-            raise ValueError(
-                "megatron_lm_plugin prepares a model before its optimizer: prepare the model "
-                "first, or both in one call."
-            )
-        if self._client is not None:
-            raise ValueError(
-                f"megatron_lm_plugin has one optimizer, a {type(self._client).__name__}, and was "
-                f"given another, a {type(optimizer).__name__}: put all parameters into groups of "
-                "one."
-            )
-        names = {kind.__name__ for kind in type(optimizer).__mro__} & _NEED_WHOLE_TENSORS
-        if names or is_lomo(optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} cannot update parts of divided layers, because it "
-                "needs whole tensors. Use AdamW or SGD, or train without megatron_lm_plugin."
-            )
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+
+        self._take(optimizer)
+        assert self._owner is not None
         own = set(map(id, self._model.parameters()))
-        unknown = [tuple(p.shape) for p in parameters_of([optimizer]) if id(p) not in own]
-        if unknown:
+        named = bare_names(self._owner, self._owner.named_parameters())
+        if others := [n for n, p in named if p.requires_grad and id(p) not in own]:
             raise ValueError(
-                f"The optimizer has parameters of the shapes {unknown} that "
-                f"{type(self._model).__name__} has not. Assign them to an attribute of the model."
+                f"{', '.join(others)} are trained, but are outside the "
+                f"{type(self._model).__name__} of megatron-core, whose parameters alone are "
+                "divided over the processes: put them into the model, or freeze them."
             )
-        self._client = optimizer
-        self._trains = self._trained_now()
+        how = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
+        )
+        self._replica = DistributedDataParallel(self._config, how, self._model)
         self._masters = {
             id(p): p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
             for p in parameters_of([optimizer])
             if id(p) in self._trains
         }
         self._twin = twin_of(optimizer, self._masters)
+        names = self._names()
         order = [
-            [self._names[id(p)] for p in group["params"] if id(p) in self._masters]
+            [names[id(p)] for p in group["params"] if id(p) in self._masters]
             for group in optimizer.param_groups
         ]
         # In the order of ranks, hence of stages: as one process has them.
@@ -431,6 +402,7 @@ class Megatron(SingleDevice):
         """Return the plugin's schedule in the place of `MegatronLMDummyScheduler`."""
         if not isinstance(scheduler, MegatronLMDummyScheduler):
             return scheduler
+        self._scheduled = True
         return scheduler.make(self.plugin, self._client or scheduler.optimizer)
 
     # -- the steps ---------------------------------------------------------------------------------
@@ -447,14 +419,13 @@ class Megatron(SingleDevice):
         batch, *others = args
         micro_batches = self._cut(batch)
         items = sum(micro.items for micro in micro_batches)
-        window, self._logged = self._window, []
+        self._begin_window()
+        window, self._logged, self._error = self._window, [], None
         window.reference = window.reference or items
-        window.pending = True
         if self._stages > 1:  # steps of all stages draw the same numbers
             self._seed = int(torch.randint(2**31, ()))
         losses: list[tuple[Tensor, float]] = []
-        step = partial(self._step, len(micro_batches), losses, others)
-        self._run_schedule(micro_batches, step)
+        self._run_schedule(micro_batches, partial(self._step, len(micro_batches), losses, others))
         mean = torch.zeros((), device=self.options.device)
         for loss, weight in losses:
             mean = mean + loss.detach().float() * (weight / items)
@@ -467,18 +438,30 @@ class Megatron(SingleDevice):
         """Cut a batch into micro-batches, and leave out those without items.
 
         Raises:
-            ValueError: It holds no tensor with a first dimension.
+            ValueError: The batch cannot be cut, or its parts have other items than the whole.
         """
-        size = find_batch_size(batch)
-        if size is None:
+        size = samples_in(batch)
+        if not size:
             raise ValueError(
-                "A batch has no tensor with a first dimension, along which it could be cut into "
-                f"num_micro_batches={self.plugin.num_micro_batches}: set it to 1."
+                "A batch is cut into micro-batches along the first dimension of its tensors, which "
+                "must be the same for all: let collate_fn return nothing else, and make what all "
+                "samples share, such as a mask, in training_step."
             )
         each = -(-size // min(self.plugin.num_micro_batches or 1, size))
-        parts = [_rows(batch, size, slice(at, at + each)) for at in range(0, size, each)]
+        parts = [take(batch, at, at + each) for at in range(0, size, each)]
         count: Any = getattr(self.module, "count_items", find_batch_size)
-        micros = [_MicroBatch(n, part, float(count(part))) for n, part in enumerate(parts)]
+        counts = [count(part) for part in (*parts, batch)]
+        if all(isinstance(each, Tensor) for each in counts):  # one wait for the device
+            counts = torch.stack([each.reshape(()) for each in counts]).tolist()
+        *items, whole = map(float, counts)
+        if not isclose(sum(items), whole, rel_tol=1e-5):
+            raise ValueError(
+                f"count_items gave {whole:g} for a batch, but {', '.join(f'{n:g}' for n in items)} "
+                "for its micro-batches, whose sum must be the same: count what is in each sample, "
+                "or set num_micro_batches to 1."
+            )
+        pairs = zip(parts, items, strict=True)
+        micros = [_MicroBatch(n, part, own) for n, (part, own) in enumerate(pairs)]
         return [micro for micro in micros if micro.items]
 
     def _run_schedule(self, micro_batches: Sequence[_MicroBatch], step: Callable[..., Any]) -> None:
@@ -487,17 +470,26 @@ class Megatron(SingleDevice):
         sizes = {find_batch_size(micro.batch) or 1 for micro in micro_batches}
         length = self.plugin.seq_length
         self._config.variable_seq_lengths = self._stages > 1 and (length is None or len(sizes) > 1)
+        kind = self.options.device.type
+        autocast = partial(
+            torch.autocast,
+            kind,
+            dtype=torch.get_autocast_dtype(kind),
+            enabled=torch.is_autocast_enabled(kind),
+        )
         put_back = attribute_restorer(self.module, "log")
         try:
-            get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=iter(micro_batches),
-                model=[self._replica],
-                num_microbatches=len(micro_batches),
-                seq_length=length or 1,
-                micro_batch_size=max(sizes),
-                forward_only=False,
-            )
+            # Layers that backward computes again are then computed as before.
+            with torch.autocast(kind, enabled=False):
+                get_forward_backward_func()(
+                    forward_step_func=partial(step, autocast),
+                    data_iterator=iter(micro_batches),
+                    model=[self._replica],
+                    num_microbatches=len(micro_batches),
+                    seq_length=length or 1,
+                    micro_batch_size=max(sizes),
+                    forward_only=False,
+                )
         finally:
             self._micro = None
             put_back()
@@ -507,25 +499,50 @@ class Megatron(SingleDevice):
         number: int,
         losses: list[tuple[Tensor, float]],
         others: Sequence[Any],
+        autocast: Callable[[], AbstractContextManager[Any]],
         micro_batches: Iterator[_MicroBatch],
         _model: Any,
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """Run ``training_step`` on a micro-batch, as far as this stage goes.
 
+        With stages, an error is kept for `_tell_stages`: others wait for what goes to them.
+
         Returns:
             What goes to the next stage; on the last one, the weighted loss.
         """
         self._micro = micro = next(micro_batches)
+        if self._stages == 1:
+            with autocast():
+                loss = self._loss(micro, others)
+        else:
+            try:
+                if self._error is not None:
+                    return self._nothing(), _with_nothing
+                with (
+                    autocast(),
+                    isolated_rng(mix(self._seed, micro.number)),
+                    forbid_collectives(_OTHER_STAGES),
+                ):
+                    loss = self._loss(micro, others)
+            except _StageEnded as ended:
+                return ended.output, _with_nothing
+            except Exception as error:  # noqa: BLE001 - raised on all stages
+                self._error = error
+                return self._nothing(), _with_nothing
+        losses.append((loss, micro.items))
+        weight = micro.items * number / self._window.reference  # the schedule divides by the number
+        return loss * weight, _with_nothing
+
+    def _loss(self, micro: _MicroBatch, others: Sequence[Any]) -> Tensor:
+        """Return the loss of a micro-batch.
+
+        Raises:
+            RuntimeError: ``training_step`` has not called the model once.
+            TypeError: It has returned no loss.
+        """
         module: Any = self.module
         vars(module)["log"] = self._recording(type(module).log, micro.items)
-        alike: AbstractContextManager[None] = nullcontext()
-        if self._stages > 1:
-            alike = isolated_rng(mix(self._seed, micro.number))
-        try:
-            with alike:
-                outputs = super().forward("training_step", micro.batch, *others)
-        except _StageEnded as ended:
-            return ended.output, _unused
+        outputs = super().forward("training_step", micro.batch, *others)
         if micro.calls != 1:
             raise RuntimeError(
                 f"training_step called the {type(self._model).__name__} {micro.calls} times; with "
@@ -536,17 +553,32 @@ class Megatron(SingleDevice):
                 "training_step returned None, which would skip one of the micro-batches that a "
                 "schedule needs: define count_items, and return 0 from it for what must not count."
             )
-        loss = loss_of(outputs)
-        losses.append((loss, micro.items))
-        weight = micro.items * number / self._window.reference  # the schedule divides by the number
-        return loss * weight, _with_nothing
+        return loss_of(outputs)
+
+    def _nothing(self) -> Tensor:
+        """Return what goes on after an error, with gradients of zero."""
+        if self._input is None:  # on the first stage
+            assert self._micro is not None
+            length = self.plugin.seq_length or 1
+            if self._config.sequence_parallel:
+                length = max(length // self._config.tensor_model_parallel_size, 1)
+            shape = length, find_batch_size(self._micro.batch) or 1, self._config.hidden_size
+            dtype, device = self._config.pipeline_dtype, self.options.device
+            return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+        nothing = self._input * 0
+        return nothing.float().sum() if self._is_last else nothing
+
+    def _take_input(self, take: Callable[..., Any], inputs: Any) -> Any:
+        """Take the place of the model's ``set_input_tensor``."""
+        self._input = inputs[0] if isinstance(inputs, list) else inputs
+        return take(inputs)
 
     def _recording(self, log: Callable[..., Any], items: float) -> Callable[..., None]:
         """Return what stands for ``log`` in a schedule: values have the items as their weight.
 
         Only the last stage logs: the others get its values afterwards.
         """
-        module = self.module
+        module: Any = self.module
 
         def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             if not self._is_last:
@@ -559,29 +591,39 @@ class Megatron(SingleDevice):
             finally:
                 vars(module)["log"] = own
             if self._stages > 1:
-                self._logged.append((name, value, args, kwargs))
+                self._logged.append((name, _path_in(module, name, value), value, args, kwargs))
 
         return record
 
     def _tell_stages(self, mean: Tensor) -> Tensor:
-        """Give all stages the loss of the last one, and log what it has logged."""
-        states = self._states
-        source = states.get_pipeline_model_parallel_last_rank()
-        group = states.get_pipeline_model_parallel_group()
-        dist.broadcast(mean, src=source, group=group)
-        parts = {id(part): name for name, part in self.module.named_modules()}
-        sent = [
-            (name, *_described(name, value, parts), args, kwargs)
-            for name, value, args, kwargs in self._logged
-        ]
-        told: list[Any] = [sent]
-        dist.broadcast_object_list(told, src=source, group=group)
-        if not self._is_last:
-            module: Any = self.module
-            for name, path, value, args, kwargs in told[0]:
-                shown = value if path is None else module.get_submodule(path)
-                module.log(name, shown, *args, **kwargs)
-        return mean
+        """Give all stages the loss of the last one, and log what it has logged.
+
+        Raises:
+            Exception: The error of this stage.
+            RuntimeError: Another stage has failed.
+        """
+        group = self._states.get_pipeline_model_parallel_group()
+        error = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        told: list[Any] = [None] * self._stages
+        own = [(*place, _shown(value), args, kw) for *place, value, args, kw in self._logged]
+        dist.all_gather_object(told, (error, mean.item(), own), group=group)
+        failed = next((stage for stage, (error, *_) in enumerate(told) if error is not None), None)
+        if failed == self._stage:  # the stages after it have got nothing that they could use
+            assert self._error is not None
+            raise self._error
+        if failed is not None:
+            raise RuntimeError(
+                f"Rank {dist.get_global_rank(group, failed)} failed while the others waited for "
+                f"it: {told[failed][0]}"
+            )
+        if self._is_last:
+            return mean
+        _, loss, logged = told[-1]
+        module: Any = self.module
+        for name, path, value, args, kwargs in logged:
+            shown = value if path is None else module.get_submodule(path)
+            module.log(name, shown, *args, **kwargs)
+        return torch.full_like(mean, loss)
 
     def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the place of the model's ``forward``."""
@@ -596,9 +638,19 @@ class Megatron(SingleDevice):
             if self._stages > 1:  # each stage drops other values; see `_step`
                 seed_local(mix(self._seed, self._micro.number, 1 + self._stage))
             output = forward(*args, **kwargs)
-        if not self._is_last:
-            raise _StageEnded(output)
-        return output
+        if self._is_last:
+            return output
+        length = self.plugin.seq_length
+        if self._config.sequence_parallel and length:
+            length //= self._config.tensor_model_parallel_size
+        if not self._config.variable_seq_lengths and len(output) != length:
+            raise ValueError(
+                f"seq_length of megatron_lm_plugin is {self.plugin.seq_length}, but a micro-batch "
+                f"goes to the next stage as a tensor of the shape {tuple(output.shape)}, whose "
+                f"first dimension should be {length}: set it to the length of all sequences, or "
+                "leave it out."
+            )
+        raise _StageEnded(output)
 
     def _run_stages(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run all stages outside a schedule, one after the other; all get the last one's output.
@@ -644,8 +696,8 @@ class Megatron(SingleDevice):
         """Accumulate the gradients of a batch; in a schedule, learn their factor."""
         if self._window.ended:
             self.optimizer_zero_grad()
+        self._begin_window()
         window = self._window
-        window.pending = True
         loss.backward(*args, **kwargs)
         if window.loss is not None:
             applied = window.loss.grad
@@ -666,9 +718,15 @@ class Megatron(SingleDevice):
         """Contribute zero gradients."""
         if stats is None:
             return 0.0
-        self._window.pending = True
+        self._begin_window()
         self._end_window()
         return self.sync_stats(stats)
+
+    def _begin_window(self) -> None:
+        """Drop gradients of the user's own backward passes before the first one of a window."""
+        if not self._window.pending and self._replica is not None:
+            self._replica.zero_grad_buffer()
+        self._window.pending = True
 
     def _end_window(self) -> None:
         """Reduce the gradients of a window; collective, once a window."""
@@ -677,44 +735,23 @@ class Megatron(SingleDevice):
             return
         from megatron.core.distributed import finalize_model_grads
 
-        window.ended = window.pending = True
+        window.ended = True
         if window.scale is not None:
             self._replica.scale_gradients(window.scale)
         finalize_model_grads([self._replica])
 
-    def sync_stats(self, stats: StepStats) -> float | Tensor:
-        """All-reduce the step stats of a window."""
-        total = self.step_sync.sync_vector(stats)
-        sum_numbers(total)
-        return self.step_sync.count(total)
-
-    def check_unknown_parameters(self) -> None:
-        """Check that the same parameters are trained as at the start.
+    def begin_epoch(self) -> None:
+        """Check that the same parameters are trained, and that the plugin's schedule is used.
 
         Raises:
-            RuntimeError: Some were added, frozen or unfrozen.
+            ValueError: It is not.
         """
-        if self._client is None:
-            return
-        now = self._trained_now()
-        if now != self._trains:
-            assert self._owner is not None
-            named = bare_names(self._owner, self._owner.named_parameters())
-            changed = [name for name, p in named if (id(p) in now) != (id(p) in self._trains)]
-            raise RuntimeError(
-                f"{', '.join(changed) or 'Parameters'} were added, frozen or unfrozen after "
-                "megatron-core has made its buffers of gradients: decide what is trained in "
-                "configure_model or configure_optimizers, or before prepare."
+        super().begin_epoch()
+        if not self._scheduled and (asked := self.plugin.of_schedule()):
+            raise ValueError(
+                f"megatron_lm_plugin has {', '.join(asked)}, which nothing follows: return "
+                "MegatronLMDummyScheduler(optimizer) from configure_optimizers, or leave them out."
             )
-
-    def _trained_now(self) -> set[int]:
-        """Return the ids of the trained parameters of the optimizer."""
-        assert self._client is not None
-        return {id(p) for p in parameters_of([self._client]) if p.requires_grad}
-
-    def begin_epoch(self) -> None:
-        """See `check_unknown_parameters`."""
-        self.check_unknown_parameters()
 
     # -- the update --------------------------------------------------------------------------------
 
@@ -729,18 +766,20 @@ class Megatron(SingleDevice):
             "parameter.main_grad is this process's, before its loss weight."
         )
 
-    def _gradients(self, parameters: Iterable[Any]) -> list[Tensor]:
-        """Return the reduced gradients, in float32."""
+    def _reduced(self, parameters: Iterable[Any]) -> list[Any]:
+        """Return trained parameters with reduced gradients; none in a window without a loss."""
         self._end_window()
-        return [p.main_grad for p in parameters if id(p) in self._trains]
+        if not self._window.pending and hasattr(self, "step_sync"):  # in a fit
+            return []
+        return [p for p in parameters if id(p) in self._trains]
 
     def scale_gradients_(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
         """Multiply all gradients by a number or a tensor of shape (), in place."""
-        scale_(self._gradients(parameters), factor)
+        scale_(map(_GRADIENT, self._reduced(parameters)), factor)
 
     def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
         """Return whether a gradient is NaN or infinite on any process."""
-        here = find_non_finite(self._gradients(parameters))
+        here = find_non_finite(map(_GRADIENT, self._reduced(parameters)))
         anywhere = torch.zeros(1, device=self.options.device) + (0.0 if here is None else here)
         sum_numbers(anywhere)
         flag = anywhere[0].clamp(max=1.0)
@@ -756,8 +795,7 @@ class Megatron(SingleDevice):
         """
         from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
-        chosen: list[Any] = [p for p in parameters if id(p) in self._trains]
-        gradients = self._gradients(chosen)
+        chosen = self._reduced(parameters)
         own = [
             p.main_grad
             for p in chosen
@@ -774,14 +812,15 @@ class Megatron(SingleDevice):
             dist.all_reduce(total, group=group)
             total = total ** (1 / norm_type)
         whole = total[0].float()
-        scale_(gradients, (max_norm / (whole + 1e-6)).clamp(max=1.0))  # as in torch
+        factor = (max_norm / (whole + 1e-6)).clamp(max=1.0)  # as in torch
+        scale_(map(_GRADIENT, chosen), factor)
         self._window.clipped = True
         return whole
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], max_value: float) -> None:
         """Limit the magnitude of each element of the gradients."""
-        for gradient in self._gradients(parameters):
-            gradient.clamp_(-max_value, max_value)
+        for parameter in self._reduced(parameters):
+            parameter.main_grad.clamp_(-max_value, max_value)
         self._window.clipped = True
 
     @torch.no_grad()
@@ -789,29 +828,22 @@ class Megatron(SingleDevice):
         """Make an update, clipped by the plugin's norm if nothing else has clipped it."""
         self.check_unknown_parameters()
         parameters = parameters_of([optimizer])
-        self._end_window()
         if self.plugin.gradient_clipping and not self._window.clipped:
             self.clip_grad_norm_(parameters, self.plugin.gradient_clipping)
-        for own, group in zip(self._twin.param_groups, self._groups(optimizer), strict=True):
-            own.update({key: value for key, value in group.items() if key != "params"})
+        self._give_options(self._twin)
         for name in ("grad_scale", "found_inf"):  # by which a fused optimizer skips an update
             vars(self._twin).pop(name, None)
             if name in vars(optimizer):
                 setattr(self._twin, name, vars(optimizer)[name])
-        trained: list[Any] = [p for p in parameters if id(p) in self._masters]
-        for parameter in trained:
+        updated = self._reduced(parameters)
+        for parameter in updated:
             self._masters[id(parameter)].grad = parameter.main_grad
         self._twin.step()
-        for parameter in trained:
+        for parameter in updated:
             master = self._masters[id(parameter)]
             master.grad = None
             if master is not parameter:
                 parameter.copy_(master)
-
-    def _groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Return the user's groups that have trained parameters."""
-        groups = optimizer.param_groups
-        return [g for g in groups if any(id(p) in self._masters for p in g["params"])]
 
     def optimizer_zero_grad(self, optimizer: Optimizer | None = None) -> None:  # noqa: ARG002 - there is one
         """Drop the gradients."""
@@ -821,32 +853,40 @@ class Megatron(SingleDevice):
 
     # -- state -------------------------------------------------------------------------------------
 
-    def _global_names(self) -> dict[int, str]:
-        """Return the names that the model's tensors have where one process has all layers."""
-        renamed: dict[str, str] = {}  # of layers, which each stage numbers from 0
-        assert self._owner is not None
-        prefix = next(n for n, p in self._owner.named_modules() if p is self._model)
-        for path, part in self._owner.named_modules():
+    def _state(self) -> dict[str, Tensor]:
+        """Return this process's tensors by the names that they have in the whole model."""
+        owner = self._owner
+        assert owner is not None
+        layers: dict[str, str] = {}  # each stage numbers its own from 0
+        for path, part in bare_names(owner, owner.named_modules(remove_duplicate=False)):
             parent, _, index = path.rpartition(".")
             number = getattr(part, "layer_number", None)
             if index.isdecimal() and number is not None:
-                renamed[path + "."] = f"{parent}.{number - 1}."
-        names = {}
-        for name, tensor in self._owner.state_dict(keep_vars=True).items():
-            if not isinstance(tensor, Tensor):
+                layers[path + "."] = f"{parent}.{number - 1}."
+        state = {}
+        for name, tensor in bare_names(owner, owner.state_dict(keep_vars=True).items()):
+            if not isinstance(tensor, Tensor) or name.endswith("_extra_state"):
                 continue
-            layer = next((path for path in renamed if name.startswith(path)), "")
-            whole = renamed.get(layer, "") + name.removeprefix(layer)
+            layer = next((path for path in layers if name.startswith(path)), "")
+            whole = layers.get(layer, "") + name.removeprefix(layer)
             if _is_copy(tensor):
-                whole = f"{prefix}.embedding.word_embeddings.weight".removeprefix(".")
-            names[id(tensor)] = next(bare_names(self._owner, [(whole, None)]))[0]
-        return names
+                whole = whole.replace("output_layer.weight", "embedding.word_embeddings.weight")
+            state[whole] = tensor
+        return state
 
-    def _state(self) -> dict[str, Tensor]:
-        """Return this process's tensors by their names in the whole model."""
-        assert self._owner is not None
-        tensors = self._owner.state_dict(keep_vars=True).values()
-        return {self._names[id(t)]: t for t in tensors if isinstance(t, Tensor)}
+    def _names(self) -> dict[int, str]:
+        """Return the first name of each tensor by its id."""
+        return {id(tensor): name for name, tensor in reversed(self._state().items())}
+
+    def _describe(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+        """Learn the shapes of whole weights; return the dtypes in a checkpoint; collective."""
+        here = {
+            name: (self._whole_shape(tensor), self._masters.get(id(tensor), tensor).dtype)
+            for name, tensor in own.items()
+        }
+        known = {name: each for every in all_gather_object(here) for name, each in every.items()}
+        self._shapes = {name: shape for name, (shape, _) in known.items()}
+        return {name: dtype for name, (_, dtype) in known.items()}
 
     def _whole_shape(self, tensor: Any) -> tuple[int, ...]:
         shape = list(tensor.shape)
@@ -882,8 +922,6 @@ class Megatron(SingleDevice):
         """
         whole = torch.zeros(self._shapes[name], dtype=dtype, device=self.options.device)
         writes = part is not None and self.data_rank == 0 and not _is_copy(like)
-        if writes and id(like) not in self._inside:  # all stages have it, the last one uses it
-            writes = self._is_last
         if writes and (_is_divided(like) or self._tp_rank == 0):
             assert part is not None
             for here, there in self._chunks(like, part, whole):
@@ -908,37 +946,36 @@ class Megatron(SingleDevice):
         They are the float32 ones that the optimizer updates.
         """
         own = self._state()
-        kept = {name: self._masters.get(id(tensor), tensor) for name, tensor in own.items()}
-        here = {name: tensor.dtype for name, tensor in kept.items()}
-        dtypes = {n: d for each in all_gather_object(here) for n, d in each.items()}
+        dtypes = self._describe(own)
+        inside = set(map(id, self._model.state_dict(keep_vars=True).values()))
+        kept = {
+            name: self._masters.get(id(tensor), tensor)
+            for name, tensor in own.items()
+            if id(tensor) in inside or self._is_last  # all stages have it, the last one uses it
+        }
         whole = {
-            name: self._gathered(name, own.get(name), kept.get(name), dtypes[name])
-            for name in self._shapes
+            name: self._gathered(name, own.get(name), kept.get(name), dtype)
+            for name, dtype in dtypes.items()
         }
         return whole if self.options.rank == 0 else {}
 
     @torch.no_grad()
     def load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:  # noqa: ARG002 - there is one
         """Copy this process's parts of whole weights into the model."""
-        for name, tensor in self._state_with_copies():
+        for name, tensor in self._state().items():
             if name in weights:
                 part = self._part_of(tensor, weights[name])
                 tensor.copy_(part)
                 if id(tensor) in self._masters:
                     self._masters[id(tensor)].copy_(part)
 
-    def _state_with_copies(self) -> Iterator[tuple[str, Tensor]]:
-        assert self._owner is not None
-        for tensor in self._owner.state_dict(keep_vars=True).values():
-            if isinstance(tensor, Tensor):
-                yield self._names[id(tensor)], tensor
-
     def _stepped(self) -> Iterator[tuple[str, Any, Tensor]]:
         """Yield the name of each trained parameter, it, and the tensor that is updated."""
         assert self._client is not None
+        names = self._names()
         for parameter in parameters_of([self._client]):
             if id(parameter) in self._masters:
-                yield self._names[id(parameter)], parameter, self._masters[id(parameter)]
+                yield names[id(parameter)], parameter, self._masters[id(parameter)]
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state on rank 0, as one process has it; collective."""
@@ -989,13 +1026,18 @@ class Megatron(SingleDevice):
         )
         numbers = self._numbers()
         self._twin.state.clear()
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for name, parameter, master in self._stepped():
-            saved = state["state"].get(numbers[name], {})
             loaded = {}
-            for key, value in saved.items():
-                loaded[key] = value.clone() if isinstance(value, Tensor) else value
-                if isinstance(value, Tensor) and value.ndim and value.shape == self._shapes[name]:
+            for key, value in state["state"].get(numbers[name], {}).items():
+                loaded[key] = value
+                if not isinstance(value, Tensor):
+                    continue
+                if value.ndim and value.shape == self._shapes[name]:
                     loaded[key] = self._part_of(parameter, value)
+                else:
+                    on_host = keeps_on_host(key, groups[id(parameter)])
+                    loaded[key] = value.to(value.device if on_host else master.device, copy=True)
             if loaded:
                 self._twin.state[master] = loaded
 
@@ -1038,41 +1080,39 @@ class Megatron(SingleDevice):
         """Leave the model to other engines."""
         while self._undo:
             self._undo.pop()()
+        if self._replica is not None:
+            self._replica.grad_accs.clear()  # the hooks that take gradients
+            for parameter in self._replica.params_with_grad:
+                del parameter.main_grad, parameter.grad_added_to_main_grad
         self._replica = None
-
-
-def _unused(_: Tensor) -> Any:
-    raise AssertionError("only the last stage has a loss")
 
 
 def _with_nothing(loss: Tensor) -> tuple[Tensor, dict[str, Any]]:
     return loss, {}
 
 
-def _rows(batch: Any, size: int, rows: slice) -> Any:
-    """Return rows of the tensors of a batch that have as many as it; others are shared."""
-    return map_tree(
-        lambda leaf: (
-            leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size else leaf
-        ),
-        batch,
-    )
+def _shown(value: Any) -> Any:
+    """Return a logged value as it is sent: numbers alone; each stage has its metric objects."""
+    if hasattr(value, "compute"):
+        return None
+    return value.item() if isinstance(value, Tensor) else value
 
 
-def _described(name: str, value: Any, parts: Mapping[int, str]) -> tuple[str | None, Any]:
-    """Return the place of a logged metric object in the module, or a logged number.
+def _path_in(module: nn.Module, name: str, value: Any) -> str | None:
+    """Return the place of a logged metric object in the module; None for a number.
 
     Raises:
         TypeError: It is an object that is not part of the module.
     """
     if not hasattr(value, "compute"):
-        return None, value.item() if isinstance(value, Tensor) else value
-    if id(value) not in parts:
-        raise TypeError(
-            f"The metric {name!r} is a {type(value).__name__} that is not an attribute of the "
-            "module, where the other stages could find theirs: assign it in __init__."
-        )
-    return parts[id(value)], None
+        return None
+    for path, part in module.named_modules():
+        if part is value:
+            return str(path)
+    raise TypeError(
+        f"The metric {name!r} is a {type(value).__name__} that is not an attribute of the "
+        "module, where the other stages could find theirs: assign it in __init__."
+    )
 
 
 def _note(value: Any, parameter: Tensor) -> Any:

@@ -64,7 +64,7 @@ from trainer.optim.configure import OptimizerEntry, SchedulerEntry, names_of, re
 from trainer.optim.finite import FiniteGuard
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.optim.weighting import LossWeighting
-from trainer.rng import mix, seed_generators
+from trainer.rng import load_rng_state, mix, rng_state, seed_generators
 from trainer.signatures import without_batch_idx
 from trainer.state import PartialState
 
@@ -451,7 +451,7 @@ def _errors_of(calls: Sequence[Callable[[], Any]]) -> list[BaseException]:
 
 def choose_start(
     context: RunContext, ckpt_path: Any, module: TrainModule, datamodule: Any
-) -> Path | None:
+) -> tuple[Path | None, Path | None]:
     """Return the checkpoint that a fit resumes from, and restore the datamodule; collective.
 
     This is called before the loaders are created, since they may depend on the datamodule's state.
@@ -465,7 +465,8 @@ def choose_start(
         datamodule: The user's datamodule, or None.
 
     Returns:
-        The checkpoint to resume from; None for a new run.
+        The checkpoint to resume from; None for a new run. And one whose weights `start_fit` loads,
+        since only an engine that divides layers can.
 
     Raises:
         ValueError: The folder has another run's checkpoints, arguments differ between ranks, or
@@ -485,14 +486,16 @@ def choose_start(
     chosen = context.choose(ckpt_path, sweeps=True)
     if chosen is not None and ckpt_path not in WORDS and holds_weights_only(chosen):
         context.project.check_fresh(context.roots())
-        on_all(partial(load_weights, module, chosen), "fit")
         context.accelerator.print(f"Starting a new run with the weights of {chosen}.")
-        return None
+        if context.accelerator.engine.divides_layers:
+            return None, chosen
+        on_all(partial(load_weights, module, chosen), "fit")
+        return None, None
     if chosen is not None:
         if _may_rewind(ckpt_path):
             context.project.check_branch(chosen, context.roots())
         load_datamodule(datamodule, chosen)
-    return chosen
+    return chosen, None
 
 
 def _may_rewind(ckpt_path: Any) -> bool:
@@ -626,13 +629,16 @@ def _reaches_validation(context: RunContext, data: FitData) -> bool:
     )
 
 
-def start_fit(context: RunContext, run: FitRun, chosen: Path | None, ckpt_path: Any) -> None:
+def start_fit(
+    context: RunContext, run: FitRun, chosen: Path | None, weights: Path | None, ckpt_path: Any
+) -> None:
     """Restore a fit from its checkpoint, if any, and start the local record and the trackers.
 
     Args:
         context: What the run is made of.
         run: The fit at its start.
         chosen: The checkpoint to resume from; None for a new run.
+        weights: One whose weights a new run starts with, if they are not loaded yet.
         ckpt_path: The argument of `Trainer.fit`.
 
     Raises:
@@ -651,6 +657,10 @@ def start_fit(context: RunContext, run: FitRun, chosen: Path | None, ckpt_path: 
         if run.warns and not lasts:
             context.accelerator.print("There is nothing to do: max_epochs or max_steps is 0.")
         run.recorder.begin_anew()
+        if weights is not None:
+            on_all(partial(load_weights, run.module, weights, run.engine), "fit")
+        if run.data_size < run.world_size:  # parts of one model may have drawn other numbers
+            load_rng_state(broadcast_object(rng_state()))
         if run.data_rank > 0:
             # Rank 0 draws the same random numbers as a single process. The other ranks are seeded
             # differently, so that their dropout masks differ, except where they read the same data.

@@ -294,8 +294,9 @@ class AcceleratedOptimizer(Optimizer):
         """
         if closure is not None:
             raise ValueError(
-                "step was called with a closure, which DeepSpeed's step does not call: call "
-                "backward, and then step() without one."
+                "step was called with a closure, which the library that makes the updates "
+                "(DeepSpeed, megatron-core) does not call: call backward, and then step() without "
+                "one."
             )
         if self.before_step is not None:
             self.before_step(self)

@@ -87,6 +87,16 @@ def _as_saved(saved: Any, loaded: Any, had: torch.dtype) -> Any:
     return loaded
 
 
+def keeps_on_host(key: str, group: Mapping[str, Any]) -> bool:
+    """Return whether torch keeps a state on the CPU wherever its parameter is: the step count.
+
+    Args:
+        key: The name of the state.
+        group: The parameter group.
+    """
+    return key == "step" and not (group.get("fused") or group.get("capturable"))
+
+
 def place_state(optimizer: Optimizer) -> None:
     """Move an optimizer's state to the devices of its parameters.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import runpy
 import shutil
@@ -11,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback, GradientNormMonitor
+from callbacks import Callback, GradientNormMonitor, ModelCheckpoint
 from tests.helpers.megatron import cuda_on_cpu, gpt
 from tests.helpers.ranks import RankError
 from trainer import Accelerator, MegatronLMPlugin, Trainer, TrainModule
@@ -104,6 +107,7 @@ def fit(
     kind: type[Net] = Net,
     data: Any = DATA,
     batch: int = 8,
+    returns_module: bool = False,
     **options: Any,
 ) -> Any:
     """Train on batches that are as large over all replicas; without a layout on one process."""
@@ -132,6 +136,8 @@ def fit(
     each = batch // own.accelerator.engine.data_size
     loaders = DataLoader(data, each, shuffle=shuffle), DataLoader(data, each)
     own.fit(model, *loaders, ckpt_path=resumes)
+    if returns_module:
+        return model
     metrics = {name: float(value) for name, value in own.callback_metrics.items()}
     predicted = None
     if options.get("max_steps") is None:
@@ -193,9 +199,46 @@ class Plain(Net):
         return self.losses(tokens).mean()
 
 
+class Changing(Net):
+    """A buffer that each step replaces, a second name of the layers, and gradients of a hook.
+
+    Weights that are frozen at first are trained, and a hook changes the gradients of an update.
+    """
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.layers = self.model.decoder
+        self.register_buffer("calls", torch.zeros(()))
+        for parameter in self.layers.parameters():
+            parameter.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        self.requires_grad_(True)
+        return super().configure_optimizers()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        sum(parameter.sum() for parameter in self.parameters()).backward()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            getattr(parameter, "main_grad", parameter.grad).mul_(0.5)
+
+    def on_train_step_end(self) -> None:
+        self.calls = self.calls + 1
+
+
+class Skips(Net):
+    """The second and third batches are skipped, which one update is made of."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx in (2, 3) else super().training_step(batch, batch_idx)
+
+
 @pytest.mark.parametrize(
     ("kind", "layout", "options"),
     [
+        (Changing, "pp2", {}),
+        (Skips, "tp2", {"gradient_accumulation_steps": 2}),
         (Tied, "tp2, pp2", {"gradient_accumulation_steps": 5}),
         (Plain, "pp2", {"max_grad_norm": 0.1}),
         (Nan, "pp2", {"non_finite": "skip"}),
@@ -221,6 +264,36 @@ def test_bfloat16_trains_alike_and_float32_weights_are_updated(ranks2, ranks, tm
     found = ranks2(lambda: run(tmp_path / "many", layout, mixed_precision="bf16"))
     torch.testing.assert_close(found[0][0], expected[0], rtol=0, atol=3e-2)
     assert {each.dtype for each in found[0][0].values()} == {torch.float32}
+    again = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    layout = {**layout, **again, "recompute_num_layers": 1}
+    same = ranks2(lambda: run(tmp_path / "again", layout, mixed_precision="bf16"))
+    torch.testing.assert_close(same[0][0], found[0][0], rtol=0, atol=0)
+
+
+class Draws(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trainer.drawn = float(torch.rand(()))
+        return super().training_step(batch, batch_idx)
+
+
+class Drawn(Callback):
+    def __init__(self) -> None:
+        self.numbers: list[float] = []
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.numbers.append(trainer.drawn)
+
+
+def test_stages_draw_the_same_numbers_without_a_seed(ranks2, tmp_path):
+    def numbers() -> list[float]:
+        torch.manual_seed(dist.get_rank())
+        drawn, layout = Drawn(), LAYOUTS["pp2"][1]
+        run(tmp_path, layout, Draws, callbacks=[drawn], seed=None, max_steps=1)
+        return drawn.numbers
+
+    first, second = ranks2(numbers)
+    assert first == second
+    assert len(first) == 1
 
 
 # -- checkpoints --------------------------------------------------------------------------------
@@ -308,6 +381,53 @@ def test_saved_weights_are_evaluated_on_another_layout(ranks, ranks2, tmp_path):
 
     trained = ranks2(train)
     assert ranks2(validate) == pytest.approx(trained, abs=1e-6)
+
+
+def test_a_run_starts_with_saved_weights_on_another_layout(ranks2, tmp_path):
+    def weights(layout: str, **options: Any) -> Any:
+        return run(tmp_path / layout, LAYOUTS[layout][1], Tied, mixed_precision="bf16", **options)
+
+    saving = ModelCheckpoint(save_weights_only=True)
+    trained = ranks2(lambda: weights("tp2", callbacks=[saving]))[0][0]
+    (path,) = (tmp_path / "tp2" / "checkpoints").glob("step-*")
+    started = ranks2(lambda: weights("pp2", ckpt_path=path, max_epochs=0))[0][0]
+    torch.testing.assert_close(started, trained, rtol=0, atol=0)
+
+
+class Averaged(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.NAdam(self.parameters(), 1e-3)  # a state without dimensions
+
+
+class Moves(Callback):
+    """Loads the optimizer's state where the weights are on another device."""
+
+    devices: Any = None
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        engine, (optimizer,) = trainer._fit.engine, trainer.optimizers
+        state, masters = optimizer.state_dict(), engine._masters
+        engine._masters = {key: each.to("meta") for key, each in engine._masters.items()}
+        engine.load_optimizer_state_dict(optimizer.optimizer, state)
+        (self.devices,) = {
+            (values["step"].device.type, values["mu_product"].device.type)
+            for values in engine._twin.state.values()
+        }
+        engine._masters = masters
+
+
+def test_a_loaded_state_goes_to_its_weights_and_the_model_is_left_as_it_was(ranks, tmp_path):
+    def devices() -> Any:
+        moves = Moves()
+        module = run(tmp_path, {}, Averaged, callbacks=[moves], max_steps=1, returns_module=True)
+        with cuda_on_cpu():
+            module.losses(TOKENS[:2]).mean().backward()
+        parameters = list(module.parameters())
+        assert not any(hasattr(each, "main_grad") for each in parameters)
+        assert all(each.grad is not None for each in parameters)
+        return moves.devices
+
+    assert ranks(1)(devices) == [("cpu", "meta")]
 
 
 # -- bad numbers, schedules, loops of your own --------------------------------------------------
@@ -430,9 +550,11 @@ def test_the_example_trains_and_resumes_on_another_layout(ranks2, tmp_path):
     stages = {"MEGATRON_LM_PP_DEGREE": "2", "MEGATRON_LM_NUM_MICRO_BATCHES": "4"}
     ranks2(lambda: example(2, **stages))
     ranks2(lambda: example(4, MEGATRON_LM_TP_DEGREE="2"))
-    assert {each.name for each in (tmp_path / "run" / "checkpoints").glob("step-*")} == {
-        "step-00000004"
-    }
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if "val/loss" in record]
+    assert [record["step"] for record in records] == [2, 4]
+    first, second = (record["val/loss"] for record in records)
+    assert second < first < 1.05 * math.log(128)  # that of guesses is log(128)
 
 
 # -- what cannot work is refused ----------------------------------------------------------------
@@ -466,6 +588,48 @@ class Twice(Net):
         return super().mean(tokens) + super().mean(tokens)
 
 
+class ScheduleFree(torch.optim.SGD):
+    def train(self) -> None: ...
+    def eval(self) -> None: ...
+
+
+class Free(Net):
+    def configure_optimizers(self) -> Any:
+        return ScheduleFree(self.parameters(), 0.1)
+
+
+class Gathers(Net):
+    def mean(self, tokens: Tensor) -> Tensor:
+        return self.trainer.accelerator.gather(super().mean(tokens)).mean()
+
+
+class Fails(Net):
+    """On one stage alone."""
+
+    last = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.last:
+            self.mean(batch[0])
+        if self.last or self.model.pre_process:
+            raise KeyError("of one stage")
+        return self.mean(batch[0])
+
+
+class FailsFirst(Fails):
+    last = False
+
+
+class Rounds(Net):
+    def count_items(self, batch: Any) -> int:
+        return len(batch[0]) // 3
+
+
+class Shares(Net):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [*batch, torch.ones(3)]
+
+
 class Without(Net):
     def configure_model(self) -> None:
         self.model = torch.nn.Linear(2, 2)
@@ -477,6 +641,34 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any], str]] = {
     "no model": (Without, {}, {}, "Without has none of the models of megatron-core"),
     "optimizers": (Two, {}, {}, "megatron-core has one optimizer"),
     "Adafactor": (Adafactor, {}, {}, "Adafactor cannot update the parts"),
+    "schedule-free": (Free, {}, {}, "ScheduleFree has other weights for the evaluation"),
+    "collectives": (
+        Gathers,
+        LAYOUTS["pp2"][1],
+        {},
+        "gather is called in training_step, but with pp_degree above 1",
+    ),
+    "an error of the last stage": (
+        Fails,
+        LAYOUTS["pp2"][1],
+        {},
+        "Rank 1 failed while the others waited for it: KeyError: 'of one stage'",
+    ),
+    "an error of the first stage": (
+        FailsFirst,
+        LAYOUTS["pp2"][1],
+        {},
+        "Rank 0 failed while the others waited for it: KeyError: 'of one stage'",
+    ),
+    "sequence length": (
+        Net,
+        {"pp_degree": 2, "seq_length": 4},
+        {},
+        "seq_length of megatron_lm_plugin is 4, but a micro-batch goes",
+    ),
+    "items": (Rounds, {"num_micro_batches": 2}, {}, "count_items gave 1 for a batch, but 0, 0"),
+    "shared tensors": (Shares, {"num_micro_batches": 2}, {}, "which must be the same for all"),
+    "schedule": (Net, {"lr_decay_iters": 5}, {}, "has lr_decay_iters, which nothing follows"),
     "gradients read": (
         Net,
         {},
@@ -507,8 +699,9 @@ def test_what_cannot_work_is_refused_by_name(ranks2, what, tmp_path):
     kind, layout, options, message = REFUSED[what]
     if what == "the model's sizes":
         layout = {"tp_degree": 2}
-    with pytest.raises(RankError, match=message):
+    with pytest.raises(RankError, match=message) as caught:
         ranks2(lambda: run(tmp_path, layout, kind, **options))
+    assert "still waiting" not in str(caught.value)
 
 
 def test_it_needs_cuda(ranks2):

@@ -763,7 +763,7 @@ class Megatron(DrivesOptimizer):
         """
         raise NotImplementedError(
             "gradient: the processes have gradients of other layers, or of parts of them. "
-            "parameter.main_grad is this process's, before its loss weight."
+            "parameter.main_grad is this process's."
         )
 
     def _reduced(self, parameters: Iterable[Any]) -> list[Any]:
@@ -1081,7 +1081,8 @@ class Megatron(DrivesOptimizer):
         while self._undo:
             self._undo.pop()()
         if self._replica is not None:
-            self._replica.grad_accs.clear()  # the hooks that take gradients
+            self._replica.param_to_bucket_group.clear()  # whose gradients its hooks take
+            self._replica.grad_accs.clear()
             for parameter in self._replica.params_with_grad:
                 del parameter.main_grad, parameter.grad_added_to_main_grad
         self._replica = None

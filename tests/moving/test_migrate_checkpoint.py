@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainer.lightning as L
 from tests.numerics.running import copy_of
 from trainer import Trainer, TrainModule
+from trainer.checkpoint.parts import Reader
 from trainer.cli import main
 from trainer.errors import CheckpointError
 from trainer.lightning import convert_checkpoint
@@ -217,6 +218,22 @@ def test_a_file_with_weights_alone_gives_a_checkpoint_of_weights(capsys):
     trainer = Trainer(max_epochs=1, project_dir="run", progress_bar=False)
     trainer.fit(fresh, loader(), ckpt_path="weights")
     assert trainer.global_step == BATCHES
+
+
+def test_batches_inside_an_epoch_are_those_of_all_processes():
+    saved_by_a_plain_loop(2, Path("two.ckpt"))
+    content = torch.load("two.ckpt", weights_only=True)
+    fit = content["loops"]["fit_loop"]
+    fit["epoch_loop.batch_progress"].update(
+        current={"ready": 3, "started": 3, "processed": 2, "completed": 2}, is_last_batch=False
+    )
+    fit["epoch_progress"]["current"] = {"ready": 2, "started": 2, "processed": 1, "completed": 1}
+    torch.save(content, "within.ckpt")
+    made = convert_checkpoint("within.ckpt", num_processes=4)
+    counters = Reader.open(made.path).tree("trainer")["counters"]
+    assert (counters["epoch"], counters["epoch_complete"]) == (1, False)
+    assert counters["epoch_batches"] == 2 * 4  # the third batch was not processed
+    assert counters["batches_seen"] == 2 * BATCHES * 4
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,7 @@ def test_what_not_all_processes_would_call_is_listed_and_what_classes_inherit(ca
     assert "get_state_dict in a block of one process" in told[16]
     assert "Module.validation_epoch_end is never called" in told[24]
     assert "self.log in a block of one process" in told[26]
-    assert "ModelCheckpoint has no argument 'period'; it has dirpath, filename" in told[29]
+    assert told[29].startswith("pytorch_lightning.callbacks.ModelCheckpoint has no argument 'peri")
     assert told[30].startswith("strategy is 'xla'; it must be")
 
 

@@ -253,7 +253,8 @@ class _Finder(cst.CSTVisitor):
             return
         for name in given.keys() - takes.keys():
             names = ", ".join(takes)
-            self._add(given[name], f"{path} has no argument {name!r}; it has {names}.")
+            what = f"{original(path)} has no argument {name!r}; it has {names}."
+            self._add(given[name], what)
 
     def _see_method(self, node: cst.Call, func: cst.Attribute, given: dict[str, cst.Arg]) -> None:
         owner, name = dotted(func.value), func.attr.value

@@ -265,7 +265,7 @@ class Accelerator:
                 **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
             )
             if self.state.is_main_process:
-                warn_of_old_kernel()
+                _warn_of_surroundings(window)
             self.precision = Precision(
                 self.state.mixed_precision,
                 self.state.device,
@@ -979,6 +979,10 @@ class Accelerator:
         """Enable the gradient all-reduce in backward although forward ran under `no_sync`."""
         return self.engine.trigger_sync(model)
 
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:  # noqa: ARG002 - as in accelerate
+        """Return the loader as it is: DeepSpeed splits no sequences (``sp_size`` is 1)."""
+        return dl
+
     @contextmanager
     def maybe_context_parallel(
         self,
@@ -1516,15 +1520,21 @@ def _chosen_deepspeed(
     given: Any, several: Any, other: object, is_first: bool
 ) -> dict[str, DeepSpeedPlugin] | None:
     """Return the plugins from the arguments, the environment or the first `Accelerator`."""
-    plugins = DeepSpeedPlugin.requested(given, several)
+    if given is None and several is None and not is_first:  # for another model
+        plugins = AcceleratorState().deepspeed_plugins
+    else:
+        plugins = DeepSpeedPlugin.requested(given, several)
     if plugins is not None and other is not None:
         raise ValueError(
             "deepspeed_plugin cannot be combined with fsdp_plugin or parallelism_config: both "
             "divide the model over the processes. Pass one."
         )
-    if plugins is None and not is_first:  # a further Accelerator, for another model
-        return AcceleratorState().deepspeed_plugins
     return plugins
+
+
+def _warn_of_surroundings(window: GradientAccumulationPlugin) -> None:
+    warn_of_old_kernel()
+    window.warn_of_variable()
 
 
 def _chosen_recipe(

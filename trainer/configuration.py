@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 from trainer import environment
 from trainer.checks import choice_error, explained
 from trainer.enums import DDPCommunicationHookType, FP8BackendType
+from trainer.errors import module_logger
+
+logger = module_logger(__name__)
 
 _T = TypeVar("_T")
 
@@ -225,6 +228,15 @@ class GradientAccumulationPlugin(KwargsHandler):
             self.num_steps = 1 if named is None else named
         at_least(1, what, self.num_steps)
         check_bool_fields(self)
+
+    def warn_of_variable(self) -> None:
+        """Log a warning if the launcher asks for another number of steps than is used."""
+        variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+        if (named := environment.read_int(variable)) not in (None, self.num_steps):
+            logger.warning(
+                f"gradient_accumulation_steps={self.num_steps} of the script is used, not "
+                f"{variable}={named} of the launcher. To use that, leave the argument out."
+            )
 
 
 @explains_itself

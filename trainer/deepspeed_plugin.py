@@ -132,6 +132,21 @@ class HfDeepSpeedConfig:
         return bool(self._offload)
 
 
+def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
+    """Return the plugin in use of an `AcceleratorState`.
+
+    Raises:
+        ValueError: DeepSpeed is not used.
+    """
+    plugin: DeepSpeedPlugin | None = state.deepspeed_plugin
+    if plugin is None:
+        raise ValueError(
+            "DeepSpeed is not used, so there is no active DeepSpeedPlugin: pass deepspeed_plugin "
+            "to the Accelerator, or start the script with `trainer launch --use_deepspeed`."
+        )
+    return plugin
+
+
 def _read(given: Any) -> dict[str, Any]:
     if isinstance(given, Mapping):
         return copy.deepcopy(dict(given))

@@ -8,6 +8,7 @@ Formats for Deep Learning", 2022).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,51 @@ from trainer.configuration import AORecipeKwargs, TERecipeKwargs
 from trainer.errors import module_logger
 
 logger = module_logger(__name__)
+
+
+def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
+    """Return the names of the first and the last ``nn.Linear`` of a model; None without any."""
+    names = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    return (names[0], names[-1]) if names else (None, None)
+
+
+def filter_linear_layers(
+    module: nn.Module, fqn: str, layers_to_filter: Collection[str | None]
+) -> bool:
+    """Return whether a layer can compute in fp8: dimensions are multiples of 16, not left out.
+
+    Args:
+        module: The layer.
+        fqn: Its name in the model.
+        layers_to_filter: The names of those to leave out.
+    """
+    if not isinstance(module, nn.Linear) or fqn in layers_to_filter:
+        return False
+    return module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+
+def has_ao_layers(model: nn.Module) -> bool:
+    """Return whether a model has layers of torchao's fp8."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    return any(isinstance(part, Float8Linear) for part in model.modules())
+
+
+def convert_model_to_fp8_ao(
+    model: nn.Module,
+    config: Any = None,
+    module_filter_func: Callable[[nn.Module, str], bool] | None = None,
+) -> None:
+    """Replace linear layers of a model by torchao's, as ``mixed_precision="fp8"`` does.
+
+    Args:
+        model: The model, on its device.
+        config: A ``Float8LinearConfig`` of torchao; None is the default one.
+        module_filter_func: Which layers, by module and name; see `AORecipeKwargs`.
+    """
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    recipe = AORecipeKwargs(config=config, module_filter_func=module_filter_func)
+    TorchAOLayers(recipe, device).convert(model)
 
 
 class TorchAOLayers:
@@ -61,8 +107,7 @@ class TorchAOLayers:
         from torchao.float8 import convert_to_float8_training
         from torchao.float8.float8_linear import Float8Linear
 
-        names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
-        ends = {*names[:1], *names[-1:]}
+        ends = {*find_first_last_linear_layers(module)}
         found: list[str] = []
 
         def is_chosen(part: nn.Module, name: str) -> bool:
@@ -72,9 +117,7 @@ class TorchAOLayers:
             if self._filter is not None:
                 chosen = bool(self._filter(part, name))
             else:  # a subclass may have a forward of its own
-                sizes = (part.in_features, part.out_features)
-                divisible = all(int(size) % 16 == 0 for size in sizes)  # type: ignore[arg-type] # torch types attributes of modules as Tensor | Module
-                chosen = type(part) is nn.Linear and name not in ends and divisible
+                chosen = type(part) is nn.Linear and filter_linear_layers(part, name, ends)
             if chosen:
                 found.append(name)
             return chosen

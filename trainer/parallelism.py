@@ -53,6 +53,44 @@ class TorchContextParallelConfig:
 
 @explains_itself
 @dataclass(kw_only=True)
+class DeepSpeedSequenceParallelConfig:
+    """Settings of ``sp_size`` above 1, which is not supported yet.
+
+    Attributes:
+        sp_seq_length: The number of positions, if it is that of all batches; None takes
+            ``PARALLELISM_CONFIG_SP_SEQ_LENGTH``.
+        sp_seq_length_is_variable: Whether it differs between batches; None takes
+            ``PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE``, else True.
+        sp_attn_implementation: The attention of transformers; None takes
+            ``PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION``.
+
+    Raises:
+        ValueError: The length is not positive, or missing where it is that of all batches.
+        TypeError: A value has another type.
+    """
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        """Fill in missing values from the environment and check them."""
+        if self.sp_seq_length is None:
+            self.sp_seq_length = environment.read_int("PARALLELISM_CONFIG_SP_SEQ_LENGTH")
+        fill(self, "PARALLELISM_CONFIG_", sp_seq_length_is_variable=True)
+        fill(self, "PARALLELISM_CONFIG_", sp_attn_implementation=None)
+        check_bool_fields(self)
+        if self.sp_seq_length is not None:
+            check_counts(1, sp_seq_length=self.sp_seq_length)
+        elif not self.sp_seq_length_is_variable:
+            raise ValueError(
+                "sp_seq_length_is_variable is False, but sp_seq_length is not given: pass the "
+                "number of positions of all batches."
+            )
+
+
+@explains_itself
+@dataclass(kw_only=True)
 class TorchTensorParallelConfig:
     """Settings of ``tp_size`` above 1.
 
@@ -93,12 +131,14 @@ class ParallelismConfig:
         cp_backend: ``"torch"``; None takes ``PARALLELISM_CONFIG_CP_BACKEND``, else ``"torch"``.
         sp_size: The same by DeepSpeed's Ulysses; not supported yet. None takes
             ``PARALLELISM_CONFIG_SP_SIZE``, else 1.
+        sp_backend: ``"deepspeed"``; None takes ``PARALLELISM_CONFIG_SP_BACKEND``, else that.
         tp_handler: Settings of tensor parallelism; None is the default ones.
         cp_handler: Settings of context parallelism; None is the default ones, if `cp_size` is above
             1.
+        sp_handler: Settings of `sp_size`, which have no effect while it is 1.
 
     Raises:
-        ValueError: A size is below 1, or the backend is unknown.
+        ValueError: A size is below 1, or a backend is unknown.
         TypeError: A handler has another type.
         NotImplementedError: `sp_size` is above 1.
     """
@@ -109,8 +149,10 @@ class ParallelismConfig:
     cp_size: int | None = None
     cp_backend: str | None = None
     sp_size: int | None = None
+    sp_backend: str | None = None
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
 
     def __post_init__(self) -> None:
         """Fill in missing sizes from the environment."""
@@ -121,11 +163,13 @@ class ParallelismConfig:
                 size = environment.read_int(variable)
                 setattr(self, f"{name}_size", 1 if size is None else size)
         check_counts(1, **self._sizes("{}_size"))
-        fill(self, "PARALLELISM_CONFIG_", cp_backend="torch")
-        if self.cp_backend != "torch":
-            raise ValueError(choice_error("cp_backend", self.cp_backend, ("torch",)))
+        fill(self, "PARALLELISM_CONFIG_", cp_backend="torch", sp_backend="deepspeed")
+        for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+            if getattr(self, name) != known:
+                raise ValueError(choice_error(name, getattr(self, name), (known,)))
         check_type("tp_handler", self.tp_handler, TorchTensorParallelConfig)
         check_type("cp_handler", self.cp_handler, TorchContextParallelConfig)
+        check_type("sp_handler", self.sp_handler, DeepSpeedSequenceParallelConfig)
         if self.cp_enabled and self.cp_handler is None:
             self.cp_handler = TorchContextParallelConfig()
         if self.tp_enabled and self.tp_handler is None:

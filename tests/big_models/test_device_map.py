@@ -84,6 +84,26 @@ def place_of(name, device_map):
     return device_map[max(fitting, key=len)]
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_helpers_for_sizes_are_those_of_accelerate(name):
+    theirs = accelerate.utils
+    with init_empty_weights():
+        model = MODELS[name]()
+    for model._no_split_modules in (None, ["Block"]):
+        whole = big_models.calculate_maximum_sizes(model)
+        assert whole == theirs.calculate_maximum_sizes(model)
+    few = {CustomDtype.INT2: 0.25, CustomDtype.INT4: 0.5, CustomDtype.FP8: 1}
+    for dtype in (torch.bool, torch.int8, torch.bfloat16, torch.float8_e4m3fn, torch.float64):
+        assert big_models.dtype_byte_size(dtype) == theirs.modeling.dtype_byte_size(dtype)
+    assert {dtype: big_models.dtype_byte_size(dtype) for dtype in few} == few
+    for size in (7, "3KB", "2.5MiB", "1GB", "1Gb"):
+        expected = theirs.convert_file_size_to_int(size)
+        assert big_models.convert_file_size_to_int(size) == expected
+    for tensor in (torch.ones(3)[1:], torch.empty(2, device="meta")):
+        expected = theirs.modeling.id_tensor_storage(tensor)
+        assert big_models.id_tensor_storage(tensor) == expected
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"no_split_module_classes": ["Block"]}, {"dtype": "half"}])
 @pytest.mark.parametrize("name", MODELS)
 def test_maps_are_those_of_accelerate(name, kwargs, caplog):

@@ -124,9 +124,11 @@ def test_what_is_not_here_says_what_to_use():
     ):
         import_module("trainer.accelerate.test_utils.testing")
     with pytest.raises(
-        ImportError, match=r"accelerate.commands.* is not in Cadence: .*trainer lau"
+        ImportError, match=r"accelerate.commands.menu is not in Cadence: .*trainer lau"
     ):
-        accelerate.commands
+        accelerate.commands.menu
+    with pytest.raises(ImportError, match=r"megatron_lm.GPTTrainStep is not in .*megatron-core"):
+        from trainer.accelerate.utils.megatron_lm import GPTTrainStep  # noqa: F401 - as above
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'trainer.accelerate.nothing'"):
         import_module("trainer.accelerate.nothing")
     assert not hasattr(accelerate, "nothing")

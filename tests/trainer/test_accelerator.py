@@ -74,12 +74,15 @@ def test_an_accelerator_has_the_members_of_its_state():
     assert repr(accelerator).startswith("Accelerator(\nDistributed environment: DistributedType.NO")
 
 
-def test_variables_speak_where_arguments_do_not(monkeypatch):
+def test_variables_speak_where_arguments_do_not(monkeypatch, caplog):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     accelerator = accelerate()
     assert accelerator.gradient_accumulation_steps == 4
     assert accelerator.mixed_precision == "bf16"
+    assert "of the launcher" not in caplog.text
+    assert accelerate(gradient_accumulation_steps=2).gradient_accumulation_steps == 2
+    assert "gradient_accumulation_steps=2 of the script is used, not ACCEL" in caplog.text
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "four")
     with pytest.raises(ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 'four'"):
         accelerate()

@@ -379,6 +379,12 @@ def test_skip_first_batches():
     assert read(accelerator.skip_first_batches(data)) == [[0], [1], [2], [3]]
 
 
+def test_deepspeed_splits_no_sequences():
+    loader = DataLoader(range(4))
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.deepspeed_ulysses_dl_adapter(loader, nn.Linear(1, 1)) is loader
+
+
 def test_verify_device_map_knows_a_model_over_several_devices():
     accelerator = accelerate()
     model = nn.Sequential(network())

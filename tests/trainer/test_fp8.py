@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import sys
 from dataclasses import make_dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +31,13 @@ from trainer.cli.config.file import LaunchConfiguration, read_file, write_file
 from trainer.cli.launch import configure, parser
 from trainer.configuration import recipe_of
 from trainer.environment import patch_environment
-from trainer.fp8 import TransformerEngineLayers
+from trainer.fp8 import (
+    TransformerEngineLayers,
+    convert_model_to_fp8_ao,
+    filter_linear_layers,
+    find_first_last_linear_layers,
+    has_ao_layers,
+)
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 Y = (X.sum(1) > 0).long()
@@ -205,6 +212,24 @@ def test_the_recipe_chooses_layers_and_their_configuration(caplog):
         none = prepared(AORecipeKwargs(module_filter_func=lambda part, name: False))
     assert converted(none) == set()
     assert "finds no layer of Net to convert" in caplog.text
+
+
+def test_a_model_is_converted_by_hand():
+    from torchao.float8 import Float8LinearConfig
+
+    left = find_first_last_linear_layers(Net())
+    every = [name for name, part in Net().named_modules() if isinstance(part, nn.Linear)]
+    assert left == (every[0], every[-1])
+    assert find_first_last_linear_layers(nn.ReLU()) == (None, None)
+    model, config = Net(), Float8LinearConfig(emulate=True)
+    assert not has_ao_layers(model)
+    chosen = partial(filter_linear_layers, layers_to_filter=[*left, min(INNER)])
+    convert_model_to_fp8_ao(model, config, chosen)
+    assert converted(model) == INNER - {min(INNER)}
+    assert has_ao_layers(model)
+    model = Net()
+    convert_model_to_fp8_ao(model, config)
+    assert converted(model) == INNER
 
 
 # -- the environment, the launcher and its file ----------------------------------------------------

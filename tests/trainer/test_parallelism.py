@@ -12,7 +12,11 @@ from trainer import (
     ParallelismConfig,
     TorchTensorParallelPlugin,
 )
-from trainer.parallelism import TorchContextParallelConfig, TorchTensorParallelConfig
+from trainer.parallelism import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
 
 CPU = torch.device("cpu")
 
@@ -160,6 +164,13 @@ def test_handlers_of_dimensions(monkeypatch):
     assert config.cp_backend == "torch"
     for make, error, said in (
         (lambda: ParallelismConfig(cp_backend="ring"), ValueError, "cp_backend is 'ring'"),
+        (lambda: ParallelismConfig(sp_backend="ring"), ValueError, "sp_backend is 'ring'"),
+        (lambda: ParallelismConfig(sp_handler="all"), TypeError, "sp_handler is 'all'"),
+        (
+            lambda: DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False),
+            ValueError,
+            "sp_seq_length is not given",
+        ),
         (lambda: ParallelismConfig(cp_handler="all"), TypeError, "cp_handler is 'all'"),
         (lambda: ParallelismConfig(tp_handler=1), TypeError, "tp_handler is 1"),
         (lambda: TorchContextParallelConfig(cp_comm_strategy="a"), ValueError, "strategy is 'a'"),
@@ -167,6 +178,14 @@ def test_handlers_of_dimensions(monkeypatch):
     ):
         with pytest.raises(error, match=said):
             make()
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "128")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE", "false")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "sdpa")
+    handler = DeepSpeedSequenceParallelConfig(
+        sp_seq_length=128, sp_seq_length_is_variable=False, sp_attn_implementation="sdpa"
+    )
+    config = ParallelismConfig(sp_handler=DeepSpeedSequenceParallelConfig())
+    assert (config.sp_handler, config.sp_backend) == (handler, "deepspeed")
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
     with pytest.raises(NotImplementedError, match="cp_comm_strategy is 'alltoall'"):
         ParallelismConfig(cp_size=2)

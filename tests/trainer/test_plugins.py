@@ -11,15 +11,18 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.accelerator import Accelerator
 from trainer.deepspeed_plugin import (
     DeepSpeedPlugin,
     DummyOptim,
     DummyScheduler,
     HfDeepSpeedConfig,
+    get_active_deepspeed_plugin,
 )
 from trainer.enums import DynamoBackend
 from trainer.megatron_plugin import MegatronLMPlugin
 from trainer.plugins import TorchDynamoPlugin
+from trainer.state import AcceleratorState
 
 
 @pytest.mark.parametrize("backend", ["inductor", "INDUCTOR", DynamoBackend.INDUCTOR])
@@ -120,6 +123,14 @@ def test_a_deepspeed_plugin_has_its_defaults_and_reads_the_environment(monkeypat
     assert DeepSpeedPlugin().zero_stage == 1
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     assert DeepSpeedPlugin.requested(None)[""].zero_stage == 1
+    first = Accelerator(cpu=True).deepspeed_plugin
+    assert Accelerator().deepspeed_plugin is first  # a further one is for another model
+    assert get_active_deepspeed_plugin(AcceleratorState()) is first
+    AcceleratorState._reset_state()
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
+    Accelerator()
+    with pytest.raises(ValueError, match="DeepSpeed is not used"):
+        get_active_deepspeed_plugin(AcceleratorState())
 
 
 CONFIG = {

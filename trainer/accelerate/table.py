@@ -14,6 +14,11 @@ PLACES: dict[str, tuple[str, ...]] = {
     "": (),
     "accelerator": ("trainer.accelerator",),
     "big_modeling": ("trainer.big_models",),
+    "commands": (),
+    "commands.config": ("trainer.cli.config.cluster",),
+    "commands.config.config_args": ("trainer.cli.config.cluster",),
+    "commands.config.default": (),
+    "commands.launch": ("trainer.cli.launch",),
     "checkpointing": ("trainer.checkpoint.accelerator_state",),
     "data_loader": ("trainer.data.prepare", "trainer.data.shards"),
     "hooks": ("trainer.big_models",),
@@ -36,6 +41,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "utils.environment": (),
     "utils.fsdp_utils": (),
     "utils.imports": (),
+    "utils.megatron_lm": ("trainer.megatron_plugin",),
     "utils.memory": ("trainer.memory",),
     "utils.modeling": ("trainer.big_models",),
     "utils.offload": ("trainer.big_models",),
@@ -70,12 +76,16 @@ def why_not(module: str, name: str = "") -> str | None:
         module: Without ``accelerate.``; empty for the package itself.
         name: A name in it.
     """
+    if module in PLACES:
+        if not name or find(module, name) is not None:
+            return None
+        path = f"{module}.{name}".strip(".")
+        if reason := ACCELERATE_MODULES.get(path, ACCELERATE_NAMES.get(name)):
+            return reason
     for refused, reason in ACCELERATE_MODULES.items():
         if f"{module}.".startswith(f"{refused}."):
             return reason
-    if not name or find(module, name) is not None:
-        return None
-    return ACCELERATE_MODULES.get(f"{module}.{name}".strip("."), ACCELERATE_NAMES.get(name))
+    return None
 
 
 def find(module: str, name: str) -> tuple[str, str] | None:

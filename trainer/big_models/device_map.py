@@ -110,6 +110,26 @@ def get_max_layer_size(
     return largest, names
 
 
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Return the bytes of a model, and of its largest layer with the names of all of that size.
+
+    Args:
+        model: The model; classes in its ``_no_split_modules`` are layers.
+    """
+    return maximum_sizes(model, compute_module_sizes(model))
+
+
+def maximum_sizes(model: nn.Module, sizes: Mapping[str, int]) -> tuple[int, tuple[int, list[str]]]:
+    """Return what `calculate_maximum_sizes` does, by sizes of `compute_module_sizes`."""
+    blocks: list[Block] = [
+        *model.named_parameters(recurse=False),
+        *model.named_children(),
+        *model.named_buffers(recurse=False),
+    ]
+    unsplit = getattr(model, "_no_split_modules", None) or ()
+    return sizes.get("", 0), get_max_layer_size(blocks, sizes, unsplit)
+
+
 def _layers(blocks: Iterable[Block], unsplit: Collection[str]) -> Iterator[Block]:
     for name, part in blocks:
         below = _submodules(name, part)
@@ -161,6 +181,15 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[int | str, int]:
     indexed: list[int | str] = sorted(place for place in max_memory if isinstance(place, int))
     order = [*indexed, *(place for place in _ORDER if place in max_memory)]
     return {place: _bytes(place, max_memory[place]) for place in order}
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Return a size in bytes: an int, or a text such as ``"5GB"`` (powers of 1000) or ``"5GiB"``.
+
+    Raises:
+        ValueError: It is neither, or not above 0.
+    """
+    return parse_size(size, "size")
 
 
 def _bytes(place: int | str, size: int | str) -> int:

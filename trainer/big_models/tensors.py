@@ -84,6 +84,20 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
         handle.remove()
 
 
+def dtype_byte_size(dtype: torch.dtype) -> float:
+    """Return the bytes of one value of a dtype, or of a `CustomDtype`; an eighth for a bool."""
+    return 1 / 8 if dtype is torch.bool else dtype.itemsize
+
+
+def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
+    """Return the device, the address and the bytes of a tensor's storage.
+
+    They are the same for tensors that share it; all on the meta device have the address 0.
+    """
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
 def as_parameter(value: Tensor, like: Tensor) -> Tensor:
     """Return a value as a parameter with the class and the attributes of another one."""
     kind: Any = type(like)

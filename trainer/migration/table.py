@@ -481,8 +481,10 @@ LIGHTNING_NAMES = {
 
 _MEGATRON = "a model of megatron-core is prepared and stepped as any other, with megatron_lm_plugin"
 _LAUNCH = "the environment of processes is made by `trainer launch`"
+_SAGEMAKER = "SageMaker is not supported"
 ACCELERATE_MODULES = {
     "commands": "the command is `trainer` (trainer launch, trainer config, trainer env)",
+    "commands.config.sagemaker": _SAGEMAKER,
     "test_utils": "these are the tests of accelerate itself; start processes with debug_launcher",
     "utils.launch": _LAUNCH,
     "utils.megatron_lm": _MEGATRON,
@@ -491,7 +493,6 @@ _SAVED = "use Accelerator.save_state and load_state, which all processes call"
 _STEPPED = "the prepared optimizer does it in step()"
 _OPTIONS = "the choices are in the errors and docstrings of the plugins; write the value"
 _FILES = "the names of files are save_state's own; pass folders to it and to load_state"
-_SAGEMAKER = "SageMaker is not supported"
 _TRACKERS = "such a tracker is not built in; write a class, see trackers.register_tracker"
 _QUANTIZED = "load_and_quantize_model does it"
 _DEVICE_MAP = "infer_auto_device_map and dispatch_model do it"
@@ -516,14 +517,14 @@ _REASONS: dict[str, str] = {
         TrackioTracker AimTracker MLflowTracker ClearMLTracker DVCLiveTracker SwanLabTracker""",
     "name trackers in log_with": "LOGGER_TYPE_TO_CLASS filter_trackers",
     _CONVERTED: """
-        find_first_last_linear_layers filter_linear_layers filter_first_and_last_linear_layers
-        has_ao_layers convert_model_to_fp8_ao convert_model has_transformer_engine_layers
-        contextual_fp8_autocast apply_fp8_autowrap""",
+        convert_model has_transformer_engine_layers contextual_fp8_autocast apply_fp8_autowrap""",
+    "use filter_linear_layers with the names of find_first_last_linear_layers": """
+        filter_first_and_last_linear_layers""",
     _FILES: """
         SCALER_NAME RNG_STATE_NAME OPTIMIZER_NAME SCHEDULER_NAME SAMPLER_NAME FSDP_MODEL_NAME""",
     _SAGEMAKER: """
         SAGEMAKER_PYTORCH_VERSION SAGEMAKER_PYTHON_VERSION SAGEMAKER_TRANSFORMERS_VERSION
-        SAGEMAKER_PARALLEL_EC2_INSTANCES prepare_sagemager_args_inputs""",
+        SAGEMAKER_PARALLEL_EC2_INSTANCES SageMakerConfig prepare_sagemager_args_inputs""",
     _OPTIONS: """
         FSDP_SHARDING_STRATEGY FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_STATE_DICT_TYPE
         FSDP2_STATE_DICT_TYPE DEEPSPEED_MULTINODE_LAUNCHERS TORCH_DYNAMO_MODES STR_OPERATION_TO_FUNC
@@ -537,8 +538,6 @@ _REASONS: dict[str, str] = {
         BETA_TP_AVAILABLE_TRANSFORMERS_VERSION BETA_CP_AVAILABLE_PYTORCH_VERSION
         BETA_SP_AVAILABLE_DEEPSPEED_VERSION torch_version""",
     "use torch.profiler.ProfilerActivity, or Accelerator.profile": "ProfilerActivity",
-    "sequence parallelism of DeepSpeed is not supported; use ParallelismConfig(cp_size=...)": """
-        DeepSpeedSequenceParallelConfig""",
     _MEGATRON: """
         MODEL_CONFIGS_TO_MEGATRON_PARSERS add_model_config_to_megatron_parser parse_bert_config
         parse_gpt2_config parse_t5_config parse_llama_config parse_glm4_moe_config AbstractTrainStep
@@ -554,20 +553,19 @@ _REASONS: dict[str, str] = {
         get_module_class_from_name""",
     _ENGINE: """
         DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper
-        map_pytorch_optim_to_deepspeed GatheredParameters""",
-    "use deepspeed_plugin of the Accelerator": "get_active_deepspeed_plugin",
+        map_pytorch_optim_to_deepspeed""",
+    "use deepspeed.zero.GatheredParameters": "GatheredParameters",
     _LAUNCH: """
         PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env
         prepare_simple_launcher_cmd_env""",
     "find_executable_batch_size and release_memory do it": """
         clear_device_cache should_reduce_batch_size""",
     _DEVICE_MAP: """
-        check_device_same id_tensor_storage get_non_persistent_buffers
-        check_tied_parameters_in_config check_tied_parameters_on_same_device get_module_leaves
-        calculate_maximum_sizes get_module_size_with_ties fallback_allocate
+        check_device_same get_non_persistent_buffers get_module_leaves fallback_allocate
+        check_tied_parameters_in_config check_tied_parameters_on_same_device
+        get_module_size_with_ties""",
+    "Accelerator.get_state_dict and save_model read offloaded weights": """
         get_state_dict_offloaded_model get_state_dict_from_offload""",
-    "pass the number of bytes": "convert_file_size_to_int",
-    "use torch.dtype.itemsize": "dtype_byte_size",
     _TENSORS: "is_torch_xpu_tensor",
     _SENT: """
         get_shape gather_tensor_shape verify_operation chained_operation TENSOR_TYPE_TO_INT

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from trainer.cli import main
+from trainer.cli.config.cluster import ClusterConfig, load_config_from_file
 from trainer.cli.config.file import LaunchConfiguration, default_place, read_file, write_file
 
 # What `accelerate config` and `accelerate config default` write.
@@ -242,6 +243,50 @@ def test_update_writes_todays_keys_and_loses_none_of_ours(capsys):
     found = yaml.safe_load(Path("own.yaml").read_text())
     assert (found["mixed_precision"], found["max_restarts"]) == ("fp16", 2)
     assert "fp16" not in found
+
+
+SECTIONS = [
+    ("FSDP", {"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}),
+    ("DEEPSPEED", {"deepspeed_config": {"zero_stage": 3, "gradient_accumulation_steps": 4}}),
+    ("MEGATRON_LM", {"megatron_lm_config": {"megatron_lm_tp_degree": 2}}),
+    ("MULTI_GPU", {"parallelism_config": {"parallelism_config_tp_size": 2}}),
+    ("NO", {"mixed_precision": "fp8", "fp8_config": {"fp8_backend": "AO"}}),
+    ("NO", {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_fullgraph": True}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "sections"), SECTIONS)
+def test_each_section_is_kept_by_an_update_and_by_an_object(kind, sections):
+    processes = 1 if kind == "NO" else 2
+    given = {"distributed_type": kind, "num_processes": processes, **sections}
+    Path("own.yaml").write_text(yaml.safe_dump(given))
+    before, _ = read_file(Path("own.yaml"))
+    made = load_config_from_file("own.yaml")
+    assert made == ClusterConfig(**given)
+    expected = LaunchConfiguration(**before).variables
+    assert made.launch_configuration().variables.items() >= expected.items()
+    assert main(["config", "update", "--config-file", "own.yaml"]) == 0
+    found = yaml.safe_load(Path("own.yaml").read_text())
+    assert {key: found[key] for key in given} == given
+    made.to_json_file("made.json")
+    again = ClusterConfig.from_json_file("made.json").launch_configuration()
+    assert again == replace(made.launch_configuration(), mixed_precision=again.mixed_precision)
+    assert {key: json.loads(Path("made.json").read_text())[key] for key in given} == given
+
+
+def test_an_object_checks_its_keys():
+    with pytest.raises(ValueError, match="SageMaker"):
+        ClusterConfig(compute_environment="AMAZON_SAGEMAKER")
+    with pytest.raises(ValueError, match="num_processes is 3"):
+        ClusterConfig(num_processes=3, num_machines=2)
+    with pytest.raises(TypeError, match="num_proceses"):
+        ClusterConfig(num_proceses=3)
+    Path("old.yaml").write_text("fp16: true\ndynamo_backend: INDUCTOR\n")
+    found = load_config_from_file("old.yaml")
+    assert (found.mixed_precision, found.dynamo_config) == (
+        "fp16",
+        {"dynamo_backend": "INDUCTOR"},
+    )
 
 
 @pytest.mark.parametrize(

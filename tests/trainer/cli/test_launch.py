@@ -21,7 +21,15 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import main
-from trainer.cli.launch import configure, entry, group, make_plan, parser
+from trainer.cli.launch import (
+    configure,
+    entry,
+    group,
+    launch_command,
+    launch_command_parser,
+    make_plan,
+    parser,
+)
 from trainer.cli.launch.failure import Failure, first_of, report
 from trainer.cli.launch.rendezvous import private_variables
 
@@ -759,7 +767,11 @@ def test_a_dry_run_shows_and_starts_nothing(capsys):
         ("--config_file none.yaml train.py", 1, "there is no configuration file none.yaml"),
         ("--max_restarts -1 train.py", 2, "of at least 0"),
         ("--num_processes 2 --rdzv_conf timeout train.py", 2, "like timeout=600"),
-        ("--tee 3 train.py", 2, "belongs to --log_dir"),
+        ("-t 3 train.py", 2, "belongs to --log_dir"),
+        ("--tpu train.py", 2, "--tpu is not supported: it is about TPUs"),
+        ("--env A=1 train.py", 2, "--env is not supported: it is about TPUs"),
+        ("--aws_access_key_id 1 train.py", 2, "Amazon SageMaker has a launcher of its own"),
+        ("--mpirun_hostfile hosts train.py", 2, "mpirun -hostfile FILE -np 4 trainer launch"),
         (
             "--nnodes 1:2 --nproc_per_node 1 --rdzv_endpoint 127.0.0.1:0 "
             "--rdzv_conf join_timeout=soon train.py",
@@ -777,6 +789,18 @@ def test_wrong_usage_is_refused(capsys, words, code, said):
     assert found == code
     assert any(each in text for each in said.split("|")), text
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_program_launches_a_script_and_goes_on(processes):
+    write(
+        "train.py", "import sys, pathlib; pathlib.Path('ran').touch(); sys.exit(int(sys.argv[1]))"
+    )
+    words = ["--cpu", "--no_tpu_cluster", "--num_processes", str(processes), "train.py"]
+    assert launch_command(launch_command_parser().parse_args([*words, "0"])) is None
+    assert Path("ran").exists()
+    with pytest.raises(SystemExit, match="3"):
+        launch_command(launch_command_parser().parse_args([*words, "3"]))
 
 
 def test_options_after_the_script_are_its_own():

@@ -20,7 +20,7 @@ import accelerate.utils.operations as ops
 
 accelerator = accelerate.Accelerator(cpu=True)
 accelerate.utils.nothing.part
-accelerate.commands.launch
+accelerate.commands.menu
 ops.gather, ops.verify_operation
 """
 LIGHTNING = """\

@@ -29,7 +29,7 @@ _SUPPORTED = (
     "devices, or divided over them by FSDP, DeepSpeed or Megatron-LM"
 )
 _TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
-_REFUSED_TYPES = ("XLA", "TPU")
+_REFUSED_TYPES = ("XLA", "TPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA", "MULTI_HPU")
 _OF_TYPES = {
     "fsdp_config": "FSDP",
     "deepspeed_config": "DEEPSPEED",
@@ -223,6 +223,20 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
         ValueError: It is not a YAML or JSON mapping, has an unknown key, or asks for something that
             is not supported.
     """
+    found = read_mapping(path)
+    try:
+        return understand(found)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the keys and values of a file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not a YAML or JSON mapping.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         # JSON is YAML too, unless there are tabs in it.
@@ -232,13 +246,15 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
         raise ValueError(f"{path} is not {kind}: {error}") from error
     if not isinstance(loaded, (Mapping, type(None))):
         raise ValueError(f"{path} is a {type(loaded).__name__}; it must be a mapping of settings.")
-    try:
-        return _understand({str(key): value for key, value in (loaded or {}).items()})
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return {str(key): value for key, value in (loaded or {}).items()}
 
 
-def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def understand(found: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments of `LaunchConfiguration` in a file's keys; see `read_file`.
+
+    Raises:
+        ValueError: A key is unknown, or asks for something that is not supported.
+    """
     own = {field.name for field in fields(LaunchConfiguration)}
     known = {*own, *_UNUSED, *_SILENT, "compute_environment"}
     known |= {"distributed_type", "dynamo_config", "fp16"}
@@ -251,7 +267,7 @@ def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     dynamo = found.get("dynamo_config") or {}
     for key in dict(dynamo).keys() - set(_DYNAMO):
         raise ValueError(choice_error("a key of dynamo_config", key, _DYNAMO))
-    values = found | {key: dynamo[key] for key in _DYNAMO if key in dynamo}
+    values = {**found} | {key: dynamo[key] for key in _DYNAMO if key in dynamo}
     given = {key: value for key, value in values.items() if key in own and value is not None}
     if found.get("fp16"):  # the former name of mixed_precision
         given.setdefault("mixed_precision", "fp16")

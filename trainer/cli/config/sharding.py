@@ -39,6 +39,10 @@ MESH: dict[str, tuple[str, str]] = {
     "parallelism_config_sp_size": ("count", "the same by DeepSpeed (1)"),
     "parallelism_config_cp_backend": ("text", "how sequences are shared: torch"),
     "parallelism_config_cp_comm_strategy": ("text", "and sent: allgather"),
+    "parallelism_config_sp_backend": ("text", "not used while sp_size is 1: deepspeed"),
+    "parallelism_config_sp_seq_length": ("count", "not used while sp_size is 1"),
+    "parallelism_config_sp_seq_length_is_variable": ("bool", "not used while sp_size is 1"),
+    "parallelism_config_sp_attn_implementation": ("text", "not used while sp_size is 1"),
 }
 MEGATRON: dict[str, tuple[str, str]] = {
     "megatron_lm_tp_degree": ("count", "processes that share each layer (1)"),

@@ -11,6 +11,7 @@ import argparse
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -52,8 +53,12 @@ class Plan:
     command: list[str]
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, *, replace: bool = True) -> int:
     """Start what the arguments, the file and the environment describe, and wait until it ends.
+
+    Args:
+        arguments: What `parser` has parsed.
+        replace: A single process takes the place of this one.
 
     Returns:
         0, or the exit code of what was started.
@@ -85,19 +90,33 @@ def run(arguments: argparse.Namespace) -> int:
     with environment.patch_environment(**plan.variables):
         if plan.here:
             sys.stdout.flush()
+            if not replace:
+                return subprocess.call(plan.command)
             os.execvp(plan.command[0], plan.command)
         return _start_group(arguments, configuration, plan)
+
+
+def launch_command_parser() -> argparse.ArgumentParser:
+    """Return the parser of `trainer launch`, for programs that call `launch_command`."""
+    return parser("trainer launch")
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Do what the parsed arguments of `trainer launch` ask for, and return when it has ended.
+
+    Raises:
+        SystemExit: It failed; the code is that of `trainer launch`.
+        Exception: See `run`.
+    """
+    if code := run(args, replace=False):
+        raise SystemExit(code)
 
 
 def _check(arguments: argparse.Namespace) -> None:
     given = {name for name, value in vars(arguments).items() if value not in (None, False)}
     problem = None
     for name in given & REFUSED.keys():
-        problem = (
-            f"--{name} asks for {REFUSED[name]}, which is not supported yet: this release trains "
-            "on one device, or on several, data parallel or sharded with --use_fsdp or "
-            "--use_deepspeed."
-        )
+        problem = f"--{name} is not supported: {REFUSED[name]}."
     if not arguments.words:
         problem = "the script is missing."
     elif arguments.cpu and (arguments.multi_gpu or arguments.gpu_ids):

@@ -14,10 +14,15 @@ from trainer.cli.config.sharding import FSDP, MEGATRON, MESH
 from trainer.cli.parsing import command_parser, count, truth
 from trainer.enums import DynamoBackend, PrecisionType
 
-# Options of the documented API for engines that are not supported, and the engines' names.
+_TPU = "it is about TPUs, and there are no XLA devices"
+_SAGEMAKER = "Amazon SageMaker has a launcher of its own, which starts processes as torchrun does"
+# Options of the documented API that are not supported, and why.
 REFUSED = {
-    "tpu": "a TPU",
+    **dict.fromkeys(["tpu", "tpu_cluster", "tpu_use_sudo", "vm", "env"], _TPU),
+    **dict.fromkeys(["aws_access_key_id", "aws_secret_access_key"], _SAGEMAKER),
+    "mpirun_hostfile": "call MPI: mpirun -hostfile FILE -np 4 trainer launch script.py",
 }
+_REFUSED_FLAGS = ("tpu", "tpu_cluster", "tpu_use_sudo")
 
 
 class _OneSpelling(argparse.RawDescriptionHelpFormatter):
@@ -78,7 +83,7 @@ def _add(group: argparse._ActionsContainer, *names: str, **kwargs: Any) -> None:
     """Add an option under each name with ``_`` and with ``-``; with nothing but a help, a flag."""
     if kwargs.keys() == {"help"}:
         kwargs["action"] = "store_true"
-    spellings = [each for name in names for each in (name, "--" + name[2:].replace("_", "-"))]
+    spellings = [each for name in names for each in (name, name[:2] + name[2:].replace("_", "-"))]
     dest = names[0].lstrip("-")
     group.add_argument(*dict.fromkeys(spellings), dest=dest, **kwargs)
 
@@ -180,17 +185,17 @@ def _machines(made: argparse.ArgumentParser) -> None:
     what = "how long processes may save after a signal (default 300)"
     _add(group, "--shutdown_timeout", type=count, metavar="SECONDS", help=what)
     # They have no effect here, or are refused.
-    for name in ("same_network", "downcast_bf16", *REFUSED):
+    for name in ("same_network", "downcast_bf16", "no_tpu_cluster", *_REFUSED_FLAGS):
         _add(group, f"--{name}", help=argparse.SUPPRESS)
-    for name in ("--main_training_function", "--role", *(f"--{name}" for name in LAUNCHER)):
-        _add(group, name, metavar="NAME", help=argparse.SUPPRESS)
+    for name in ("main_training_function", "role", *LAUNCHER, *REFUSED.keys() - _REFUSED_FLAGS):
+        _add(group, f"--{name}", metavar="NAME", help=argparse.SUPPRESS)
 
 
 def _output(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("output")
     _add(group, "--log_dir", metavar="DIR", help="write each process's output to files in it")
     what = "write it to the terminal too: 1 is stdout, 2 stderr, 3 both"
-    _add(group, "--tee", choices="0123", help=what)
+    _add(group, "--tee", "-t", choices="0123", help=what)
     what = "no notes about the configuration file"
     group.add_argument("-q", "--quiet", action="store_true", help=what)
     _add(group, "--dry_run", help="show what would be started, and exit")

@@ -1,25 +1,34 @@
 """The checks that `trainer test` runs in every process, as ``torchrun -m trainer.cli.selftest``.
 
+They train as the configuration asks: sharded, with split layers, by DeepSpeed, compiled. All but
+one compute in full precision, to compare with one process.
 Each check first does everything that is collective, then compares the result with a reference that
 each process computes alone, so a process that finds a difference leaves no other waiting.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainer import environment
 from trainer.accelerator import Accelerator
+from trainer.checkpoint.shards import merge_weights
+from trainer.checkpoint.weights import load_weights
 from trainer.module import TrainModule
+from trainer.state import AcceleratorState
 from trainer.trainer import Trainer
 
 SAMPLES, BATCH = 53, 4  # no number of processes divides the batches evenly
@@ -32,15 +41,25 @@ class CheckError(Exception):
 def main() -> int:
     """Run all checks and print a line for each; return 1 on rank 0 if one has failed, else 0."""
     warnings.filterwarnings("ignore", module="torch")
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)
+    # Names of layers in the configuration are those of the user's model.
+    own = environment.patch_environment(FSDP_TRANSFORMER_CLS_TO_WRAP="Linear")
+    with own, environment.without("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"):
+        return _run()
+
+
+def _run() -> int:
     accelerator = Accelerator(mixed_precision="no")
-    state = accelerator.state
-    where = f"{state.device.type}, {state.backend}" if state.backend else state.device.type
-    accelerator.print(f"{accelerator.num_processes} process(es) on {where}")
+    accelerator.print(f"{accelerator.num_processes} process(es) on {_where(accelerator)}")
+    checks = CHECKS
+    if accelerator.state.megatron_lm_plugin is not None:
+        accelerator.print("without training: Megatron-LM divides only models of megatron-core")
+        checks = {"collectives": collectives}
     own = tempfile.mkdtemp(prefix="cadence-test-") if accelerator.is_main_process else ""
     folder = Path(accelerator.gather_for_metrics([own], use_gather_object=True)[0])
     folder.mkdir(exist_ok=True)  # for machines that do not share rank 0's disk
     failed = 0
-    for name, check in CHECKS.items():
+    for name, check in checks.items():
         try:
             said, wrong = check(accelerator, folder), None
         except CheckError as error:
@@ -51,7 +70,7 @@ def main() -> int:
         failed += bool(found)
     if accelerator.is_local_main_process:
         shutil.rmtree(folder, ignore_errors=True)  # maybe by several machines at once
-    accelerator.print(f"{failed} of {len(CHECKS)} checks failed." if failed else "All is well.")
+    accelerator.print(f"{failed} of {len(checks)} checks failed." if failed else "All is well.")
     accelerator.wait_for_everyone()
     return 1 if failed and accelerator.is_main_process else 0  # one process is enough
 
@@ -76,7 +95,7 @@ def collectives(accelerator: Accelerator, _: Path) -> str:
 
 def data_order(accelerator: Accelerator, folder: Path) -> str:
     """Every sample is trained on once, whatever the number of processes."""
-    module = _Line()
+    module = _Regression()
     trainer = _trainer(accelerator, folder / "order", limit_val_batches=0)
     trainer.fit(module, _loader(shuffle=True))
     seen = accelerator.gather_for_metrics(module.seen, use_gather_object=True)
@@ -90,26 +109,33 @@ def data_order(accelerator: Accelerator, folder: Path) -> str:
 
 def accumulation(accelerator: Accelerator, folder: Path) -> str:
     """An update over micro-batches and processes equals that of the whole batch."""
-    module = _Line()
-    reference = nn.Linear(2, 1)
-    reference.load_state_dict(module.line.state_dict())
-    options = {"gradient_accumulation_steps": 2, "limit_val_batches": 0}
-    _trainer(accelerator, folder / "accumulation", **options).fit(module, _loader())
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    big = BATCH * 2 * accelerator.num_processes
+    module, reference = _Regression(), _Regression()
+    plugin = accelerator.deepspeed_plugin
+    steps = accelerator.gradient_accumulation_steps
+    if plugin is None or plugin.gradient_accumulation_steps == "auto":
+        steps = max(2, steps)
+    options = {"gradient_accumulation_steps": steps, "limit_val_batches": 0}
+    trainer = _trainer(accelerator, folder / "accumulation", **options)
+    trainer.fit(module, _loader())
+    trainer.save_checkpoint(folder / "weights", weights_only=True)
+    optimizer = reference.configure_optimizers()
+    big = BATCH * steps * accelerator.engine.data_size
     for start in range(0, SAMPLES, big):
-        x, y = (each[start : start + big] for each in _data().tensors[1:])
+        batch = [each[start : start + big] for each in _data().tensors]
         optimizer.zero_grad()
-        nn.functional.mse_loss(reference(x).squeeze(1), y).backward()
+        reference.loss(batch).backward()
         optimizer.step()
-    _same("the weight", module.line.weight, reference.weight)
-    _same("the bias", module.line.bias, reference.bias)
-    return f"2 micro-batches of {BATCH} on each process as one of {big}"
+    if accelerator.is_main_process:  # whose disk has the file
+        merge_weights(folder / "weights", folder / "whole.safetensors")
+        found = load_weights(folder / "whole.safetensors")
+        for name, expected in reference.state_dict().items():
+            _same(name, found[name], expected)
+    return f"{steps} micro-batches of {BATCH} as one of {big} on all processes"
 
 
 def checkpoint(accelerator: Accelerator, folder: Path) -> str:
     """The saved state is restored, on every process."""
-    model = nn.Linear(2, 1)
+    model = _net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = accelerator.prepare(model, optimizer)
     x = torch.ones(2, 2, device=accelerator.device)
@@ -118,7 +144,9 @@ def checkpoint(accelerator: Accelerator, folder: Path) -> str:
         optimizer.zero_grad()
         accelerator.backward(model(x * torch.rand((), device=x.device)).sum())
         optimizer.step()
-        return torch.cat([value.detach().flatten().clone() for value in model.parameters()])
+        state = accelerator.get_state_dict(model)  # of sharded models on the main process only
+        values = [value.detach().flatten().cpu() for value in state.values()]
+        return torch.cat(values) if values else torch.zeros(0)
 
     step()
     accelerator.save_state(folder / "state")
@@ -132,14 +160,27 @@ def checkpoint(accelerator: Accelerator, folder: Path) -> str:
 
 def metrics(accelerator: Accelerator, folder: Path) -> str:
     """A metric equals that of one process, without the samples that pad the last batches."""
-    module = _Line()
-    (found,) = _trainer(accelerator, folder / "metrics").validate(module, _loader())
-    _, x, y = _data().tensors
+    (found,) = _trainer(accelerator, folder / "metrics").validate(_Regression(), _loader())
     with torch.no_grad():
-        line = module.line.cpu()
-        expected = nn.functional.mse_loss(line(x).squeeze(1), y)
+        expected = _Regression().loss(_data().tensors)
     _same("the validation loss", torch.tensor(found["loss"]), expected)
     return f"exact over {SAMPLES} samples"
+
+
+def precision(accelerator: Accelerator, folder: Path) -> str:
+    """Training in the configured precision decreases the loss."""
+    del accelerator
+    AcceleratorState._reset_state()  # whose precision is another
+    chosen = environment.read("ACCELERATE_MIXED_PRECISION") or "no"
+    module = _Regression()
+    options: dict[str, Any] = {"mixed_precision": chosen, "max_epochs": 3}
+    trainer = _trainer(None, folder / "precision", **options)
+    (before,) = trainer.validate(module, _loader())
+    trainer.fit(module, _loader(shuffle=True), _loader())
+    after = float(trainer.callback_metrics["loss"])
+    if not math.isfinite(after) or after >= before["loss"]:
+        raise CheckError(f"in {chosen!r} the loss was {before['loss']:.3g} and is {after:.3g}")
+    return f"{chosen!r}: the loss was {before['loss']:.3g} and is {after:.3g}"
 
 
 CHECKS: dict[str, Callable[[Accelerator, Path], str]] = {
@@ -148,31 +189,43 @@ CHECKS: dict[str, Callable[[Accelerator, Path], str]] = {
     "accumulation": accumulation,
     "checkpoint": checkpoint,
     "metrics": metrics,
+    "precision": precision,
 }
 
 
 # -- shared by the checks ------------------------------------------------------------------------
 
 
-class _Line(TrainModule):
-    """A linear model that records the samples it is trained on."""
+def _net() -> nn.Module:
+    """Return a network, of which tensor parallelism splits two layers and fp8 converts one.
+
+    Its weights are the same on every process.
+    """
+    torch.manual_seed(0)
+    hidden = 16 * environment.detect_launch().world_size  # a multiple of every tp_size
+    net = nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, 16), nn.Linear(16, 1))
+    net.tp_plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}  # type: ignore[assignment]  # torch expects tensors and modules
+    return net
+
+
+class _Regression(TrainModule):
+    """A network that records the samples it is trained on."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)  # the same weights on every process
-        self.line = nn.Linear(2, 1)
+        self.net = _net()
         self.seen: list[int] = []
 
-    def _loss(self, batch: list[Tensor]) -> Tensor:
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
         _, x, y = batch
-        return nn.functional.mse_loss(self.line(x).squeeze(1), y)
+        return nn.functional.mse_loss(self.net(x).squeeze(1), y)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # noqa: ARG002 - a hook
         self.seen += batch[0].tolist()
-        return self._loss(batch)
+        return self.loss(batch)
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:  # noqa: ARG002 - a hook
-        self.log("loss", self._loss(batch))
+        self.log("loss", self.loss(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -184,9 +237,23 @@ def _data() -> TensorDataset:
     return TensorDataset(numbers, x, x[:, 0] - x[:, 1])
 
 
-def _trainer(accelerator: Accelerator, folder: Path, **options: Any) -> Trainer:
+def _where(accelerator: Accelerator) -> str:
+    """Return the device, the backend, and how the configuration divides models."""
+    state = accelerator.state
+    found = [state.device.type, *filter(None, [state.backend])]
+    mesh = accelerator.parallelism_config
+    sizes = mesh.to_json() if mesh is not None else {}
+    found += [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    if accelerator.deepspeed_plugin is not None:
+        found.append(f"DeepSpeed, stage {accelerator.deepspeed_plugin.zero_stage}")
+    elif state.fsdp_plugin is not None:
+        found.append("FSDP")
+    return ", ".join(found)
+
+
+def _trainer(accelerator: Accelerator | None, folder: Path, **options: Any) -> Trainer:
     given = {"project_dir": folder, "checkpointing": False, "progress_bar": False, **options}
-    return Trainer(accelerator=accelerator, max_epochs=1, **given)
+    return Trainer(accelerator=accelerator, **{"max_epochs": 1, **given})
 
 
 def _loader(*, shuffle: bool = False) -> DataLoader[Any]:

@@ -7,7 +7,7 @@ import pytest
 from trainer import Accelerator
 from trainer.cli import launch, main, selftest
 
-CHECKS = ["collectives", "data order", "accumulation", "checkpoint", "metrics"]
+CHECKS = ["collectives", "data order", "accumulation", "checkpoint", "metrics", "precision"]
 
 
 def table(text: str) -> dict[str, str]:
@@ -79,16 +79,23 @@ def a_sample_twice(patch):
 def one_rank_weighs_double(patch):
     import torch.distributed as dist
 
-    step = selftest._Line.training_step
+    step = selftest._Regression.training_step
 
     def doubled(self, batch, batch_idx):
         return step(self, batch, batch_idx) * (1 + dist.get_rank())
 
-    patch(selftest._Line, "training_step", doubled)
+    patch(selftest._Regression, "training_step", doubled)
 
 
 def nothing_is_loaded(patch):
     patch(Accelerator, "load_state", lambda self, folder: None)
+
+
+def nothing_is_learned(patch):
+    def still(self):
+        return selftest.torch.optim.SGD(self.parameters(), lr=0.0)
+
+    patch(selftest._Regression, "configure_optimizers", still)
 
 
 def padding_counts(patch):
@@ -113,9 +120,10 @@ def padding_counts(patch):
             "data order",
             "of 53 samples, these were not seen once but so often: {0: 2, 1: 0}",
         ),
-        (one_rank_weighs_double, "accumulation", "the weight is "),
+        (one_rank_weighs_double, "accumulation", "net.0.weight is "),
         (nothing_is_loaded, "checkpoint", "update 1 after loading is "),
         (padding_counts, "metrics", "the validation loss is "),
+        (nothing_is_learned, "precision", "in 'no' the loss was "),
     ],
 )
 def test_a_check_that_fails_says_what_differs(ranks2, broken, check, said):
@@ -134,8 +142,49 @@ def test_a_check_that_fails_says_what_differs(ranks2, broken, check, said):
     verdicts = table(shown)
     assert verdicts.pop(check).startswith("FAILED  rank ")
     assert said in shown
-    assert "1 of 5 checks failed." in shown.splitlines()[-1]
-    assert [verdict.split()[0] for verdict in verdicts.values()] == ["ok"] * 4
+    assert "1 of 6 checks failed." in shown.splitlines()[-1]
+    assert [verdict.split()[0] for verdict in verdicts.values()] == ["ok"] * 5
+
+
+DIVIDED = {
+    "FSDP": {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "LayerOfTheUsersModel",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+    },
+    "tp_size 2": {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3",
+    },
+    "DeepSpeed, stage 3": {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "LayerOfTheUsersModel",
+    },
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_models_are_divided_as_the_configuration_asks(ranks2, name):
+    def body():
+        import contextlib
+        import io
+
+        from trainer.environment import patch_environment
+
+        shown = io.StringIO()
+        with patch_environment(**DIVIDED[name]), contextlib.redirect_stdout(shown):
+            return selftest.main(), shown.getvalue()
+
+    (code, shown), (other, _) = ranks2(body)
+    assert (code, other) == (0, 0), shown
+    assert f"2 process(es) on cpu, gloo, {name}\n" in shown
+    assert [verdict.split()[0] for verdict in table(shown).values()] == ["ok"] * 6
+    steps = int(DIVIDED[name].get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 2))
+    replicas = 1 if name == "tp_size 2" else 2
+    assert f"{steps} micro-batches of 4 as one of {4 * steps * replicas}" in shown
+    assert ("'bf16': the loss was" in shown) == (name == "FSDP")
 
 
 def test_the_common_folder_may_be_gone_at_the_end(ranks2):

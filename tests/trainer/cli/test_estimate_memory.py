@@ -159,8 +159,10 @@ def held_by_the_graph(output: torch.Tensor) -> set[int]:
     return addresses
 
 
-@pytest.mark.parametrize("name", FORWARD)
-@pytest.mark.parametrize("precision", ["no", "bf16", "pure-bf16"])
+CASES = [(name, how) for name in FORWARD for how in ("no", "bf16", "pure-bf16")]
+
+
+@pytest.mark.parametrize(("name", "precision"), [*CASES, ("Tied", "fp8")])
 def test_the_numbers_are_the_bytes_of_a_real_module(capsys, name, precision):
     words, make_input = FORWARD[name]
     rows = estimate(capsys, f"weighed:{name}", *words, "--batch", 1, 6, "--precision", precision)
@@ -171,10 +173,20 @@ def test_the_numbers_are_the_bytes_of_a_real_module(capsys, name, precision):
             module = module.to(torch.bfloat16)
             x = x.to(torch.bfloat16) if x.is_floating_point() else x
         module.train()
-        casting = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+        if precision == "fp8":
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+            inner = [f"body.layers.{at}.linear{of}" for at in (0, 1) for of in (1, 2)]
+            convert_to_float8_training(
+                module,
+                config=Float8LinearConfig(emulate=True),
+                module_filter_fn=lambda _, name: name in [*inner, "frozen"],  # noqa: B023 - called at once
+            )
+        casting = torch.autocast("cpu", torch.bfloat16, enabled=precision in ("bf16", "fp8"))
         with saved_tensors() as saved, casting:
             output = module(x)
-        assert saved.keys() <= held_by_the_graph(output)  # so it is what stays in memory
+        if precision != "fp8":  # whose functions are written in Python: the graph hides theirs
+            assert saved.keys() <= held_by_the_graph(output)  # so it is what stays in memory
         for own in (*module.parameters(), *module.buffers()):
             saved.pop(own.untyped_storage().data_ptr(), None)
         assert row["batch"] == batch
@@ -183,7 +195,8 @@ def test_the_numbers_are_the_bytes_of_a_real_module(capsys, name, precision):
         norms = [
             each for each in module.modules() if isinstance(each, nn.modules.batchnorm._NormBase)
         ]
-        hidden = sum(2 * 2 * n.num_features for n in norms) if precision == "bf16" else 0
+        casts = precision in ("bf16", "fp8")
+        hidden = sum(2 * 2 * n.num_features for n in norms) if casts else 0
         assert row["activations"] + hidden == sum(each.nbytes() for each in saved.values())
         output.float().sum().backward()
         optimizer = torch.optim.AdamW(p for p in module.parameters() if p.requires_grad)
@@ -196,6 +209,26 @@ def test_the_numbers_are_the_bytes_of_a_real_module(capsys, name, precision):
         assert row["total"] == sum(
             row[part] for part in ("parameters", "gradients", "optimizer", "buffers", "activations")
         )
+
+
+def test_the_weights_alone_in_each_dtype(capsys):
+    bits = {"float32": 32, "float16": 16, "bfloat16": 16, "fp8": 8, "int8": 8, "int4": 4}
+    rows = estimate(capsys, "weighed:Tied", "--dtypes", *bits)
+    module = import_module("weighed").Tied()
+    tensors = [*module.parameters(), *module.buffers()]
+    floats = sum(each.numel() for each in tensors if each.is_floating_point())
+    others = sum(each.nbytes for each in tensors if not each.is_floating_point())
+    assert {row["dtype"]: row["total"] for row in rows} == {
+        dtype: floats * size // 8 + others for dtype, size in bits.items()
+    }
+    largest = module.embedding.weight.numel()
+    assert [row["largest layer"] for row in rows] == [largest * size // 8 for size in bits.values()]
+    assert main(["estimate-memory", "weighed:Tied", "--dtypes", "int4"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["int4", "400", "B"]
+    said = refused(capsys, "weighed:Tied", "--dtypes", "int4", "--fsdp", 2, code=2)
+    assert "--dtypes is about weights alone; leave out --fsdp" in said
+    said = refused(capsys, "weighed:Tied", "--precision", "fp8", "--fsdp", 2, code=2)
+    assert "not measured with --fsdp" in said
 
 
 @pytest.mark.parametrize(
@@ -399,7 +432,7 @@ def test_what_cannot_be_measured_is_said(capsys, words, code, text):
 
 @pytest.mark.parametrize(
     "words",
-    [["--init", "width"], ["--input", "3*4"], ["--batch", "0"], ["--precision", "fp8"]],
+    [["--init", "width"], ["--input", "3*4"], ["--batch", "0"], ["--precision", "int8"]],
 )
 def test_a_wrong_word_is_an_error_of_usage(capsys, words):
     assert main(["estimate-memory", "weighed:Tied", *words]) == 2

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from trainer.cli.estimate_memory.footprint import Footprint, Input
     from trainer.cli.estimate_memory.sharding import Layout
 
-_PRECISIONS = ("no", "fp16", "bf16", "pure-bf16")
+_PRECISIONS = ("no", "fp16", "bf16", "fp8", "pure-bf16")
+_DTYPES = ("float32", "float16", "bfloat16", "fp8", "int8", "int4")
 _INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d+(?:x\d+)*)?(?::(\w+))?")
 _OWN = "MODULE:NAME, a class or function that creates an optimizer from a list of parameters"
 _PATIENCE = 10.0  # seconds in which a hub finds a configuration of a few kilobytes
@@ -53,10 +54,12 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "without data, so any size fits.\n\n"
         "fp16 and bf16 are those of Trainer(mixed_precision=...): weights, gradients and the\n"
         "optimizer's state stay as they are; the activations shrink, but include copies of the\n"
-        "weights. pure-bf16 converts the model itself. Activations are what one forward pass\n"
-        "keeps for its backward pass, with the kernels of the CPU. Not counted: temporary memory\n"
-        "of operations, buckets of communication, what the allocator wastes, and the driver's\n"
-        "own memory.\n\n"
+        "weights. fp8 multiplies in 8 bits, and keeps what bf16 does but these copies. pure-bf16\n"
+        "converts the model itself. Activations are what one forward pass keeps for its backward\n"
+        "pass, with the kernels of the CPU. Not counted: temporary memory of operations, buckets\n"
+        "of communication, what the allocator wastes, and the driver's own memory.\n\n"
+        "--dtypes does not train: it gives the bytes of the weights and of the largest layer, in\n"
+        "dtypes of a checkpoint; int8 and int4 without the scales of a quantiser.\n\n"
         "--fsdp and --tp lay the model out as the Trainer does with as many processes, and give\n"
         "the memory of the first one, which has the most. gathered are the parameters that it\n"
         "gathers at once for a pass: the model's own, and those of two wrapped submodules.\n"
@@ -71,6 +74,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
             ("sharded by FSDP, a unit for each Block", "net:Net --fsdp 8 64 --wrap Block"),
             ("layers split over 8 of 64 processes", "net:Net --fsdp 8 --tp 8 --wrap Block"),
             ("a model of transformers", "some/model-name --precision pure-bf16"),
+            ("to load one only", "some/model-name --dtypes float16 int8 int4"),
         ],
         codes={0: "done", 1: "the model cannot be created or measured without data"},
     )
@@ -99,6 +103,13 @@ def parser(prog: str) -> argparse.ArgumentParser:
     several("--wrap", metavar="CLASS", help=what)
     what = "recompute the activations of these submodules in backward"
     made.add_argument("--activation-checkpointing", action="store_true", help=what)
+    what = "only the weights, in these dtypes: " + ", ".join(_DTYPES)
+    several("--dtypes", choices=_DTYPES, metavar="DTYPE", help=what)
+    add = made.add_argument
+    what = "whose the model is: timm, or transformers (the default)"
+    add("--library_name", "--library-name", choices=("timm", "transformers"), help=what)
+    what = "run code of the hub that defines a model of transformers"
+    add("--trust_remote_code", "--trust-remote-code", action="store_true", help=what)
     made.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return made
 
@@ -116,7 +127,11 @@ def run(arguments: argparse.Namespace) -> int:
         from trainer.cli.estimate_memory import footprint
 
     import_from_here()
-    make = _maker(arguments.model, dict(arguments.init))
+    prefix = "timm/" if arguments.library_name == "timm" else ""
+    name = prefix + arguments.model.removeprefix(prefix)
+    make = _maker(name, dict(arguments.init), trust=arguments.trust_remote_code)
+    if arguments.dtypes:
+        return _weights(arguments, make)
     optimizer, make_optimizer = _optimizer(arguments.optimizer, dict(arguments.optimizer_init))
     inputs = [_typed(*each) for each in arguments.input]
     layouts = _layouts(arguments)
@@ -144,12 +159,35 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _weights(arguments: argparse.Namespace, make: Callable[[], nn.Module]) -> int:
+    """Show the bytes of the weights alone, by dtype; return 0."""
+    from trainer.cli.estimate_memory import footprint
+
+    for option in ("precision", "input", "batch", "shards", "fsdp", "tp"):
+        if getattr(arguments, option):
+            raise CommandError(f"--dtypes is about weights alone; leave out --{option}.", code=2)
+    rows = []
+    for dtype in dict.fromkeys(arguments.dtypes):
+        total, layer = _attempt(arguments.model, partial(footprint.weights_in, make, dtype))
+        rows.append({"dtype": dtype, "largest layer": layer, "total": total})
+    if arguments.json:
+        echo(dumps({"model": arguments.model, "rows": rows}, indent=1))
+        return 0
+    lines = [[row["dtype"], _size(row["largest layer"]), _size(row["total"])] for row in rows]
+    echo(aligned([["dtype", "largest layer", "total"], *lines], right=(1, 2)))
+    return 0
+
+
 def _layouts(arguments: argparse.Namespace) -> list[Layout]:
     """Return the layouts of --fsdp and --tp; none if neither is given."""
     if not (arguments.fsdp or arguments.tp):
         if arguments.wrap or arguments.activation_checkpointing:
             raise CommandError("--wrap and --activation-checkpointing need --fsdp or --tp.", code=2)
         return []
+    if "fp8" in (arguments.precision or ()):
+        raise CommandError(
+            "--precision fp8 is not measured with --fsdp or --tp: leave one of them out.", code=2
+        )
     from trainer.cli.estimate_memory.sharding import Layout
 
     sizes = product(dict.fromkeys(arguments.fsdp or (1,)), dict.fromkeys(arguments.tp or (1,)))
@@ -240,14 +278,14 @@ def _typed(name: str | None, shape: tuple[int, ...], dtype: str) -> Input:
     return Input(name=name, shape=shape, dtype=found)
 
 
-def _maker(model: str, init: dict[str, Any]) -> Callable[[], nn.Module]:
+def _maker(model: str, init: dict[str, Any], *, trust: bool) -> Callable[[], nn.Module]:
     """Return a function that creates the module."""
     if ":" not in model:
         names, top = model.split("."), model.partition(".")[0]
         if all(map(str.isidentifier, names)) and not Path(model).exists() and find_spec(top):
             near = ":".join([".".join(names[:-1]) or top, names[-1] if names[1:] else "CLASS"])
             raise CommandError(f"{model!r} is not MODULE:CLASS. Did you mean {near!r}?", code=2)
-        return partial(_of_library, model, init)
+        return partial(_of_library, model, init, trust=trust)
     made = import_named(model)
     if not callable(made):
         raise CommandError(f"{model} is {made!r}; it must be a class or a function.")
@@ -275,7 +313,7 @@ def _complete(made: Callable[..., Any], init: dict[str, Any]) -> nn.Module:
     return module
 
 
-def _of_library(name: str, init: dict[str, Any]) -> nn.Module:
+def _of_library(name: str, init: dict[str, Any], *, trust: bool) -> nn.Module:
     """Return a model of transformers or timm by its name, without its weights."""
     library = "timm" if name.startswith("timm/") else "transformers"
     try:
@@ -290,11 +328,12 @@ def _of_library(name: str, init: dict[str, Any]) -> nn.Module:
             f"{name!r} is not MODULE:CLASS, so it names a model of {library}, which is not "
             f"installed: pip install {library}."
         ) from None
+    code: dict[str, Any] = {"trust_remote_code": True} if trust else {}
     lookup: Future[Any] = Future()
 
     def look_up() -> None:
         try:
-            lookup.set_result(AutoConfig.from_pretrained(name, **init))  # only config.json
+            lookup.set_result(AutoConfig.from_pretrained(name, **code, **init))
         except BaseException as error:  # noqa: BLE001 - raised by `result`
             lookup.set_exception(error)
 
@@ -309,7 +348,7 @@ def _of_library(name: str, init: dict[str, Any]) -> nn.Module:
         ) from None
     except OSError as error:
         raise CommandError(f"transformers finds no model {name!r}: {error}") from None
-    model: nn.Module = AutoModel.from_config(config)
+    model: nn.Module = AutoModel.from_config(config, **code)
     return model
 
 

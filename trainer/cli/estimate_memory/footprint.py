@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
@@ -20,7 +21,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.big_models import CustomDtype, compute_module_sizes, named_module_tensors
+from trainer.big_models.device_map import maximum_sizes
 from trainer.cli.parsing import CommandError
+from trainer.fp8 import convert_model_to_fp8_ao
 from trainer.tree import is_sharded
 
 # name: (dtype of the weights, dtype of autocast); None for no conversion, no autocast
@@ -28,7 +32,19 @@ PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "no": (None, None),
     "fp16": (None, torch.float16),
     "bf16": (None, torch.bfloat16),
+    "fp8": (None, torch.bfloat16),  # its layers are converted by `in_precision`
     "pure-bf16": (torch.bfloat16, None),
+}
+
+
+# name: the type of all floating tensors; int8 and int4 without the scales of a quantiser
+DTYPES: dict[str, torch.dtype | CustomDtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": CustomDtype.FP8,
+    "int8": torch.int8,
+    "int4": CustomDtype.INT4,
 }
 
 
@@ -105,8 +121,7 @@ def measure(
         Exception: Whatever the module raises, for example if it reads a tensor's value.
     """
     weights, computed = PRECISIONS[precision]
-    with torch.device("meta"):
-        module = make().to(weights).train()
+    module = in_precision(make, precision)
     activations = None
     if inputs:
         activations = _kept_without_data(module, inputs, batch, weights, computed)
@@ -118,6 +133,35 @@ def measure(
         buffers=bytes_of(module.buffers()),
         activations=activations,
     )
+
+
+def in_precision(make: Callable[[], nn.Module], precision: str) -> nn.Module:
+    """Return a module on the meta device, in training, as a key of `PRECISIONS` computes."""
+    with torch.device("meta"):
+        module = make().to(PRECISIONS[precision][0]).train()
+    if precision == "fp8":
+        if find_spec("torchao") is None:
+            raise CommandError("fp8 needs torchao: pip install 'cadence-trainer[fp8]'.")
+        from torchao.float8 import Float8LinearConfig
+
+        convert_model_to_fp8_ao(module, Float8LinearConfig(emulate=True))
+    return module
+
+
+def weights_in(make: Callable[[], nn.Module], dtype: str) -> tuple[int, int]:
+    """Return the bytes of a module and of its largest layer, with floating tensors in a dtype.
+
+    Args:
+        make: Creates the module; called with the meta device as the default.
+        dtype: A key of `DTYPES`.
+    """
+    with torch.device("meta"):
+        module = make()
+    tensors = named_module_tensors(module, recurse=True)
+    special = {name: DTYPES[dtype] for name, each in tensors if each.is_floating_point()}
+    sizes = compute_module_sizes(module, special_dtypes=special)
+    total, (layer, _) = maximum_sizes(module, sizes)
+    return total, layer
 
 
 def count(make: Callable[[], nn.Module]) -> tuple[int, int, int]:

@@ -21,7 +21,7 @@ def skip_reason(item: pytest.Item) -> str | None:
 requires_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason=NO_BITSANDBYTES
 )
-"""Marks a test that needs the package, which no other extra installs."""
+"""Marks a test that needs the package."""
 
 requires_cuda = pytest.mark.gpu
 """Marks a test that needs a CUDA device: `@requires_cuda`. Without one it is skipped."""

@@ -29,6 +29,7 @@ from trainer.checkpoint.weights import save_stages
 from trainer.checks import check_bools, check_counts, choice_error
 from trainer.distributed import transport
 from trainer.distributed.objects import broadcast_object
+from trainer.distributed.process_control import exchange
 from trainer.files import with_home
 from trainer.state import PartialState
 from trainer.tree import (
@@ -189,6 +190,9 @@ class PipelineParallel:
 
         Raises:
             ValueError: The tensors differ in their number of rows, or it runs under autocast.
+            Exception: An error of `loss_function` or `count_items`, on the last process. The
+                gradients of the batch are then to be dropped.
+            RuntimeError: On the other processes; it names the rank that failed and its error.
         """
         with torch.enable_grad():
             return self._stages.run_loss(args, kwargs, target, backward=True)
@@ -214,7 +218,8 @@ class PipelineParallel:
         """
         parameters = list(self.parameters())
         gradients = [each.grad for each in parameters if each.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(PartialState().device)
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        norm = norm.to(PartialState().device, torch.float32)  # powers of float16 soon overflow
         if PartialState().num_processes > 1 and norm_type == torch.inf:
             dist.all_reduce(norm, dist.ReduceOp.MAX)
         elif PartialState().num_processes > 1:
@@ -261,6 +266,7 @@ class _Loss:
 
     Attributes:
         rebuild: Makes the model's output of what the last stage returns.
+        error: The first error of the user's functions in this batch, on the last stage.
     """
 
     def __init__(
@@ -268,6 +274,7 @@ class _Loss:
     ) -> None:
         self._function, self._count = function, count
         self.rebuild: Callable[[Any], Any] = lambda output: output
+        self.error: Exception | None = None
         self._parts: list[tuple[int, Any, float]] = []
 
     def begin(self, target: Any, rows: int, size: int, number: int) -> None:
@@ -285,7 +292,23 @@ class _Loss:
     def __call__(self, output: Any, which: Tensor) -> Tensor:
         """Return the weighted loss of a micro-batch, by its number."""
         real, target, weight = self._parts[int(which)]
-        return self._function(slice_tensors(self.rebuild(output), slice(real)), target) * weight
+        loss = self._function(slice_tensors(self.rebuild(output), slice(real)), target) * weight
+        if loss.shape:
+            raise ValueError(
+                f"loss_function returned a tensor of shape {tuple(loss.shape)}; it must return the "
+                "mean over the items, of shape ()."
+            )
+        return loss
+
+    def on_last_stage(self, output: Any, which: Tensor) -> Tensor:
+        """Return the same, or zero after an error: the other stages wait for gradients."""
+        if self.error is None:
+            try:
+                return self(output, which)
+            except Exception as error:  # noqa: BLE001 - raised once the schedule has ended
+                self.error = error
+        outputs = (leaf.sum() * 0.0 for leaf in leaves(output) if leaf.is_floating_point())
+        return sum(outputs, start=torch.zeros(()))
 
 
 class _Stages:
@@ -400,12 +423,16 @@ class _Stages:
         args, kwargs = self._filled(args, kwargs, plan.rows, size)
         target = self._sent(plan.target, plan.rows, target)
         losses: list[Tensor] | None = None
-        numbers = None
+        numbers = loss.error = None
         if self._rank == self._last:
-            loss.begin(target, plan.rows, size, self._number)
             losses, numbers = [], torch.arange(self._number)
+            try:
+                loss.begin(target, plan.rows, size, self._number)
+            except Exception as error:  # noqa: BLE001 - raised below
+                loss.error = error
         run = schedule.step if backward else schedule.eval
         run(*args, target=numbers, losses=losses, return_outputs=False, **kwargs)
+        exchange(loss.error, "PipelineParallel")
         total = torch.zeros((), device=self._device)
         if losses:
             total += torch.stack([each.detach().float() for each in losses]).sum()
@@ -537,7 +564,7 @@ class _Stages:
         _send_contiguous(own)
         stage = pipe.build_stage(self._rank, self._device)
         kind = getattr(pipelining, _SCHEDULES[self._schedule if what == "gradient" else "GPipe"])
-        loss = None if what == "output" else self._loss
+        loss = None if what == "output" or self._loss is None else self._loss.on_last_stage
         rebuild = partial(_rebuilt, skeleton, places)
         return kind(stage, self._number, loss_fn=loss, scale_grads=False), rebuild
 

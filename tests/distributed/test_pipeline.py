@@ -270,6 +270,61 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(ranks2):
             assert part in text
 
 
+def test_an_error_of_the_loss_is_raised_on_all(ranks2):
+    expected = reference()[0][0]
+
+    def run() -> tuple[list[str], float, float]:
+        begin()
+        fails, calls, found = "", 0, []
+
+        def loss_of_step(output: dict[str, Tensor], target: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if fails == "loss" and calls % 4 == 2:  # the second micro-batch
+                raise KeyError("loss")
+            return output["logits"] if fails == "shape" else loss_of(output, target)
+
+        def count_of_step(target: Tensor) -> float:
+            if fails == "count":
+                raise KeyError("count")
+            return count(target)
+
+        pipeline = PipelineParallel(
+            Net(),
+            loss_of_step,
+            (X[:3],),
+            split_points=["blocks.2"],
+            num_microbatches=4,
+            count_items=count_of_step,
+        )
+        for kind in ("loss", "shape", "count"):
+            fails = kind
+            for call in (pipeline.step, pipeline.evaluate):
+                with pytest.raises((KeyError, ValueError, RuntimeError)) as raised:
+                    call(X, target=Y)
+                found.append(str(raised.value))
+        fails = ""
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+        loss = pipeline.step(X, target=Y)
+        parameters = list(pipeline.parameters())
+        for parameter in parameters:
+            elements = sum(each.numel() for each in parameters)
+            parameter.data = parameter.data.half()
+            parameter.grad = torch.full_like(parameter, 300 / elements**0.5)
+        return found, loss.item(), pipeline.clip_grad_norm_(1.0).item()
+
+    (first, *of_first), (last, *of_last) = ranks2(run)
+    for loss, norm in (of_first, of_last):
+        assert loss == pytest.approx(expected, abs=2e-6)
+        assert norm == pytest.approx(300 * 2**0.5, rel=1e-2)  # its square is above float16
+    causes = ["'loss'"] * 2 + ["loss_function returned a tensor of shape"] * 2 + ["'count'"] * 2
+    for others, own, cause in zip(first, last, causes, strict=True):
+        assert own.startswith(cause)
+        assert others.startswith("Rank 1 failed while the others waited for it: ")
+        assert own in others
+
+
 def test_an_error_of_rank_0_is_raised_on_all(ranks2):
     def run() -> None:
         begin()

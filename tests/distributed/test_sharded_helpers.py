@@ -63,6 +63,29 @@ def test_weights_and_optimizers_are_saved_and_loaded(ranks2, tmp_path):
     assert not (tmp_path / "pytorch_model_fsdp_0").exists()
 
 
+def test_an_error_of_rank_0_is_raised_on_all(ranks2, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+
+    def body():
+        accelerator, model, optimizer = prepared(1)
+        found = []
+        for call in (
+            lambda: utils.merge_fsdp_weights(tmp_path / "missing", tmp_path / "merged"),
+            lambda: utils.save_fsdp_optimizer(plugin(), accelerator, optimizer, model, file),
+        ):
+            with pytest.raises((ValueError, OSError, RuntimeError)) as raised:
+                call()
+            found.append(str(raised.value))
+        return found
+
+    own, others = ranks2(body)
+    waited = "Rank 0 failed while the others waited for it: "
+    for cause, text in zip(own, others, strict=True):
+        assert text.startswith(waited)
+        assert text.endswith(cause)
+
+
 def test_adapters_are_saved_alone(ranks2, tmp_path):
     def body(save):
         from peft import LoraConfig, get_peft_model

@@ -23,9 +23,9 @@ from trainer.checkpoint.sharded_state import state_like
 from trainer.checkpoint.shards import merge_weights
 from trainer.checkpoint.weights import BIN_NAME, WEIGHTS_NAME, load_weights
 from trainer.distributed.collectives import broadcast
+from trainer.distributed.process_control import on_main
 from trainer.names import bare_names
 from trainer.parallelism import FullyShardedDataParallelPlugin
-from trainer.state import PartialState
 from trainer.tree import fill_, gathered, map_tree
 from trainer.utils.modules import is_peft_model
 
@@ -140,10 +140,8 @@ def save_fsdp_model(
         return
     trained = {name for name, p in bare_names(model, model.named_parameters()) if p.requires_grad}
     state = accelerator.get_state_dict(model)
-    folder.mkdir(parents=True, exist_ok=True)
     kept = {name: value for name, value in state.items() if name in trained}
-    save(kept, folder / WEIGHTS_NAME, safe_serialization=True)
-    accelerator.wait_for_everyone()
+    _save_on_main(kept, folder / WEIGHTS_NAME, safe_serialization=True)
 
 
 def load_fsdp_model(
@@ -201,12 +199,9 @@ def save_fsdp_optimizer(
         optimizer_index: The number of the optimizer.
         use_dcp: Not used.
     """
-    del fsdp_plugin, model, use_dcp
+    del fsdp_plugin, accelerator, model, use_dcp
     state = map_tree(_on_host, optimizer.state_dict())
-    file = _optimizer_file(output_dir, optimizer_index)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save(state, file)
-    accelerator.wait_for_everyone()
+    _save_on_main(state, _optimizer_file(output_dir, optimizer_index))
 
 
 def load_fsdp_optimizer(
@@ -237,6 +232,8 @@ def merge_fsdp_weights(
 ) -> None:
     """Merge the shards of a model's weights into one file, as ``trainer merge-weights`` does.
 
+    Collective: rank 0 does it, and its error is raised on all processes.
+
     Args:
         checkpoint_dir: The folder with the shards.
         output_path: The folder of ``model.safetensors``.
@@ -247,8 +244,9 @@ def merge_fsdp_weights(
         CheckpointError: The weights are missing or damaged.
         ValueError: They have another format.
     """
-    state, folder = PartialState(), Path(output_path)
-    if state.is_main_process:
+    folder = Path(output_path)
+
+    def merge() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         merge_weights(checkpoint_dir, folder / WEIGHTS_NAME)
         if not safe_serialization:
@@ -256,7 +254,20 @@ def merge_fsdp_weights(
             (folder / WEIGHTS_NAME).unlink()
         if remove_checkpoint_dir:
             shutil.rmtree(checkpoint_dir)
-    state.wait_for_everyone()
+
+    on_main(merge)
+
+
+def _save_on_main(
+    state: Mapping[str, Any], file: Path, *, safe_serialization: bool = False
+) -> None:
+    """Write a file and its folder on rank 0; its error is raised on all processes."""
+
+    def write() -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save(state, file, safe_serialization=safe_serialization)
+
+    on_main(write)
 
 
 def _model_folder(folder: str | os.PathLike[str], index: int) -> Path:

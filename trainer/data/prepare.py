@@ -192,15 +192,16 @@ def prepare_data_loader(
             memory to be of use.
         use_stateful_dataloader: After ``load_state_dict``, the next pass continues after the last
             batch that was yielded before the save.
-        torch_device_mesh: A mesh of all processes: those that differ only in dimensions other than
-            ``dp_replicate``, ``dp_shard`` and ``dp`` get the same data. It replaces `num_processes`
-            and `process_index`.
+        torch_device_mesh: A mesh of all processes, with names. Dimensions named ``dp``,
+            ``dp_replicate`` and ``dp_shard`` divide the data; processes that differ only in
+            ``tp``, ``cp``, ``sp`` or ``pp`` get the same. It replaces `num_processes` and
+            `process_index`.
         _from_accelerator: Whether the `Accelerator` calls this, on all processes.
 
     Raises:
         TypeError: `dataloader` is not a ``DataLoader``.
-        ValueError: Options contradict each other, the batch size cannot be split, or the sampler
-            shards the data already.
+        ValueError: Options contradict each other, the batch size cannot be split, the mesh has
+            other names, or the sampler shards the data already.
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader
@@ -256,10 +257,16 @@ def prepare_data_loader(
 def _data_coordinates(mesh: Any) -> tuple[int, int]:
     """Return how many shares of the data a mesh has, and which one is this process's."""
     shares, share = 1, 0
-    for name in mesh.mesh_dim_names or ():
+    for name in mesh.mesh_dim_names or (None,):
         if name in ("dp", "dp_replicate", "dp_shard"):
             size = mesh[name].size()
             shares, share = shares * size, share * size + mesh.get_local_rank(name)
+        elif name not in ("tp", "cp", "sp", "pp"):
+            raise ValueError(
+                f"torch_device_mesh has a dimension named {name!r}, and only 'dp', 'dp_replicate' "
+                "and 'dp_shard' divide the data, and 'tp', 'cp', 'sp' and 'pp' share it. Give the "
+                "mesh such mesh_dim_names, or pass num_processes and process_index instead."
+            )
     return shares, share
 
 

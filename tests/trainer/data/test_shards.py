@@ -201,6 +201,10 @@ def test_processes_of_a_mesh_that_share_data_read_the_same(ranks4):
 
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
         loader = DataLoader(range(8), 2)
+        for names in (("dp", "model"), None):
+            other = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            with pytest.raises(ValueError, match=f"a dimension named {names and names[1]!r}, and"):
+                prepare_data_loader(loader, torch_device_mesh=other)
         return [batch.tolist() for batch in prepare_data_loader(loader, torch_device_mesh=mesh)]
 
     first, second = [[0, 1], [4, 5]], [[2, 3], [6, 7]]

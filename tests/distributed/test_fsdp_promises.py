@@ -233,8 +233,24 @@ class Repaired(NanGradient):
                 parameter.grad.zero_()
 
 
-def test_a_hook_may_repair_gradients_before_they_are_checked(ranks2, tmp_path):
-    assert_equal(ranks2, lambda name: fit(tmp_path / name, Repaired, max_epochs=1))
+class Extra(Net):
+    """Has a parameter that no optimizer updates, and whose gradient is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.zeros(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.extra.sqrt().sum() * 0.0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        updated = [p for name, p in self.named_parameters() if name != "extra"]
+        return torch.optim.SGD(updated, lr=0.1)
+
+
+@pytest.mark.parametrize("module", [Repaired, Extra])
+def test_gradients_are_checked_that_an_optimizer_is_about_to_use(ranks2, module, tmp_path):
+    assert_equal(ranks2, lambda name: fit(tmp_path / name, module, max_epochs=1))
 
 
 def test_an_update_sums_its_step_stats_and_checks_gradients_in_one_message(ranks2, tmp_path):
@@ -309,7 +325,13 @@ def optimized(make: Any) -> type[Net]:
     return Optimized
 
 
+class Compiled(Net):
+    def configure_model(self) -> None:
+        self.blocks[1].compile(backend="eager")
+
+
 REFUSED = {
+    "compiled": (Compiled, "blocks.1 is compiled as a whole"),
     "LBFGS": (optimized(torch.optim.LBFGS), "LBFGS"),
     "Rprop": (optimized(torch.optim.Rprop), "Rprop cannot update sharded"),
     "Adafactor": (optimized(torch.optim.Adafactor), "Adafactor cannot update sharded"),

@@ -203,6 +203,11 @@ def test_blocks_are_compiled_by_themselves_in_a_fit_and_in_a_loop_of_ones_own():
     assert_same(compiled, weights)
     assert seen == losses
     assert not any(is_compiled(part) for part in module.modules())  # after the fit
+    module = Deep()
+    for block in module.blocks:
+        block.compile(backend="aot_eager")  # by the user: it is neither refused nor undone
+    assert_same(trained(module, validates=True, **options)[0], weights)
+    assert all(map(is_compiled, module.blocks))
     with pytest.raises(ValueError, match=r"use_regional_compilation .* and Net has none"):
         trained(Net(), **options)
     isolation.reset_trainer_state()

@@ -117,19 +117,18 @@ def compile_blocks(module: nn.Module, plugin: TorchDynamoPlugin) -> list[nn.Modu
     """Compile the repeated blocks of a module, whose steps call them, in place.
 
     Returns:
-        The blocks; `release_blocks` undoes it.
+        The blocks that were not compiled yet; `release_blocks` undoes it.
 
     Raises:
         ValueError: There are none, or see `torch_arguments`.
     """
-    arguments = torch_arguments(plugin)
-    blocks = _compile_each(_repeated_blocks(module), arguments)
+    arguments, blocks = torch_arguments(plugin), list(_repeated_blocks(module))
     if not blocks:
         raise ValueError(
             "use_regional_compilation compiles the blocks of nn.ModuleLists, of one class each, "
             f"and {type(module).__name__} has none: leave it out to compile whole steps."
         )
-    return blocks
+    return _compile_each(blocks, arguments)
 
 
 def release_blocks(blocks: list[nn.Module]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
-from itertools import pairwise, zip_longest
+from itertools import chain, pairwise, zip_longest
 from math import inf
 from typing import Any
 from weakref import WeakSet
@@ -42,7 +42,7 @@ from trainer.distributed.objects import all_gather_object
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import HostCopy, send, sum_numbers
 from trainer.engines.base import EngineOptions
-from trainer.engines.compile import torch_arguments
+from trainer.engines.compile import is_compiled, torch_arguments
 from trainer.engines.context_parallel import checkpoint_options
 from trainer.engines.single import STEPS, SingleDevice, attribute_restorer
 from trainer.engines.tensor_parallel import keep_ties, split_layers
@@ -455,7 +455,8 @@ class FullyShard(SingleDevice):
         that each child of the module gathers its own parameters.
 
         Raises:
-            ValueError: In manual optimisation, the module has trained parameters of its own.
+            ValueError: In manual optimisation, the module has trained parameters of its own. Or the
+                user has compiled a unit.
         """
         self.module, self._reduces = module, None
         if step_sync is not None:
@@ -465,6 +466,7 @@ class FullyShard(SingleDevice):
         if not any(isinstance(part, FSDPModule) for part in module.modules()):
             self._shard(module, self._roots)
         self._units = _units_in(module)
+        _check_not_compiled(module)
         for root in self._roots:
             # `unshard` of a unit inside does not do it; there is no public name.
             root._get_fsdp_state()._lazy_init()
@@ -633,7 +635,8 @@ class FullyShard(SingleDevice):
         vector, flags = self.step_sync.sync_vector(stats), self._flags_of_use()
         bad = flags.new_zeros(1)
         if self.checks_gradients:
-            here = find_non_finite(self._parts_of(self.module.parameters()))
+            updated = (each["params"] for one in self._optimizers for each in one.param_groups)
+            here = find_non_finite(self._parts_of(chain.from_iterable(updated)))
             bad += 0.0 if here is None else here
         total = torch.cat([vector, bad, flags, self._digest()])
         sum_numbers(total)
@@ -1031,6 +1034,17 @@ def _children_of_manual(module: nn.Module) -> Iterator[nn.Module]:
             yield from _children_of_manual(child)
         elif any(True for _ in child.parameters()):
             yield child
+
+
+def _check_not_compiled(module: nn.Module) -> None:
+    """Raise a ValueError if the user has compiled a unit: such code skips hooks that come later."""
+    for name, part in module.named_modules():
+        if is_compiled(part) and _units_in(part):
+            raise ValueError(
+                f"{name or type(module).__name__} is compiled as a whole, with what gathers its "
+                "sharded parameters, but a fit has to follow that: pass dynamo_backend=..., which "
+                "compiles the forward of each unit, instead."
+            )
 
 
 def _check_dense(module: nn.Module) -> None:

@@ -631,6 +631,7 @@ def test_a_group_of_any_backend_chooses_its_interface_and_ends_its_threads(monke
 def test_xla_devices_are_refused_rather_than_ignored(monkeypatch, name, value):
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setenv("XLA_DOWNCAST_BF16", "0")
+    monkeypatch.setenv("PJRT_DEVICE", joining.default_device().type.upper())  # which is used anyway
     monkeypatch.setenv(name, value)
     for make in (Accelerator, Trainer, PartialState):
         with pytest.raises(NotImplementedError, match=f"^{name}={value}: torch_xla's devices"):

@@ -53,11 +53,14 @@ def default_device() -> torch.device:
 def check_not_xla() -> None:
     """Raise if the environment asks for XLA devices (TPUs), where this process would use others.
 
+    ``PJRT_DEVICE`` may name the kind of device that the process uses anyway, such as the CPU.
+
     Raises:
         NotImplementedError: It does.
     """
+    harmless = {*environment.FALSE, default_device().type}
     read = ((name, environment.read(name) or "") for name in XLA_VARIABLES)
-    asked = [f"{name}={value}" for name, value in read if value.lower() not in environment.FALSE]
+    asked = [f"{name}={value}" for name, value in read if value.lower() not in harmless]
     if asked:
         raise NotImplementedError(
             f"{', '.join(asked)}: torch_xla's devices are not supported, because its newest "

@@ -1526,8 +1526,9 @@ def _chosen_deepspeed(
         plugins = DeepSpeedPlugin.requested(given, several)
     if plugins is not None and other is not None:
         raise ValueError(
-            "deepspeed_plugin cannot be combined with fsdp_plugin or parallelism_config: both "
-            "divide the model over the processes. Pass one."
+            "deepspeed_plugin (--use_deepspeed) cannot be combined with fsdp_plugin (--use_fsdp) "
+            "or parallelism_config (--use_parallelism_config): each divides the model over the "
+            "processes. Pass one."
         )
     return plugins
 
@@ -1560,8 +1561,9 @@ def _chosen_megatron(given: Any, other: object, is_first: bool) -> MegatronLMPlu
     plugin = MegatronLMPlugin.requested(given)
     if plugin is not None and other:
         raise ValueError(
-            "megatron_lm_plugin cannot be combined with fsdp_plugin, parallelism_config or "
-            "deepspeed_plugin: each divides the model over the processes. Pass one."
+            "megatron_lm_plugin (--use_megatron_lm) cannot be combined with fsdp_plugin "
+            "(--use_fsdp), parallelism_config (--use_parallelism_config) or deepspeed_plugin "
+            "(--use_deepspeed): each divides the model over the processes. Pass one."
         )
     if plugin is None and not is_first:
         first: MegatronLMPlugin | None = AcceleratorState().megatron_lm_plugin

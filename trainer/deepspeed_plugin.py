@@ -47,7 +47,7 @@ _REFUSED = {
     "eigenvalue": "it belongs to compression",
     "compression_training": "compress the trained weights",
     "hybrid_engine": "generate with the module itself",
-    "tensor_parallel": "use ParallelismConfig(tp_size=...) without deepspeed_plugin",
+    "tensor_parallel": "use ParallelismConfig(tp_size=...) without DeepSpeed",
     "sequence_parallel_size": "it is not supported yet",
     "expert_parallel": "it is not supported yet",
     "sparse_gradients": "make embeddings without sparse=True",
@@ -695,7 +695,7 @@ class DummyOptim(Optimizer):
         """
         raise RuntimeError(
             "DummyOptim stands for the optimizer of a DeepSpeed configuration: pass "
-            "deepspeed_plugin, and prepare it together with its model."
+            "deepspeed_plugin (--use_deepspeed), and prepare it together with its model."
         )
 
 
@@ -732,7 +732,7 @@ class DummyScheduler:
         """
         raise RuntimeError(
             "DummyScheduler stands for the scheduler of a DeepSpeed configuration: pass "
-            "deepspeed_plugin, and prepare it together with its optimizer."
+            "deepspeed_plugin (--use_deepspeed), and prepare it together with its optimizer."
         )
 
     def make(self, plugin: DeepSpeedPlugin, optimizer: Optimizer) -> Any:

@@ -233,7 +233,8 @@ class TransformerEngineLayers:
         """
         raise NotImplementedError(
             "mixed_precision='fp8' with the recipe 'TE' is not supported with FSDP: use the recipe "
-            "'AO', kwargs_handlers=[AORecipeKwargs()], or train without fsdp_plugin."
+            "'AO', kwargs_handlers=[AORecipeKwargs()] (--fp8_backend AO), or train without "
+            "fsdp_plugin (--use_fsdp)."
         )
 
     def context(self) -> AbstractContextManager[Any]:

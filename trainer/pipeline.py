@@ -370,7 +370,7 @@ class _Stages:
                 raise ValueError(
                     f"{name} is used in the stages {sorted(users)}, whose copies would become "
                     "different weights (tied weights). Untie them, split where one stage has all "
-                    "uses, or shard the model instead (fsdp_plugin)."
+                    "uses, or shard the model instead (fsdp_plugin, --use_fsdp)."
                 )
             stages |= users if parameter.requires_grad else set()
         if missing := sorted({*range(self._last + 1)} - stages):

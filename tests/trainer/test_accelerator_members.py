@@ -154,12 +154,12 @@ def test_rng_types_reach_the_loaders():
 
 def test_two_engines_at_once_are_refused(monkeypatch):
     shards = {"fsdp_plugin": FullyShardedDataParallelPlugin()}
-    with pytest.raises(ValueError, match="megatron_lm_plugin cannot be combined with fsdp_plugin"):
+    with pytest.raises(ValueError, match=r"megatron_lm_plugin .* cannot be combined with fsdp"):
         accelerate(megatron_lm_plugin=MegatronLMPlugin(), **shards)
     with pytest.raises(TypeError, match="megatron_lm_plugin is 3"):
         accelerate(megatron_lm_plugin=3)
     monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
-    with pytest.raises(ValueError, match="megatron_lm_plugin cannot be combined"):
+    with pytest.raises(ValueError, match=r"megatron_lm_plugin .* cannot be combined"):
         accelerate(**shards)
 
 

@@ -57,7 +57,7 @@ def import_deepspeed(device: torch.device) -> Any:
             kind = get_accelerator().device_name()
     except ImportError as error:
         raise ImportError(
-            "deepspeed_plugin asks for DeepSpeed, which is not installed: "
+            "deepspeed_plugin (--use_deepspeed) asks for DeepSpeed, which is not installed: "
             "pip install 'cadence-trainer[deepspeed]'."
         ) from error
     if kind != device.type:
@@ -103,7 +103,7 @@ class ZeroRedundancy(DrivesOptimizer):
     """
 
     distributed_type: DistributedType | None = DistributedType.DEEPSPEED
-    library, argument = "DeepSpeed", "deepspeed_plugin"
+    library, argument = "DeepSpeed", "deepspeed_plugin (--use_deepspeed)"
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -120,7 +120,7 @@ class ZeroRedundancy(DrivesOptimizer):
         if options.mixed_precision == "fp8":
             raise NotImplementedError(
                 "mixed_precision='fp8' is not supported with DeepSpeed: use 'bf16', or shard with "
-                "fsdp_plugin."
+                "fsdp_plugin (--use_fsdp)."
             )
         self._half = options.mixed_precision == "bf16"
         self._deepspeed = import_deepspeed(options.device)

@@ -144,7 +144,7 @@ class FullyShard(SingleDevice):
         if why is not None:
             raise ValueError(
                 f"{type(optimizer).__name__} cannot update sharded parameters: {why}. Use AdamW or "
-                "SGD, or train without fsdp_plugin."
+                "SGD, or train without fsdp_plugin (--use_fsdp)."
             )
         self._replace_parameters(optimizer)
         if isinstance(optimizer, Optimizer):
@@ -297,7 +297,8 @@ class FullyShard(SingleDevice):
                 raise ValueError(
                     "activation_checkpointing recomputes the activations of each unit, but the "
                     f"plugin wraps none in {type(module).__name__}: choose an auto_wrap_policy, "
-                    "such as transformer_cls_names_to_wrap, or leave it out."
+                    "such as transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap), "
+                    "or leave it out."
                 )
             for unit in kept + left:
                 checkpoint_activations(unit)
@@ -500,7 +501,8 @@ class FullyShard(SingleDevice):
             raise ValueError(
                 f"dynamo_backend is {str(compiler.backend).lower()!r}, which compiles each unit "
                 "of a sharded model, but the plugin wraps none: choose an auto_wrap_policy, such "
-                "as transformer_cls_names_to_wrap, or leave dynamo_backend out."
+                "as transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap), or leave "
+                "dynamo_backend out."
             )
         for unit in units:
             self._undo.append(attribute_restorer(unit, "forward"))

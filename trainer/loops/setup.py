@@ -544,7 +544,7 @@ def make_fit_run(
         raise NotImplementedError(
             f"{type(module).__name__} overrides {', '.join(sorted(own_parts))}, but the step of "
             f"{engine.distributed_type.value} reduces, clips and updates at once: leave them out, "
-            "or the plugin."
+            f"or the plugin (--use_{engine.distributed_type.value.lower()})."
         )
     engine.run_backward = hooks.parts.get("backward", engine.run_backward)
     engine.start(module, step_sync)

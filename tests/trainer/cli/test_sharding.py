@@ -108,9 +108,10 @@ def home(monkeypatch, tmp_path):
     return tmp_path / "hf" / "accelerate" / "default_config.yaml"
 
 
-def launched(capsys: Any, *words: str) -> dict[str, str]:
+def launched(capsys: Any, *words: str, cpu: bool = True) -> dict[str, str]:
     """Return the variables that `trainer launch` would set."""
-    assert main(["launch", "--dry_run", "--cpu", *words, "train.py"]) == 0, capsys.readouterr().err
+    words = ("--cpu", *words) if cpu else words
+    assert main(["launch", "--dry_run", *words, "train.py"]) == 0, capsys.readouterr().err
     lines = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
     return {name: value for name, value in lines if name.isupper()}
 
@@ -130,12 +131,14 @@ def test_each_option_and_each_key_equals_its_argument(capsys, name, asks, by):
         values["zero_stage"] = "3"
         arguments = {**arguments, "zero_stage": 3}
     section, kind, made = KINDS[asks]
+    cpu = asks != "use_megatron_lm"  # which is refused there
     if by == "option":
-        found = launched(capsys, f"--{asks}", *(f"--{n}={value}" for n, value in values.items()))
+        options = [f"--{n}={value}" for n, value in values.items()]
+        found = launched(capsys, f"--{asks}", *options, cpu=cpu)
     else:
         settings = {n: yaml.safe_load(value) for n, value in values.items()}
         Path("own.yaml").write_text(yaml.safe_dump({"distributed_type": kind, section: settings}))
-        found = launched(capsys, "--config_file", "own.yaml")
+        found = launched(capsys, "--config_file", "own.yaml", cpu=cpu)
     assert found.pop(f"ACCELERATE_{asks.upper()}") == "true"
     assert found.keys() <= set(env.VARIABLES)
     with patch_environment(**found):
@@ -149,7 +152,7 @@ def test_what_asks_for_sharding_is_heard_by_the_processes(capsys):
         assert ParallelismConfig.requested(None) == ParallelismConfig()
     with patch_environment(**launched(capsys, "--use_deepspeed")):
         assert shown(DeepSpeedPlugin.requested(None)[""]) == shown(DeepSpeedPlugin())
-    with patch_environment(**launched(capsys, "--use_megatron_lm")):
+    with patch_environment(**launched(capsys, "--use_megatron_lm", cpu=False)):
         assert MegatronLMPlugin.requested(None) == MegatronLMPlugin()
     names = "".join(launched(capsys))
     assert not any(part in names for part in ("FSDP", "PARALLEL", "DEEPSPEED", "MEGATRON"))
@@ -209,7 +212,8 @@ def test_options_win_over_the_keys_of_the_file(capsys):
             "--parallelism_config_tp_size belongs to --use_parallelism_config",
         ),
         ("--megatron_lm_tp_degree 2", "--megatron_lm_tp_degree belongs to --use_megatron_lm"),
-        ("--use_fsdp --use_megatron_lm", "leave out fsdp_config and parallelism_config"),
+        ("--use_fsdp --use_megatron_lm", "leave out --use_fsdp (fsdp_config) and"),
+        ("--use_megatron_lm", "trains on CUDA devices: leave out --cpu (use_cpu)"),
         ("--use_fsdp --fsdp_offload_params maybe", "'maybe' must be yes or no"),
         ("--use_fsdp --fsdp_version 3", "invalid choice: 3"),
         (
@@ -218,7 +222,7 @@ def test_options_win_over_the_keys_of_the_file(capsys):
         ),
         ("--zero_stage 3", "--zero_stage belongs to --use_deepspeed, which is not given"),
         ("--use_deepspeed --zero_stage 4", "invalid choice: 4"),
-        ("--use_deepspeed --use_fsdp", "cannot be combined with fsdp_config"),
+        ("--use_deepspeed --use_fsdp", "cannot be combined with --use_fsdp (fsdp_config)"),
         (
             "--use_deepspeed --deepspeed_config_file ds.json --zero_stage 3",
             "zero_stage cannot be set beside deepspeed_config_file",

@@ -73,8 +73,9 @@ def normalised(settings: Mapping[str, Any] | None, *, alone: bool) -> dict[str, 
         return None
     if not alone:
         raise ValueError(
-            "deepspeed_config cannot be combined with fsdp_config or parallelism_config: both "
-            "divide the model. Choose one."
+            "DeepSpeed (--use_deepspeed, deepspeed_config) cannot be combined with --use_fsdp "
+            "(fsdp_config), --use_parallelism_config (parallelism_config) or --use_megatron_lm "
+            "(megatron_lm_config): each divides the model. Choose one."
         )
     found = {name: value for name, value in settings.items() if value is not None}
     for name in found.keys() & LAUNCHER.keys():

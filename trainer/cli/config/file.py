@@ -169,7 +169,7 @@ class LaunchConfiguration:
         alone = all(each is None for each in others)
         of_deepspeed = deepspeed.normalised(self.deepspeed_config, alone=alone)
         object.__setattr__(self, "deepspeed_config", of_deepspeed)
-        check_settings(*others, self.num_processes)
+        check_settings(*others, self.num_processes, cpu=bool(self.use_cpu))
         if self.num_machines > 1 and self.main_process_port == 0:
             raise ValueError(
                 "main_process_port is 0, which finds a free port on a single machine; several "

@@ -99,6 +99,8 @@ def check_settings(
     mesh: Mapping[str, Any] | None,
     megatron: Mapping[str, Any] | None,
     processes: int | None,
+    *,
+    cpu: bool,
 ) -> None:
     """Check the names of settings, and that the sizes fit the number of processes.
 
@@ -107,10 +109,11 @@ def check_settings(
         mesh: Sizes of the device mesh; None has none.
         megatron: Settings of Megatron-LM; None does not use it.
         processes: The number of processes; None if it is not known.
+        cpu: Whether they use the CPU.
 
     Raises:
         ValueError: A name is unknown, the product of the sizes differs, or Megatron-LM is to be
-            used together with the others.
+            used together with the others, or on the CPU.
         TypeError: A size is not an int.
     """
     for what, given, known in (
@@ -122,8 +125,13 @@ def check_settings(
             raise ValueError(choice_error(f"a key of {what}", key, known))
     if megatron is not None and (fsdp is not None or mesh is not None):
         raise ValueError(
-            "Megatron-LM (megatron_lm_config) divides models by itself: leave out fsdp_config and "
-            "parallelism_config."
+            "Megatron-LM (--use_megatron_lm, megatron_lm_config) divides models by itself: leave "
+            "out --use_fsdp (fsdp_config) and --use_parallelism_config (parallelism_config)."
+        )
+    if megatron is not None and cpu:
+        raise ValueError(
+            "Megatron-LM (--use_megatron_lm, megatron_lm_config) trains on CUDA devices: leave "
+            "out --cpu (use_cpu), or shard with --use_fsdp (fsdp_config) instead."
         )
     sizes_of = {name: size for name, size in (mesh or {}).items() if name.endswith("_size")}
     check_counts(1, **{name: size for name, size in sizes_of.items() if size is not None})

@@ -139,6 +139,15 @@ def test_the_source_distribution_has_what_the_readme_and_make_need():
     assert linked | {"Makefile", "constraints.txt", "tests"} <= packed
 
 
+def test_the_promises_are_held_by_tests_that_exist():
+    page = ROOT / "docs" / "promises.md"
+    files = [page.parent / link for link in LINK.findall(page.read_text()) if link.endswith(".py")]
+    there = {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())}
+    named = set(re.findall(r"`(test_\w+)`", page.read_text()))
+    assert named
+    assert named <= there, named - there
+
+
 @each_page
 def test_every_block_says_what_it_is(page):
     assert [b.line for b in blocks_of(page.read_text()) if b.language not in LANGUAGES] == []

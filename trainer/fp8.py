@@ -8,6 +8,7 @@ Formats for Deep Learning", 2022).
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -67,6 +68,12 @@ def convert_model_to_fp8_ao(
     TorchAOLayers(recipe, device).convert(model)
 
 
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Drop what the import of torchao says of kernels that are not used here, and of its future."""
+    text = str(record.msg)
+    return not ("Failed to load" in text or "natively supported by torch.compile" in text)
+
+
 class TorchAOLayers:
     """Replaces linear layers by torchao's ``Float8Linear``, which has the same parameters.
 
@@ -79,6 +86,8 @@ class TorchAOLayers:
     """
 
     def __init__(self, recipe: AORecipeKwargs, device: torch.device) -> None:
+        for name in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(name).addFilter(_is_of_use)
         try:
             from torchao.float8 import Float8LinearConfig
         except ImportError as error:

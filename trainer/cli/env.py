@@ -41,7 +41,8 @@ VARIABLES = (
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "XDG_CACHE_HOME"),
 )
 
-_WITHOUT_EXTRA = ("transformer-engine",)  # packages that Cadence can use and none of its extras has
+# Packages that Cadence can use, and that no extra for users has.
+_WITHOUT_EXTRA = ("peft", "transformer-engine", "transformers")
 
 
 def parser(prog: str) -> argparse.ArgumentParser:

@@ -192,14 +192,18 @@ def test_env_shows_the_configuration_and_where_it_was_read(capsys, tmp_path, mon
     assert f"{tmp_path}/other.yaml: " in rows(capsys.readouterr().out)["configuration"]
 
 
-def test_env_shows_what_computes_in_8_bits(capsys, monkeypatch):
-    monkeypatch.setattr(metadata, "requires", lambda _: ['torchao>=0.18; extra == "fp8"'])
+def test_env_shows_the_libraries_and_the_variables_of_engines(capsys, monkeypatch):
+    of_extras = {"deepspeed": "deepspeed", "megatron": "megatron-core", "fp8": "torchao"}
+    required = [f'{name}>=0.1; extra == "{extra}"' for extra, name in of_extras.items()]
+    monkeypatch.setattr(metadata, "requires", lambda _: required)
     monkeypatch.setattr(metadata, "version", lambda name: f"of {name}")
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
     monkeypatch.setenv("ACCELERATE_FP8_OVERRIDE_DGRAD", "true")
     main(["env"])
     shown = rows(capsys.readouterr().out)
-    assert shown["packages"] == "torchao of torchao, transformer-engine of transformer-engine"
+    others = {"peft", "transformer-engine", "transformers"}
+    names = {entry.partition(" of ")[0] for entry in shown["packages"].split(", ")}
+    assert names == {*of_extras.values(), *others}
     assert shown["ACCELERATE_FP8_BACKEND"] == "AO"
     assert shown["ACCELERATE_FP8_OVERRIDE_DGRAD"] == "true"
 

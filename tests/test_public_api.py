@@ -71,6 +71,7 @@ PUBLIC: dict[str, list[str]] = {
         "AcceleratorState",
         "AutocastKwargs",
         "CheckpointError",
+        "CombinedLoader",
         "DDPCommunicationHookType",
         "DataLoaderConfiguration",
         "DataModule",

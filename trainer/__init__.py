@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         ProjectConfiguration,
         TERecipeKwargs,
     )
+    from trainer.data.combined import CombinedLoader
     from trainer.data.prepare import skip_first_batches
     from trainer.datamodule import DataModule
     from trainer.deepspeed_plugin import DeepSpeedPlugin
@@ -81,6 +82,7 @@ _HOME = {
     "AcceleratorState": "state",
     "AutocastKwargs": "configuration",
     "CheckpointError": "errors",
+    "CombinedLoader": "data.combined",
     "DDPCommunicationHookType": "enums",
     "DataLoaderConfiguration": "configuration",
     "DataModule": "datamodule",
@@ -147,6 +149,7 @@ __all__ = [
     "AcceleratorState",
     "AutocastKwargs",
     "CheckpointError",
+    "CombinedLoader",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DataModule",

@@ -393,7 +393,8 @@ class Trainer:
         Args:
             module: Defines `training_step` and `configure_optimizers`.
             train_dataloaders: The training loader, written as for one process; the Trainer shards
-                the data over the ranks. A `DataModule` may be passed instead.
+                the data over the ranks. A list or dict of loaders gives joint batches, see
+                `CombinedLoader`. A `DataModule` may be passed instead.
             val_dataloaders: The validation loader or a list of them; optional.
             datamodule: A `DataModule`, or any object with some of its methods, instead of both.
             ckpt_path: The checkpoint to resume from: None for a new run, a path, ``"last"`` or

@@ -125,6 +125,56 @@ def test_a_program_trains_as_under_lightning(tmp_path, monkeypatch):
         assert value == pytest.approx(other.callback_metrics[name].item(), abs=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", None])
+def test_several_loaders_and_short_epochs_are_as_under_lightning(tmp_path, mode):
+    lightning = pytest.importorskip("lightning", reason="the extra peers is not installed")
+
+    def train(library: Any) -> Any:
+        class Joint(library.LightningModule):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                torch.manual_seed(1)
+                self.net = nn.Linear(8, 2)
+
+            def train_dataloader(self) -> Any:
+                sizes = {"a": (48, 8), "b": (96, 12)}
+                loaders = {
+                    n: DataLoader(TensorDataset(X[:k], Y[:k]), b) for n, (k, b) in sizes.items()
+                }
+                combined = library.pytorch.utilities.CombinedLoader
+                return loaders if mode is None else combined(loaders, mode)
+
+            def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+                return -1 if self.trainer.current_epoch == 1 and batch_idx == 2 else None
+
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                parts = batch.values() if isinstance(batch, dict) else [batch]
+                return sum(cross_entropy(self.net(part[0]), part[1]) for part in parts if part)
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.AdamW(self.parameters(), 0.1)
+
+        module = Joint()
+        trainer = library.Trainer(
+            max_epochs=3,
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(module)
+        return copy_of(module), trainer.global_step
+
+    found, steps = train(L)
+    expected, theirs = train(lightning)
+    assert steps == theirs
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_what_programs_read_of_the_trainer_is_there(tmp_path):
     checkpoint = ModelCheckpoint(monitor="val_loss", filename="{epoch}-{val_loss:.2f}")
     trainer, module = ours(tmp_path, [checkpoint])

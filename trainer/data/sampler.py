@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, cycle, islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -324,6 +325,123 @@ class SkippedOrder:
         return batches
 
 
+MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
+"""How several loaders are read together; see `trainer.data.combined.CombinedLoader`."""
+
+_ENDED: Any = object()
+
+
+def joint_length(lengths: Sequence[int | None], mode: str) -> int | None:
+    """Return the number of joint batches of loaders with these lengths; None if unknown."""
+    known = [each for each in lengths if each is not None]
+    if len(known) < len(lengths):
+        return None
+    if mode == "sequential":
+        return sum(known)
+    return min(known) if mode == "min_size" else max(known)
+
+
+def joint_rounds(
+    passes: Sequence[Callable[[int], Iterable[Any]]], mode: str
+) -> Iterator[list[tuple[int, Any]]]:
+    """Yield joint batches, each a list of pairs (number of a loader, its batch).
+
+    Args:
+        passes: For each loader a function that returns its batches, given the number of the pass.
+        mode: One of `MODES`. In ``"max_size"``, loaders that have ended are missing.
+    """
+    if mode == "sequential":
+        for number, begin in enumerate(passes):
+            for batch in begin(0):
+                yield [(number, batch)]
+        return
+    iterators = [iter(begin(0)) for begin in passes]
+    begun, over = [1] * len(passes), [False] * len(passes)
+    while True:
+        parts = []
+        for number, begin in enumerate(passes):
+            batch = next(iterators[number], _ENDED)
+            if batch is _ENDED:
+                over[number] = True
+                if mode == "min_size" or all(over):
+                    return
+                if mode == "max_size_cycle":
+                    iterators[number] = iter(begin(begun[number]))
+                    begun[number] += 1
+                    batch = next(iterators[number], _ENDED)
+            if batch is not _ENDED:
+                parts.append((number, batch))
+        yield parts
+
+
+class JointBatches(Sampler[list[tuple[int, Any]]]):
+    """A batch sampler of several loaders: a joint batch is a list of (loader, key) pairs.
+
+    Args:
+        parts: For each loader its ``batch_sampler``, or its ``sampler`` if it has none, and whether
+            it is the ``sampler``.
+        mode: How the loaders are read together.
+
+    Attributes:
+        orders: The batches of each loader, a function of seed and epoch if `seeded` returned this.
+        pure: Whether all of them are.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Any, bool]], mode: str) -> None:
+        self.parts, self.mode, self.epoch = parts, mode, 0
+        self.orders = [batches for batches, _ in parts]
+        self.pure = False
+
+    def seeded(self, seed: int, *, shuffle: bool) -> JointBatches:
+        """Return a copy whose orders are drawn from a seed, another one for each loader."""
+        made = JointBatches(self.parts, self.mode)
+        found = [
+            _pure_order(batches, mix(seed, number) if number else seed, shuffle=shuffle)
+            for number, (batches, _) in enumerate(self.parts)
+        ]
+        made.orders, made.pure = [order for order, _ in found], all(pure for _, pure in found)
+        return made
+
+    def reseed(self, seed: int) -> None:
+        """Use the seed of the run that is resumed."""
+        for number, order in enumerate(self.orders):
+            for sampler in _samplers_of(order):
+                if isinstance(sampler, SeededSampler):
+                    sampler.seed = mix(seed, number) if number else seed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch to iterate over next, and call the samplers' ``set_epoch``, if any."""
+        self.epoch = epoch
+        for order in self.orders:
+            for sampler in _samplers_of(order):
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        length = joint_length([length_of(order) for order in self.orders], self.mode)
+        if length is None:
+            raise TypeError("A loader's sampler has no length.")
+        return length
+
+    def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
+        single = [keys for _, keys in self.parts]
+        passes = [partial(self._begin, order, self.epoch) for order in self.orders]
+        for parts in joint_rounds(passes, self.mode):
+            yield [
+                (number, key)
+                for number, batch in parts
+                for key in ([batch] if single[number] else _indices(_listed(batch)))
+            ]
+
+    def _begin(self, order: Any, epoch: int, number: int) -> Iterable[Any]:
+        """Return the batches of a loader for a pass of the epoch; later passes are other orders."""
+        for sampler in _samplers_of(order):
+            if isinstance(sampler, SeededSampler):
+                sampler.epoch = mix(epoch, number) if number else epoch
+        batches: Iterable[Any] = order
+        return batches
+
+
 class EpochLength(NamedTuple):
     """The amount of data when an epoch began; the dataset may have grown or shrunk since.
 
@@ -411,14 +529,16 @@ class ShardedSampler(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch to iterate over next, and call the samplers' ``set_epoch``, if any."""
         self.epoch = epoch
-        for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
-            if sampler is not None and hasattr(sampler, "set_epoch"):
+        for sampler in _samplers_of(self._sampler):
+            if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
     def reseed(self, seed: int) -> None:
         """Use the seed of the run that is resumed."""
         self.seed = seed
-        for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
+        if isinstance(self._sampler, JointBatches):
+            self._sampler.reseed(seed)
+        for sampler in _samplers_of(self._sampler):
             if isinstance(sampler, SeededSampler):
                 sampler.seed = seed
 
@@ -528,6 +648,11 @@ class ShardedSampler(Sampler[Any]):
         return stream if self.limit is None else islice(stream, max(0, self.limit - rest.skip))
 
 
+def _samplers_of(batches: Any) -> list[Any]:
+    """Return a batch sampler, or a sampler, and the sampler inside it."""
+    return [each for each in (batches, getattr(batches, "sampler", None)) if each is not None]
+
+
 def _listed(batch: Any) -> Any:
     """Convert a batch of indices to a list; a single index is returned unchanged."""
     if type(batch) is list:
@@ -569,6 +694,9 @@ def _pure_order(batches: Any, seed: int, *, shuffle: bool) -> tuple[Any, bool]:
         ValueError: The sampler shards the data already, or `shuffle` is False and the order of the
             sampler cannot be replaced.
     """
+    if isinstance(batches, JointBatches):
+        seeded = batches.seeded(seed, shuffle=shuffle)
+        return seeded, seeded.pure
     inner = batches.sampler if type(batches) is BatchSampler else batches
     if isinstance(inner, DistributedSampler) and inner.num_replicas > 1:
         raise ValueError(

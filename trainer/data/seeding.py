@@ -39,7 +39,7 @@ from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
 from trainer.data.inline_pickling import sent
-from trainer.data.sampler import BatchIndices, SampleKey
+from trainer.data.sampler import BatchIndices, JointBatches, SampleKey
 from trainer.errors import module_logger
 from trainer.rng import isolate_rng, isolated_rng, mix, seed_local
 
@@ -62,7 +62,9 @@ def of_samplers(source: Any) -> Found:
     batches = getattr(source, "batch_sampler", None)
     samplers = getattr(source, "sampler", None), batches, getattr(batches, "sampler", None)
     found = [getattr(owner, "generator", None) for owner in (source, *samplers)]
-    for sampler in samplers:
+    parts = batches.parts if isinstance(batches, JointBatches) else []
+    inside = [each for part, _ in parts for each in (part, getattr(part, "sampler", None))]
+    for sampler in (*samplers, *inside):
         found += getattr(sampler, "__dict__", {}).values()
     return _seedable((str(number), thing) for number, thing in enumerate(found))
 

@@ -13,6 +13,7 @@ import torch
 from callbacks import Callback
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.storage import read_manifest
+from trainer.data.combined import CombinedLoader, holds_loaders
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.data.seeding import isolated_generators
 from trainer.datamodule import DataModule
@@ -212,24 +213,24 @@ def find_loaders(
     several = isinstance(given, (tuple, MutableSequence))  # Hydra's lists are not Python lists
     if several and any(one is None for one in given):
         raise TypeError(f"{argument} is a list with None in it; every item must be a loader.")
+    if isinstance(given, CombinedLoader) and given.mode == "sequential":
+        return given.flattened if argument != "train_dataloaders" else [given]
+    if holds_loaders(given):
+        if argument == "train_dataloaders":
+            given = given if isinstance(given, (Mapping, tuple)) else list(given)
+            return [CombinedLoader(given, "max_size_cycle")]
+        return list(given.values() if isinstance(given, Mapping) else given)
     if isinstance(given, (str, bytes, Mapping)):
         raise TypeError(
             f"{argument} is a {type(given).__name__}; give a DataLoader or another iterable of "
-            f"batches{'' if argument == 'train_dataloaders' else ', or a list of them'}."
+            "batches, or a list or dict of them."
         )
     if hasattr(given, "shape") and hasattr(given, "dtype"):  # a tensor or an array
         raise TypeError(
             f"{argument} is a {type(given).__name__} of shape {tuple(given.shape)}. Wrap it: "
             "DataLoader(TensorDataset(x, y), batch_size=32), or list(...) if its rows are batches."
         )
-    return list(given) if several and _holds_loaders(given) else [given]
-
-
-def _holds_loaders(given: Sequence[Any]) -> bool:
-    """Return whether this is a list of loaders; a list of batches counts as one loader."""
-    return all(hasattr(one, "__iter__") and not hasattr(one, "shape") for one in given) and not all(
-        isinstance(one, (list, tuple, Mapping)) for one in given
-    )
+    return [given]
 
 
 def call_if_there(owner: Any, name: str, *args: Any) -> Any:
@@ -259,7 +260,7 @@ def make_epoch_iterators(
     epoch_iterators = []
     for number, loader in enumerate(loaders):
         epoch_iterator = EpochIterator(
-            loader,
+            loader.as_one() if isinstance(loader, CombinedLoader) else loader,
             rank=accelerator.engine.data_rank,
             world_size=accelerator.engine.data_size,
             seed=seed,
@@ -413,7 +414,7 @@ class Sources:
             origin: The run's progress.
 
         Raises:
-            ValueError: There is not exactly one training loader, or a loader is empty.
+            ValueError: A loader is empty.
             TypeError: There is validation data but no ``validation_step``.
             RuntimeError: A hook failed on another rank.
         """
@@ -446,21 +447,15 @@ class Sources:
 
         Args:
             origin: The run's progress.
-            loaders: The training loaders; exactly one.
+            loaders: The training loader, in a list.
             val: The validation loaders.
 
         Returns:
             The training epoch iterator and the validation epoch iterators.
 
         Raises:
-            ValueError: There are several training loaders, or a loader is empty.
+            ValueError: A loader is empty.
         """
-        if len(loaders) > 1:
-            raise ValueError(
-                f"fit was given {len(loaders)} training loaders; it takes one. Combine them in one "
-                "loader of a torch.utils.data.StackDataset or ConcatDataset, or pass an object "
-                "whose __iter__ yields the joint batches."
-            )
         settings, accelerator = self.settings, self.accelerator
         (epoch_iterator,) = make_epoch_iterators(
             "train", loaders, settings, accelerator, seed=origin.seed

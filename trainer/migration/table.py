@@ -156,7 +156,7 @@ LIGHTNING_ARGUMENTS = {
     "log_gpu_memory": "callbacks=[DeviceStatsMonitor()]",
     "logger": "log_with, such as log_with='tensorboard'",
     "move_metrics_to_cpu": f"{NOTHING}: running totals are single numbers",
-    "multiple_trainloader_mode": "one loader, of torch.utils.data.StackDataset or ConcatDataset",
+    "multiple_trainloader_mode": "trainer.CombinedLoader(loaders, mode=...)",
     "num_nodes": (
         "trainer launch --num_machines N --machine_rank R --main_process_ip HOST --nproc_per_node "
         "N script.py on each machine: R counts them from 0, HOST is the first, N its processes"
@@ -457,9 +457,6 @@ LIGHTNING_NAMES = {
     "pytorch.tuner.lr_finder": "use pytorch.tuner.Tuner",
     "pytorch.tuner.tuning": "import Tuner from pytorch.tuner",
     "pytorch.utilities.AttributeDict": "use types.SimpleNamespace, or self.hparams",
-    "pytorch.utilities.CombinedLoader": (
-        "use one loader, of torch.utils.data.StackDataset or ConcatDataset"
-    ),
     "pytorch.utilities.GradClipAlgorithmType": "write 'norm' or 'value'",
     "pytorch.utilities.LightningEnum": "use enum.Enum",
     "pytorch.utilities.disable_possible_user_warnings": "use warnings.filterwarnings",

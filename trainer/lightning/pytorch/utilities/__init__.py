@@ -1,7 +1,8 @@
 """The names of ``lightning.pytorch.utilities``."""
 
+from trainer.data.combined import CombinedLoader
 from trainer.lightning.missing import getter
-from trainer.lightning.pytorch.utilities import rank_zero, types
+from trainer.lightning.pytorch.utilities import combined_loader, rank_zero, types
 from trainer.lightning.pytorch.utilities.rank_zero import (
     rank_zero_info,
     rank_zero_only,
@@ -10,6 +11,8 @@ from trainer.lightning.pytorch.utilities.rank_zero import (
 from trainer.rng import set_seed
 
 __all__ = [
+    "CombinedLoader",
+    "combined_loader",
     "rank_zero",
     "rank_zero_info",
     "rank_zero_only",

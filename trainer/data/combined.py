@@ -1,0 +1,239 @@
+"""Several loaders read together: each batch of the epoch is a joint batch, one of each loader.
+
+If all are loaders of map-style datasets, they are read as one: a single ``DataLoader`` whose batch
+sampler yields the keys of all parts of a joint batch. The position in the epoch is then the number
+of joint batches, and sharding, seeds, workers and resuming are those of a single loader. Other
+loaders are read as one stream of joint batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from trainer.checks import choice_error
+from trainer.data.sampler import MODES, JointBatches, joint_length, joint_rounds, length_of
+from trainer.data.seeding import as_fetched, set_epoch_of
+from trainer.data.tensor_dataset import TensorRows, wrapped
+from trainer.data.workers import reads_as_torchs, users_kwargs
+from trainer.tree import children, rebuild
+
+
+def holds_loaders(given: Any) -> bool:
+    """Return whether this is a dict or a list of loaders; a list of batches is one loader."""
+    parts = list(given.values()) if isinstance(given, Mapping) else given
+    if not isinstance(given, (tuple, MutableSequence, Mapping)):  # Hydra's lists are no lists
+        return False
+    if not all(hasattr(one, "__iter__") and not hasattr(one, "shape") for one in parts):
+        return False
+    batches = isinstance(given, Sequence) and all(
+        isinstance(one, (list, tuple, Mapping)) for one in parts
+    )
+    return bool(parts) and not batches
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if not holds_loaders(tree):
+        return [tree]
+    return [leaf for _, part in children(tree) or () for leaf in _leaves(part)]
+
+
+def _filled(tree: Any, batches: Iterator[Any]) -> Any:
+    """Return a container like `tree`, with a batch in place of each loader."""
+    if not holds_loaders(tree):
+        return next(batches)
+    return rebuild(tree, [_filled(part, batches) for _, part in children(tree) or ()])
+
+
+class CombinedLoader:
+    """Loaders whose batches come together, such as labelled and unlabelled data.
+
+    A batch has the form of `iterables`, with a batch of each loader in its place. A list or dict of
+    training loaders is one with the mode ``"max_size_cycle"``.
+
+    Args:
+        iterables: A dict or list of loaders, perhaps nested.
+        mode: ``"min_size"`` ends with the shortest loader. ``"max_size_cycle"`` ends with the
+            longest one, and begins the others again, in a new order if they shuffle.
+            ``"max_size"`` ends with the longest one too, and has None in place of a batch of those
+            that have ended. ``"sequential"`` reads one after another: a batch is that of one
+            loader.
+
+    Attributes:
+        iterables: As given.
+        mode: As given.
+        flattened: The loaders in a list.
+
+    Raises:
+        ValueError: There is no such mode.
+    """
+
+    def __init__(self, iterables: Any, mode: str = "min_size") -> None:
+        if mode not in MODES:
+            raise ValueError(choice_error("The mode of a CombinedLoader", mode, MODES))
+        self.iterables, self.mode = iterables, mode
+        self.flattened = _leaves(iterables)
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        """Yield triples (batch, index of the batch, index of the loader), as Lightning does."""
+        before = number = 0
+        for index, parts in enumerate(joint_rounds(self._passes(), self.mode)):
+            if self.mode == "sequential":
+                if parts[0][0] != number:
+                    before, number = index, parts[0][0]
+                yield parts[0][1], index - before, number
+            else:
+                yield self.joined(parts), index, 0
+
+    def __len__(self) -> int:
+        length = joint_length([length_of(each) for each in self.flattened], self.mode)
+        if length is None:
+            raise TypeError("A loader of the CombinedLoader has no length.")
+        return length
+
+    def _passes(self) -> list[Callable[[int], Iterable[Any]]]:
+        return [partial(_again, each) for each in self.flattened]
+
+    def joined(self, parts: Sequence[tuple[int, Any]]) -> Any:
+        """Return the joint batch of (number of a loader, batch) pairs.
+
+        Args:
+            parts: Those that have a batch; in the mode ``"sequential"`` one.
+        """
+        if self.mode == "sequential":
+            return parts[0][1]
+        batches = dict(parts)
+        return _filled(self.iterables, map(batches.get, range(len(self.flattened))))
+
+    def as_one(self) -> Any:
+        """Return the loader, or iterable of joint batches, that is read in its place."""
+        loaders = self.flattened
+        if not all(
+            isinstance(each, DataLoader)
+            and reads_as_torchs(type(each))
+            and not isinstance(each.dataset, IterableDataset)
+            for each in loaders
+        ):
+            return JointStream(self)
+        batches = JointBatches(
+            [
+                (each.sampler, True) if each.batch_sampler is None else (each.batch_sampler, False)
+                for each in loaders
+            ],
+            self.mode,
+        )
+        return DataLoader(**_kwargs_of(loaders), dataset=JointData(self), batch_sampler=batches)
+
+
+def _again(loader: Any, number: int) -> Iterable[Any]:
+    """Return a loader to begin a pass; `number` counts the passes of an epoch."""
+    del number
+    return loader  # type: ignore[no-any-return]  # whatever the user gave
+
+
+def _kwargs_of(loaders: Sequence[DataLoader[Any]]) -> dict[str, Any]:
+    """Return the arguments of a loader with as many workers as these have together."""
+    given = [users_kwargs(each) for each in loaders]
+
+    def all_of(name: str) -> list[Any]:
+        return [each[name] for each in given if each[name] is not None]
+
+    contexts, inits = all_of("multiprocessing_context"), all_of("worker_init_fn")
+    return {
+        "num_workers": sum(all_of("num_workers")),
+        "collate_fn": as_fetched,
+        "pin_memory": any(all_of("pin_memory")),
+        "timeout": max(all_of("timeout")),
+        "worker_init_fn": partial(_call_all, inits) if inits else None,
+        "multiprocessing_context": contexts[0] if contexts else None,
+        "prefetch_factor": max(all_of("prefetch_factor"), default=None),
+        "persistent_workers": any(all_of("persistent_workers")),
+    }
+
+
+def _call_all(functions: Sequence[Callable[[int], Any]], worker: int) -> None:
+    for function in dict.fromkeys(functions):
+        function(worker)
+
+
+class JointData(Dataset[Any]):
+    """The datasets of several loaders; fetches and collates joint batches.
+
+    Args:
+        combined: The loaders.
+    """
+
+    def __init__(self, combined: CombinedLoader) -> None:
+        loaders = combined.flattened
+        self.datasets = [each.dataset for each in loaders]
+        self._collate = [each.collate_fn for each in loaders]
+        self._single = [each.batch_sampler is None for each in loaders]
+        rows = [wrapped(each) for each in loaders]  # those of a TensorDataset are read at once
+        self._rows = [each if isinstance(each, TensorRows) else None for each in rows]
+        shape = combined.iterables  # without the loaders, which would be sent to workers
+        numbers = iter(range(len(loaders)))
+        self._join = partial(_joined, _filled(shape, numbers), combined.mode)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.datasets))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call the ``set_epoch`` of the datasets that have one."""
+        for dataset in self.datasets:
+            if hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(epoch)
+
+    def __getitems__(self, keys: Sequence[tuple[int, Any]]) -> Any:
+        own: dict[int, list[Any]] = {}
+        for number, key in keys:
+            own.setdefault(number, []).append(key)
+        return self._join({number: self._fetch(number, each) for number, each in own.items()})
+
+    def _fetch(self, number: int, keys: list[Any]) -> Any:
+        dataset, collate, rows = self.datasets[number], self._collate[number], self._rows[number]
+        if rows is not None:
+            return rows.__getitems__(keys)  # type: ignore[arg-type]  # their place is not needed
+        if self._single[number]:
+            return collate(dataset[keys[0]])
+        fetch = getattr(dataset, "__getitems__", None)
+        return collate(fetch(keys) if fetch else [dataset[key] for key in keys])
+
+
+def _joined(shape: Any, mode: str, batches: Mapping[int, Any]) -> Any:
+    """Return a joint batch; `shape` has the numbers of the loaders in their places."""
+    if mode == "sequential":
+        return next(iter(batches.values()))
+    if isinstance(shape, int):
+        return batches.get(shape)
+    parts = [_joined(part, mode, batches) for _, part in children(shape) or ()]
+    return rebuild(shape, parts)
+
+
+class JointStream:
+    """Yields joint batches of loaders of which some are streams.
+
+    Args:
+        combined: The loaders.
+    """
+
+    def __init__(self, combined: CombinedLoader) -> None:
+        self._combined = combined
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, _, _ in self._combined:
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._combined)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call the ``set_epoch`` of the loaders, their samplers and datasets that have one."""
+        for loader in self._combined.flattened:
+            batches = getattr(loader, "batch_sampler", None)
+            parts = loader, batches, getattr(loader, "sampler", None)
+            for part in {id(each): each for each in parts if hasattr(each, "set_epoch")}.values():
+                part.set_epoch(epoch)  # type: ignore[union-attr]  # of those that have it
+            set_epoch_of(getattr(loader, "dataset", None), 0, epoch)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, NamedTuple, get_args
 
-Unit = Literal["steps", "epochs", "items", "seconds"]
+Unit = Literal["steps", "epochs", "items", "seconds", "batches"]
 
 # unit as written (plural) -> unit of Progress, and the factor
 _UNITS: dict[str, tuple[Unit, int]] = {
@@ -19,13 +20,23 @@ _UNITS: dict[str, tuple[Unit, int]] = {
     "seconds": ("seconds", 1),
     "minutes": ("seconds", 60),
     "hours": ("seconds", 3600),
+    "batches": ("batches", 1),
 }
+_OF_EPOCHS = re.compile(r"each epoch|every (\d+) epochs?")
 _EXAMPLES = "'500 steps', '1 epoch', '0.25 epochs', '1e9 items' or '30 minutes'"
 
 
-def _parse_text(text: str) -> tuple[float, Unit]:
-    """``'30 minutes'`` -> ``(1800.0, 'seconds')``."""
-    number, _, word = text.strip().partition(" ")
+def _parse_text(text: str) -> tuple[float, Unit, int]:
+    """``'30 minutes'`` -> ``(1800.0, 'seconds', 0)``."""
+    counted, _, of = text.strip().partition(" of ")
+    number, _, word = counted.partition(" ")
+    found = _OF_EPOCHS.fullmatch(of)
+    if of and found is None:
+        raise ValueError(
+            f"An interval that is counted anew in epochs ends in 'of each epoch' or in 'of every "
+            f"3 epochs', got {text!r}."
+        )
+    of_epochs = int(found[1] or 1) if found else 0
     word = word.strip().lower()
     try:
         every = float(number)
@@ -33,7 +44,7 @@ def _parse_text(text: str) -> tuple[float, Unit]:
         raise ValueError(
             f"An interval is a number and a unit, got {text!r}. Write for example {_EXAMPLES}."
         ) from None
-    plural = word if word.endswith("s") else f"{word}s"
+    plural = word if word.endswith("s") else f"{word}{'es' if word == 'batch' else 's'}"
     if plural not in _UNITS:
         near = difflib.get_close_matches(plural, _UNITS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -42,7 +53,7 @@ def _parse_text(text: str) -> tuple[float, Unit]:
             f"{', '.join(_UNITS)}.{hint} Write for example {_EXAMPLES}."
         )
     unit, size = _UNITS[plural]
-    return every * size, unit
+    return every * size, unit, of_epochs
 
 
 class Progress(NamedTuple):
@@ -53,12 +64,18 @@ class Progress(NamedTuple):
         epochs: Complete epochs, plus the fraction of the current one if its length is known.
         items: What the loss was averaged over (samples or tokens), over all ranks.
         seconds: Training time in seconds by rank 0's clock; the same number on every rank.
+        epoch: The current epoch, from 0.
+        batch: Batches of the current epoch so far, on each process.
+        batches: All batches of the current epoch, on each process; 0 if unknown.
     """
 
     steps: int = 0
     epochs: float = 0.0
     items: float = 0.0
     seconds: float = 0.0
+    epoch: int = 0
+    batch: int = 0
+    batches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +84,21 @@ class Interval:
 
     Users write a string or an int, see :meth:`parse`.
 
+    Attributes:
+        every: How many of the unit.
+        unit: The unit.
+        of_epochs: 0 counts through the whole run. Another number *n* counts anew in each epoch, in
+            every *n*-th epoch only; the unit is then batches (on each process), or epochs for a
+            fraction of the epoch's batches.
+
     Raises:
         ValueError: If ``every`` is not a finite number above zero, is not whole for a ``unit`` of
-            steps or items, or ``unit`` is unknown.
+            steps, batches or items, or ``unit`` is unknown or does not fit ``of_epochs``.
     """
 
     every: float
     unit: Unit
+    of_epochs: int = 0
 
     def __post_init__(self) -> None:
         if self.unit not in get_args(Unit):
@@ -83,7 +108,14 @@ class Interval:
                 f"An interval must be a finite number above zero, got {self.every!r} {self.unit}. "
                 f"Write for example {_EXAMPLES}."
             )
-        if self.unit in ("steps", "items") and self.every != int(self.every):
+        if self.of_epochs < 0 or (self.unit == "batches") > bool(self.of_epochs):
+            raise ValueError("An interval in batches is written '100 batches of each epoch'.")
+        if self.of_epochs and self.unit not in ("batches", "epochs"):
+            raise ValueError(
+                f"What is counted anew in each epoch are batches, or a part of it, got {self.unit}:"
+                " write '100 batches of each epoch' or '0.3 epochs of each epoch'."
+            )
+        if self.unit in ("steps", "items", "batches") and self.every != int(self.every):
             raise ValueError(
                 f"An interval in {self.unit} must be a whole number, got {self.every!r}. "
                 "Only epochs and the clock have fractions, as in '0.25 epochs'."
@@ -109,7 +141,8 @@ class Interval:
         Args:
             value: An :class:`Interval`, an int (steps), or a number and a unit: ``"500 steps"``,
                 ``"1 epoch"``, ``"0.25 epochs"``, ``"1e9 items"``, ``"45 seconds"``,
-                ``"30 minutes"``, ``"2 hours"``.
+                ``"30 minutes"``, ``"2 hours"``, ``"100 batches of each epoch"``,
+                ``"0.3 epochs of every 2 epochs"``.
 
         Raises:
             ValueError: If the number or the unit is invalid.
@@ -134,11 +167,22 @@ class Interval:
         If several multiples lie between two checks, it is due once, at the later check. ``before``
         is the progress at the previous check, or when it was last due.
         """
+        if self.of_epochs:
+            return self._due_in_epoch(before, now)
         if self.unit == "steps":  # a fast path, like the next one: called at every update
             return before.steps // self.every < now.steps // self.every
         if self.unit == "epochs" and self.every == 1:
             return before.epochs // 1 < now.epochs // 1
         return self._multiples(before) < self._multiples(now)
+
+    def _due_in_epoch(self, before: Progress, now: Progress) -> bool:
+        if (now.epoch + 1) % self.of_epochs:
+            return False
+        size = int(self.every)
+        if self.unit == "epochs":  # a number of batches that is rounded down, as in Lightning
+            size = max(1, int(now.batches * self.every))
+        begun = before.batch if before.epoch == now.epoch else 0
+        return begun // size < now.batch // size
 
     def _multiples(self, progress: Progress) -> int:
         ratio: float = getattr(progress, self.unit) / self.every
@@ -158,7 +202,13 @@ class Interval:
                     every, word = self.every / size, larger
                     break
         number = f"{every:.0f}" if every == int(every) else f"{every!r}"
-        return f"{number} {word.removesuffix('s') if every == 1 else word}"
+        single = {"batches": "batch"}.get(word, word.removesuffix("s"))
+        text = f"{number} {single if every == 1 else word}"
+        if self.of_epochs == 0:
+            return text
+        return (
+            f"{text} of {f'every {self.of_epochs} epochs' if self.of_epochs > 1 else 'each epoch'}"
+        )
 
 
 _TIMES = (

@@ -117,3 +117,36 @@ def test_clock_is_due_once_however_many_multiples_passed():
 def test_other_units_do_not_count():
     now = Progress(steps=10**6, epochs=0.5, items=math.inf, seconds=1e6)
     assert not Interval.parse("1 epoch").due(Progress(), now)
+
+
+@pytest.mark.parametrize(
+    ("text", "due"),
+    [
+        ("3 batches of each epoch", [3, 6, 10, 13]),
+        ("0.5 epochs of each epoch", [3, 6, 10, 13]),  # 3 of 7 batches: rounded down
+        ("4 batches of every 2 epochs", [11]),
+        ("0.1 epochs of every 2 epochs", [8, 9, 10, 11, 12, 13, 14]),
+    ],
+)
+def test_what_is_counted_in_an_epoch_begins_anew_in_the_next(text, due):
+    points = [
+        Progress(steps=7 * epoch + batch, epoch=epoch, batch=batch, batches=7)
+        for epoch in range(2)
+        for batch in range(1, 8)
+    ]
+    assert due_at(text, points) == due
+    assert Interval.parse(str(Interval.parse(text))) == Interval.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("3 batches", "100 batches of each epoch"),
+        ("3 steps of each epoch", "got steps"),
+        ("3 batches of the epoch", "ends in 'of each epoch'"),
+        ("0.5 batches of each epoch", "must be a whole number"),
+    ],
+)
+def test_what_cannot_be_counted_in_an_epoch_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Interval.parse(wrong)

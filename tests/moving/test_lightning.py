@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainer.lightning as L
 from tests.numerics.running import copy_of
+from trainer import GradScalerKwargs
 from trainer.lightning.pytorch.callbacks import (
     BasePredictionWriter,
     EarlyStopping,
@@ -23,7 +24,8 @@ from trainer.lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from trainer.lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from trainer.lightning.pytorch.strategies import strategy_of
+from trainer.lightning.pytorch.strategies import DDPStrategy, strategy_of
+from trainer.lightning.pytorch.trainer import _device_of, _visible
 from trainer.lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 X = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
@@ -203,10 +205,12 @@ def test_an_evaluation_without_a_model_is_that_of_the_best_of_the_fit(tmp_path, 
     assert len(trainer.predict(dataloaders=val)) == 4
 
 
-def fit(folder: Path, module: Any = None, **options: Any) -> L.Trainer:
-    module = make_classifier(L)() if module is None else module
+def fit(folder: Path, module: Any = None, library: Any = L, **options: Any) -> Any:
+    module = make_classifier(library)() if module is None else module
     defaults = {"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False}
-    trainer = L.Trainer(**{"default_root_dir": folder, "logger": False, **defaults, **options})
+    trainer = library.Trainer(
+        **{"default_root_dir": folder, "logger": False, **defaults, **options}
+    )
     trainer.fit(module, *loaders())
     return trainer
 
@@ -219,29 +223,42 @@ def test_each_run_has_a_version_of_its_own(tmp_path):
     assert list(Path(second.log_dir).glob("events*"))
 
 
-@pytest.mark.parametrize(
-    ("options", "validations"),
-    [
-        ({}, 2),
-        ({"val_check_interval": 0.5}, 4),
-        ({"val_check_interval": 2}, 8),
-        ({"val_check_interval": 4, "accumulate_grad_batches": 2}, 4),
-        ({"check_val_every_n_epoch": 2}, 1),
-        ({"limit_val_batches": 0}, 0),
-        ({"max_epochs": -1, "max_steps": 12, "val_check_interval": 6}, 2),
-    ],
-    ids=str,
-)
-def test_validations_come_as_often_as_they_are_asked_for(tmp_path, options, validations):
-    class Counts(make_classifier(L)):  # type: ignore[misc]
-        seen = 0
+VALIDATIONS: list[tuple[dict[str, Any], list[int]]] = [
+    ({}, [8, 16]),
+    ({"val_check_interval": 0.5}, [4, 8, 12, 16]),
+    ({"val_check_interval": 0.4}, [3, 6, 11, 14]),
+    ({"val_check_interval": 3}, [3, 6, 11, 14]),
+    ({"val_check_interval": 0.4, "check_val_every_n_epoch": 2}, [11, 14]),
+    ({"val_check_interval": 4, "accumulate_grad_batches": 2}, [2, 4, 6, 8]),
+    ({"val_check_interval": 5, "check_val_every_n_epoch": None}, [5, 10, 15]),
+    ({"check_val_every_n_epoch": 2}, [16]),
+    ({"limit_val_batches": 0}, []),
+    ({"max_epochs": -1, "max_steps": 12, "val_check_interval": 6}, [6]),
+]
 
-        def on_validation_end(self) -> None:
-            self.seen += 1
 
-    module = Counts()
-    fit(tmp_path, module, num_sanity_val_steps=0, **options)
-    assert module.seen == validations
+def validations(library: Any, folder: Path, options: dict[str, Any]) -> list[int]:
+    """Fit, and return the numbers of updates at which validations began."""
+
+    class Counts(make_classifier(library)):  # type: ignore[misc]
+        def on_validation_start(self) -> None:
+            seen.append(self.trainer.global_step)
+
+    seen: list[int] = []
+    fit(folder, Counts(), library, num_sanity_val_steps=0, **options)
+    return seen
+
+
+@pytest.mark.parametrize(("options", "steps"), VALIDATIONS, ids=str)
+def test_validations_come_when_they_are_asked_for(tmp_path, options, steps):
+    assert validations(L, tmp_path, options) == steps
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+@pytest.mark.parametrize(("options", "steps"), VALIDATIONS, ids=str)
+def test_validations_come_when_they_do_under_lightning(tmp_path, options, steps):
+    theirs = pytest.importorskip("lightning", reason="the extra peers is not installed")
+    assert validations(theirs, tmp_path, options) == steps
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
@@ -373,6 +390,9 @@ def test_arguments_of_loggers_that_would_change_names_are_refused(tmp_path):
         ({"accelerator": "tpu"}, "accelerator is 'tpu'"),
         ({"use_distributed_sampler": False}, "use_distributed_sampler=False"),
         ({"val_check_interval": 3, "accumulate_grad_batches": 2}, "no multiple"),
+        ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "a part of an epoch"),
+        ({"check_val_every_n_epoch": None}, "give val_check_interval an int"),
+        ({"devices": [0, 0]}, "must name devices, each once"),
         ({"profiler": "advanced"}, "profiler is 'advanced'"),
     ],
     ids=str,
@@ -453,3 +473,50 @@ def test_a_program_that_asks_for_devices_is_started_again_in_as_many_processes(t
     [alone] = lines(1, 0)
     weight = alone.partition(": ")[2]
     assert lines(2, 3) == [f"rank 0 of 2: {weight}", f"rank 1 of 2: {weight}"]
+
+
+def test_a_list_of_devices_names_those_of_each_process():
+    assert _visible([1, 3], None) == ["1", "3"]
+    assert _visible([1, 2], "GPU-a, GPU-b,GPU-c") == ["GPU-b", "GPU-c"]
+    assert _device_of([3], 0, None, launched=False) == "cuda:3"
+    assert _device_of([1], 0, "4,5", launched=False) == "cuda:1"
+    assert _device_of([2, 3], 1, "6,7", launched=True) is None  # the launcher chose them
+    assert _device_of([2, 3], 1, None, launched=True) == "cuda:3"
+
+
+def test_handlers_are_added_to_those_of_a_strategy(tmp_path):
+    strategy = DDPStrategy(find_unused_parameters=True)
+    handlers = [GradScalerKwargs(init_scale=4.0)]
+    trainer = L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        strategy=strategy,
+        kwargs_handlers=handlers,
+        default_root_dir=tmp_path,
+        precision="16-mixed",
+    )
+    assert trainer.accelerator.ddp_handler.find_unused_parameters
+    assert trainer.accelerator.scaler.get_scale() == 4.0
+
+
+def test_the_best_of_a_checkpoint_callback_of_the_module_is_tested(tmp_path):
+    class Brings(make_classifier(L)):  # type: ignore[misc]
+        def configure_callbacks(self) -> Any:
+            return [ModelCheckpoint(monitor="val_acc", mode="max")]
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test_acc", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    trainer = fit(tmp_path, Brings())
+    best = trainer.checkpoint_callback
+    [found] = trainer.test(dataloaders=loaders()[1], ckpt_path="best")
+    assert trainer.checkpoint_callback is best
+    assert found["test_acc"] == pytest.approx(best.best_model_score)
+
+
+def test_a_callback_may_set_the_batches_of_an_update(tmp_path):
+    class Doubles(L.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            trainer.accumulate_grad_batches = trainer.current_epoch + 1
+
+    assert fit(tmp_path, callbacks=[Doubles()]).global_step == 8 + 4

@@ -1054,9 +1054,9 @@ def test_a_trainer_is_training_in_a_fit_but_not_in_its_validations():
     assert not trainer.training
 
 
-def test_a_schedule_may_have_the_keys_of_lightnings_example():
+def test_a_schedule_may_have_the_keys_of_lightnings_example(caplog):
     class Scheduled(Net):
-        strict = True
+        strict, monitor = True, "val"
 
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
@@ -1066,7 +1066,7 @@ def test_a_schedule_may_have_the_keys_of_lightnings_example():
                     "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
                     "interval": "epoch",
                     "frequency": 1,
-                    "monitor": "val",
+                    "monitor": self.monitor,
                     "strict": self.strict,
                     "name": None,
                     "reduce_on_plateau": True,
@@ -1076,9 +1076,14 @@ def test_a_schedule_may_have_the_keys_of_lightnings_example():
     module, trainer = Scheduled(), make()
     trainer.fit(module, loader(), loader())
     assert trainer.schedulers[0].scheduler.last_epoch == 1
-    module.strict = False
-    with pytest.raises(ValueError, match="'strict': False"):
+    module.monitor = "vla"
+    with pytest.raises(ValueError, match=r"'vla'; .*'val'"):
         make().fit(module, loader(), loader())
+    module.strict = False
+    trainer = make(max_epochs=2)
+    trainer.fit(module, loader(), loader())
+    assert trainer.schedulers[0].scheduler.last_epoch == 0
+    assert sum("while its monitor 'vla' has not" in line for line in caplog.messages) == 1
 
 
 def test_another_trainer_in_a_hook_leaves_the_module_to_its_own():

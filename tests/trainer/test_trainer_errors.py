@@ -421,7 +421,12 @@ FITS = {
     ),
     "text": ({}, {"train": "data/train"}, TypeError, ["train_dataloaders is a str"]),
     "dataset": ({}, {"train": FOUR}, TypeError, ["TensorDataset", "as in DataLoader(dataset"]),
-    "two loaders": ({}, {"train": [loader(), loader()]}, ValueError, ["2 training loaders"]),
+    "a dict of tensors": (
+        {},
+        {"train": {"x": torch.ones(4)}},
+        TypeError,
+        ["is a dict", "list or dict of them"],
+    ),
     "number": ({}, {"train": 3}, TypeError, ["int", "DataLoader", "iterable of batches"]),
     "None in a list": ({}, {"train": [None, loader()]}, TypeError, ["is a list with None in it"]),
     "class": ({}, {"train": DataModule}, TypeError, ["is the class DataModule", "DataModule()"]),

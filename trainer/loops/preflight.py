@@ -180,6 +180,11 @@ def can_be_due(
         accumulation: Returns the number of micro-batches per window in a given epoch.
     """
     every = interval.every
+    if interval.of_epochs:
+        batches = None if epoch_iterator is None else epoch_iterator.num_global_batches
+        if length.max_epochs is not None and length.max_epochs < interval.of_epochs:
+            return False
+        return interval.unit != "batches" or batches is None or every <= batches
     if interval.unit == "steps":
         return updates is None or updates >= every
     if interval.unit == "seconds":
@@ -204,7 +209,7 @@ def monitors_of(
     """Return the monitored metrics: pairs (class name of the callback or scheduler, metric)."""
     watching = [(each, getattr(each, "monitor", None)) for each in callbacks]
     found = [(each, monitor.name) for each, monitor in watching if isinstance(monitor, Monitor)]
-    found += [(each.scheduler, each.monitor) for each in entries if each.monitor is not None]
+    found += [(each.scheduler, each.monitor) for each in entries if each.monitor and each.strict]
     return [(type(each).__name__, name) for each, name in found]
 
 

@@ -437,4 +437,13 @@ class FitRun(Run):
             epochs += min(counters.epoch_batches / batches, 0.999_999)  # 1.0 only when it is over
         step_sync = self.step_sync
         seconds = self.clock if self.world_size == 1 else step_sync.latest.seconds
-        return Progress(step, epochs, step_sync.items_seen, seconds)
+        here = -(-(batches or 0) // self.data_size)
+        return Progress(
+            step,
+            epochs,
+            step_sync.items_seen,
+            seconds,
+            counters.epoch,
+            counters.global_batches,
+            here,
+        )

@@ -18,14 +18,14 @@ from trainer.optim.scheduler import is_at_end
 
 logger = module_logger(__name__)
 
-_TICKS = ("scheduler", "interval", "frequency", "monitor")
+_TICKS = ("scheduler", "interval", "frequency", "monitor", "strict")
 _SCHEDULER_KEYS = (*_TICKS, "name")
 _OWN_KEYS = ("name", "max_grad_norm", "max_grad_value")  # Cadence's options of an optimizer
-_PORTED_KEYS = ("strict", "reduce_on_plateau")  # Lightning's keys, ignored here
+_PORTED_KEY = "reduce_on_plateau"  # Lightning's key, which says what the scheduler says itself
 _OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", *_TICKS, *_OWN_KEYS)
 _SHAPES = (
     "Return an optimizer, a pair (optimizer, scheduler), a dict with 'optimizer' and optionally "
-    "'scheduler', 'interval', 'frequency', 'monitor', 'name', 'max_grad_norm' and "
+    "'scheduler', 'interval', 'frequency', 'monitor', 'strict', 'name', 'max_grad_norm' and "
     "'max_grad_value', or a list of these."
 )
 
@@ -97,6 +97,8 @@ class SchedulerEntry:
         monitor: The metric passed to ``step`` of ``ReduceLROnPlateau``, or of a scheduler that is
             not torch's. Other torch schedulers take no metric.
         name: The name under which its learning rate is logged.
+        strict: Whether a missing `monitor` is an error. If False, it is warned of once, and the
+            scheduler waits.
 
     Raises:
         ValueError: A unit is unknown, a number is not positive, or ``ReduceLROnPlateau`` has no
@@ -109,6 +111,7 @@ class SchedulerEntry:
     frequency: int = 1
     monitor: str | None = None
     name: str | None = None
+    strict: bool = True
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
@@ -146,8 +149,8 @@ class SchedulerEntry:
             warns: Whether to warn if the run is longer than the schedule.
 
         Raises:
-            ValueError: The monitored metric has not been logged; the message lists the metrics that
-                have.
+            ValueError: The monitored metric has not been logged, and the scheduler is strict; the
+                message lists the metrics that have.
         """
         if isinstance(self.scheduler, OneCycleLR) and is_at_end(self.scheduler):
             self._stay_at_end(self.scheduler, warns=warns)
@@ -171,6 +174,16 @@ class SchedulerEntry:
                 self.scheduler.step(metrics[self.monitor])
             else:
                 step(self.scheduler, metrics[self.monitor])
+        elif not self.strict:
+            if warns and not vars(self).setdefault("_warned", False):
+                vars(self)["_warned"] = True
+                logger.warning(
+                    "The schedule %s does not advance while its monitor %r has not been logged; "
+                    "there are: %s.",
+                    self.name or type(self.scheduler).__name__,
+                    self.monitor,
+                    ", ".join(metrics) or "none",
+                )
         elif metrics:
             raise ValueError(choice_error("A scheduler's monitor", self.monitor, metrics))
         else:
@@ -268,13 +281,7 @@ def _schedule_of(part: Mapping[str, Any]) -> SchedulerEntry | None:
 def _entry(scheduler: Any) -> SchedulerEntry:
     if isinstance(scheduler, Mapping):
         options = dict(scheduler)
-        if not options.get("strict", True):
-            raise ValueError(
-                "configure_optimizers returned 'strict': False for a scheduler, which needs its "
-                "metric here: leave it out."
-            )
-        for key in _PORTED_KEYS:
-            options.pop(key, None)
+        options.pop(_PORTED_KEY, None)
         _check_keys(options, _SCHEDULER_KEYS)
         if "scheduler" not in options:
             given = ", ".join(map(repr, options)) or "a dict"

@@ -68,8 +68,9 @@ class Trainer(NativeTrainer):
         accelerator: ``"auto"``, ``"cpu"``, ``"gpu"`` or ``"cuda"``.
         strategy: A name such as ``"ddp"``, ``"fsdp"`` or ``"deepspeed_stage_2"``, or an object of
             `trainer.lightning.pytorch.strategies`.
-        devices: How many processes, or the list of devices; ``"auto"`` is those of the launcher,
-            else one for each CUDA device, or one on the CPU.
+        devices: How many processes, or the list of CUDA devices that they use, counted in those
+            that ``CUDA_VISIBLE_DEVICES`` names; ``"auto"`` is those of the launcher, else one for
+            each CUDA device, or one on the CPU.
         num_nodes: How many machines.
         precision: ``"32"``, ``"16-mixed"``, ``"bf16-mixed"``, and ``"64-true"``, ``"16-true"``
             and ``"bf16-true"``, which convert the module and its batches.
@@ -87,14 +88,15 @@ class Trainer(NativeTrainer):
         limit_predict_batches: For each prediction loader.
         overfit_batches: Train and validate on so many batches.
         val_check_interval: A float is a part of an epoch; an int a number of batches, which must be
-            a multiple of `accumulate_grad_batches`; or a time.
-        check_val_every_n_epoch: Validate after so many epochs.
+            a multiple of `accumulate_grad_batches`, counted anew in each epoch; or a time.
+        check_val_every_n_epoch: Validate in every n-th epoch only; None counts the batches of
+            `val_check_interval` across epochs.
         num_sanity_val_steps: Validation batches before the training.
         log_every_n_steps: Record after so many updates.
         enable_checkpointing: Whether a checkpoint is kept.
         enable_progress_bar: Whether to show one.
         enable_model_summary: Whether to print the model's parameters.
-        accumulate_grad_batches: Batches of an update, or a dict by epoch.
+        accumulate_grad_batches: Batches of an update; or a dict by epoch, as in Lightning 1.
         gradient_clip_val: The limit of the gradients.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         deterministic: See `trainer.Trainer`.
@@ -229,10 +231,15 @@ class Trainer(NativeTrainer):
             "project_dir": self._run_dir(default_root_dir, dry=dry),
         }
         given = {name: value for name, value in given.items() if value is not None}
-        super().__init__(**(given | strategy_of(strategy).arguments | others))
+        of_strategy = strategy_of(strategy).arguments
+        handlers: list[Any] = list(of_strategy.get("kwargs_handlers", []))
+        handlers += others.get("kwargs_handlers") or []
+        both = {"kwargs_handlers": handlers} if handlers else {}
+        super().__init__(**(given | of_strategy | others | both))
         for logger in self._loggers:
             logger.trainer = self
         self._model: Any = None
+        self._asked: Any = None  # the model whose configure_callbacks was called last
         self._loaders: dict[str, Any] = {}
 
     def _run_dir(self, root: Any, *, dry: bool) -> Path | None:
@@ -308,12 +315,14 @@ class Trainer(NativeTrainer):
         self._model = model
         if self._sync_batchnorm and self.world_size > 1:
             nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        configured: Any = getattr(model, "configure_callbacks", list)() or []
-        own = [configured] if isinstance(configured, Callback) else list(configured)
-        kinds = tuple({type(each) for each in self.callbacks} - {Callback})
-        replaced = tuple(kind for kind in kinds if any(isinstance(each, kind) for each in own))
-        kept = [each for each in self.callbacks if type(each) not in replaced]
-        self.callbacks = kept + own  # each stage puts those that save behind the others
+        if model is not self._asked:  # else they would forget, say, which checkpoint is the best
+            self._asked = model
+            configured: Any = getattr(model, "configure_callbacks", list)() or []
+            own = [configured] if isinstance(configured, Callback) else list(configured)
+            kinds = tuple({type(each) for each in self.callbacks} - {Callback})
+            replaced = tuple(kind for kind in kinds if any(isinstance(each, kind) for each in own))
+            kept = [each for each in self.callbacks if type(each) not in replaced]
+            self.callbacks = kept + own  # each stage puts those that save behind the others
         if self._true_precision is not None:
             model.to(self._true_precision)
             move = type(model).transfer_batch_to_device
@@ -441,8 +450,12 @@ class Trainer(NativeTrainer):
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Batches of an update."""
+        """Batches of an update; callbacks may set it during a fit, for the next update."""
         return self.gradient_accumulation_steps
+
+    @accumulate_grad_batches.setter
+    def accumulate_grad_batches(self, batches: int) -> None:
+        self.gradient_accumulation_steps = batches
 
     @property
     def precision(self) -> str:
@@ -520,24 +533,82 @@ def _check_devices(devices: Any, nodes: int, *, cpu: bool) -> None:
     Raises:
         ValueError: There are others, or the program cannot be started again.
     """
-    single = environment.detect_launch().launcher == "none" and not dist.is_initialized()
+    launched = environment.detect_launch()
+    single = launched.launcher == "none" and not dist.is_initialized()
+    chosen = _indices(devices)
     if devices in ("auto", -1, "-1", None):
         number = torch.cuda.device_count() if single and not cpu else 0
-    elif isinstance(devices, (list, tuple)):
-        number = len(devices)
-    elif isinstance(devices, str) and "," in devices:
-        number = len([each for each in devices.split(",") if each.strip()])
+    elif chosen is not None:
+        number = len(chosen)
     else:
         number = int(devices)
+    on_cuda = not cpu and torch.cuda.is_available()
+    visible = environment.read("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and on_cuda and single and max(chosen) >= torch.cuda.device_count():
+        raise ValueError(
+            f"devices={devices!r}, but {torch.cuda.device_count()} CUDA devices are visible: name "
+            "them by their numbers from 0."
+        )
     if single and nodes == 1 and number > 1:
-        launch(number, cpu=cpu)
-    running = PartialState(cpu=cpu).num_processes
+        launch(number, cpu=cpu, gpu_ids=_visible(chosen, visible) if on_cuda else None)
+    name = None
+    if chosen is not None and on_cuda and nodes == 1:
+        name = _device_of(chosen, launched.local_rank, visible, launched=not single)
+    with environment.patch_environment(**({"ACCELERATE_TORCH_DEVICE": name} if name else {})):
+        running = PartialState(cpu=cpu).num_processes
+    device = PartialState().device
+    if name is not None and str(device) != name:
+        raise ValueError(
+            f"devices={devices!r} asks for {name}, but this process has used {device} already: "
+            "make the Trainer first, or start the program with CUDA_VISIBLE_DEVICES."
+        )
     if number and number * nodes != running:
         raise ValueError(
             f"devices={devices!r} and num_nodes={nodes} ask for {number * nodes} processes, but "
             f"{running} {'is' if running == 1 else 'are'} running: start the program with "
             f"`trainer launch --num_processes {number * nodes} script.py`."
         )
+
+
+def _indices(devices: Any) -> list[int] | None:
+    """Return the numbers of devices in a list, or between commas; None for a number of devices.
+
+    Raises:
+        ValueError: There are none, or one twice.
+    """
+    if isinstance(devices, str) and "," in devices:
+        devices = [each for each in devices.split(",") if each.strip()]
+    if not isinstance(devices, (list, tuple)):
+        return None
+    found = [int(each) for each in devices]
+    if not found or len(set(found)) < len(found) or min(found) < 0:
+        raise ValueError(f"devices={devices!r} must name devices, each once.")
+    return found
+
+
+def _visible(chosen: Sequence[int] | None, visible: str | None) -> list[str] | None:
+    """Return the names of devices for ``CUDA_VISIBLE_DEVICES``, given its present value."""
+    if chosen is None:
+        return None
+    names = visible.split(",") if visible else None
+    return [str(each) if names is None else names[each].strip() for each in chosen]
+
+
+def _device_of(
+    chosen: Sequence[int], local_rank: int, visible: str | None, *, launched: bool
+) -> str | None:
+    """Return the device of a process; None if it is the one that it has anyway.
+
+    Args:
+        chosen: The numbers of all devices.
+        local_rank: Of this process.
+        visible: ``CUDA_VISIBLE_DEVICES``, to which a launcher may have given these devices.
+        launched: Whether a launcher has started the process.
+    """
+    given = visible is not None and len(visible.split(",")) == len(chosen)
+    if (launched and given) or local_rank >= len(chosen):
+        return None
+    return f"cuda:{chosen[local_rank]}"
 
 
 def _mixed_precision(given: Any) -> str | None:
@@ -558,6 +629,12 @@ def _val_every(interval: Any, epochs: int | None, windows: Any) -> str | int | N
             days, hours, minutes, seconds = map(int, interval.split(":"))
             interval = timedelta(days, seconds, 0, 0, minutes, hours)
         return f"{interval.total_seconds():g} seconds"
+    if epochs is None and interval is None:
+        raise ValueError(
+            "check_val_every_n_epoch=None counts batches across epochs: give val_check_interval "
+            "an int, or a time."
+        )
+    anew = f"of every {epochs} epochs"
     if isinstance(interval, int) and not isinstance(interval, bool):
         size = windows if isinstance(windows, int) else 1
         if interval % size:
@@ -565,12 +642,15 @@ def _val_every(interval: Any, epochs: int | None, windows: Any) -> str | int | N
                 f"val_check_interval is {interval} batches, which is no multiple of "
                 f"accumulate_grad_batches={size}: a validation follows an update."
             )
-        return interval // size
+        return interval // size if epochs is None else f"{interval} batches {anew}"
+    if epochs is None:
+        raise ValueError(
+            f"val_check_interval is {interval}, a part of an epoch, and check_val_every_n_epoch is "
+            "None: give an int, a number of batches across epochs."
+        )
     if interval is not None and not math.isclose(interval, 1.0):
-        return f"{interval:g} epoch"
-    if epochs is None or epochs == 1:
-        return None
-    return f"{epochs} epochs"
+        return f"{interval!r} epochs {anew}"
+    return None if epochs == 1 else f"{epochs} epochs"
 
 
 def _loggers_of(given: Any, root: Any) -> list[Any]:

@@ -468,6 +468,11 @@ class Accelerator:
         self.precision.autocasts = bool(value)
 
     @property
+    def fp8_recipe_handler(self) -> AORecipeKwargs | TERecipeKwargs | None:
+        """The recipe of fp8, if it is in use."""
+        return self.precision.recipe
+
+    @property
     def ao_recipe_handler(self) -> AORecipeKwargs | None:
         """The recipe of fp8 with torchao, if it is in use."""
         recipe = self.precision.recipe

@@ -171,6 +171,7 @@ def test_an_own_loop_equals_torchao_by_hand(tmp_path):
     assert accelerator.fp8_backend == FP8BackendType.AO
     assert accelerator.ao_recipe_handler == AORecipeKwargs()
     assert accelerator.te_recipe_handler is None
+    assert accelerator.fp8_recipe_handler is accelerator.ao_recipe_handler
     accelerator.save_model(model, tmp_path)
     Net().load_state_dict(load_file(tmp_path / "model.safetensors"))  # strict
 

@@ -30,6 +30,8 @@ os.environ |= {
     "WANDB_ERROR_REPORTING": "false",
     "COMET_START_ONLINE": "false",
     "COMET_ERROR_TRACKING_ENABLE": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool",  # else its databases stay open
     # Set by importing deepspeed, as accelerate does where it is installed, and by Lightning.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }

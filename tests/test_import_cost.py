@@ -19,6 +19,7 @@ OPTIONAL = [
     "comet_ml",
     "deepspeed",
     "matplotlib",
+    "mlflow",
     "pandas",
     "rich",
     "sklearn",

@@ -55,6 +55,7 @@ PUBLIC: dict[str, list[str]] = {
         "CometMLTracker",
         "GeneralTracker",
         "JsonlTracker",
+        "MLflowTracker",
         "NullTracker",
         "TensorBoardTracker",
         "WandBTracker",

@@ -6,6 +6,7 @@ from trackers.comet import CometMLTracker
 from trackers.csv import CSVTracker
 from trackers.jsonl import JsonlTracker, read_metrics
 from trackers.masking import name_secrets
+from trackers.mlflow import MLflowTracker
 from trackers.null import NullTracker
 from trackers.registry import (
     available_trackers,
@@ -22,6 +23,7 @@ __all__ = [
     "CometMLTracker",
     "GeneralTracker",
     "JsonlTracker",
+    "MLflowTracker",
     "NullTracker",
     "TensorBoardTracker",
     "WandBTracker",

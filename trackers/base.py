@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
+import sys
 from typing import Any, Literal, TypeAlias, TypeVar
 
 # Attributes that a tracker class must define, with an example for the error message.
@@ -265,6 +267,14 @@ class ServiceTracker(GeneralTracker):
         if self._opened is None:
             raise RuntimeError(f"The run of {self.name!r} is not open: call `start` first.")
         return self._opened
+
+
+def isolate_random_generator(package: str) -> None:
+    """Let an SDK use a random generator of its own, not Python's global one of the training."""
+    own = random.SystemRandom()
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{package}.") and vars(module).get("random") is random:
+            vars(module)["random"] = own
 
 
 def is_installed(cls: type[GeneralTracker]) -> bool:

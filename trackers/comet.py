@@ -6,11 +6,9 @@ import csv
 import inspect
 import io
 import os
-import random
-import sys
 from typing import Any
 
-from trackers.base import ServiceTracker
+from trackers.base import ServiceTracker, isolate_random_generator
 from trackers.media import (
     existing,
     finite,
@@ -24,19 +22,6 @@ from trackers.registry import register_tracker
 
 # Disable Comet's automatic logging, which patches torch and runs inside training calls.
 _QUIET = {"auto_metric_logging": False, "auto_param_logging": False, "log_graph": False}
-
-
-def _isolate_random_generator() -> None:
-    """Let comet_ml use its own random generator.
-
-    Otherwise it would advance Python's global generator, which training uses. And if a run and its
-    resumed run begin with the same seed, their offline archives would get the same name, so that
-    the second replaces the first.
-    """
-    own = random.SystemRandom()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("comet_ml.") and vars(module).get("random") is random:
-            vars(module)["random"] = own
 
 
 def _picture(image: Any) -> Any:
@@ -93,7 +78,9 @@ class CometMLTracker(ServiceTracker):
         import comet_ml
         from comet_ml.config.config_api import get_config
 
-        _isolate_random_generator()
+        # Also because a run and its resumed run, begun with the same seed, would give their offline
+        # archives the same name, so that the second replaces the first.
+        isolate_random_generator("comet_ml")
         options = {"project_name": self.run_name, **self.init_kwargs}
         if previous is not None:
             options = {"experiment_key": previous, "mode": "get_or_create", **options}

@@ -33,6 +33,7 @@ FOREIGN_VARIABLES = {
     "KMP_INIT_AT_FORK",  # scikit-learn and threadpoolctl
     "KMP_DUPLICATE_LIB_OK",
     "TF2_BEHAVIOR",  # tensorboard
+    "_MLFLOW_TELEMETRY_SESSION_ID",
     "TORCHINDUCTOR_CACHE_DIR",  # torch.compile
     "TRITON_CACHE_DIR",
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",

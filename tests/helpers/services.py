@@ -6,7 +6,9 @@ import json
 import struct
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 _BLOCK, _HEAD = 32768, 7
@@ -146,3 +148,62 @@ def _read_archive(path: Path) -> CometRun:
     }
     others = {payload["key"]: payload["value"] for payload in all_of("log_other")}
     return CometRun(experiment, metrics, parameters, others, all_of("file_upload"), messages, path)
+
+
+class MLflowRun(NamedTuple):
+    """One run in a database of MLflow."""
+
+    id: str
+    name: str
+    experiment: str
+    status: str
+    params: dict[str, str]
+    tags: dict[str, str]
+    metrics: dict[str, list[tuple[int, float]]]
+    files: Path
+
+
+def mlflow_store(folder: Path) -> str:
+    """Put an empty database into a folder; return its URI. To create one takes seconds."""
+    file = folder / "mlflow.db"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(_empty_database())
+    return f"sqlite:///{file}"
+
+
+@cache
+def _empty_database() -> bytes:
+    from mlflow import MlflowClient
+
+    # In memory, if there is such a folder: MLflow waits for the disk dozens of times.
+    memory = Path("/dev/shm")
+    with TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        file = Path(folder, "mlflow.db")
+        MlflowClient(f"sqlite:///{file}").search_experiments()
+        return file.read_bytes()
+
+
+def mlflow_runs(folder: Path) -> list[MLflowRun]:
+    """Return the runs of the database in a folder in the order in which they began."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    history = client.get_metric_history
+    names = {each.experiment_id: each.name for each in client.search_experiments()}
+    found = client.search_runs(list(names), order_by=["attributes.start_time"])
+    return [
+        MLflowRun(
+            run.info.run_id,
+            run.info.run_name,
+            names[run.info.experiment_id],
+            run.info.status,
+            run.data.params,
+            run.data.tags,
+            {
+                name: sorted((e.step, e.value) for e in history(run.info.run_id, name))
+                for name in run.data.metrics
+            },
+            Path(run.info.artifact_uri.removeprefix("file://")),
+        )
+        for run in found
+    ]

@@ -1,4 +1,4 @@
-"""What the trackers of W&B and Comet have in common, read back from what the SDKs write offline."""
+"""What the trackers of W&B, Comet and MLflow share, read back from what the SDKs write to disk."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.services import comet_runs, wandb_runs
+from tests.helpers.services import comet_runs, mlflow_runs, mlflow_store, wandb_runs
 from tests.trackers.test_comet import QUIET as QUIET_COMET
 from tests.trackers.test_wandb import QUIET as QUIET_WANDB
-from trackers import BackgroundTracker, CometMLTracker, WandBTracker, resolve_trackers
+from trackers import (
+    BackgroundTracker,
+    CometMLTracker,
+    MLflowTracker,
+    WandBTracker,
+    resolve_trackers,
+)
 
 OWN_ID = "a1" * 16  # as Comet's keys are
 
@@ -37,7 +43,7 @@ class Service(NamedTuple):
         return self.kind("project", **self.options, **more)
 
 
-@pytest.fixture(params=["wandb", "comet_ml"])
+@pytest.fixture(params=["wandb", "comet_ml", "mlflow"])
 def service(request: pytest.FixtureRequest, tmp_path: Path) -> Service:
     folder = str(tmp_path)
     if request.param == "wandb":
@@ -49,6 +55,18 @@ def service(request: pytest.FixtureRequest, tmp_path: Path) -> Service:
             lambda: [
                 Run(one.run.run_id, one.run.project, one.run.display_name, one.series("loss"))
                 for one in wandb_runs(tmp_path)
+            ],
+        )
+    if request.param == "mlflow":
+        options = {"tracking_uri": mlflow_store(tmp_path / "db"), "logging_dir": folder}
+        return Service(
+            "mlflow",
+            MLflowTracker,
+            options,
+            "run_id",
+            lambda: [
+                Run(one.id, one.experiment, one.name, one.metrics.get("loss", []))
+                for one in mlflow_runs(tmp_path / "db")
             ],
         )
     return Service(
@@ -84,19 +102,24 @@ def test_by_name_with_a_project_and_a_name_of_the_run(service):
 
 
 def test_a_run_id_of_the_user_is_kept(service):
-    tracker = service.make(**{service.id: OWN_ID})
+    own = OWN_ID
+    if service.name == "mlflow":  # which names its runs itself
+        first = service.make()
+        first.start()
+        own = first.run_id
+    tracker = service.make(**{service.id: own})
     tracker.resume("another", 1)
     tracker.start()
     tracker.finish()
-    assert [run.id for run in service.runs()] == [tracker.run_id] == [OWN_ID]
+    assert [run.id for run in service.runs()] == [tracker.run_id] == [own]
 
 
 def test_a_tracker_that_is_not_started_is_an_error(service, tmp_path):
-    tracker = service.make()
+    tracker, before = service.make(), list(tmp_path.rglob("*"))
     tracker.finish()
     with pytest.raises(RuntimeError, match="call `start` first"):
         tracker.log({"loss": 1.0}, 1)
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.rglob("*")) == before
 
 
 def test_random_generators_are_unchanged_and_missing_uploads_an_error(service):

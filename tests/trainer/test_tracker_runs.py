@@ -11,9 +11,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
-from tests.helpers.services import comet_runs, wandb_runs
+from tests.helpers.services import comet_runs, mlflow_runs, mlflow_store, wandb_runs
 from tests.numerics.running import quiet_trainer
-from trackers import CometMLTracker, CSVTracker, GeneralTracker, TensorBoardTracker, WandBTracker
+from trackers import (
+    CometMLTracker,
+    CSVTracker,
+    GeneralTracker,
+    MLflowTracker,
+    TensorBoardTracker,
+    WandBTracker,
+)
 from trainer import Accelerator, TrainModule
 from trainer.rng import isolated_rng
 
@@ -102,8 +109,9 @@ def fit(folder, trackers, steps, ckpt_path="auto", module=None):
     return trainer
 
 
-def both(folder):
+def services(folder):
     return [
+        MLflowTracker("p"),
         WandBTracker("p", dir=str(folder), **WANDB),
         CometMLTracker("p", offline_directory=str(folder / "comet"), **COMET),
     ]
@@ -123,10 +131,10 @@ def test_files_of_services_lie_in_the_folder_of_the_run(tmp_path):
 def test_a_resumed_run_continues_in_each_service(tmp_path):
     parts, whole = tmp_path / "parts", tmp_path / "whole"
     for folder in (parts, whole):
-        folder.mkdir()
-    fit(whole / "run", both(whole), 8)
+        mlflow_store(folder / "run" / "logs")
+    fit(whole / "run", services(whole), 8)
     for steps in (3, 8):
-        fit(parts / "run", both(parts), steps)
+        fit(parts / "run", services(parts), steps)
     (expected,), halves = wandb_runs(whole), wandb_runs(parts)
     assert len({run.run.run_id for run in halves}) == 1
     for name in ("loss", "val"):
@@ -138,8 +146,11 @@ def test_a_resumed_run_continues_in_each_service(tmp_path):
     assert len({run.key for run in halves}) == 1
     for name in ("loss", "val"):
         assert [point for run in halves for point in run.metrics[name]] == expected.metrics[name]
-    assert [run.summary["status"] for run in wandb_runs(parts)] == ["finished", "finished"]
     assert expected.parameters["max_steps"] == 8  # the resolved configuration
+    (expected,), (found,) = (mlflow_runs(folder / "run" / "logs") for folder in (whole, parts))
+    assert (found.metrics, found.status) == (expected.metrics, "FINISHED")
+    assert [step for step, _ in found.metrics["loss"]] == list(range(1, 9))
+    assert [run.summary["status"] for run in wandb_runs(parts)] == ["finished", "finished"]
 
 
 def test_resume_gets_the_run_id_and_the_step(tmp_path):

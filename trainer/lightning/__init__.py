@@ -7,6 +7,7 @@ that says what to use.
 from trainer.lightning import pytorch
 from trainer.lightning.checkpoint import convert_checkpoint
 from trainer.lightning.missing import getter, install
+from trainer.lightning.modules import install_modules
 from trainer.lightning.pytorch import (
     Callback,
     LightningDataModule,
@@ -26,4 +27,5 @@ __all__ = [
 ]
 
 __getattr__ = getter(__name__)
+install_modules()
 install()

@@ -420,7 +420,6 @@ _PLUGIN = "pass precision=, strategy= or kwargs_handlers= to the Trainer"
 _DEVICE = "the device is selected automatically; accelerator='cpu' uses the CPU"
 _LOOPS = "the loop is read with the Trainer's attributes, and steered by hooks"
 _TRACKER = "such a tracker is not built in; write a trackers.GeneralTracker"
-_TUNER = "use Tuner(trainer).{}, of pytorch.tuner, before fit"
 _MEASURED = "use profiler='simple', or PyTorchProfiler"
 _INTERNAL = "it is not for programs; write it yourself if you need it"
 LIGHTNING_NAMES = {
@@ -429,24 +428,20 @@ LIGHTNING_NAMES = {
     "app": "Lightning's apps are not part of training; keep that import",
     "data": "import litdata itself",
     "pytorch.accelerators": _DEVICE,
-    "pytorch.callbacks.BatchSizeFinder": _TUNER.format("scale_batch_size"),
     "pytorch.callbacks.Checkpoint": "use ModelCheckpoint",
-    "pytorch.callbacks.LearningRateFinder": _TUNER.format("lr_find"),
-    "pytorch.callbacks.ModelPruning": "call torch.nn.utils.prune in on_train_epoch_end",
     "pytorch.callbacks.ProgressBar": "inherit from TQDMProgressBar",
     "pytorch.callbacks.SpikeDetection": (
         "use non_finite= and EarlyStopping(divergence_threshold=...)"
     ),
-    "pytorch.cli": "use trainer fit, see docs/command-line.md",
     "pytorch.core": "import it from lightning.pytorch",
     "pytorch.demos": "write the model yourself; examples/ has some",
     "pytorch.loggers.LitLogger": "use another logger, such as CSVLogger",
-    "pytorch.loggers.MLFlowLogger": _TRACKER,
     "pytorch.loggers.NeptuneLogger": _TRACKER,
     "pytorch.loops": _LOOPS,
     "pytorch.overrides": _INTERNAL,
     "pytorch.plugins": _PLUGIN,
     "pytorch.profilers.AdvancedProfiler": _MEASURED,
+    "pytorch.profilers.Profiler": _MEASURED,
     "pytorch.profilers.PassThroughProfiler": f"{NOTHING}: that is the default",
     "pytorch.profilers.XLAProfiler": "XLA devices are not supported",
     "pytorch.serve": "export the model with torch.export or to_onnx",
@@ -463,12 +458,10 @@ LIGHTNING_NAMES = {
     "pytorch.utilities.find_shared_parameters": (
         "use Module.named_parameters(remove_duplicate=False)"
     ),
-    "pytorch.utilities.grad_norm": "use callbacks.GradientNormMonitor",
     "pytorch.utilities.is_picklable": _INTERNAL,
     "pytorch.utilities.is_shared_filesystem": _INTERNAL,
     "pytorch.utilities.measure_flops": "use torch.utils.flop_counter.FlopCounterMode",
     "pytorch.utilities.move_data_to_device": "use trainer.utils.send_to_device",
-    "pytorch.utilities.rank_zero_deprecation": "use warnings.warn",
     "pytorch.utilities.set_shared_parameters": _INTERNAL,
     "pytorch.utilities.suggested_max_num_workers": "use os.cpu_count",
 }
@@ -511,7 +504,7 @@ _REASONS: dict[str, str] = {
     "states are singletons of a process, which its threads share": """
         do_nothing ThreadLocalSharedDict SharedDict""",
     _TRACKERS: """
-        TrackioTracker AimTracker MLflowTracker ClearMLTracker DVCLiveTracker SwanLabTracker""",
+        TrackioTracker AimTracker ClearMLTracker DVCLiveTracker SwanLabTracker""",
     "name trackers in log_with": "LOGGER_TYPE_TO_CLASS filter_trackers",
     _CONVERTED: """
         convert_model has_transformer_engine_layers contextual_fp8_autocast apply_fp8_autowrap""",

@@ -6,13 +6,25 @@ The module is private so that jsonargparse, which finds subclasses by their bare
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
+from torch.nn.utils import prune
+
 import callbacks
 from callbacks import Callback, ModelSummary, WeightAveraging
+from trainer.checks import choice_error
+from trainer.distributed.collectives import broadcast
+from trainer.errors import module_logger
+from trainer.tuning import LearningRateTest, Tuner
+
+logger = module_logger(__name__)
 
 
 class ModelCheckpoint(callbacks.ModelCheckpoint):
@@ -26,16 +38,21 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         monitor: The metric that ranks checkpoints.
         verbose: Has no effect.
         save_last: Whether to keep the newest one too; always True without a monitor.
-        save_top_k: How many of the best to keep; -1 for all.
+        save_top_k: How many of the best to keep; -1 for all. With 0 and without `save_last`,
+            nothing is saved.
         save_weights_only: Whether to save the weights alone.
         mode: Whether ``"min"`` or ``"max"`` is best.
         auto_insert_metric_name: Has no effect.
         every_n_train_steps: Save after so many updates.
         train_time_interval: Save after this time.
-        every_n_epochs: Save after so many epochs.
+        every_n_epochs: Save after so many epochs, 1 by default. With 0 in all three, only
+            `save_last` saves, at the end.
         save_on_train_epoch_end: Has no effect: saves follow the validation.
         save_on_exception: Whether to save when an exception ends the run.
         enable_version_counter: Has no effect.
+
+    Raises:
+        ValueError: Two of the three intervals are given.
     """
 
     def __init__(
@@ -56,21 +73,42 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         save_on_exception: bool = False,
         enable_version_counter: bool = True,
     ) -> None:
-        every: Any = f"{every_n_epochs or 1} epoch{'s' * ((every_n_epochs or 1) > 1)}"
-        if every_n_train_steps:
-            every = every_n_train_steps
-        elif train_time_interval is not None:
+        intervals = {
+            "every_n_train_steps": every_n_train_steps,
+            "every_n_epochs": every_n_epochs,
+            "train_time_interval": train_time_interval,
+        }
+        given = {name: value for name, value in intervals.items() if value}
+        if len(given) > 1:
+            several = " and ".join(f"{name}={value}" for name, value in given.items())
+            raise ValueError(f"{several}: give one of them, or a ModelCheckpoint for each.")
+        every: Any = every_n_train_steps or f"{every_n_epochs or 1} epochs"
+        if train_time_interval is not None:
             every = f"{train_time_interval.total_seconds():g} seconds"
+        at_end = not given and any(value is not None for value in intervals.values())
+        never = not save_last and (save_top_k == 0 or at_end)
         super().__init__(
             monitor=monitor,
             mode=mode,
-            every=every,
+            every=sys.maxsize if at_end else every,
             save_top_k=save_top_k,
-            save_last=bool(save_last) or (monitor is None and save_top_k != -1),
+            save_last=never or bool(save_last) or (monitor is None and save_top_k != -1),
             on_exception=save_on_exception,
             save_weights_only=save_weights_only,
             dirpath=dirpath,
         )
+        if never:
+            for hook in ("on_train_start", "on_boundary", "on_preemption", "on_train_end"):
+                setattr(self, hook, _nothing)
+            self.monitor_due = _no  # type: ignore[method-assign]  # as the hooks
+
+
+def _nothing(*_: Any) -> None:
+    """In the place of a hook of a callback that never does anything."""
+
+
+def _no(*_: Any) -> bool:
+    return False
 
 
 class EarlyStopping(callbacks.EarlyStopping):
@@ -214,3 +252,351 @@ class BasePredictionWriter(Callback):
         self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any
     ) -> None:
         """Write all outputs of this process."""
+
+
+class LearningRateFinder(Callback):
+    """Finds a learning rate before the training, by `Tuner.lr_find`, and sets the attribute.
+
+    A subclass that overrides `on_fit_start` searches when it calls `lr_find`, which then also sets
+    the rates of the optimizers.
+
+    Args:
+        min_lr: The first rate.
+        max_lr: The last rate.
+        num_training_steps: How many rates.
+        mode: ``"exponential"`` or ``"linear"``.
+        early_stop_threshold: See `Tuner.lr_find`.
+        update_attr: Whether to set what was found.
+        attr_name: The attribute; by default ``lr`` or ``learning_rate``.
+
+    Attributes:
+        optimal_lr: The result; None before there is one.
+    """
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training_steps: int = 100,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "min_lr": min_lr,
+            "max_lr": max_lr,
+            "num_training": num_training_steps,
+            "mode": mode.lower(),
+            "early_stop_threshold": early_stop_threshold,
+            "update_attr": update_attr,
+            "attr_name": attr_name,
+        }
+        self.optimal_lr: LearningRateTest | None = None
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Search, before the optimizers are made."""
+        overridden = type(self).on_fit_start is not LearningRateFinder.on_fit_start
+        if stage == "fit" and not overridden:
+            self.lr_find(trainer, module)
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        """Do nothing; an override keeps `setup` from searching."""
+
+    def lr_find(self, trainer: Any, pl_module: Any) -> None:
+        """Search now."""
+        if trainer.fast_dev_run:
+            logger.warning("With fast_dev_run, no learning rate is searched for.")
+            return
+        self.optimal_lr = Tuner(trainer).lr_find(
+            pl_module, trainer.train_dataloader, datamodule=trainer.datamodule, **self._options
+        )
+        rate = self.optimal_lr.suggestion() if self._options["update_attr"] else None
+        for optimizer in trainer.optimizers if rate is not None else ():
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+
+class BatchSizeFinder(Callback):
+    """Finds the largest batch size that fits into memory, by `Tuner.scale_batch_size`, and sets it.
+
+    It does so before the loaders are made, in each of `fit`, `validate`, `test` and `predict`; in
+    `fit` not if a subclass overrides `on_fit_start`.
+
+    Args:
+        mode: ``"power"`` or ``"binsearch"``.
+        steps_per_trial: Updates, or batches, of each trial.
+        init_val: The first size.
+        max_trials: The maximum number of sizes.
+        batch_arg_name: The attribute of the module or the data module.
+        margin: By how much a size found by ``"binsearch"`` is reduced.
+        max_val: The largest size.
+
+    Attributes:
+        optimal_batch_size: What was found.
+    """
+
+    def __init__(
+        self,
+        mode: str = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "mode": mode.lower(),
+            "steps_per_trial": steps_per_trial,
+            "init_val": init_val,
+            "max_trials": max_trials,
+            "batch_arg_name": batch_arg_name,
+            "margin": margin,
+            "max_val": max_val,
+        }
+        self.optimal_batch_size: int | None = init_val
+        self._stage: str | None = None  # of which the size was found last
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Search, before the loaders are made.
+
+        Raises:
+            ValueError: Loaders were given.
+        """
+        self._stage = None
+        overridden = type(self).on_fit_start is not BatchSizeFinder.on_fit_start
+        if stage == "fit" and overridden:
+            return
+        given = {"fit": "train_dataloader", "validate": "val_dataloaders"}
+        if getattr(trainer, given.get(stage, f"{stage}_dataloaders"), None) is not None:
+            raise ValueError(
+                "BatchSizeFinder cannot change the batch size of loaders that are passed: create "
+                "them in the module or a LightningDataModule, from an attribute."
+            )
+        found = Tuner(trainer).scale_batch_size(
+            module,
+            datamodule=trainer.datamodule,
+            method=stage,
+            update_attr=True,
+            **self._options,
+        )
+        self.optimal_batch_size, self._stage = found.batch_size, stage
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        """Do nothing; an override keeps `setup` from searching."""
+
+    def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
+        """Do nothing if the size of this run was found.
+
+        Raises:
+            ValueError: The run has begun without, and its loaders are there.
+        """
+        if self._stage is None:
+            raise ValueError(
+                "scale_batch_size was called when the loaders were there already. The size is "
+                "found at the beginning of a run: leave out your on_fit_start."
+            )
+
+
+_Part = tuple[nn.Module, str]
+_FUNCTIONS = {
+    "ln_structured": (prune.LnStructured, prune.ln_structured),
+    "l1_unstructured": (prune.L1Unstructured, prune.l1_unstructured),
+    "random_structured": (prune.RandomStructured, prune.random_structured),
+    "random_unstructured": (prune.RandomUnstructured, prune.random_unstructured),
+}
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class ModelPruning(Callback):
+    """Prunes parameters at the end of epochs with ``torch.nn.utils.prune``.
+
+    During a run the parameters are in torch's form, at first with masks of ones: ``weight_orig``
+    and the buffer ``weight_mask``. So are those in checkpoints, from which a run can resume. After
+    a run the module has its own names again, with `make_pruning_permanent`.
+
+    Args:
+        pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``,
+            ``"random_structured"``, or a class of torch's `BasePruningMethod`.
+        parameters_to_prune: Submodules with the names of their parameters; all if empty.
+        parameter_names: The names to take of all submodules: ``"weight"``, ``"bias"`` or both.
+        use_global_unstructured: Whether the parameters are compared with each other.
+        amount: The share or the number to prune, or a function of the epoch.
+        apply_pruning: Whether to, or a function of the epoch.
+        make_pruning_permanent: Whether to remove the masks at the end.
+        use_lottery_ticket_hypothesis: Whether the remaining parameters get their first values
+            again, or a function of the epoch.
+        resample_parameters: Draw other values instead.
+        pruning_dim: The dimension of structured methods.
+        pruning_norm: The norm of ``"ln_structured"``.
+        verbose: 1 logs how much is pruned, 2 for each parameter too.
+        prune_on_train_epoch_end: False prunes after the validation instead.
+
+    Raises:
+        ValueError: An argument is missing or has another value.
+    """
+
+    PARAMETER_NAMES = ("weight", "bias")
+    needs_whole_model = True
+
+    def __init__(
+        self,
+        pruning_fn: Any,
+        parameters_to_prune: Sequence[_Part] = (),
+        parameter_names: list[str] | None = None,
+        use_global_unstructured: bool = True,
+        amount: int | float | Callable[[int], int | float] = 0.5,
+        apply_pruning: bool | Callable[[int], bool] = True,
+        make_pruning_permanent: bool = True,
+        use_lottery_ticket_hypothesis: bool | Callable[[int], bool] = True,
+        resample_parameters: bool = False,
+        pruning_dim: int | None = None,
+        pruning_norm: int | None = None,
+        verbose: int = 0,
+        prune_on_train_epoch_end: bool = True,
+    ) -> None:
+        for name in parameter_names or ():
+            if name not in self.PARAMETER_NAMES:
+                raise ValueError(choice_error("parameter_names", name, self.PARAMETER_NAMES))
+        if verbose not in (0, 1, 2):
+            raise ValueError(choice_error("verbose", verbose, (0, 1, 2)))
+        self._global = use_global_unstructured
+        self._method, self._kwargs = self._chosen(pruning_fn, pruning_dim, pruning_norm)
+        self._parameters_to_prune = parameters_to_prune
+        self._parameter_names = parameter_names or self.PARAMETER_NAMES
+        self.amount = amount
+        self._apply_pruning = apply_pruning
+        self._make_pruning_permanent = make_pruning_permanent
+        self._lottery = use_lottery_ticket_hypothesis
+        self._resample_parameters = resample_parameters
+        self._verbose = verbose
+        self._on_train_epoch_end = prune_on_train_epoch_end
+        self._originals: dict[int, nn.Module] = {}
+
+    def _chosen(self, pruning_fn: Any, dim: int | None, norm: int | None) -> tuple[Any, Any]:
+        kwargs: dict[str, Any] = {}
+        if isinstance(pruning_fn, str):
+            if pruning_fn not in _FUNCTIONS:
+                raise ValueError(choice_error("pruning_fn", pruning_fn, _FUNCTIONS))
+            kind, function = _FUNCTIONS[pruning_fn]
+            if pruning_fn.endswith("_structured"):
+                if dim is None:
+                    raise ValueError(f"pruning_fn={pruning_fn!r} needs pruning_dim=.")
+                kwargs["dim"] = dim
+            if pruning_fn == "ln_structured":
+                if norm is None:
+                    raise ValueError(f"pruning_fn={pruning_fn!r} needs pruning_norm=.")
+                kwargs["n"] = norm
+            method: Any = kind if self._global else function
+        else:
+            kind = method = pruning_fn
+            if not (inspect.isclass(kind) and issubclass(kind, prune.BasePruningMethod)):
+                raise ValueError(
+                    f"pruning_fn is {pruning_fn!r}; it must be one of "
+                    f"{', '.join(map(repr, _FUNCTIONS))} or a class of "
+                    "torch.nn.utils.prune.BasePruningMethod."
+                )
+            if not self._global:
+                raise ValueError("A class as pruning_fn needs use_global_unstructured=True.")
+        if self._global and kind.PRUNING_TYPE != "unstructured":
+            raise ValueError(
+                f"pruning_fn={pruning_fn!r} is structured: set use_global_unstructured=False."
+            )
+        return method, kwargs
+
+    def filter_parameters_to_prune(self, parameters_to_prune: Sequence[_Part] = ()) -> Any:
+        """Return the parameters to prune; override it to leave out some."""
+        return parameters_to_prune
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Find the parameters, and put masks of ones on them, as a checkpoint has them."""
+        found = self._parameters_to_prune or [
+            (part, name)
+            for name in self._parameter_names
+            for part in module.modules()
+            if part is not module and not isinstance(part, _CONTAINERS)
+            if isinstance(getattr(part, name, None), nn.Parameter)
+        ]
+        there = set(module.modules())
+        for part, name in found:
+            if part not in there or not hasattr(part, name):
+                raise ValueError(f"parameters_to_prune has {name!r} of {part}, which is not there.")
+        self._parameters_to_prune = self.filter_parameters_to_prune(found)
+        if stage == "fit":
+            parts = {id(part): part for part, _ in self._parameters_to_prune}
+            self._originals = {key: copy.deepcopy(part) for key, part in parts.items()}
+        for part, name in self._parameters_to_prune:
+            if not hasattr(part, f"{name}_mask"):
+                prune.identity(part, name)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        """Prune."""
+        if self._on_train_epoch_end:
+            self._run_pruning(trainer.current_epoch)
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        """Prune, if not at the end of the training epoch."""
+        if not self._on_train_epoch_end and not trainer.sanity_checking:
+            self._run_pruning(trainer.current_epoch)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        """Remove the masks, after the last checkpoint; what is pruned is zero."""
+        if self._make_pruning_permanent:
+            self.make_pruning_permanent(module)
+
+    def make_pruning_permanent(self, module: nn.Module) -> None:
+        """Give the pruned parameters of a module their own names again."""
+        for part in module.modules():
+            for key, hook in list(part._forward_pre_hooks.items()):
+                if isinstance(hook, prune.BasePruningMethod):
+                    hook.remove(part)
+                    del part._forward_pre_hooks[key]
+
+    def _run_pruning(self, epoch: int) -> None:
+        amount = self.amount(epoch) if callable(self.amount) else self.amount
+        if not _of_epoch(self._apply_pruning, epoch) or not amount:
+            return
+        self.apply_pruning(amount)
+        if _of_epoch(self._lottery, epoch):
+            self.apply_lottery_ticket_hypothesis()
+        for part, name in self._parameters_to_prune:  # processes may draw differently
+            broadcast([getattr(part, f"{name}_mask"), getattr(part, f"{name}_orig").data])
+
+    def apply_pruning(self, amount: int | float) -> None:
+        """Prune so much of what is left."""
+        if self._global:
+            takes = inspect.signature(self._method).parameters
+            kwargs = {name: value for name, value in self._kwargs.items() if name in takes}
+            prune.global_unstructured(
+                self._parameters_to_prune, pruning_method=self._method, amount=amount, **kwargs
+            )
+        else:
+            for part, name in self._parameters_to_prune:
+                self._method(part, name=name, amount=amount, **self._kwargs)
+        if self._verbose:
+            masks = [getattr(part, f"{name}_mask") for part, name in self._parameters_to_prune]
+            zeros = [int((mask == 0).sum()) for mask in masks]
+            total = sum(mask.numel() for mask in masks)
+            logger.info("Pruned %d of %d parameters.", sum(zeros), total)
+            for number, (part, name) in enumerate(self._parameters_to_prune):
+                if self._verbose == 2:
+                    size = masks[number].numel()
+                    logger.info("Pruned %d of %d in %s of %s.", zeros[number], size, name, part)
+
+    def apply_lottery_ticket_hypothesis(self) -> None:
+        """Set the parameters to their first values, or draw others; the masks stay."""
+        drawn: dict[int, nn.Module] = {}
+        for part, name in self._parameters_to_prune:
+            source: Any = self._originals[id(part)]
+            if self._resample_parameters and hasattr(source, "reset_parameters"):
+                if id(part) not in drawn:
+                    drawn[id(part)] = copy.deepcopy(source)
+                    source.reset_parameters.__func__(drawn[id(part)])
+                source = drawn[id(part)]
+            parameter = getattr(part, f"{name}_orig")
+            parameter.data = getattr(source, name).data.to(parameter.device)
+
+
+def _of_epoch(given: bool | Callable[[int], bool], epoch: int) -> bool:
+    return given(epoch) if callable(given) else given

@@ -7,11 +7,20 @@ from typing import Any
 
 from trackers.comet import CometMLTracker
 from trackers.csv import CSVTracker
+from trackers.mlflow import MLflowTracker
 from trackers.tensorboard import TensorBoardTracker
 from trackers.wandb import WandBTracker
+from trainer.distributed.objects import broadcast_object
 from trainer.lightning.missing import getter
 
-__all__ = ["CSVLogger", "CometLogger", "Logger", "TensorBoardLogger", "WandbLogger"]
+__all__ = [
+    "CSVLogger",
+    "CometLogger",
+    "Logger",
+    "MLFlowLogger",
+    "TensorBoardLogger",
+    "WandbLogger",
+]
 
 __getattr__ = getter(__name__)
 
@@ -73,6 +82,9 @@ class Logger:
 
     project: str = "lightning_logs"
 
+    def agree(self) -> None:
+        """Let all processes have the run of rank 0; collective, called when a Trainer is made."""
+
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Log values, where the tracker runs."""
         if self._running is not None:
@@ -121,9 +133,22 @@ class _InFolder(Logger):
         self.project = "" if name is None else str(name)
         root = self.save_dir / self.project
         self.version = next_version(root) if version is None else version
-        run_dir = self.run_dir
-        assert run_dir is not None
-        return run_dir.name, root
+        return self._folder.name, root
+
+    @property
+    def _folder(self) -> Path:
+        folder = self.run_dir
+        assert folder is not None
+        return folder
+
+    def agree(self) -> None:
+        """Take rank 0's version: a process that counts later may find another number."""
+        self.version = broadcast_object(self.version)
+        self._move()
+
+    def _move(self) -> None:
+        """Let the tracker write to `run_dir`."""
+        raise NotImplementedError
 
 
 class TensorBoardLogger(_InFolder, TensorBoardTracker):
@@ -148,6 +173,9 @@ class TensorBoardLogger(_InFolder, TensorBoardTracker):
         run, root = self._place(save_dir, name, version)
         TensorBoardTracker.__init__(self, run, root, **options)
 
+    def _move(self) -> None:
+        self.log_dir = self._folder
+
 
 class CSVLogger(_InFolder, CSVTracker):
     """`trackers.csv.CSVTracker`: ``metrics.csv`` in ``save_dir/name/version_N``.
@@ -171,6 +199,9 @@ class CSVLogger(_InFolder, CSVTracker):
         _check_unused({"prefix": prefix}, "prefix")
         run, root = self._place(save_dir, name, version)
         CSVTracker.__init__(self, run, root)
+
+    def _move(self) -> None:
+        self.path = self._folder / self.path.name
 
 
 class WandbLogger(Logger, WandBTracker):
@@ -224,3 +255,65 @@ class CometLogger(Logger, CometMLTracker):
         _check_unused(kwargs, "prefix")
         self.project, self.version = project or "lightning_logs", name
         CometMLTracker.__init__(self, self.project, **kwargs)
+
+
+class MLFlowLogger(Logger, MLflowTracker):
+    """`trackers.mlflow.MLflowTracker`.
+
+    Args:
+        experiment_name: The experiment.
+        run_name: The run's name.
+        tracking_uri: The server or the database; None is `save_dir`, ``MLFLOW_TRACKING_URI``, or
+            the database ``mlflow.db`` in the folder of the run's logs.
+        tags: Tags of the run.
+        save_dir: A folder of files, which MLflow 3.17 takes with ``MLFLOW_ALLOW_FILE_STORE=true``.
+        log_model: Must be False.
+        prefix: Must be empty.
+        artifact_location: The folder or URI of the files of an experiment that is created.
+        run_id: A run to continue.
+        synchronous: Has no effect: a thread waits, not the training.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = "lightning_logs",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: dict[str, Any] | None = None,
+        save_dir: Any = None,
+        log_model: Any = False,
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        synchronous: bool | None = None,
+    ) -> None:
+        _check_unused({"log_model": log_model, "prefix": prefix}, "log_model", "prefix")
+        if save_dir is not None:
+            tracking_uri = tracking_uri or f"file:{save_dir}"
+        self.project = experiment_name
+        MLflowTracker.__init__(
+            self,
+            experiment_name,
+            artifact_location,
+            run_id,
+            tags,
+            run_name=run_name,
+            tracking_uri=tracking_uri,
+        )
+
+    @property
+    def experiment(self) -> Any:
+        """The ``MlflowClient`` on rank 0 while a run goes on; see `Logger.experiment`."""
+        run = super().experiment
+        return run if isinstance(run, _NoExperiment) else self.client
+
+    @property
+    def experiment_id(self) -> Any:
+        """The experiment's id, while a run goes on."""
+        run = super().experiment
+        return None if isinstance(run, _NoExperiment) else run.info.experiment_id
+
+    @property
+    def version(self) -> Any:  # type: ignore[override]  # an attribute elsewhere
+        """The run's id, once it has started."""
+        return self.run_id

@@ -24,7 +24,7 @@ from trainer.distributed.objects import broadcast_object
 from trainer.lightning.pytorch.launch import launch
 from trainer.lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, next_version
 from trainer.lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
-from trainer.lightning.pytorch.strategies import strategy_of
+from trainer.lightning.pytorch.strategies import Strategy, strategy_of
 from trainer.migration.refusals import argument_refusals, refuse
 from trainer.state import PartialState
 from trainer.trainer import Trainer as NativeTrainer
@@ -120,11 +120,11 @@ class Trainer(NativeTrainer):
         self,
         *,
         accelerator: Any = "auto",
-        strategy: Any = "auto",
+        strategy: str | Strategy = "auto",
         devices: Any = "auto",
         num_nodes: int = 1,
         precision: Any = None,
-        logger: Any = None,
+        logger: Logger | Sequence[Logger] | bool | None = None,
         callbacks: Sequence[Callback] | Callback | None = None,
         fast_dev_run: bool | int = False,
         max_epochs: int | None = None,
@@ -662,4 +662,8 @@ def _loggers_of(given: Any, root: Any) -> list[Any]:
         version = broadcast_object(next_version(folder / "lightning_logs"))
         kind: Any = TensorBoardLogger if is_installed(TensorBoardLogger) else CSVLogger
         return [kind(folder, version=version)]
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    loggers = list(given) if isinstance(given, (list, tuple)) else [given]
+    for each in loggers:
+        if isinstance(each, Logger):
+            each.agree()
+    return loggers

@@ -40,3 +40,9 @@ def rank_zero_debug(*args: Any, **kwargs: Any) -> None:
 def rank_zero_warn(message: str, *, category: type[Warning] = UserWarning, **_: Any) -> None:
     """Warn on rank 0."""
     warnings.warn(message, category, stacklevel=3)
+
+
+@rank_zero_only
+def rank_zero_deprecation(message: str, **_: Any) -> None:
+    """Warn of a deprecation on rank 0."""
+    warnings.warn(message, DeprecationWarning, stacklevel=3)

@@ -1,0 +1,282 @@
+"""Lightning's callbacks and loggers: searches, pruning, versions, and when nothing is saved."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainer.lightning as L
+from tests.helpers.services import mlflow_runs, mlflow_store
+from tests.numerics.running import copy_of
+from trainer.lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+)
+from trainer.lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from trainer.lightning.pytorch.tuner import Tuner as LightningTuner
+from trainer.tuning import Tuner
+
+X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+
+
+def make_net(library: Any = L) -> type:
+    class Net(library.LightningModule):  # type: ignore[misc]
+        def __init__(self, lr: float = 1e-4, batch_size: int = 8) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.lr, self.sizes = lr, []
+            self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.sizes.append(len(batch[0]))
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(TensorDataset(X, Y), self.hparams.batch_size)
+
+        val_dataloader = train_dataloader
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
+
+    return Net
+
+
+def fit(
+    callbacks: Any, make: Any = None, library: Any = L, ckpt_path: Any = None, **options: Any
+) -> Any:
+    library.seed_everything(3)
+    module = (make or make_net(library))()
+    defaults = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = library.Trainer(**{**defaults, **quiet, "callbacks": callbacks, **options})
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_a_learning_rate_is_found_before_the_optimizers_are_made(tmp_path):
+    finder = LearningRateFinder(num_training_steps=40, min_lr=1e-4, max_lr=10)
+    trainer = fit([finder])
+    L.seed_everything(3)
+    module = make_net()()
+    alone = L.Trainer(accelerator="cpu", max_epochs=2, logger=False)
+    expected = Tuner(alone).lr_find(module, num_training=40, min_lr=1e-4, max_lr=10)
+    rate = finder.optimal_lr.suggestion()
+    assert rate == expected.suggestion() == trainer.model.lr
+    assert trainer.optimizers[0].param_groups[0]["lr"] == rate
+    torch.testing.assert_close(
+        copy_of(trainer.model), copy_of(fit([], lambda: make_net()(lr=rate)).model), rtol=0, atol=0
+    )
+
+
+def test_a_learning_rate_is_found_again_where_a_subclass_asks_for_it(tmp_path):
+    class Later(LearningRateFinder):
+        def on_fit_start(self, *args: Any) -> None:
+            return
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                self.before = copy_of(pl_module)
+                self.lr_find(trainer, pl_module)
+                torch.testing.assert_close(copy_of(pl_module), self.before, rtol=0, atol=0)
+
+    finder = Later(num_training_steps=40, min_lr=1e-4, max_lr=10)
+    trainer = fit([finder])
+    rate = finder.optimal_lr.suggestion()
+    assert rate is not None
+    assert trainer.optimizers[0].param_groups[0]["lr"] == trainer.model.lr == rate
+
+
+def test_the_largest_batch_is_found_before_the_loaders_are_made(tmp_path):
+    finder = BatchSizeFinder(max_val=32)
+    trainer = fit([finder])
+    assert finder.optimal_batch_size == trainer.model.hparams.batch_size == 32
+    assert trainer.model.sizes == [32] * 4
+    finder = BatchSizeFinder(max_val=16)
+    quiet = {"enable_progress_bar": False, "callbacks": [finder]}
+    module = make_net()()
+    L.Trainer(accelerator="cpu", logger=False, **quiet).validate(module)
+    assert finder.optimal_batch_size == module.hparams.batch_size == 16
+    with pytest.raises(ValueError, match="loaders that are passed"):
+        L.Trainer(accelerator="cpu", logger=False, **quiet).fit(module, module.train_dataloader())
+
+
+PRUNING = [
+    {"pruning_fn": "l1_unstructured", "amount": 0.3},
+    {
+        "pruning_fn": "l1_unstructured",
+        "amount": lambda epoch: 0.2 + 0.1 * epoch,
+        "use_lottery_ticket_hypothesis": lambda epoch: epoch == 1,
+        "parameter_names": ["weight"],
+        "prune_on_train_epoch_end": False,
+    },
+    {
+        "pruning_fn": "ln_structured",
+        "amount": 1,
+        "use_global_unstructured": False,
+        "use_lottery_ticket_hypothesis": False,
+        "pruning_dim": 0,
+        "pruning_norm": 1,
+        "parameter_names": ["weight"],
+    },
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+@pytest.mark.parametrize("options", PRUNING, ids=["lottery", "functions", "structured"])
+def test_pruned_as_under_lightning(options, tmp_path, monkeypatch):
+    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # Lightning sets them
+        monkeypatch.setenv(variable, "1")
+    theirs = pytest.importorskip("lightning", reason="the extra peers is not installed")
+    ours = fit([ModelPruning(**options)]).model
+    other = fit([theirs.pytorch.callbacks.ModelPruning(**options)], library=theirs).model
+    assert copy_of(ours).keys() == copy_of(other).keys()
+    torch.testing.assert_close(copy_of(ours), copy_of(other), rtol=0, atol=0)
+
+
+def test_pruned_weights_are_zero_and_a_run_that_resumes_prunes_on(tmp_path):
+    def pruning() -> ModelPruning:
+        return ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)
+
+    whole = fit([pruning()], max_epochs=3, default_root_dir=tmp_path / "whole")
+    fit([pruning()], max_epochs=2, default_root_dir=tmp_path / "parts")
+    [first] = (tmp_path / "parts").rglob("checkpoints")
+    resumed = fit([pruning()], max_epochs=3, ckpt_path=first / "step-00000016",
+                  default_root_dir=tmp_path / "parts")  # fmt: skip
+    torch.testing.assert_close(copy_of(resumed.model), copy_of(whole.model), rtol=0, atol=0)
+    zeros = sum(int((each == 0).sum()) for each in whole.model.parameters())
+    sizes = sum(each.numel() for each in whole.model.parameters())
+    left = sizes
+    for _ in range(3):
+        left -= round(0.3 * left)
+    assert zeros == sizes - left
+    assert not [name for name, _ in whole.model.named_buffers() if "mask" in name]
+    before = copy_of(whole.model)
+    whole.validate()  # of the last checkpoint, which has masks
+    torch.testing.assert_close(copy_of(whole.model), before, rtol=0, atol=0)
+
+
+def test_arguments_of_pruning_that_miss_another_are_errors():
+    for options, message in (
+        ({"pruning_fn": "l2"}, "pruning_fn is 'l2'"),
+        ({"pruning_fn": "random_structured"}, "needs pruning_dim"),
+        ({"pruning_fn": prune.RandomStructured}, "is structured"),
+        ({"pruning_fn": "l1_unstructured", "parameter_names": ["w"]}, "parameter_names is 'w'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ModelPruning(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"save_top_k": 0}, []),
+        ({"save_top_k": 0, "monitor": "val"}, []),
+        ({"every_n_epochs": 0}, []),
+        ({"every_n_train_steps": 0, "monitor": "val"}, []),
+        ({"save_top_k": 0, "save_last": True}, [16]),
+        ({"every_n_epochs": 0, "save_last": True}, [16]),
+        ({"every_n_epochs": 0, "every_n_train_steps": 4, "save_top_k": -1}, [4, 8, 12, 16]),
+        ({"every_n_epochs": 1, "save_top_k": -1}, [8, 16]),
+        ({}, [16]),
+    ],
+    ids=str,
+)
+def test_checkpoints_are_saved_when_lightning_saves_them(options, steps, tmp_path):
+    fit([ModelCheckpoint(tmp_path / "saved", **options)])
+    saved = [path.name for path in (tmp_path / "saved").glob("step-*")]
+    assert sorted(saved) == [f"step-{step:08d}" for step in steps]
+
+
+def test_two_intervals_are_an_error():
+    with pytest.raises(ValueError, match="every_n_train_steps=3 and every_n_epochs=1"):
+        ModelCheckpoint(every_n_train_steps=3, every_n_epochs=1)
+
+
+def test_all_processes_take_the_version_of_the_first(ranks2, tmp_path):
+    def run() -> Any:
+        rank = int(os.environ.get("RANK", 0))
+        if rank:  # it counts when the other's folder is there already
+            while not list(tmp_path.glob("lightning_logs/version_0/*")):
+                time.sleep(0.01)
+        logger = CSVLogger(tmp_path)
+        counted = logger.version
+        if not rank:
+            (tmp_path / "lightning_logs/version_0").mkdir(parents=True)
+            (tmp_path / "lightning_logs/version_0/mark").touch()
+        trainer = L.Trainer(accelerator="cpu", devices=2, logger=logger)
+        return counted, logger.version, trainer.log_dir, str(logger.path)
+
+    folder = tmp_path / "lightning_logs" / "version_0"
+    found = ranks2(run)
+    assert [counted for counted, *_ in found] == [0, 1]
+    assert [rest for _, *rest in found] == [[0, str(folder), str(folder / "metrics.csv")]] * 2
+
+
+def test_a_logger_of_mlflow_is_its_client_and_run(tmp_path):
+    class Logs(make_net()):  # type: ignore[misc]
+        def on_train_end(self) -> None:
+            client, run = self.logger.experiment, self.logger.run_id
+            client.set_tag(run, "own", "tag")
+            self.seen = self.logger.version, client.get_run(run).info.experiment_id
+
+    uri = mlflow_store(tmp_path)
+    logger = MLFlowLogger("project", "name", uri, artifact_location=str(tmp_path))
+    trainer = fit([], Logs, logger=logger, log_every_n_steps=4, default_root_dir=tmp_path / "r")
+    [run] = mlflow_runs(tmp_path)
+    assert (run.experiment, run.name, run.tags["own"]) == ("project", "name", "tag")
+    assert [step for step, _ in run.metrics["loss"]] == [4, 8, 12, 16]
+    assert trainer.model.seen[0] == run.id == logger.version
+    assert Path(trainer.log_dir).parent == tmp_path / "r" / "lightning_logs"
+    with pytest.raises(ValueError, match="log_model=True; leave it out"):
+        MLFlowLogger(log_model=True)
+
+
+def test_lightnings_tuner_sets_what_it_finds_and_returns_the_size():
+    trainer = L.Trainer(accelerator="cpu", max_epochs=2, logger=False)
+    tuner, module = LightningTuner(trainer), make_net()()
+    assert tuner.scale_batch_size(module, max_val=16) == module.hparams.batch_size == 16
+    found = tuner.lr_find(module, num_training=40, min_lr=1e-4, max_lr=10)
+    assert module.lr == found.suggestion()
+    with pytest.raises(ValueError, match="found by training"):
+        tuner.lr_find(module, method="validate")
+
+
+def test_modules_without_a_file_have_the_names_of_another_and_refused_ones_say_why():
+    from trainer.lightning.pytorch.callbacks.early_stopping import EarlyStopping
+    from trainer.lightning.pytorch.callbacks.progress.tqdm_progress import TQDMProgressBar
+    from trainer.lightning.pytorch.loggers.wandb import WandbLogger
+    from trainer.lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from trainer.lightning.pytorch.utilities.grads import grad_norm
+
+    assert EarlyStopping is L.pytorch.callbacks.EarlyStopping
+    assert TQDMProgressBar is L.pytorch.callbacks.TQDMProgressBar
+    assert WandbLogger is L.pytorch.loggers.WandbLogger
+    with pytest.raises(MisconfigurationException):
+        ModelPruning("l2")
+    layer = nn.Linear(2, 1)
+    layer(torch.ones(1, 2)).sum().backward()
+    norms = {name: value.item() for name, value in grad_norm(layer, 2).items()}
+    expected = {"grad_2.0_norm/weight": 2**0.5, "grad_2.0_norm/bias": 1}
+    assert norms == pytest.approx({**expected, "grad_2.0_norm_total": 3**0.5})
+    with pytest.raises(ImportError, match=r"lightning\.pytorch\.loops is not in Cadence: the loop"):
+        importlib.import_module("trainer.lightning.pytorch.loops")
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        from trainer.lightning.pytorch.callbacks import Nothing  # noqa: F401 - there is none

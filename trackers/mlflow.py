@@ -1,0 +1,333 @@
+"""The tracker for MLflow."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from time import time
+from typing import Any
+
+from trackers.base import ServiceTracker, isolate_random_generator
+from trackers.media import existing, one_level, pixels, plain, rendered, scalars_and_texts, table_of
+from trackers.registry import register_tracker
+from trainer import environment
+from trainer.errors import module_logger
+
+_logger = module_logger("trackers")
+
+_STATES = {"failed": "FAILED", "preempted": "KILLED"}  # all others are FINISHED
+_METRICS, _PARAMS = 1000, 100  # of one request
+_REFUSED = re.compile(r"[^\w/. -]")  # in names at MLflow
+
+
+def _name(name: str) -> str:
+    return _REFUSED.sub("_", name)
+
+
+def _tags(given: dict[str, Any] | str | None) -> dict[str, Any]:
+    given = environment.read("MLFLOW_TAGS") or given
+    return dict(json.loads(given) if isinstance(given, str) else given or {})
+
+
+def _open_run() -> str | None:
+    """Return the id of the run that the script has open on this thread, if any."""
+    mlflow = sys.modules.get("mlflow")
+    run = None if mlflow is None else mlflow.active_run()
+    return None if run is None else str(run.info.run_id)
+
+
+@register_tracker
+class MLflowTracker(ServiceTracker):
+    """A run at MLflow: on its server, or in its local database.
+
+    The place is that of ``MLFLOW_TRACKING_URI`` or ``mlflow.set_tracking_uri``; without either, it
+    is the SQLite database ``mlflow.db`` in the folder of the run's logs, which
+    ``mlflow ui --backend-store-uri sqlite:///<path>`` shows. A run that resumes continues the same
+    run, and does not log values again that MLflow already has.
+
+    The run is not the active run of the script: functions such as ``mlflow.log_metric`` do not see
+    it. Use `client` with `run_id`.
+
+    Args:
+        experiment_name: the experiment, that is, the project; created if there is none.
+            ``MLFLOW_EXPERIMENT_NAME`` takes precedence.
+        logging_dir: the folder or URI of the files of an experiment that is created.
+        run_id: a run to continue. ``MLFLOW_RUN_ID`` takes precedence.
+        tags: tags of the run, as a dict or as JSON. ``MLFLOW_TAGS`` takes precedence.
+        nested_run: whether the run belongs to the run that the script has open when this is
+            created. ``MLFLOW_NESTED_RUN`` takes precedence.
+        run_name: the name of a new run.
+        description: a text about the run.
+        tracking_uri: the server or the database, in place of the environment's.
+        name: the same as `run_name`, as `log_with` passes it.
+
+    Attributes:
+        client: the `mlflow.MlflowClient` of the run; None before `start`.
+
+    Raises:
+        ImportError: mlflow is not installed.
+    """
+
+    name = "mlflow"
+    requires_logging_directory = False
+    requires_package = "mlflow"
+    has_projects = True
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | str | None = None,
+        nested_run: bool = False,
+        run_name: str | None = None,
+        description: str | None = None,
+        *,
+        tracking_uri: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.experiment_name = environment.read("MLFLOW_EXPERIMENT_NAME") or experiment_name
+        self.logging_dir = logging_dir
+        self.tags = _tags(tags)
+        self.run_name = run_name or name
+        self.tracking_uri = tracking_uri
+        self.client: Any = None
+        self._given = environment.read("MLFLOW_RUN_ID") or run_id
+        self._previous: tuple[str | None, int | None] = (None, None)
+        self._created: str | None = None  # a run whose start has failed afterwards
+        self._resumed: int | None = None  # the step from which it resumes
+        self._known: dict[str, set[int]] = {}  # later steps that MLflow has, by name
+        if description is not None:
+            self.tags["mlflow.note.content"] = description
+        nested = environment.read_flag("MLFLOW_NESTED_RUN", nested_run)
+        if nested and (parent := _open_run()) is not None:
+            self.tags["mlflow.parentRunId"] = parent
+
+    def resume(self, run_id: str | None, step: int | None) -> None:
+        """Continue a run, unless the arguments name another one."""
+        self._previous = (run_id, step)
+
+    def start(self) -> None:
+        """Begin the run, or continue it."""
+        previous, self._resumed = self._previous
+        self._known = {}
+        self.run_id = self._given or previous or self._created
+        import mlflow
+
+        isolate_random_generator("mlflow")
+        self.client = mlflow.MlflowClient(self._uri(mlflow))
+        run = None if self.run_id is None else self._continued(self.run_id)
+        if run is None:
+            run = self._begin()
+        self.run_id = self._created = run.info.run_id
+        self._opened = run
+        self._previous, self._created = (None, None), None
+
+    def _uri(self, mlflow: Any) -> str | None:
+        """Return the place of the run; None is MLflow's own choice."""
+        if self.tracking_uri is not None or self.service_dir is None:
+            return self.tracking_uri
+        if mlflow.is_tracking_uri_set():
+            return None
+        os.makedirs(self.service_dir, exist_ok=True)
+        if self.logging_dir is None:  # MLflow's would be in the working directory
+            self.logging_dir = Path(self.service_dir, "mlartifacts").as_uri()
+        return f"sqlite:///{Path(self.service_dir, 'mlflow.db')}"
+
+    def _continued(self, run_id: str) -> Any:
+        """Return an earlier run, which goes on; None if it is another run's that is gone."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.update_run(run_id, status="RUNNING")
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST" or run_id == self._given:
+                raise
+            _logger.warning("MLflow has no run %s any more: another one begins.", run_id)
+            return None
+        for name, value in self.tags.items():
+            self.client.set_tag(run_id, name, value)
+        return self.client.get_run(run_id)
+
+    def _begin(self) -> Any:
+        from mlflow.tracking.context.registry import resolve_tags
+
+        identity = "0"  # MLflow's default experiment
+        if self.experiment_name is not None:
+            found = self.client.get_experiment_by_name(self.experiment_name)
+            place = None if self.logging_dir is None else os.fspath(self.logging_dir)
+            identity = (
+                self.client.create_experiment(self.experiment_name, artifact_location=place)
+                if found is None
+                else found.experiment_id
+            )
+        tags = resolve_tags({name: str(value) for name, value in self.tags.items()})
+        return self.client.create_run(identity, tags=tags, run_name=self.run_name)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the configuration as parameters, and as the file ``configuration.yaml``.
+
+        A parameter keeps its first value at MLflow, also when a run resumes with another one; the
+        file has the latest.
+
+        Args:
+            values: names and values; nested names are joined by slashes.
+        """
+        import yaml
+        from mlflow.entities import Param
+
+        values = plain(values)
+        there = self.client.get_run(self.tracker.info.run_id).data.params
+        flat = {_name(name): str(value) for name, value in one_level(values).items()}
+        new = [Param(name, value) for name, value in flat.items() if name not in there]
+        for first in range(0, len(new), _PARAMS):
+            self.client.log_batch(self.run_id, params=new[first : first + _PARAMS])
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        self.client.log_text(self.run_id, text, "configuration.yaml")
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record numbers as metrics, texts as tags, and dicts under names "outer/inner".
+
+        Characters in names that MLflow does not accept become underscores.
+
+        Args:
+            values: names and numbers, tensors or arrays of one element, texts, or dicts of these.
+            step: the number of optimizer updates so far.
+            **kwargs: for `MlflowClient.log_batch`.
+
+        Raises:
+            TypeError: a value is none of these. The others are recorded.
+        """
+        from mlflow.entities import Metric
+
+        run, (numbers, texts, error) = self.tracker.info.run_id, scalars_and_texts(values)
+        now = int(1000 * time())
+        metrics = [
+            Metric(_name(name), float(number), now, step or 0)
+            for name, number in numbers.items()
+            if not self._has(_name(name), step)
+        ]
+        for first in range(0, len(metrics), _METRICS):
+            self.client.log_batch(run, metrics=metrics[first : first + _METRICS], **kwargs)
+        for name, text in texts.items():
+            self.client.set_tag(run, _name(name), text)
+        if error is not None:
+            raise error
+
+    def _has(self, name: str, step: int | None) -> bool:
+        """Return whether MLflow has a value that a killed run logged after its last checkpoint."""
+        if step is None or self._resumed is None or step <= self._resumed:
+            return False
+        if name not in self._known:
+            history = self.client.get_metric_history(self.run_id, name)
+            self._known[name] = {each.step for each in history if each.step > self._resumed}
+        return step in self._known[name]
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record images; those of a batch are named "name/0", "name/1" and so on.
+
+        Args:
+            values: names and tensors or arrays of one image or a batch, with the channels first or
+                last: floats in [0, 1] or bytes; PIL images; or lists of these.
+            step: the number of optimizer updates so far.
+            **kwargs: for `MlflowClient.log_image`.
+
+        Raises:
+            ValueError: a shape is not that of an image.
+        """
+        for name, images in values.items():
+            each = pixels(name, images)
+            for number, image in enumerate(each):
+                key = _name(name if len(each) == 1 else f"{name}/{number}")
+                self._log_image(image, key, step, **kwargs)
+
+    def _log_image(self, image: Any, key: str, step: int | None, **kwargs: Any) -> None:
+        self.client.log_image(self.tracker.info.run_id, image, key=key, step=step, **kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,  # noqa: ARG002  # an interface
+    ) -> None:
+        """Record a table as a CSV file in ``tables``, see `GeneralTracker.log_table`."""
+        names, rows = table_of(table_name, columns, data, dataframe)
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([names, *rows])
+        self._log_file(text.getvalue(), "tables", table_name, step, "csv")
+
+    def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record each as an image, see `GeneralTracker.log_figure`."""
+        for name, value in values.items():
+            self._log_image(rendered(value), _name(name), step, **kwargs)
+
+    def log_text(
+        self,
+        values: dict[str, str],
+        step: int | None = None,
+        **kwargs: Any,  # noqa: ARG002  # an interface
+    ) -> None:
+        """Record each as a file in ``texts``, see `GeneralTracker.log_text`."""
+        for name, value in values.items():
+            self._log_file(value, "texts", name, step, "txt")
+
+    def _log_file(self, text: str, folder: str, name: str, step: int | None, suffix: str) -> None:
+        at = "" if step is None else f"-{step}"
+        path = f"{folder}/{_name(name)}{at}.{suffix}"
+        self.client.log_text(self.tracker.info.run_id, text, path)
+
+    def log_artifact(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        kind: str = "artifact",  # noqa: ARG002  # MLflow has no kinds
+        step: int | None = None,  # noqa: ARG002  # an interface
+        **kwargs: Any,  # noqa: ARG002  # an interface
+    ) -> None:
+        """Record a file or the files of a folder.
+
+        Args:
+            path: the file or the folder.
+            name: the folder among the run's files; by default that of a file is their root, and
+                that of a folder has its name.
+            kind: has no effect.
+            step: has no effect.
+            **kwargs: has no effect.
+
+        Raises:
+            FileNotFoundError: there is nothing at the path.
+        """
+        path, run = existing(path), self.tracker.info.run_id
+        if path.is_dir():
+            self.client.log_artifacts(run, str(path), name or path.name)
+        else:
+            self.client.log_artifact(run, str(path), name)
+
+    def log_model(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        step: int | None = None,
+        **kwargs: Any,  # noqa: ARG002  # an interface
+    ) -> None:
+        """Record weights or a checkpoint as files in ``model/step-100``, or under its name.
+
+        Raises:
+            FileNotFoundError: there is nothing at the path.
+        """
+        folder = name or "model"
+        self.log_artifact(path, folder if step is None else f"{folder}/step-{step}")
+
+    def finish(self) -> None:
+        """Close the run as finished, failed or, if it was preempted, killed."""
+        run, self._opened = self._opened, None
+        if run is not None:
+            self.client.set_terminated(run.info.run_id, _STATES.get(self.status, "FINISHED"))

@@ -98,9 +98,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             dirpath=dirpath,
         )
         if never:
-            for hook in ("on_train_start", "on_boundary", "on_preemption", "on_train_end"):
-                setattr(self, hook, _nothing)
-            self.monitor_due = _no  # type: ignore[method-assign]  # as the hooks
+            hooks = ("on_train_start", "on_boundary", "on_preemption", "on_train_end")
+            vars(self).update(dict.fromkeys(hooks, _nothing), monitor_due=_no)
 
 
 def _nothing(*_: Any) -> None:
@@ -460,7 +459,7 @@ class ModelPruning(Callback):
             if name not in self.PARAMETER_NAMES:
                 raise ValueError(choice_error("parameter_names", name, self.PARAMETER_NAMES))
         if verbose not in (0, 1, 2):
-            raise ValueError(choice_error("verbose", verbose, (0, 1, 2)))
+            raise ValueError(f"verbose is {verbose!r}; it must be 0, 1 or 2.")
         self._global = use_global_unstructured
         self._method, self._kwargs = self._chosen(pruning_fn, pruning_dim, pruning_norm)
         self._parameters_to_prune = parameters_to_prune
@@ -476,6 +475,8 @@ class ModelPruning(Callback):
 
     def _chosen(self, pruning_fn: Any, dim: int | None, norm: int | None) -> tuple[Any, Any]:
         kwargs: dict[str, Any] = {}
+        kind: Any
+        method: Any
         if isinstance(pruning_fn, str):
             if pruning_fn not in _FUNCTIONS:
                 raise ValueError(choice_error("pruning_fn", pruning_fn, _FUNCTIONS))
@@ -488,7 +489,7 @@ class ModelPruning(Callback):
                 if norm is None:
                     raise ValueError(f"pruning_fn={pruning_fn!r} needs pruning_norm=.")
                 kwargs["n"] = norm
-            method: Any = kind if self._global else function
+            method = kind if self._global else function
         else:
             kind = method = pruning_fn
             if not (inspect.isclass(kind) and issubclass(kind, prune.BasePruningMethod)):

@@ -22,7 +22,8 @@ from trainer.lightning.pytorch.trainer import Trainer
 from trainer.lightning.pytorch.utilities import seed_everything
 
 try:
-    from jsonargparse import ArgumentParser, Namespace, class_from_function
+    from jsonargparse import ArgumentParser, Namespace
+    from jsonargparse.typing import class_from_function
 except ImportError as error:
     raise ImportError(
         "LightningCLI reads options and files with jsonargparse, which is not installed: "
@@ -406,8 +407,10 @@ class LightningCLI:
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse the options into `config`."""
-        known = isinstance(args, (dict, Namespace))
-        self.config: Any = parser.parse_object(args) if known else parser.parse_args(args)
+        if isinstance(args, (dict, Namespace)):
+            self.config: Any = parser.parse_object(args)
+        else:
+            self.config = parser.parse_args(args)
 
     def _parser(self, subcommand: str | None) -> LightningArgumentParser:
         return self.parser if subcommand is None else self._subcommand_parsers[subcommand]
@@ -474,9 +477,9 @@ class LightningCLI:
         ]
         if not self.auto_configure_optimizers or not names[0]:
             return
-        if max(map(len, names)) > 1:
+        if several := [each for each in names if len(each) > 1]:
             raise ValueError(
-                f"{' and '.join(max(names, key=len))} are both for the module: give them a "
+                f"{' and '.join(several[0])} are both for the module: give them a "
                 "link_to= and use them in its configure_optimizers."
             )
         described = self._description(parser._optimizers, names[0])

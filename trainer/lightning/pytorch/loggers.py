@@ -314,6 +314,6 @@ class MLFlowLogger(Logger, MLflowTracker):
         return None if isinstance(run, _NoExperiment) else run.info.experiment_id
 
     @property
-    def version(self) -> Any:  # type: ignore[override]  # an attribute elsewhere
+    def version(self) -> Any:
         """The run's id, once it has started."""
         return self.run_id

@@ -236,8 +236,8 @@ class Trainer(NativeTrainer):
         handlers += others.get("kwargs_handlers") or []
         both = {"kwargs_handlers": handlers} if handlers else {}
         super().__init__(**(given | of_strategy | others | both))
-        for logger in self._loggers:
-            logger.trainer = self
+        for each in self._loggers:
+            each.trainer = self
         self._model: Any = None
         self._asked: Any = None  # the model whose configure_callbacks was called last
         self._loaders: dict[str, Any] = {}

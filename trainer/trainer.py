@@ -53,7 +53,7 @@ from trainer.loops.config import (
     project_dir_of,
     with_default_callbacks,
 )
-from trainer.loops.dataloaders import Sources, check_module, steps_of, take_datamodule
+from trainer.loops.dataloaders import Sources, check_is_module, steps_of, take_datamodule
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.fit import finished, fit
 from trainer.loops.fit_state import require_space, save_run, save_weights_alone
@@ -1173,7 +1173,7 @@ class Trainer:
 
     @contextmanager
     def _stage(self, name: str, module: TrainModule, datamodule: Any) -> Iterator[HookTable]:
-        check_module(module, name)
+        check_is_module(module, name)
         self._stop_requested = False
         self._datamodule, self._module = datamodule, module
         settings = self._context.settings

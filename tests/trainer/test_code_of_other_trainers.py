@@ -160,6 +160,11 @@ def test_all_findings_of_a_run_come_in_one_error():
         def setup(self, this, much):
             pass
 
+        def state_dict(self):
+            pass
+
+        configure_optimizers = TrainModule.configure_optimizers
+
     class Listener(Callback):
         def on_epoch_end(self, trainer, module):
             pass
@@ -183,7 +188,9 @@ def test_all_findings_of_a_run_come_in_one_error():
     assert "Old defines training_epoch_end" in lines[0]
     assert "Listener defines on_epoch_end" in lines[3]
     assert "Old.training_step takes optimizer_idx" in lines[4]
-    assert len(lines) == 5
+    assert "Old does not define configure_optimizers" in lines[5]
+    assert "Old.state_dict()" in lines[6]
+    assert len(lines) == 7
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])

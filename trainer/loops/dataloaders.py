@@ -73,7 +73,17 @@ def check_module(module: Any, stage: str) -> None:
         stage: fit, validate, test or predict.
 
     Raises:
-        TypeError: It is not a `TrainModule`, or lacks a method that the stage needs.
+        TypeError: It is not a `TrainModule`, or lacks methods that the stage needs.
+    """
+    check_is_module(module, stage)
+    refuse(_lacking(module, stage))
+
+
+def check_is_module(module: Any, stage: str) -> None:
+    """Check the type of a module; see `check_module`, also for the arguments.
+
+    Raises:
+        TypeError: It is not a `TrainModule`.
     """
     if isinstance(getattr(module, "_orig_mod", None), TrainModule):
         raise TypeError(
@@ -85,21 +95,28 @@ def check_module(module: Any, stage: str) -> None:
             f"{stage} was given {module!r} of type {type(module).__name__}; it needs an "
             "instance of a subclass of trainer.TrainModule that defines its steps."
         )
+
+
+def _lacking(module: TrainModule, stage: str) -> list[str]:
+    """Return a sentence for each method that a stage needs and the module lacks."""
     needed = [_STEPS[stage][0]] if stage != "predict" else []
     if stage == "fit":
         needed.append("configure_optimizers")
-    for name in needed:
-        if not is_overridden(module, name, TrainModule):
-            raise TypeError(
-                f"{type(module).__name__} does not define {name}, which {stage} needs: "
-                f"def {name}(self{', batch, batch_idx' if name.endswith('_step') else ''})."
-            )
-    if stage == "fit":
-        check_state_dict_methods(module)
+    return [
+        f"{type(module).__name__} does not define {name}, which {stage} needs: "
+        f"def {name}(self{', batch, batch_idx' if name.endswith('_step') else ''})."
+        for name in needed
+        if not is_overridden(module, name, TrainModule)
+    ]
 
 
 def check_hooks(
-    module: TrainModule | None, callbacks: Iterable[Callback], datamodule: Any, *, warns: bool
+    module: TrainModule | None,
+    callbacks: Iterable[Callback],
+    datamodule: Any,
+    *,
+    stage: str,
+    warns: bool,
 ) -> None:
     """Check the signatures and names of the user's hooks, and warn of likely typos in names.
 
@@ -109,11 +126,13 @@ def check_hooks(
         module: The user's module; None to check only callbacks that `setup` hooks have added.
         callbacks: The callbacks.
         datamodule: The user's datamodule, or None.
+        stage: fit, validate, test or predict.
         warns: Whether to warn: on the main process only, and not in trials.
 
     Raises:
-        TypeError: A hook or a step has a wrong signature, or a hook is one of Lightning's that
-            Cadence does not call; the message says what to use instead.
+        TypeError: The module lacks a method that the stage needs, a hook or a step has a wrong
+            signature, or a hook is one of Lightning's that Cadence does not call; the message says
+            what to use instead.
     """
     findings: list[str] = []
 
@@ -138,6 +157,9 @@ def check_hooks(
             check_hook_typos(owner, base)
     if module is not None:
         find(without_batch_idx, module)
+        findings += _lacking(module, stage)
+        if stage == "fit":
+            find(check_state_dict_methods, module)
     refuse(findings)
 
 

@@ -309,7 +309,7 @@ def stage_of(
         The hooks of the module and the callbacks.
     """
     trainer, callbacks = context.trainer, context.callbacks
-    check_hooks(module, callbacks, datamodule, warns=context.warns)
+    check_hooks(module, callbacks, datamodule, stage=name, warns=context.warns)
     hooks = HookTable(trainer, module, callbacks, TrainModule)
     status: Status = "finished"
     cause: BaseException | None = None
@@ -424,7 +424,7 @@ def _set_up(context: RunContext, name: str, module: TrainModule, datamodule: Any
             done.add(id(callback))
             if id(callback) not in given:
                 added.append(callback)
-                check_hooks(None, [callback], None, warns=context.warns)
+                check_hooks(None, [callback], None, stage=name, warns=context.warns)
             callback.setup(context.trainer, module, name)
 
     def hooks() -> None:
@@ -737,21 +737,23 @@ def _check_manual(settings: Settings) -> None:
     Raises:
         ValueError: Accumulation, clipping, or skipping of non-finite updates is configured.
     """
+    findings = []
     steps = settings.gradient_accumulation_steps
     if steps > 1:
-        raise ValueError(
+        findings.append(
             f"gradient_accumulation_steps is {steps}, but in manual optimisation training_step "
             "decides when to step; pass gradient_accumulation_steps=1. (The value may come from "
             "the launcher, by ACCELERATE_GRADIENT_ACCUMULATION_STEPS, or from a ready Accelerator.)"
         )
     if settings.non_finite == "skip":
-        raise ValueError(
+        findings.append(
             "non_finite is 'skip', but in manual optimisation training_step decides about updates: "
             "check the loss there, or leave non_finite at 'stop'."
         )
-    for name in ("max_grad_norm", "max_grad_value"):
-        if getattr(settings, name):
-            raise ValueError(f"{name} is set. {_CLIP}")
+    limits = ("max_grad_norm", "max_grad_value")
+    findings += [f"{name} is set. {_CLIP}" for name in limits if getattr(settings, name)]
+    if findings:
+        raise ValueError("\n".join(findings))
 
 
 def _resume_message(run: FitRun, chosen: Path) -> str:

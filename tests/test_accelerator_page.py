@@ -26,7 +26,15 @@ PAGE = ROOT / "docs" / "accelerator.md"
 # Engines that are refused: their fields are those of the documentation, in trainer/plugins.py.
 REFUSED = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin", "MegatronLMPlugin"}
 # Of the trainer, not of a loop of one's own; and the classes that have tables of their own.
-ELSEWHERE = {"DataModule", "MetricError", "Preempted", "TrainModule", "Trainer", "Tuner"}
+ELSEWHERE = {
+    "CombinedLoader",
+    "DataModule",
+    "MetricError",
+    "Preempted",
+    "TrainModule",
+    "Trainer",
+    "Tuner",
+}
 TABLES = {"Accelerator", "AcceleratorState", "GradientState", "PartialState"}
 
 LINK = re.compile(r"\[(test_\w+)\]\(\.\./tests/([\w/]+\.py)\)")

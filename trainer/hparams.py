@@ -8,6 +8,7 @@ plain data. A checkpoint's manifest stores them as::
         "others": {"lr": 0.1},       # recorded, but not arguments of the class itself
         "namespaces": [],            # arguments that were an argparse.Namespace
         "masked": []                 # arguments with a masked secret, see trackers.masking
+        "unsaved": []                # arguments that are not plain data, where these are allowed
     }
 
 Only the ``arguments`` are passed to the class when a module is recreated. The ``others`` include
@@ -76,12 +77,15 @@ class Kept:
             a dict argument that contains it. A value without an entry was not passed to the class.
         namespaces: Names of arguments that were an ``argparse.Namespace``.
         private: Names that are not logged to trackers.
+        plain_only: Whether values that are not plain data are an error. Otherwise they are kept,
+            but neither saved nor logged.
     """
 
     values: HyperParameters = field(default_factory=HyperParameters)
     places: dict[str, str] = field(default_factory=dict)
     namespaces: set[str] = field(default_factory=set)
     private: set[str] = field(default_factory=set)
+    plain_only: bool = True
 
 
 def kept_by(owner: object) -> Kept:
@@ -97,6 +101,7 @@ def keep(
     *,
     ignore: str | Iterable[str] | None,
     private: bool,
+    plain_only: bool = True,
 ) -> None:
     """Record the arguments of the running ``__init__`` and of the subclasses that called it.
 
@@ -106,16 +111,18 @@ def keep(
         caller: The frame of the caller.
         ignore: Names to leave out; they need not be arguments.
         private: Do not log them to trackers.
+        plain_only: See `Kept`.
 
     Raises:
         RuntimeError: No ``__init__`` of the owner is running, and no values were given.
         ValueError: There is no argument of that name.
-        TypeError: A value is not plain data, or has no name.
+        TypeError: A value is not plain data though it must be, or has no name.
     """
     calls = [_arguments(frame) for frame in _inits(owner, caller)]
     outermost = calls[-1] if calls else {}
     skipped = {ignore} if isinstance(ignore, str) else set(ignore or ())
     kept = kept_by(owner)
+    kept.plain_only = plain_only
     if len(given) == 1 and isinstance(given[0], (Mapping, Namespace)):
         values = dict(vars(given[0]) if isinstance(given[0], Namespace) else given[0])
         if wrong := [name for name in values if not isinstance(name, str)]:
@@ -128,18 +135,19 @@ def keep(
     else:
         values = _chosen(owner, given, calls, skipped)
         places = {name: name for name in values if name in outermost}
-    plain = _all_plain({name: value for name, value in values.items() if name not in skipped})
-    kept.values.update(plain)
-    kept.private.difference_update(plain)
-    kept.places.update({name: place for name, place in places.items() if name in plain})
+    chosen = {name: value for name, value in values.items() if name not in skipped}
+    kept.values.update(_all_plain(chosen) if plain_only else chosen | _plain_of(chosen))
+    kept.private.difference_update(chosen)
+    kept.places.update({name: place for name, place in places.items() if name in chosen})
     if private:
-        kept.private.update(plain)
+        kept.private.update(chosen)
 
 
 def logged(owner: object) -> dict[str, Any]:
     """Return the hyper-parameters of an object that are logged to trackers."""
     kept = kept_by(owner)
-    return {name: value for name, value in kept.values.items() if name not in kept.private}
+    values = kept.values if kept.plain_only else _plain_of(kept.values)
+    return {name: value for name, value in values.items() if name not in kept.private}
 
 
 def to_manifest(owner: object) -> dict[str, Any]:
@@ -153,14 +161,19 @@ def to_manifest(owner: object) -> dict[str, Any]:
     kept = kept_by(owner)
     if not kept.values:
         return {}
-    parts: dict[str, Any] = {"arguments": {}, "others": {}, "namespaces": sorted(kept.namespaces)}
-    for name, value in _all_plain(kept.values).items():
+    parts: dict[str, Any] = {"arguments": {}, "others": {}}
+    saved = _all_plain(kept.values) if kept.plain_only else _plain_of(kept.values)
+    for name, value in saved.items():
         place = kept.places.get(name)
         part = parts["others" if place is None else "arguments"]
         if place not in (None, name):
             part = part.setdefault(place, {})
         part[name] = value
     arguments = parts["arguments"]
+    lost = {kept.places[name] for name in kept.places.keys() - saved.keys()}
+    for name in lost:
+        arguments.pop(name, None)  # a dict of which a part is lost
+    parts |= {"namespaces": sorted(kept.namespaces - lost), "unsaved": sorted(lost)}
     hidden = masked(arguments)
     parts |= {"arguments": hidden, "others": masked(parts["others"])}
     parts["masked"] = [name for name in arguments if hidden[name] is not arguments[name]]
@@ -209,7 +222,8 @@ def make(
         CheckpointError: The class does not take a saved argument, or the arguments cannot be read.
     """
     arguments = saved_arguments(saved, where)
-    hidden = set(saved.get("masked", ()))
+    masked_names = set(saved.get("masked", ()))
+    hidden = masked_names | set(saved.get("unsaved", ()))
     parameters = inspect.signature(cls).parameters
     takes = _parameters(cls)
     variadic = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -231,7 +245,7 @@ def make(
     needed = {n for n in takes if parameters[n].default is inspect.Parameter.empty} | hidden
     wanted = takes + sorted(hidden.difference(takes)) * variadic
     if missing := [name for name in wanted if name in needed and name not in arguments]:
-        secrets = [name for name in missing if name in hidden]
+        secrets = [name for name in missing if name in masked_names]
         raise TypeError(
             f"{cls.__name__} cannot be created: {where} does not hold its {_listed(missing)}. "
             + f"Secrets are not saved ({', '.join(secrets)}). " * bool(secrets)
@@ -320,6 +334,17 @@ def _all_plain(values: Mapping[str, Any]) -> dict[str, Any]:
         + f"Leave out what is not: save_hyperparameters(ignore={names}), and pass it again to "
         f"load_from_checkpoint(…, {', '.join(f'{name}=…' for name in names)})."
     )
+
+
+def _plain_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of those values that are plain data."""
+    plain = {}
+    for name, value in values.items():
+        wrong: dict[str, Any] = {}
+        copied = _plain(value, name, wrong)
+        if not wrong:
+            plain[name] = copied
+    return plain
 
 
 def _plain(value: Any, place: str, wrong: dict[str, Any]) -> Any:

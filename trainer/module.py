@@ -28,7 +28,7 @@ from trainer.metrics import Kind
 from trainer.metrics.log_arguments import log_arguments
 from trainer.migration.table import NO_LOGGER
 from trainer.optim.optimizer import parameters_of
-from trainer.tree import count_samples, map_tree, to_device
+from trainer.tree import count_samples, detach, map_tree, to_device
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -612,6 +612,14 @@ class TrainModule(nn.Module):
         return self.trainer.clip_gradients(
             optimizer, max_grad_norm=max_grad_norm, max_grad_value=max_grad_value
         )
+
+    def _outputs_of_step(
+        self,
+        outputs: Any,
+        micro_batches: int,
+    ) -> Any:
+        """Return what `on_train_batch_end` gets of the outputs of `training_step`."""
+        return detach(outputs)
 
     # -- the parts of an update, for a module that overrides them ---------------------------------
 

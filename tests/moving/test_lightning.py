@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,28 @@ def test_an_evaluation_without_a_model_is_that_of_the_best_of_the_fit(tmp_path, 
     assert json.loads(capsys.readouterr().out.strip()) == [found]
     assert found["val_acc"] == pytest.approx(trainer.checkpoint_callback.best_model_score)
     assert len(trainer.predict(dataloaders=val)) == 4
+
+
+def test_hyperparameters_that_are_no_plain_data_are_kept_and_must_be_given_again(tmp_path):
+    class Takes(make_classifier(L)):  # type: ignore[misc]
+        def __init__(self, width: int, net: nn.Module | None = None, make: Any = None) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = net
+
+        def configure_optimizers(self) -> Any:
+            return self.hparams.make(self.parameters())
+
+    net, make = nn.Linear(8, 2), partial(torch.optim.SGD, lr=0.5)
+    trainer = fit(tmp_path, Takes(3, net, make))
+    assert trainer.model.hparams.net is net
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5
+    path = trainer.checkpoint_callback.best_model_path
+    with pytest.raises(TypeError, match=r"does not hold its arguments net, make.*net=…, make=…"):
+        Takes.load_from_checkpoint(path)
+    again = Takes.load_from_checkpoint(path, net=nn.Linear(8, 2), make=None)
+    assert again.hparams.width == 3
+    torch.testing.assert_close(copy_of(again), copy_of(trainer.model), rtol=0, atol=0)
 
 
 def fit(folder: Path, module: Any = None, library: Any = L, **options: Any) -> Any:

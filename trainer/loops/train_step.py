@@ -107,7 +107,8 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
             run.timing.call(OPTIMIZER, update, run, total, items_here, seen)
         if micro.present:
             metrics.items = items
-            of_batch.on_train_batch_end(detach(outputs), batch, batch_idx)
+            kept = run.module._outputs_of_step(outputs, size)
+            of_batch.on_train_batch_end(kept, batch, batch_idx)
     metrics.items = items_here
     hooks.on_train_step_end()
     run.timing.call(OPTIMIZER, drop_gradients, run)
@@ -360,8 +361,8 @@ def update(run: FitRun, total: float | Tensor, items: float, seen: Tensor | None
         if optim.guard is not None and run.precision.scales and stepped:
             skipped = [optimizer.skipped for optimizer in stepped]
             optim.guard.count_scaled(skipped, run.counters.global_step + 1)
-    tick(run, "step", run.counters.global_step + 1, by_metric=False)
-    run.counters.global_step += 1
+    run.counters.global_step += 1  # first: an overridden lr_scheduler_step may read it
+    tick(run, "step", run.counters.global_step, by_metric=False)
 
 
 def step_optimizers(run: FitRun, seen: Tensor | None) -> list[AcceleratedOptimizer]:
@@ -641,7 +642,7 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
             type(run.module).__name__,
         )
     if micro.present:
-        own.on_train_batch_end(detach(outputs), batch, batch_idx)
+        own.on_train_batch_end(run.module._outputs_of_step(outputs, 1), batch, batch_idx)
     run.step.hooks = hooks
     metrics.items = items
     hooks.on_train_step_end()

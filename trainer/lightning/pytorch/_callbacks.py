@@ -22,6 +22,7 @@ from callbacks import Callback, ModelSummary, WeightAveraging
 from trainer.checks import choice_error
 from trainer.distributed.collectives import broadcast
 from trainer.errors import module_logger
+from trainer.lightning.pytorch.trainer import Number
 from trainer.tuning import LearningRateTest, Tuner
 
 logger = module_logger(__name__)
@@ -101,6 +102,27 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             hooks = ("on_train_start", "on_boundary", "on_preemption", "on_train_end")
             vars(self).update(dict.fromkeys(hooks, _nothing), monitor_due=_no)
 
+    @property
+    def best_k_models(self) -> dict[Any, float]:
+        """The ranked checkpoints by path, best first, with their scores."""
+        return {str(path): Number(score) for path, score in super().best_k_models.items()}
+
+    @property
+    def best_model_path(self) -> Any:
+        """The path of the best checkpoint, empty before there is one."""
+        return super().best_model_path or ""
+
+    @property
+    def best_model_score(self) -> float | None:
+        """The monitored value of the best checkpoint; None without ``monitor``."""
+        score = super().best_model_score
+        return None if score is None else Number(score)
+
+    @property
+    def last_model_path(self) -> Any:
+        """The newest checkpoint, empty before there is one."""
+        return str(super().last_model_path or "")
+
 
 def _nothing(*_: Any) -> None:
     """In the place of a hook of a callback that never does anything."""
@@ -140,6 +162,15 @@ class EarlyStopping(callbacks.EarlyStopping):
             divergence_threshold=divergence_threshold,
             verbose=verbose,
         )
+
+    @property
+    def stopped_epoch(self) -> int:
+        """The epoch in which it stopped the run, else 0."""
+        return self._stopped_epoch or 0
+
+    @stopped_epoch.setter
+    def stopped_epoch(self, epoch: int | None) -> None:
+        self._stopped_epoch = epoch
 
 
 class LearningRateMonitor(callbacks.LearningRateMonitor):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trainer.datamodule import DataModule
+from trainer.hparams import keep
 from trainer.module import TrainModule
+from trainer.tree import detach
 
 M = TypeVar("M", bound="LightningModule")
 
@@ -26,6 +30,20 @@ class LightningModule(TrainModule):
     """
 
     example_input_array: Any = None
+
+    def save_hyperparameters(
+        self,
+        *names: str | Mapping[str, Any] | Namespace,
+        ignore: str | Iterable[str] | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Record the arguments of ``__init__``; see `TrainModule.save_hyperparameters`.
+
+        What is not plain data, such as a network or a ``functools.partial``, is in `hparams` too.
+        Checkpoints do not have it: pass it to `load_from_checkpoint` again.
+        """
+        caller = sys._getframe(1)
+        keep(self, names, caller, ignore=ignore, private=not logger, plain_only=False)
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]  # Lightning's name of the path
@@ -50,6 +68,36 @@ class LightningModule(TrainModule):
         load: Any = super().load_from_checkpoint
         made: M = load(checkpoint_path, map_location=map_location, strict=strict, **kwargs)
         return made
+
+    def log(self, name: str, value: Any, prog_bar: bool = False, **kwargs: Any) -> None:
+        """Log a value; see `TrainModule.log`.
+
+        In `training_step`, a metric object is logged on the step by default, as a number is. What
+        is logged on the step and on the epoch has its epoch value under the plain name too, for
+        monitors and `callback_metrics`; trackers do not get that.
+        """
+        metrics = self.trainer.metrics
+        scope = metrics.scope
+        if scope is not None:
+            trains = scope.phase == "train"
+            if kwargs.get("on_step") is None and trains and hasattr(value, "compute"):
+                kwargs["on_step"] = bool(scope.on_step)
+            on_step, on_epoch = kwargs.get("on_step"), kwargs.get("on_epoch")
+            on_step = (trains and scope.on_step) if on_step is None else on_step
+            if on_step and (on_epoch or (on_epoch is None and not trains)):
+                metrics.private.add(name + metrics.loader_suffix)
+                super().log(name, value, **{**kwargs, "on_step": False, "on_epoch": True})
+        super().log(name, value, prog_bar, **kwargs)
+
+    def _outputs_of_step(self, outputs: Any, micro_batches: int) -> dict[str, Any]:
+        """Return Lightning's dict; its loss is divided by the batches of an update."""
+        outputs = detach(outputs)
+        if outputs is None:
+            return {}
+        found = dict(outputs) if isinstance(outputs, Mapping) else {"loss": outputs}
+        if micro_batches > 1:
+            found["loss"] = found["loss"] / micro_batches
+        return found
 
     @property
     def logger(self) -> Any:
@@ -142,6 +190,16 @@ def _readable(module: nn.Module) -> Iterator[None]:
 
 class LightningDataModule(DataModule):
     """A `DataModule` that can be made from datasets."""
+
+    def save_hyperparameters(
+        self,
+        *names: str | Mapping[str, Any] | Namespace,
+        ignore: str | Iterable[str] | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep the arguments of ``__init__``; see `LightningModule.save_hyperparameters`."""
+        caller = sys._getframe(1)
+        keep(self, names, caller, ignore=ignore, private=not logger, plain_only=False)
 
     @classmethod
     def from_datasets(

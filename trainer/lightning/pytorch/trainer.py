@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -241,6 +243,42 @@ class Trainer(NativeTrainer):
         self._model: Any = None
         self._asked: Any = None  # the model whose configure_callbacks was called last
         self._loaders: dict[str, Any] = {}
+        self._stage_name: str | None = None
+        self._ckpt_path: Any = None
+        self._root = os.path.normpath(os.path.expanduser(default_root_dir or Path.cwd()))
+        self._arguments = {
+            "check_val_every_n_epoch": check_val_every_n_epoch,
+            "gradient_clip_algorithm": gradient_clip_algorithm,
+            "gradient_clip_val": gradient_clip_val,
+            "limit_predict_batches": 1.0
+            if limit_predict_batches is None
+            else limit_predict_batches,
+            "limit_test_batches": 1.0 if limit_test_batches is None else limit_test_batches,
+            "limit_train_batches": 1.0 if limit_train_batches is None else limit_train_batches,
+            "limit_val_batches": 1.0 if limit_val_batches is None else limit_val_batches,
+            "log_every_n_steps": 50 if log_every_n_steps is None else log_every_n_steps,
+            "min_epochs": min_epochs,
+            "min_steps": min_steps,
+            "num_sanity_val_steps": 2 if num_sanity_val_steps is None else num_sanity_val_steps,
+            "overfit_batches": overfit_batches,
+            "reload_dataloaders_every_n_epochs": reload_dataloaders_every_n_epochs,
+            "val_check_interval": 1.0 if val_check_interval is None else val_check_interval,
+        }
+
+    if not TYPE_CHECKING:  # so that a type checker still reports missing attributes
+
+        def __getattr__(self, name: str) -> Any:
+            arguments = vars(self).get("_arguments", {})
+            return arguments[name] if name in arguments else super().__getattr__(name)
+
+    @contextmanager
+    def _stage(self, name: str, module: Any, datamodule: Any) -> Iterator[Any]:
+        self._stage_name = name
+        try:
+            with super()._stage(name, module, datamodule) as hooks:
+                yield hooks
+        finally:
+            self._stage_name = None
 
     def _run_dir(self, root: Any, *, dry: bool) -> Path | None:
         """Return the folder of the run: that of the first logger with files, or a new version."""
@@ -266,6 +304,7 @@ class Trainer(NativeTrainer):
     ) -> None:
         """Train a model; see `trainer.Trainer.fit`."""
         self._take(model)
+        self._ckpt_path = ckpt_path
         self._loaders.update(train=train_dataloaders, val=val_dataloaders)
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
 
@@ -350,6 +389,7 @@ class Trainer(NativeTrainer):
         if ckpt_path == "best" and self.checkpoint_callback is not None:
             monitored = self.checkpoint_callback.monitor is not None
             ckpt_path = "best" if monitored else "last"
+        self._ckpt_path = ckpt_path
         return model, dataloaders, datamodule, ckpt_path
 
     def _shown(self, found: list[dict[str, float]], *, verbose: bool) -> list[dict[str, float]]:
@@ -387,8 +427,8 @@ class Trainer(NativeTrainer):
 
     @property
     def default_root_dir(self) -> str:
-        """The same."""
-        return str(self.project_dir)
+        """The argument, or the working folder when the Trainer was made."""
+        return self._root
 
     @property
     def num_devices(self) -> int:
@@ -426,6 +466,52 @@ class Trainer(NativeTrainer):
     def test_dataloaders(self) -> Any:
         """What was given to `test`."""
         return self._loaders.get("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """What was given to `predict`."""
+        return self._loaders.get("predict")
+
+    @property
+    def ckpt_path(self) -> Any:
+        """What was given to the latest `fit`, `validate`, `test` or `predict`."""
+        return self._ckpt_path
+
+    @property
+    def validating(self) -> bool:
+        """Whether a validation is running, other than the sanity check."""
+        within = self._stage_name == "fit" and self._fitting is not None and not self.training
+        return self._stage_name == "validate" or (within and not self.sanity_checking)
+
+    @property
+    def testing(self) -> bool:
+        """Whether a test is running."""
+        return self._stage_name == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether predictions are running."""
+        return self._stage_name == "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a validation, a sanity check or a test is running."""
+        return self.validating or self.testing or self.sanity_checking
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the current batch of the training is the last one of its epoch."""
+        run = self._fitting
+        if run is None:
+            return False
+        return self.epoch_complete or run.batch_idx + 1 == self.num_training_batches
+
+    @property
+    def num_val_batches(self) -> list[int | None]:
+        """This process's batches of each loader of the validation."""
+        return self.num_eval_batches
+
+    num_sanity_val_batches = num_test_batches = num_predict_batches = num_val_batches
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:

@@ -8,20 +8,36 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
-from trainer.state import PartialState
+import torch.distributed as dist
+
+from trainer import environment
 
 R = TypeVar("R")
 _logger = logging.getLogger("trainer.lightning")
 
 
-def rank_zero_only(function: Callable[..., R], default: Any = None) -> Callable[..., R | Any]:
-    """Return a function that runs on rank 0, and returns `default` on other processes."""
+class _RankZeroOnly:
+    @property
+    def rank(self) -> int:
+        """The rank of this process, also before the first Trainer is made."""
+        return dist.get_rank() if dist.is_initialized() else environment.detect_launch().rank
 
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> R | Any:
-        return function(*args, **kwargs) if PartialState().is_main_process else default
+    def __call__(self, function: Callable[..., R], default: Any = None) -> Callable[..., R | Any]:
+        """Return a function that runs on rank 0, and returns `default` on other processes."""
 
-    return call
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> R | Any:
+            return function(*args, **kwargs) if self.rank == 0 else default
+
+        return call
+
+
+rank_zero_only = _RankZeroOnly()
+
+
+def rank_prefixed_message(message: str, rank: int | None) -> str:
+    """Return a message that begins with the rank, if there is one."""
+    return message if rank is None else f"[rank: {rank}] {message}"
 
 
 @rank_zero_only

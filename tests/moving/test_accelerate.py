@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import trackers
+from tests.moving.running import PROGRAMS, load
 from trainer import accelerate
 from trainer.accelerate.table import value_of, why_not
 
-PROGRAMS = Path(__file__).parent / "programs"
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
 
 
@@ -29,13 +29,6 @@ def moved(text: str) -> str:
     return re.sub(
         r"^(\s*)import accelerate$", r"\1import trainer.accelerate as accelerate", text, flags=re.M
     )
-
-
-def load(name: str, text: str) -> dict[str, Any]:
-    """Execute the text of a program; return its names."""
-    script: dict[str, Any] = {"__name__": name}
-    exec(compile(text, f"{name}.py", "exec"), script)
-    return script
 
 
 def run(name: str, library: str, folder: str) -> dict[str, Any]:

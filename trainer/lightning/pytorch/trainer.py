@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,22 @@ class Number(float):
         return self
 
     detach = tolist = cpu
+
+
+class _Argument:
+    """An argument of the Trainer, which can be read later but not set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, trainer: Any, owner: type) -> Any:
+        return self if trainer is None else trainer._arguments[self.name]
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        raise AttributeError(
+            f"Trainer.{self.name} cannot be set later: pass it to Trainer({self.name}=...) when "
+            "it is made."
+        )
 
 
 class Trainer(NativeTrainer):
@@ -265,11 +281,20 @@ class Trainer(NativeTrainer):
             "val_check_interval": 1.0 if val_check_interval is None else val_check_interval,
         }
 
-    if not TYPE_CHECKING:  # so that a type checker still reports missing attributes
-
-        def __getattr__(self, name: str) -> Any:
-            arguments = vars(self).get("_arguments", {})
-            return arguments[name] if name in arguments else super().__getattr__(name)
+    check_val_every_n_epoch = _Argument()
+    gradient_clip_algorithm = _Argument()
+    gradient_clip_val = _Argument()
+    limit_predict_batches = _Argument()
+    limit_test_batches = _Argument()
+    limit_train_batches = _Argument()
+    limit_val_batches = _Argument()
+    log_every_n_steps = _Argument()
+    min_epochs = _Argument()
+    min_steps = _Argument()
+    num_sanity_val_steps = _Argument()
+    overfit_batches = _Argument()
+    reload_dataloaders_every_n_epochs = _Argument()
+    val_check_interval = _Argument()
 
     @contextmanager
     def _stage(self, name: str, module: Any, datamodule: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from callbacks import Callback
 from trainer.errors import module_logger
@@ -209,9 +209,10 @@ class HookTable:
         self.may_end_epoch = any(
             is_overridden(owner, "on_train_batch_start", base)
             for base, owners in ((Callback, callbacks), (module_base, [module]))
-            for owner in owners
+            for owner in cast("list[Any]", owners)
             if hasattr(base, "on_train_batch_start")
-            and not type(owner).__module__.startswith("callbacks.")  # ours never do
+            # Ours never do; `LambdaCallback` has the user's function.
+            and not owner.on_train_batch_start.__module__.startswith("callbacks.")
         )
         self.parts: dict[str, Callable[..., Any]] = {
             name: getattr(module, name)

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -631,7 +630,7 @@ def _policy(mixed_precision: str) -> Any:
     )
 
 
-_meshes: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()
+_made: tuple[Any, dict[Any, DeviceMesh]] = (None, {})  # the default group, and its meshes
 
 
 def device_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
@@ -647,13 +646,11 @@ def device_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    def make() -> DeviceMesh:
-        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-    if not dist.is_initialized():
-        return make()  # which initialises it
-    made = _meshes.setdefault(dist.group.WORLD, {})
+    global _made
+    if _made[0] is not dist.group.WORLD:
+        _made = (None, {})
     layout = (device_type, *sizes.items())
-    if layout not in made:
-        made[layout] = make()
-    return made[layout]
+    if layout not in _made[1]:
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        _made = (dist.group.WORLD, _made[1] | {layout: mesh})
+    return _made[1][layout]

@@ -11,9 +11,10 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback
+from callbacks import Callback, LambdaCallback, ThroughputMonitor
 from tests.numerics.running import copy_of, on_processes, quiet_trainer
 from trainer import GradScalerKwargs, TrainModule
+from trainer.hooks import HookTable
 
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True)
@@ -287,7 +288,7 @@ class EndsEpochs(Net):
         self.last, self.ended = last, 0
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if batch_idx >= self.last[self.trainer.global_rank] else None
+        return -1 if batch_idx == self.last[self.trainer.global_rank] else None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert batch_idx < self.last[self.trainer.global_rank]
@@ -336,13 +337,14 @@ def test_one_process_may_end_the_epoch_of_all(ranks):
         torch.testing.assert_close(weights, loop_of_short_epochs(2, 2, 2, half=True))
 
 
-def test_a_batch_left_out_inside_a_window_has_no_weight():
-    found, steps, _ = short_epochs(1, gradient_accumulation_steps=2)
+@pytest.mark.parametrize(("size", "windows"), [(2, [(0, 2), (2, 3)]), (5, [(0, 3)])])
+def test_batches_left_out_inside_a_window_have_no_weight(size, windows):
+    found, steps, _ = short_epochs(1, gradient_accumulation_steps=size)
     module = EndsEpochs()
     [optimizer], [schedule, plateau] = module.configure_optimizers()
     for _ in range(3):
         batches = list(loader())
-        for window in (batches[:2], batches[2:3]):
+        for window in (batches[slice(*each)] for each in windows):
             optimizer.zero_grad()
             for x, y in window:
                 loss = mse_loss(module.net(x), y) / len(window)
@@ -350,8 +352,16 @@ def test_a_batch_left_out_inside_a_window_has_no_weight():
             optimizer.step()
             schedule["scheduler"].step()
         plateau["scheduler"].step(loss.item())
-    assert steps == 6
+    assert steps == 3 * len(windows)
     torch.testing.assert_close(found, copy_of(module))
+
+
+def test_a_function_of_a_callback_may_end_an_epoch():
+    def table(callback: Callback) -> HookTable:
+        return HookTable(None, Net(), [callback], TrainModule)
+
+    assert table(LambdaCallback(on_train_batch_start=lambda *_: -1)).may_end_epoch
+    assert not table(ThroughputMonitor()).may_end_epoch
 
 
 def test_a_callback_ends_the_epoch_of_a_manual_optimisation_and_a_resume_goes_on(tmp_path):

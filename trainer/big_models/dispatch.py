@@ -73,12 +73,10 @@ def cpu_offload(
     """
     weights = state_dict
     if weights is None:
-        tied: dict[int, Tensor] = {}  # copied from an accelerator once
-        weights = {
-            name: tied.setdefault(id(value), value.detach().to("cpu"))
-            for name, value in model.state_dict(keep_vars=True).items()
-            if isinstance(value, Tensor)
-        }
+        whole = model.state_dict(keep_vars=True)
+        tensors = {id(value): value for value in whole.values() if isinstance(value, Tensor)}
+        copies = {key: value.detach().to("cpu") for key, value in tensors.items()}  # of ties, one
+        weights = {name: copies[id(value)] for name, value in whole.items() if id(value) in copies}
     return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
 
 

@@ -121,7 +121,8 @@ def train_epoch(run: FitRun) -> None:
     if counters.global_batches == 0:
         restore_rng(run)
     run.metrics.begin_epoch_values()
-    run.step_sync.latest = run.step_sync.latest._replace(epoch_votes=0.0)  # of an earlier epoch
+    if counters.epoch_batches == 0:
+        forget_epoch_votes(run)  # of the last update before
     with logged_before(run, again=counters.global_batches > 0):
         run.hooks.on_train_epoch_start()
     run.engine.begin_epoch()
@@ -181,6 +182,11 @@ def windows(run: FitRun, global_batches: Iterator[GlobalBatch]) -> Iterator[Iter
         yield chain([first], islice(global_batches, run.optim.accumulation - 1))
 
 
+def forget_epoch_votes(run: FitRun) -> None:
+    """Forget the votes to end the epoch, which have ended it, or came at its end."""
+    run.step_sync.latest = run.step_sync.latest._replace(epoch_votes=0.0)
+
+
 def finish_update(run: FitRun) -> None:
     """Do everything that is due after an update: log, validate, end the epoch, save, stop.
 
@@ -190,6 +196,7 @@ def finish_update(run: FitRun) -> None:
     if run.step_sync.latest.epoch_votes:  # on_train_batch_start returned -1 on some rank
         counters.epoch_complete = True
         run.data.epoch_iterator.leave()
+        forget_epoch_votes(run)
     check_data_ends_together(run)
     run.recorder.flush(arrived=counters.global_step)
     if run.step_sync.latest.failed_saves:

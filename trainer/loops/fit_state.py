@@ -566,6 +566,7 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "options": run.optim.fingerprint,
         "switches": {"begun": run.saving.begun, "now": run.saving.ended or switches_of(run.module)},
         "should_stop": run.stopping.now or run.step_sync.latest.stop_votes > 0,
+        "epoch_votes": run.step_sync.latest.epoch_votes,
         "unfinished": run.saving.unfinished,
         "boundary": run.hooks.boundary.left,
         "last_logged": run.plan.last_logged,
@@ -853,7 +854,9 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     counters.global_batches = -(-counters.epoch_batches // run.data_size)
     run.counters.__dict__.update(vars(counters))
     run.step_sync.items_seen = state["items_seen"]
-    run.step_sync.latest = run.step_sync.latest._replace(seconds=counters.seconds)
+    run.step_sync.latest = run.step_sync.latest._replace(
+        seconds=counters.seconds, epoch_votes=state.get("epoch_votes", 0.0)
+    )
     if run.optim.guard is not None and state["guard"] is not None:
         run.optim.guard.load_state_dict(state["guard"])
     run.optim.weighting.reference = state["reference"]

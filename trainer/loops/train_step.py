@@ -241,7 +241,8 @@ def begin_batch(run: FitRun, micro: GlobalBatch, batch: Any, items: float) -> tu
         keep_dummy_batch(run, micro, batch)
     if micro.present:
         run.metrics.begin_batch(items)
-        if calls[0].on_train_batch_start(batch, run.batch_idx):
+        # A window goes on after a vote, without this rank: the other ranks need its messages.
+        if run.step.ends_epoch or calls[0].on_train_batch_start(batch, run.batch_idx):
             leave_batch_out(run, micro)
     return calls
 
@@ -337,7 +338,7 @@ def update(run: FitRun, total: float | Tensor, items: float, seen: Tensor | None
     Raises:
         FloatingPointError: A gradient is not finite; see `trainer.optim.finite`.
     """
-    if not items and run.step_sync.no_batch_ran():
+    if run.hooks.may_end_epoch and not items and run.step_sync.no_batch_ran():
         run.step_sync.settle()  # on all ranks, so that the epoch ends here
         return
     optim = run.optim

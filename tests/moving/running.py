@@ -7,7 +7,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PROGRAMS = Path(__file__).parent / "programs"
+
+
+def real(library: str) -> Any:
+    """Return another library to compare with, or skip the test."""
+    return pytest.importorskip(
+        library, reason=f"{library} is missing: pip install -r benchmarks/peers.txt"
+    )
 
 
 def load(name: str, text: str) -> dict[str, Any]:

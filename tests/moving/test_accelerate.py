@@ -20,7 +20,10 @@ from tests.moving.running import PROGRAMS, load
 from trainer import accelerate
 from trainer.accelerate.table import value_of, why_not
 
-needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+needs_accelerate = pytest.mark.skipif(
+    find_spec("accelerate") is None,
+    reason="accelerate is missing: pip install -r benchmarks/peers.txt",
+)
 
 
 def moved(text: str) -> str:

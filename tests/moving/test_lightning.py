@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer.lightning as L
+from tests.moving.running import real
 from tests.numerics.running import copy_of
 from trainer import GradScalerKwargs
 from trainer.lightning.pytorch.callbacks import (
@@ -118,7 +119,7 @@ def test_a_program_is_a_plain_loop_to_the_last_bit(tmp_path):
 def test_a_program_trains_as_under_lightning(tmp_path, monkeypatch):
     for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # Lightning sets them
         monkeypatch.setenv(variable, "1")
-    theirs = pytest.importorskip("lightning", reason="the extra peers is not installed")
+    theirs = real("lightning")
     trainer, module = ours(tmp_path)
     logger = theirs.pytorch.loggers.CSVLogger(tmp_path / "theirs")
     other, expected = trained(theirs, [], logger, tmp_path / "theirs")
@@ -131,7 +132,7 @@ def test_a_program_trains_as_under_lightning(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", None])
 def test_several_loaders_and_short_epochs_are_as_under_lightning(tmp_path, mode):
-    lightning = pytest.importorskip("lightning", reason="the extra peers is not installed")
+    lightning = real("lightning")
 
     def train(library: Any) -> Any:
         class Joint(library.LightningModule):  # type: ignore[misc]
@@ -280,7 +281,7 @@ def test_validations_come_when_they_are_asked_for(tmp_path, options, steps):
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 @pytest.mark.parametrize(("options", "steps"), VALIDATIONS, ids=str)
 def test_validations_come_when_they_do_under_lightning(tmp_path, options, steps):
-    theirs = pytest.importorskip("lightning", reason="the extra peers is not installed")
+    theirs = real("lightning")
     assert validations(theirs, tmp_path, options) == steps
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainer.lightning as L
 from tests.helpers.services import mlflow_runs, mlflow_store
+from tests.moving.running import real
 from tests.numerics.running import copy_of
 from trainer.lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -144,7 +145,7 @@ PRUNING = [
 def test_pruned_as_under_lightning(options, tmp_path, monkeypatch):
     for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # Lightning sets them
         monkeypatch.setenv(variable, "1")
-    theirs = pytest.importorskip("lightning", reason="the extra peers is not installed")
+    theirs = real("lightning")
     ours = fit([ModelPruning(**options)]).model
     other = fit([theirs.pytorch.callbacks.ModelPruning(**options)], library=theirs).model
     assert copy_of(ours).keys() == copy_of(other).keys()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer.lightning as L
+from tests.moving.running import real
 from tests.numerics.running import copy_of
 from trainer.lightning.pytorch import cli as ours
 
@@ -125,7 +126,7 @@ def test_a_program_trains_as_without_the_cli(words, tmp_path):
 def test_a_program_trains_as_under_lightning(words, tmp_path, monkeypatch):
     for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # Lightning sets them
         monkeypatch.setenv(variable, "1")
-    theirs = pytest.importorskip("lightning", reason="the extra peers is not installed")
+    theirs = real("lightning")
     from lightning.pytorch import cli
 
     made, expected = run(words), run(words, theirs, cli)

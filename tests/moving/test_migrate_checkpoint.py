@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer.lightning as L
+from tests.moving.running import real
 from tests.numerics.running import copy_of
 from trainer import Trainer, TrainModule
 from trainer.checkpoint.parts import Reader
@@ -156,7 +157,7 @@ def test_a_run_resumes_from_a_checkpoint_of_lightning_to_the_last_bit(capsys):
     ("manual", "every"), [(False, None), (False, 3), (True, None), (True, 7)], ids=str
 )
 def test_the_next_losses_are_those_of_lightning_itself(manual, every, tmp_path):
-    theirs = pytest.importorskip("lightning", reason="the extra peers is not installed")
+    theirs = real("lightning")
     saving = {"every_n_train_steps": every} if every else {}
     steps = (every or 5) * (2 if manual else 1)
 

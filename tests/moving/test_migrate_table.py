@@ -9,13 +9,13 @@ import re
 from collections import defaultdict
 from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.moving.running import real
 from trainer.lightning.pytorch.strategies import strategy_of
-from trainer.migration.table import LIGHTNING_NAMES, TABLES
+from trainer.migration.table import LIGHTNING_MODULES, LIGHTNING_NAMES, TABLES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
 MARK = "<!-- written by `python tests/moving/test_migrate_table.py` -->\n"
@@ -51,19 +51,24 @@ def test_each_strategy_that_the_page_names_carries_over():
 
 
 @pytest.mark.parametrize("name", LIGHTNING_NAMES)
-def test_a_name_of_lightning_is_here_or_its_import_says_what_to_use(name):
+def test_a_name_in_the_table_of_lightning_is_not_here_and_its_import_says_what_to_use(name):
     module, _, attribute = f"trainer.lightning.{name}".rpartition(".")
-    said = ""
-    try:
+    with pytest.raises(ImportError) as error:
         exec(f"from {module} import {attribute}", {})
-    except ImportError as error:
-        said = str(error)
-    assert said in ("", f"lightning.{name} is not in Cadence: {LIGHTNING_NAMES[name]}.")
+    assert str(error.value) == f"lightning.{name} is not in Cadence: {LIGHTNING_NAMES[name]}."
 
 
-@pytest.mark.skipif(find_spec("lightning") is None, reason="the extra peers is not installed")
+@pytest.mark.parametrize("name", LIGHTNING_MODULES)
+def test_a_module_in_one_of_lightnings_is_refused_with_what_to_use(name):
+    said = f"lightning.{name}.other is not in Cadence: {LIGHTNING_MODULES[name]}."
+    with pytest.raises(ImportError) as error:
+        import_module(f"trainer.lightning.{name}.other")
+    assert str(error.value) in (said, said.replace(".other", ""))  # or what it is in is refused
+
+
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 def test_each_public_name_of_lightning_is_here_or_in_the_table():
+    real("lightning")
     missing, seen = [], 0
     for module in ("", *(name for name in PUBLIC.split())):
         theirs = import_module(f"lightning.{module}".rstrip("."))
@@ -77,6 +82,22 @@ def test_each_public_name_of_lightning_is_here_or_in_the_table():
                     missing.append(path)
     assert missing == ["__version__"]
     assert seen > 90
+
+
+def test_each_module_of_lightning_is_here_or_its_import_says_what_to_use():
+    folder = Path(real("lightning").__file__).parent
+    files = (file.relative_to(folder).with_suffix("") for file in folder.rglob("*.py"))
+    names = {".".join(file.parts).removesuffix(".__init__") for file in files}
+    names = {name for name in names if not any(each[0] == "_" for each in name.split("."))}
+    unsaid = []
+    for name in sorted(names):
+        try:
+            import_module(f"trainer.lightning.{name}")
+        except ImportError as error:
+            if "is not in Cadence: " not in str(error):
+                unsaid.append((name, str(error)))
+    assert unsaid == []
+    assert {"pytorch.trainer.states", "pytorch.tuner.tuning", "fabric.fabric"} <= names
 
 
 PUBLIC = """

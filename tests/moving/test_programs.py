@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.moving.plain import Trained
-from tests.moving.running import PROGRAMS, run_lightning
+from tests.moving.running import PROGRAMS, real, run_lightning
 from tests.numerics.running import copy_of
 
 NAMES = sorted(path.stem for path in (PROGRAMS / "lightning").glob("*.py"))
@@ -76,7 +76,7 @@ def test_a_moved_program_trains_as_a_plain_loop(name, tmp_path):
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 @pytest.mark.parametrize("name", NAMES)
 def test_a_moved_program_does_what_it_does_under_lightning(name, tmp_path, monkeypatch):
-    pytest.importorskip("lightning", reason="not installed: pip install -r benchmarks/peers.txt")
+    real("lightning")
     for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # Lightning sets them
         monkeypatch.setenv(variable, "1")
     weights, found, values = ours(name, tmp_path)

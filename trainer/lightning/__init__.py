@@ -6,8 +6,8 @@ that says what to use.
 
 from trainer.lightning import pytorch
 from trainer.lightning.checkpoint import convert_checkpoint
-from trainer.lightning.missing import getter, install
-from trainer.lightning.modules import install_modules
+from trainer.lightning.missing import getter
+from trainer.lightning.modules import install
 from trainer.lightning.pytorch import (
     Callback,
     LightningDataModule,
@@ -27,5 +27,4 @@ __all__ = [
 ]
 
 __getattr__ = getter(__name__)
-install_modules()
 install()

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from types import ModuleType
+from collections.abc import Callable
 from typing import NoReturn
 
-from trainer.migration.table import LIGHTNING_NAMES
+from trainer.migration.table import LIGHTNING_MODULES, LIGHTNING_NAMES
 
 _PREFIX = "trainer.lightning."
 
 
-def _refusal(name: str) -> str | None:
-    use = LIGHTNING_NAMES.get(name)
-    return None if use is None else f"lightning.{name} is not in Cadence: {use}."
+def refusal(name: str) -> str | None:
+    """Return what to say of a module or name of Lightning that is not here.
+
+    Args:
+        name: As after ``lightning.``; the table has it, or the module that it is in.
+
+    Returns:
+        The sentence; None for what is not Lightning's, and for names that begin with "_".
+    """
+    module = name
+    while module and not name.rpartition(".")[2].startswith("_"):
+        if use := LIGHTNING_NAMES.get(module, LIGHTNING_MODULES.get(module)):
+            return f"lightning.{name} is not in Cadence: {use}."
+        module = module.rpartition(".")[0]
+    return None
 
 
 def getter(module: str) -> Callable[[str], NoReturn]:
@@ -25,29 +34,9 @@ def getter(module: str) -> Callable[[str], NoReturn]:
     """
 
     def get(name: str) -> NoReturn:
-        if said := _refusal(f"{module}.{name}".removeprefix(_PREFIX)):
-            raise ImportError(said)
+        path = f"{module}.{name}".removeprefix(_PREFIX)
+        if path in LIGHTNING_NAMES:
+            raise ImportError(refusal(path))
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return get
-
-
-class _Finder(MetaPathFinder):
-    """Refuses modules of Lightning that are not here; it is asked after all others."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> None:
-        """Find nothing.
-
-        Raises:
-            ImportError: The module is one of Lightning's; the text says what to use.
-        """
-        if fullname.startswith(_PREFIX) and (said := _refusal(fullname.removeprefix(_PREFIX))):
-            raise ImportError(said, name=fullname)
-
-
-def install() -> None:
-    """Refuse such modules when they are imported."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from typing import Any
+
+from trainer.lightning.missing import refusal
+from trainer.migration.modules import Modules
 
 _PREFIX = "trainer.lightning."
 _MODULES = {
@@ -21,6 +20,8 @@ _MODULES = {
     "pytorch.loggers": "comet csv_logs logger mlflow tensorboard wandb",
     "pytorch.profilers": "pytorch simple",
     "pytorch.strategies": "ddp deepspeed fsdp single_device strategy",
+    "pytorch.trainer": "trainer",
+    "pytorch.tuner": "tuning",
     "pytorch.utilities": "exceptions grads seed",
 }
 _PARENTS = {
@@ -29,34 +30,14 @@ _PARENTS = {
 """Module of Lightning that has no file here: the one that has its names."""
 
 
-class Modules(MetaPathFinder, Loader):
-    """Finds and makes the modules that have no file; each looks its names up in another."""
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        """Return the spec of such a module."""
-        name = fullname.removeprefix(_PREFIX)
-        if name == fullname or name not in _PARENTS:
-            return None
-        package = any(each.startswith(f"{name}.") for each in _PARENTS)
-        return ModuleSpec(fullname, self, is_package=package)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Make the module look its names up."""
-        name = module.__name__.removeprefix(_PREFIX)
-        parent = import_module(_PREFIX + _PARENTS[name])
-        module.__getattr__ = partial(getattr, parent)  # type: ignore[method-assign]  # PEP 562
+def _value_in(parent: str, name: str) -> Any:
+    return getattr(import_module(_PREFIX + parent), name)
 
 
-def install_modules() -> None:
+def install() -> None:
     """Make the modules importable."""
-    if any(isinstance(finder, Modules) for finder in sys.meta_path):
-        return
-    sys.meta_path.append(Modules())
+    names = {name: partial(_value_in, parent) for name, parent in _PARENTS.items()}
+    Modules("trainer.lightning", names, refusal).install()
     for name in _MODULES:  # to Python, only a module with a path has others below it
         module = import_module(_PREFIX + name)
         if not hasattr(module, "__path__"):

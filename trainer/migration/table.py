@@ -448,9 +448,6 @@ LIGHTNING_NAMES = {
     "pytorch.strategies.ModelParallelStrategy": "use trainer.Trainer(parallelism_config=...)",
     "pytorch.strategies.ParallelStrategy": "use DDPStrategy, FSDPStrategy or DeepSpeedStrategy",
     "pytorch.strategies.XLAStrategy": "XLA devices are not supported",
-    "pytorch.tuner.batch_size_scaling": "use pytorch.tuner.Tuner",
-    "pytorch.tuner.lr_finder": "use pytorch.tuner.Tuner",
-    "pytorch.tuner.tuning": "import Tuner from pytorch.tuner",
     "pytorch.utilities.AttributeDict": "use types.SimpleNamespace, or self.hparams",
     "pytorch.utilities.GradClipAlgorithmType": "write 'norm' or 'value'",
     "pytorch.utilities.LightningEnum": "use enum.Enum",
@@ -465,7 +462,24 @@ LIGHTNING_NAMES = {
     "pytorch.utilities.set_shared_parameters": _INTERNAL,
     "pytorch.utilities.suggested_max_num_workers": "use os.cpu_count",
 }
-"""Those that are in `trainer.lightning` all the same are not refused."""
+LIGHTNING_MODULES = {
+    "pytorch": _INTERNAL,
+    "pytorch.callbacks": "write a Callback with its hooks",
+    "pytorch.loggers": "use a logger of lightning.pytorch.loggers",
+    "pytorch.profilers": _MEASURED,
+    "pytorch.strategies": "use DDPStrategy, FSDPStrategy or DeepSpeedStrategy",
+    "pytorch.strategies.launchers": "processes are started by devices=, or by `trainer launch`",
+    "pytorch.trainer": "ask the Trainer's attributes and methods",
+    "pytorch.trainer.states": _STAGE,
+    "pytorch.tuner": "use lightning.pytorch.tuner.Tuner",
+    "pytorch.utilities.consolidate_checkpoint": "use `trainer merge-weights`",
+    "pytorch.utilities.deepspeed": "use `trainer merge-weights`",
+    "pytorch.utilities.memory": "use trainer.utils.find_executable_batch_size and release_memory",
+    "pytorch.utilities.migration": "`trainer migrate last.ckpt` converts a checkpoint",
+    "pytorch.utilities.model_summary": "use the callback ModelSummary",
+    "pytorch.utilities.upgrade_checkpoint": "`trainer migrate last.ckpt` converts a checkpoint",
+}
+"""Of modules that are not here: what to use, also for those below; see `LIGHTNING_NAMES` first."""
 
 # -- names of accelerate ---------------------------------------------------------------------------
 
@@ -636,6 +650,7 @@ TABLES = (
     Table("Lightning", "arguments of self.log", LOG_ARGUMENTS),
     Table("Lightning", "methods below if trainer.is_global_zero:", LIGHTNING_CALLS),
     Table("Lightning", "names in lightning", LIGHTNING_NAMES),
+    Table("Lightning", "other modules in these of lightning", LIGHTNING_MODULES),
     Table("Lightning", "arguments of trainer.Trainer", LIGHTNING_ARGUMENTS),
     Table("Lightning", "attributes of trainer.Trainer", TRAINER_ATTRIBUTES),
     Table("Lightning", "arguments of fit, validate, test and predict", RUN_ARGUMENTS),

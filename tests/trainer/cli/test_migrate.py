@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -146,7 +147,6 @@ trainer = L.Trainer(
     max_epochs=3,
     accelerator="cpu",
     devices=1,
-    strategy="ddp",
     precision="bf16-mixed",  # halves
     accumulate_grad_batches=2,
     gradient_clip_val=0.5,
@@ -160,7 +160,6 @@ trainer = L.Trainer(
         LearningRateMonitor(logging_interval="step"),
         TQDMProgressBar(refresh_rate=20),
     ],
-    enable_model_summary=False,
 )
 other = CSVLogger("csv")
 trainer.fit(Line(), datamodule=Points())
@@ -171,6 +170,7 @@ NATIVE_PROGRAM = '''\
 """A program."""
 
 # the library
+from callbacks import ModelSummary
 from trainer import DataModule, TrainModule, Trainer, set_seed  # its own name
 import torch
 from callbacks import (
@@ -206,15 +206,15 @@ set_seed(42)
 trainer = Trainer(
     max_epochs=3,
     cpu=True,
-    strategy="ddp",
     mixed_precision="bf16",  # halves
     gradient_accumulation_steps=2,
     max_grad_value=0.5,
-    val_every=50,
+    val_every="100 batches of each epoch",
     log_every=10,
     log_with="tensorboard",
     project_dir="runs",
     callbacks=[
+        ModelSummary(),
         EarlyStopping("val_loss", min_delta=0.1, mode="max"),
         ModelCheckpoint(dirpath="kept", monitor="val_loss", every="2 epochs"),
         LearningRateMonitor(),
@@ -226,6 +226,42 @@ trainer.fit(Line(), datamodule=Points())
 print(trainer.callback_metrics["val_loss"], trainer.log_dir)
 trainer.test(dataloaders=[])
 '''
+OWNERS = """\
+import lightning as L
+import wandb
+from lightning.pytorch.callbacks import *
+from lightning.pytorch.tuner.tuning import NoSuch
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+
+class Module(L.LightningModule):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.is_global_zero:
+            wandb.log({"a": 1})
+            self.logger.experiment.log({"b": 2})
+            self.log("c", 3)
+
+    @rank_zero_only
+    def note(self):
+        self.log("d", 4)
+
+
+class Told(L.Callback):
+    def on_train_end(self, trainer, pl_module):
+        trainer.is_global_zero and pl_module
+        if trainer.is_global_zero: pl_module.log("e", 5)
+
+
+def use(trainer):
+    return trainer.fit_loop, trainer.train
+
+
+made: L.Trainer = use(None)
+made.fit_loop
+L.Trainer(plugins=[]), L.Trainer(plugins=[use])
+trainer = use(None)
+trainer.fit_loop
+"""
 RUNS = """\
 import torch
 from accelerate.utils import set_seed
@@ -340,7 +376,7 @@ def test_what_not_all_processes_would_call_is_listed_and_what_classes_inherit(ca
     assert "get_state_dict in a block of one process" in told[16]
     assert "Module.validation_epoch_end is never called" in told[24]
     assert "self.log in a block of one process" in told[26]
-    assert told[29].startswith("pytorch_lightning.callbacks.ModelCheckpoint has no argument 'peri")
+    assert told[29].startswith("lightning.pytorch.callbacks.ModelCheckpoint has no argument 'peri")
     assert told[30].startswith("strategy is 'xla'; it must be")
 
 
@@ -348,12 +384,92 @@ def test_native_names_take_the_place_of_those_that_mean_the_same(capsys):
     code, findings, text = migrate(capsys, PROGRAM, "--native")
     assert text == NATIVE_PROGRAM
     told = dict(findings)
-    assert list(told) == [22, 39, 56, 57]
-    assert "configure_callbacks is never called" in told[22]
-    assert "no argument 'strategy'; use trainer launch" in told[39]
-    assert "'log_dir': use trainer.logs_dir" in told[56]
-    assert "trainer.test needs the module" in told[57]
+    assert list(told) == [23, 57, 58]
+    assert "configure_callbacks is never called" in told[23]
+    assert "'log_dir': use trainer.logs_dir" in told[57]
+    assert "trainer.test needs the module" in told[58]
     assert migrate(capsys, text, "--native") == (code, findings, text)
+
+
+@pytest.mark.parametrize(
+    ("given", "native"),
+    [
+        (
+            "check_val_every_n_epoch=2, max_steps=9, val_check_interval=0.5",
+            'val_every="0.5 epochs of every 2 epochs", max_steps=9',
+        ),
+        (
+            "max_steps=9, val_check_interval=4, accumulate_grad_batches=2",
+            'max_steps=9, val_every="4 batches of each epoch", gradient_accumulation_steps=2',
+        ),
+        (
+            "max_steps=9, val_check_interval=4, check_val_every_n_epoch=None",
+            "max_steps=9, val_every=4",
+        ),
+        ("max_epochs=3, check_val_every_n_epoch=2", 'max_epochs=3, val_every="2 epochs"'),
+        ("max_epochs=-1", "max_epochs=10**9"),
+        ("max_epochs=-1, max_steps=7, devices=1, plugins=[]", "max_steps=7"),
+        ("limit_val_batches=None", "max_epochs=1000"),
+        ("max_epochs=3, deterministic=None", "max_epochs=3"),
+    ],
+)
+def test_arguments_of_the_trainer_become_those_that_mean_the_same(capsys, given, native):
+    off = "logger=False, enable_model_summary=False"
+    program = f"from lightning import Trainer\n\nmade = Trainer({given}, {off})\n"
+    code, findings, text = migrate(capsys, program, "--native")
+    assert (code, findings) == (0, [])
+    assert text == f"from trainer import Trainer\n\nmade = Trainer({native})\n"
+    exec(text, {})
+    exec(f"from trainer.lightning import Trainer\nTrainer({given}, {off})", {})
+
+
+def test_what_lightnings_trainer_does_by_default_is_written_out(capsys):
+    program = "import lightning as L\n\nmade = L.Trainer(callbacks=[], max_epochs=2)\nL.Fabric\n"
+    _, findings, text = migrate(capsys, program, "--native")
+    assert [line for line, _ in findings] == [6]
+    lines = text.splitlines()
+    assert lines[:3] == [
+        "from callbacks import ModelSummary",
+        "from trainer import Trainer",
+        "import trainer.lightning as L",
+    ]
+    tracker = "tensorboard" if find_spec("tensorboard") else "csv"
+    given = f"log_with={tracker!r}, callbacks=[ModelSummary()], max_epochs=2"
+    assert lines[4] == f"made = Trainer({given})".replace("'", '"')
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("strategy='ddp'", "no argument 'strategy'; use trainer launch --num_processes N"),
+        ("**options", "its arguments are not all written out"),
+        ("log_every_n_steps=1, log_every=2", "log_every would be given 2 times"),
+        ("val_check_interval=3, accumulate_grad_batches=2", "no multiple of accumulate_grad_b"),
+        ("accumulate_grad_batches={4: 2}", "GradientAccumulationScheduler({4: 2})"),
+        ("callbacks=options", "write its callbacks as a list"),
+    ],
+)
+def test_a_trainer_without_a_translation_stays_and_with_it_all_others(capsys, given, said):
+    program = f"from lightning import Trainer\n\nTrainer({given})\nTrainer(max_epochs=1)\n"
+    code, findings, text = migrate(capsys, program, "--native")
+    assert code == 1
+    assert text == program.replace("from lightning", "from trainer.lightning")
+    [(line, told)] = findings
+    assert (line, told.startswith("Lightning's Trainer stays: ")) == (3, True)
+    assert said in told
+
+
+def test_what_is_no_trainer_and_no_value_of_a_module_is_not_listed(capsys):
+    _, findings, _ = migrate(capsys, OWNERS, "--write")
+    told = dict(findings)
+    assert list(told) == [3, 4, 13, 17, 23, 31, 32]
+    assert "import names one by one" in told[3]
+    assert "lightning.pytorch.tuner.tuning.NoSuch is not in Cadence" in told[4]
+    assert "self.log in a block of one process" in told[13]
+    assert "self.log in a block of one process" in told[17]
+    assert "pl_module.log in a block of one process" in told[23]
+    assert "no attribute 'fit_loop'" in told[31]
+    assert "no argument 'plugins'" in told[32]
 
 
 def test_a_program_in_native_names_trains_as_it_did(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from warnings import catch_warnings, simplefilter
 
 from trainer.cli.parsing import CommandError, command_parser, count, echo, ended_at_once
 from trainer.errors import CheckpointError
@@ -81,8 +82,15 @@ def _migrate(path: Path, arguments: argparse.Namespace) -> int:
     elif arguments.write:
         program = with_imports(program)
     if (changed := program.bytes) != text:
+        try:
+            with catch_warnings():
+                simplefilter("ignore")  # of the program
+                compile(changed, path, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            raise CommandError(f"{path} stays as it is; changed, it would end in {error}") from None
         path.write_bytes(changed)
-    findings = find(program, imports=not (arguments.write or arguments.native))
+    imports = not (arguments.write or arguments.native)
+    findings = find(program, imports=imports, native=arguments.native)
     for finding in findings:
         echo(f"{path}:{finding.line}: {finding.text}")
     return len(findings)

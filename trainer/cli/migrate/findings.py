@@ -27,7 +27,9 @@ from trainer.cli.migrate.names import (
     path_of,
     value_of,
 )
+from trainer.cli.migrate.rewriting import staying_trainers
 from trainer.datamodule import DataModule
+from trainer.lightning.missing import refusal
 from trainer.lightning.pytorch.strategies import strategy_of
 from trainer.lightning.pytorch.trainer import Trainer as LightningTrainer
 from trainer.metrics.log_arguments import log_arguments
@@ -41,8 +43,8 @@ from trainer.migration.table import (
     EVALUATION_ARGUMENTS,
     HUGGING_FACE_NAMES,
     LIGHTNING_CALLS,
-    LIGHTNING_NAMES,
     LOG_ARGUMENTS,
+    NO_LOGGER,
 )
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
@@ -67,15 +69,22 @@ class Finding(NamedTuple):
     text: str
 
 
-def find(module: cst.Module, *, imports: bool) -> list[Finding]:
+def find(module: cst.Module, *, imports: bool, native: bool = False) -> list[Finding]:
     """Return what of a program will not carry over, in the order of its lines.
 
     Args:
         module: The program.
         imports: Whether import lines that `--write` would change are findings too.
+        native: Whether it is a finding too that `--native` leaves Lightning's Trainer.
     """
     finder = _Finder(imports)
-    MetadataWrapper(module).visit(finder)
+    program = MetadataWrapper(module)
+    program.visit(finder)
+    if native:
+        places = program.resolve(PositionProvider)
+        for node, told in staying_trainers(program):
+            said = f"Lightning's Trainer stays: {told.rstrip('.')}."
+            finder.findings.append(Finding(places[node].start.line, said))
     return sorted(set(finder.findings)) if finder.is_known else []
 
 
@@ -84,6 +93,20 @@ class _Base(NamedTuple):
 
     kind: str
     classes: tuple[type, ...]
+
+
+class _Scope(NamedTuple):
+    """A class or function of the program.
+
+    Attributes:
+        kind: Of the class that it is or is in; None for one that is none of ours.
+        trainers: The parameters that are Trainers.
+        native: Whether the class is a TrainModule, and not Lightning's.
+    """
+
+    kind: str | None
+    trainers: frozenset[str]
+    native: bool = False
 
 
 class _Finder(cst.CSTVisitor):
@@ -102,7 +125,8 @@ class _Finder(cst.CSTVisitor):
         self.is_known = False
         self._imports = imports
         self._classes: dict[str, _Base] = {}  # of the program, by their qualified name
-        self._trainers: set[str] = {"trainer", "self.trainer"}  # what holds a Trainer
+        self._trainers: set[str] = set()  # what holds a Trainer
+        self._scopes = [_Scope(None, frozenset())]  # of the classes and functions around
         self._native: set[str] = set()  # of these, what holds one of trainer.Trainer
         self._one: list[tuple[cst.CSTNode, str, Mapping[str, str]]] = []  # blocks of one process
 
@@ -119,7 +143,12 @@ class _Finder(cst.CSTVisitor):
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
         path = dotted(node.module)
-        if node.relative or isinstance(node.names, cst.ImportStar):
+        if node.relative:
+            return
+        if isinstance(node.names, cst.ImportStar):
+            if package_of(path):
+                self.is_known = True
+                self._add(node, f"from {path} import *: import names one by one, to be examined")
             return
         for number, alias in enumerate(node.names):
             new = "" if number else f"from {path}"
@@ -149,8 +178,8 @@ class _Finder(cst.CSTVisitor):
         try:
             value_of(moved(path))
         except (ImportError, AttributeError) as error:
-            said = str(error) if "not in Cadence" in str(error) else ""
-            self._add(node, said or f"{original(path)} is not in Cadence{_instead(path)}.")
+            said = str(error) if "not in Cadence" in str(error) else refusal(name_in(path))
+            self._add(node, said or f"{original(path)} is not in Cadence; {_PAGE}.")
 
     # -- names -------------------------------------------------------------------------------------
 
@@ -162,20 +191,29 @@ class _Finder(cst.CSTVisitor):
                 self._check(node, path)
             return
         owner, name = dotted(node.value), node.attr.value
-        if owner in self._trainers:
+        if owner == "self" and name in ("logger", "loggers") and self._scopes[-1].native:
+            self._add(node, f"A module's {name} cannot be used: {NO_LOGGER}.")
+        if self._is_trainer(owner):
             hint = trainer_attribute_hint(name)
             theirs = Trainer if owner in self._native else LightningTrainer
             if ": " in hint and not hasattr(theirs, name):
                 self._add(node, hint)
 
+    def _is_trainer(self, owner: str) -> bool:
+        if owner == "self.trainer":
+            return self._scopes[-1].kind is not None
+        return owner in self._trainers or owner in self._scopes[-1].trainers
+
     # -- classes -----------------------------------------------------------------------------------
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        bases = filter(None, (self._base(each.value) for each in node.bases))
+        bases = [*filter(None, (self._base(each.value) for each in node.bases))]
+        native = any(TrainModule in each.classes and not _of_lightning(each) for each in bases)
+        self._scopes.append(_Scope(bases[0].kind if bases else None, frozenset(), native))
         for base in bases:
             for own in self.get_metadata(QualifiedNameProvider, node, set()):
                 self._classes.setdefault(own.name, base)
-            if TrainModule in base.classes and not _of_lightning(base):
+            if native:
                 self._native.add("self.trainer")
             refused = uncalled_hooks(base.kind, base.classes)
             for each in node.body.body:
@@ -202,12 +240,18 @@ class _Finder(cst.CSTVisitor):
 
     def visit_Assign(self, node: cst.Assign) -> None:
         if isinstance(node.value, cst.Call):
-            made = class_of(path_of(self, node.value.func))
-            if made is not None and issubclass(made, Trainer):
-                for each in node.targets:
-                    self._trainers.add(dotted(each.target))
-                    if not issubclass(made, LightningTrainer):
-                        self._native.add(dotted(each.target))
+            for each in node.targets:
+                self._see_variable(each.target, node.value.func)
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+        self._see_variable(node.target, node.annotation.annotation)
+
+    def _see_variable(self, target: cst.BaseExpression, of: cst.BaseExpression) -> None:
+        made = class_of(path_of(self, of))
+        if made is not None and issubclass(made, Trainer):
+            self._trainers.add(dotted(target))
+            if not issubclass(made, LightningTrainer):
+                self._native.add(dotted(target))
 
     def visit_Call(self, node: cst.Call) -> None:
         given = {each.keyword.value: each for each in node.args if each.keyword is not None}
@@ -242,6 +286,9 @@ class _Finder(cst.CSTVisitor):
                 self._add(given["strategy"], str(error))
             except ImportError:
                 pass  # it is known, and what it needs is not installed
+        if "plugins" in given and (value := literal(given["plugins"].value)):
+            told = argument_refusals({"plugins": value}, signature(Trainer).parameters)
+            self._add(given["plugins"], told["plugins"])
 
     def _see_arguments(self, made: type, path: str, given: dict[str, cst.Arg]) -> None:
         """List arguments that a class of ours does not take."""
@@ -267,7 +314,8 @@ class _Finder(cst.CSTVisitor):
                     except ValueError as error:
                         self._add(each, str(error))
         for _, holder, methods in self._one[-1:]:
-            if name in methods and (owner == holder or methods is LIGHTNING_CALLS):
+            of_run = owner in ("self", "pl_module") or self._is_trainer(owner)
+            if name in methods and (owner == holder or (methods is LIGHTNING_CALLS and of_run)):
                 self._add(node, f"{owner}.{name} in a block of one process: {methods[name]}.")
         if owner in self._native and name in _EVALUATIONS:
             self._see_evaluation(node, owner, name, given)
@@ -286,9 +334,23 @@ class _Finder(cst.CSTVisitor):
         self._enter(node.body, node.test)
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        for each in node.decorators:
-            if dotted(each.decorator).endswith((".on_main_process", ".on_local_main_process")):
-                holder = dotted(each.decorator).rpartition(".")[0]
+        kind, outer, native = self._scopes[-1]
+        own = set(outer)
+        for each in (*node.params.posonly_params, *node.params.params, *node.params.kwonly_params):
+            annotation = each.annotation and each.annotation.annotation
+            made = class_of(path_of(self, annotation)) if annotation is not None else None
+            if made is not None and issubclass(made, Trainer):
+                own.add(each.name.value)
+            elif annotation is None and each.name.value == "trainer" and kind is not None:
+                own.add("trainer")  # of a callback's hook
+            else:
+                own.discard(each.name.value)
+        self._scopes.append(_Scope(kind, frozenset(own), native))
+        for decorator in node.decorators:
+            if (path_of(self, decorator.decorator) or "").endswith(".rank_zero_only"):
+                self._one.append((node.body, "", LIGHTNING_CALLS))
+            if dotted(decorator.decorator).endswith((".on_main_process", ".on_local_main_process")):
+                holder = dotted(decorator.decorator).rpartition(".")[0]
                 self._one.append((node.body, holder, ACCELERATE_CALLS))
 
     def _enter(self, block: cst.CSTNode, test: cst.BaseExpression) -> None:
@@ -305,17 +367,9 @@ class _Finder(cst.CSTVisitor):
         super().on_leave(original_node)
         if self._one and self._one[-1][0] is original_node:
             self._one.pop()
+        if isinstance(original_node, (cst.ClassDef, cst.FunctionDef)):
+            self._scopes.pop()
 
 
 def _of_lightning(base: _Base) -> bool:
     return any(each.__module__.startswith("trainer.lightning.") for each in base.classes)
-
-
-def _instead(path: str) -> str:
-    """What to say after "is not in Cadence": what the table has, for it or for what it is in."""
-    name = name_in(path)
-    while name:
-        if use := LIGHTNING_NAMES.get(name):
-            return f": {use}"
-        name = name.rpartition(".")[0]
-    return f"; {_PAGE}"

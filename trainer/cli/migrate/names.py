@@ -11,6 +11,7 @@ import libcst as cst
 from libcst.metadata import QualifiedNameSource
 
 MOVED = {
+    "lightning_utilities.core.rank_zero": "trainer.lightning.pytorch.utilities.rank_zero",
     "accelerate": "trainer.accelerate",
     "lightning": "trainer.lightning",
     "pytorch_lightning": "trainer.lightning.pytorch",
@@ -36,7 +37,8 @@ def package_of(path: str) -> str | None:
 
 def original(path: str) -> str:
     """Return a path as the other library has it, also if it is written with its new name."""
-    for package, new in reversed(MOVED.items()):
+    for package in ("accelerate", "lightning"):
+        new = MOVED[package]
         if f"{path}.".startswith(f"{new}."):
             return package + path.removeprefix(new)
     return path

@@ -6,7 +6,7 @@ Everything else stays as it is, with comments and formatting.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any
@@ -15,6 +15,7 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, QualifiedNameProvider
 
 import callbacks
+from trainer.cli.migrate.arguments import Changed, named, translated
 from trainer.cli.migrate.names import (
     dotted,
     literal,
@@ -52,44 +53,6 @@ _DROPPED = {  # arguments of callbacks that have no effect here
     "RichProgressBar": ("refresh_rate", "leave", "theme", "console_kwargs"),
     "set_seed": ("workers", "verbose"),
 }
-_ARGUMENTS = {
-    "accumulate_grad_batches": "gradient_accumulation_steps",
-    "default_root_dir": "project_dir",
-    "enable_checkpointing": "checkpointing",
-    "enable_progress_bar": "progress_bar",
-    "log_every_n_steps": "log_every",
-}
-_DEFAULTS: dict[str, tuple[Any, ...]] = {  # values of Trainer's arguments that ask for nothing
-    "accelerator": ("auto", "gpu", "cuda", "mps"),
-    "accumulate_grad_batches": (1,),
-    "check_val_every_n_epoch": (1,),
-    "devices": (1, "1", "auto"),
-    "enable_checkpointing": (True, None),
-    "enable_model_summary": (False,),
-    "enable_progress_bar": (True, None),
-    "gradient_clip_val": (None, 0, 0.0),
-    "inference_mode": (True,),
-    "logger": (False,),
-    "max_steps": (-1,),
-    "num_nodes": (1,),
-    "overfit_batches": (0, 0.0),
-    "precision": (None, 32, "32", "32-true"),
-    "profiler": (None,),
-    "strategy": ("auto", "single_device"),
-    "sync_batchnorm": (False,),
-    "use_distributed_sampler": (True,),
-    "val_check_interval": (None, 1.0),
-}
-_PRECISIONS = {"16": "fp16", "16-mixed": "fp16", "bf16": "bf16", "bf16-mixed": "bf16"}
-_IN_FOLDER = {"save_dir": "project_dir"}
-_LOGGERS = {
-    "CSVLogger": ("csv", _IN_FOLDER),
-    "TensorBoardLogger": ("tensorboard", _IN_FOLDER),
-    "WandbLogger": ("wandb", {**_IN_FOLDER, "project": "project_name", "name": "run_name"}),
-}
-
-Changed = Sequence[tuple[str, str | None]] | None
-"""Arguments in place of one, each with its text; None as text keeps it, None alone keeps all."""
 
 
 def native_name(path: str) -> str | None:
@@ -114,46 +77,6 @@ def native_name(path: str) -> str | None:
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def _is_default(name: str, value: Any) -> bool:
-    return any(value == each and type(value) is type(each) for each in _DEFAULTS.get(name, ()))
-
-
-def _of_trainer(name: str, value: Any, given: Mapping[str, Any]) -> Changed:
-    """Return what takes the place of an argument of Lightning's Trainer."""
-    windows = given.get("accumulate_grad_batches", 1)
-    changed: Changed = None
-    if _is_default(name, value):
-        changed = []
-    elif name in _ARGUMENTS:
-        changed = [(_ARGUMENTS[name], None)]
-    elif name == "accelerator" and value == "cpu":
-        changed = [("cpu", "True")]
-    elif name == "precision" and str(value) in _PRECISIONS:
-        changed = [("mixed_precision", f'"{_PRECISIONS[str(value)]}"')]
-    elif name == "profiler" and value == "simple":
-        changed = [("profile", None)]
-    elif name == "logger" and value is True:
-        changed = [("log_with", '"tensorboard"')]
-    elif name == "gradient_clip_val":
-        by_value = given.get("gradient_clip_algorithm", "norm")
-        changed = {"norm": [("max_grad_norm", None)], "value": [("max_grad_value", None)]}.get(
-            by_value
-        )
-    elif name == "gradient_clip_algorithm" and value in ("norm", "value"):
-        changed = []
-    elif name == "check_val_every_n_epoch" and _is_count(value):
-        changed = [("val_every", f'"{value} epochs"')]
-    elif name == "val_check_interval" and isinstance(value, float):
-        changed = [("val_every", f'"{value:g} epoch"')]
-    elif name == "val_check_interval" and _is_count(value) and _is_count(windows):
-        changed = [("val_every", str(value // windows))] if value % windows == 0 else None
-    return changed
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def _of_checkpoint(name: str, value: Any) -> Changed:
     """Return what takes the place of an argument of ModelCheckpoint."""
     changed: Changed = None
@@ -161,23 +84,13 @@ def _of_checkpoint(name: str, value: Any) -> Changed:
         changed = [("on_exception", None)]
     elif name == "every_n_train_steps":
         changed = [("every", None)] if value else []
-    elif name == "every_n_epochs" and (value in (None, 1) or _is_count(value)):
+    elif name == "every_n_epochs" and (
+        value in (None, 1) or (isinstance(value, int) and value > 0)
+    ):
         changed = [("every", f'"{value} epochs"')] if value not in (None, 1) else []
     elif name == "save_last" and value in (True, None, "link"):
         changed = []
     return changed
-
-
-def _named(args: Sequence[cst.Arg], takes: Sequence[str]) -> list[str | None]:
-    """Return the name of each argument; None for one that has none."""
-    return [
-        arg.keyword.value
-        if arg.keyword is not None
-        else takes[number]
-        if not arg.star and number < len(takes)
-        else None
-        for number, arg in enumerate(args)
-    ]
 
 
 def _edited(call: cst.Call, changes: Sequence[Changed]) -> cst.Call:
@@ -209,6 +122,49 @@ def _edited(call: cst.Call, changes: Sequence[Changed]) -> cst.Call:
 # -- names -----------------------------------------------------------------------------------------
 
 
+class _StayingTrainers(cst.CSTVisitor):
+    """Collects why Lightning's Trainer keeps its name: one that has no translation keeps all.
+
+    Attributes:
+        left: What has none, each with what to do.
+    """
+
+    METADATA_DEPENDENCIES = (QualifiedNameProvider,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[tuple[cst.CSTNode, str]] = []
+
+    def visit_Import(self, node: cst.Import) -> bool:  # noqa: ARG002 - as libcst calls it
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:  # noqa: ARG002 - as above
+        return False
+
+    def visit_Annotation(self, node: cst.Annotation) -> bool:  # noqa: ARG002 - as above
+        return False
+
+    def visit_Call(self, node: cst.Call) -> bool:
+        if not self._is_trainer(node.func):
+            return dotted(node.func) != "isinstance"
+        self.left += translated(self, node).left
+        for arg in node.args:
+            arg.visit(self)
+        return False
+
+    def visit_Name(self, node: cst.Name) -> None:
+        if self._is_trainer(node):
+            self.left.append((node, "only calls of it are rewritten"))
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        if self._is_trainer(node):
+            self.left.append((node, "only calls of it are rewritten"))
+
+    def _is_trainer(self, node: cst.CSTNode) -> bool:
+        path = path_of(self, node)
+        return path is not None and native_name(path) == "trainer.Trainer"
+
+
 class _Names(cst.CSTTransformer):
     """Writes our own names in place of those of another library.
 
@@ -219,17 +175,20 @@ class _Names(cst.CSTTransformer):
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider,)
 
-    def __init__(self, taken: set[str]) -> None:
+    def __init__(self, taken: set[str], *, trainer: bool) -> None:
         super().__init__()
         self.needed: dict[str, set[str]] = defaultdict(set)
         self.consumed: set[str] = set()
         self._taken = taken  # names of the program's own
+        self._trainer = trainer  # whether the Trainer is renamed
         self._statements: set[cst.CSTNode] = set()  # calls whose value nobody uses
 
     def native(self, path: str | None) -> str | None:
         """Return our own name for a path, unless the program has another thing of that name."""
         native = None if path is None else native_name(path)
-        return None if native is None or native.rpartition(".")[2] in self._taken else native
+        if native is None or native.rpartition(".")[2] in self._taken:
+            return None
+        return native if native != "trainer.Trainer" or self._trainer else None
 
     def visit_Import(self, node: cst.Import) -> bool:  # noqa: ARG002 - as libcst calls it
         return False
@@ -252,6 +211,7 @@ class _Names(cst.CSTTransformer):
         if native is None or path is None or original_node.value != path.rpartition(".")[2]:
             return updated_node
         self.consumed.add(original_node.value)
+        self.needed[original_node.value].add(native)
         return cst.Name(native.rpartition(".")[2], updated_node.lpar, updated_node.rpar)
 
     def leave_Attribute(
@@ -279,7 +239,7 @@ class _Names(cst.CSTTransformer):
         if package_of(path) == "accelerate":
             return updated_node  # the very same object
         if native == "Trainer":
-            return _edited(updated_node, self._of_trainer(original_node))
+            return self._of_trainer(original_node, updated_node)
         if native == "set_seed":
             return _seeded(updated_node)
         if (made := getattr(callbacks, native, None)) is not None and native in _DROPPED:
@@ -287,36 +247,57 @@ class _Names(cst.CSTTransformer):
             return _edited(updated_node, _of_callback(made, updated_node.args, takes))
         return updated_node
 
-    def _of_trainer(self, call: cst.Call) -> list[Changed]:
-        names = _named(call.args, ())
-        given = {
-            name: literal(arg.value) for name, arg in zip(names, call.args, strict=True) if name
-        }
-        changes: list[Changed] = []
-        for name, arg in zip(names, call.args, strict=True):
-            changed = None if name is None else _of_trainer(name, given[name], given)
-            if name == "logger" and isinstance(arg.value, cst.Call):
-                changed = self._of_logger(arg.value, "default_root_dir" in given)
-            changes.append(changed)
-        return changes
+    def _of_trainer(self, original: cst.Call, call: cst.Call) -> cst.Call:
+        made = translated(self, original)
+        changed = _edited(call, made.changes)
+        root = dotted(original.func).partition(".")[0]
+        for arg in original.args:
+            if isinstance(arg.value, cst.Call):  # a logger
+                self.consumed.add(dotted(arg.value.func).partition(".")[0])
+        added = [(name, cst.parse_expression(text)) for name, text in made.added]
+        if made.summary:
+            self.needed[root].add("callbacks.ModelSummary")
+            args = [*changed.args]
+            of_callbacks = [
+                each.keyword is not None and each.keyword.value == "callbacks" for each in args
+            ]
+            if any(of_callbacks):
+                at = of_callbacks.index(True)
+                args[at] = args[at].with_changes(value=_with_summary(args[at].value))
+                changed = changed.with_changes(args=args)
+            else:
+                added.append(("callbacks", cst.parse_expression("[ModelSummary()]")))
+        return _with_arguments(changed, added)
 
-    def _of_logger(self, call: cst.Call, has_folder: bool) -> Changed:
-        """Return the Trainer's arguments for a logger that is made in its call."""
-        path = path_of(self, call.func) or ""
-        kind, names = _LOGGERS.get(path.rpartition(".")[2], (None, dict[str, str]()))
-        given = _named(call.args, ("save_dir",) if names is _IN_FOLDER else ())
-        if kind is None or any(name not in names for name in given):
-            return None
-        changed: list[tuple[str, str | None]] = [("log_with", f'"{kind}"')]
-        for name, arg in zip(given, call.args, strict=True):
-            if name is not None and not (has_folder and name == "save_dir"):
-                changed.append((names[name], dotted(arg.value)))
-        self.consumed.add(dotted(call.func).partition(".")[0])
-        return changed
+
+def _with_summary(value: cst.BaseExpression) -> cst.BaseExpression:
+    """Return a list of callbacks with a ModelSummary first, which keeps comments in their place."""
+    call = cst.parse_expression("ModelSummary()")
+    assert isinstance(value, cst.List)
+    comma = _comma(value.lbracket.whitespace_after, value.elements)
+    return value.with_changes(elements=[cst.Element(call, comma), *value.elements])
+
+
+def _with_arguments(call: cst.Call, added: Sequence[tuple[str, cst.BaseExpression]]) -> cst.Call:
+    """Return a call with further arguments, which come first."""
+    args = [*call.args]
+    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    for name, value in reversed(added):
+        comma = _comma(call.whitespace_before_args, args)
+        args.insert(0, cst.Arg(value, cst.Name(name), equal, comma))
+    return call.with_changes(args=args)
+
+
+def _comma(space: cst.BaseParenthesizableWhitespace, following: Sequence[cst.CSTNode]) -> Any:
+    """Return the comma of a new first element: what follows is on a line of its own, if it was."""
+    if not following:
+        return cst.MaybeSentinel.DEFAULT
+    wraps = isinstance(space, cst.ParenthesizedWhitespace)
+    return cst.Comma(whitespace_after=space if wraps else cst.SimpleWhitespace(" "))
 
 
 def _seeded(call: cst.Call) -> cst.Call:
-    names = _named(call.args, ("seed",))
+    names = named(call.args, ("seed",))
     dropped: list[Changed] = [[] if name in _DROPPED["set_seed"] else None for name in names]
     if "seed" in names:
         return _edited(call, dropped)
@@ -327,7 +308,7 @@ def _of_callback(made: type, args: Sequence[cst.Arg], takes: Sequence[str]) -> l
     """Return what takes the place of the arguments of a callback."""
     native = signature(made).parameters
     changes: list[Changed] = []
-    for arg, name in zip(args, _named(args, takes), strict=True):
+    for arg, name in zip(args, named(args, takes), strict=True):
         changed: Changed = None
         if name is not None:
             if name in _DROPPED[made.__name__]:
@@ -429,11 +410,16 @@ class _Imports(cst.CSTTransformer):
         kept: list[cst.ImportAlias] = []
         ours: dict[str, list[cst.ImportAlias]] = defaultdict(list)
         for alias in statement.names:
-            found = self._own(statement, alias)
-            if not found and not self._is_left(statement, alias):
+            native, stays = self._own(statement, alias)
+            if stays:
                 kept.append(alias)
-            for native, asname in found:
-                place, _, name = native.rpartition(".")
+            found: dict[str, cst.AsName | None] = dict.fromkeys(
+                sorted(self._names.needed.get(_bound(alias), ()))
+            )
+            if native is not None:
+                found[native] = alias.asname
+            for each, asname in found.items():
+                place, _, name = each.rpartition(".")
                 ours[place].append(cst.ImportAlias(cst.Name(name), asname))
         if not ours and len(kept) == len(statement.names):
             yield self._moved(statement)
@@ -456,26 +442,18 @@ class _Imports(cst.CSTTransformer):
 
     def _own(
         self, statement: cst.Import | cst.ImportFrom, alias: cst.ImportAlias
-    ) -> list[tuple[str, cst.AsName | None]]:
-        """Return our own names that take the place of an imported one."""
+    ) -> tuple[str | None, bool]:
+        """Return our own name that is imported instead, and whether the old import stays."""
         assert self._names is not None
+        bound = _bound(alias)
         if isinstance(statement, cst.Import):
-            bound = _bound(alias)
-            if bound in self._used or not package_of(dotted(alias.name)):
-                return []
-            return [(native, None) for native in sorted(self._names.needed.get(bound, ()))]
-        path = f"{dotted(statement.module)}.{dotted(alias.name)}"
-        native = None if statement.relative else self._names.native(path)
-        if native is None or (_bound(alias) in self._used and _keeps_name(alias, native)):
-            return []
-        return [(native, alias.asname)]
-
-    def _is_left(self, statement: cst.Import | cst.ImportFrom, alias: cst.ImportAlias) -> bool:
-        """Whether all uses of the imported name have been rewritten."""
-        assert self._names is not None
-        if not isinstance(statement, cst.ImportFrom) or not package_of(dotted(statement.module)):
-            return False
-        return _bound(alias) in self._names.consumed and _bound(alias) not in self._used
+            return None, bound in self._used or not self._names.needed.get(bound)
+        if statement.relative or not package_of(dotted(statement.module)):
+            return None, True
+        native = self._names.native(f"{dotted(statement.module)}.{dotted(alias.name)}")
+        if native is not None and not (bound in self._used and _keeps_name(alias, native)):
+            return native, False
+        return None, bound in self._used or bound not in self._names.consumed
 
     def _moved(self, statement: cst.BaseSmallStatement) -> cst.BaseSmallStatement:
         """Return an import with the new place of its names."""
@@ -499,6 +477,8 @@ def _moved_alias(alias: cst.ImportAlias) -> cst.ImportAlias:
         return alias
     if alias.asname is not None:
         return alias.with_changes(name=_name(new))
+    if "." in package:
+        return alias  # its uses would have to change too
     return alias.with_changes(name=_name(moved(package)), asname=cst.AsName(cst.Name(package)))
 
 
@@ -525,8 +505,16 @@ def with_native_names(module: cst.Module) -> cst.Module:
     """Return a program with our own names where they mean the same, and its imports changed."""
     before = _Used()
     module.visit(before)
-    names = _Names(before.defined)
-    changed = MetadataWrapper(module).visit(names)
+    program = MetadataWrapper(module)
+    names = _Names(before.defined, trainer=not staying_trainers(program))
+    changed = program.visit(names)
     after = _Used()
     changed.visit(after)
     return changed.visit(_Imports(names, after.used))
+
+
+def staying_trainers(program: MetadataWrapper) -> list[tuple[cst.CSTNode, str]]:
+    """Return what keeps Lightning's Trainer in a program, each with what to do."""
+    stays = _StayingTrainers()
+    program.visit(stays)
+    return stays.left

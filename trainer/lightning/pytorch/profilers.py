@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from callbacks import Profiler
+from callbacks import Profiler as _Profiler
 from trainer.lightning.missing import getter
 
 
@@ -15,7 +15,7 @@ class SimpleProfiler:
         pass
 
 
-class PyTorchProfiler(Profiler):
+class PyTorchProfiler(_Profiler):
     """A trace of torch's profiler; see `callbacks.Profiler` for its arguments."""
 
 

@@ -127,6 +127,7 @@ class Trainer(NativeTrainer):
         sync_batchnorm: Whether to convert batch normalisation to that over all processes.
         reload_dataloaders_every_n_epochs: See `trainer.Trainer`.
         default_root_dir: The folder of ``lightning_logs/version_N``, which is the run's.
+        plugins: None, or an empty list.
         **others: Arguments of `trainer.Trainer` that Lightning's has not.
 
     Raises:
@@ -175,10 +176,12 @@ class Trainer(NativeTrainer):
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: Any = None,
+        plugins: Any = None,
         **others: Any,
     ) -> None:
         known = NativeTrainer.__init__.__kwdefaults__ or {}
         unknown = {name: value for name, value in others.items() if name not in known}
+        unknown |= {"plugins": plugins} if plugins else {}
         refuse([*argument_refusals(unknown, known).values()])
         if not use_distributed_sampler:
             raise ValueError(
@@ -233,7 +236,7 @@ class Trainer(NativeTrainer):
             "limit_test_batches": limit_test_batches,
             "limit_predict_batches": limit_predict_batches,
             "overfit_batches": overfit_batches or None,
-            "val_every": _val_every(val_check_interval, check_val_every_n_epoch, windows),
+            "val_every": interval_of(val_check_interval, check_val_every_n_epoch, windows),
             "num_sanity_val_steps": num_sanity_val_steps,
             "log_every": log_every_n_steps,
             "checkpointing": enable_checkpointing,
@@ -731,7 +734,7 @@ def _mixed_precision(given: Any) -> str | None:
     return _PRECISIONS[str(given)]
 
 
-def _val_every(interval: Any, epochs: int | None, windows: Any) -> str | int | None:
+def interval_of(interval: Any, epochs: int | None, windows: Any) -> str | int | None:
     """Return Lightning's two arguments as one interval."""
     if isinstance(interval, (str, timedelta, Mapping)):
         if isinstance(interval, Mapping):

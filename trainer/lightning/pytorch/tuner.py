@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer import tuning
 from trainer.lightning.missing import getter
 from trainer.tuning import LearningRateTest
+from trainer.tuning import Tuner as _Tuner
 
 __all__ = ["Tuner"]
 
 __getattr__ = getter(__name__)
 
 
-class Tuner(tuning.Tuner):
+class Tuner(_Tuner):
     """`trainer.tuning.Tuner` with Lightning's arguments, defaults and results."""
 
     def lr_find(  # type: ignore[override]  # Lightning's order of arguments

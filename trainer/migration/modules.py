@@ -1,0 +1,63 @@
+"""Makes modules of another library importable below a package of ours, where none has a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class Modules(MetaPathFinder, Loader):
+    """Finds and makes modules that have no file, and refuses those that are not here.
+
+    Args:
+        package: Our package, such as ``trainer.accelerate``.
+        names: For each module, without the package: what returns the value of a name in it.
+        refusal: Returns what to say of another module; None if it is none of the library's.
+    """
+
+    def __init__(
+        self,
+        package: str,
+        names: Mapping[str, Callable[[str], Any]],
+        refusal: Callable[[str], str | None],
+    ) -> None:
+        self.package = package
+        self._names = names
+        self._refusal = refusal
+
+    def install(self) -> None:
+        """Make the modules importable; files and all other finders are asked first."""
+        for each in sys.meta_path:
+            if isinstance(each, Modules) and each.package == self.package:
+                return
+        sys.meta_path.append(self)
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002 - as importlib calls it
+        target: ModuleType | None = None,  # noqa: ARG002 - as importlib calls it
+    ) -> ModuleSpec | None:
+        """Return the spec of a module.
+
+        Raises:
+            ImportError: It is not here; the text says what to use.
+        """
+        name = fullname.removeprefix(f"{self.package}.")
+        if name == fullname:
+            return None
+        if name in self._names:
+            below = any(each.startswith(f"{name}.") for each in self._names)
+            return ModuleSpec(fullname, self, is_package=below)
+        if said := self._refusal(name):
+            raise ImportError(said, name=fullname)
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Make the module look its names up."""
+        name = module.__name__.removeprefix(f"{self.package}.")
+        module.__getattr__ = self._names[name]  # type: ignore[method-assign]  # PEP 562

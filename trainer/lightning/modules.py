@@ -34,10 +34,15 @@ def _value_in(parent: str, name: str) -> Any:
     return getattr(import_module(_PREFIX + parent), name)
 
 
+def _refusal(name: str) -> str | None:
+    """Leave what is no module, by its capitals, to Python: it names the module that lacks it."""
+    return refusal(name) if name.islower() else None
+
+
 def install() -> None:
     """Make the modules importable."""
     names = {name: partial(_value_in, parent) for name, parent in _PARENTS.items()}
-    Modules("trainer.lightning", names, refusal).install()
+    Modules("trainer.lightning", names, _refusal).install()
     for name in _MODULES:  # to Python, only a module with a path has others below it
         module = import_module(_PREFIX + name)
         if not hasattr(module, "__path__"):

@@ -92,7 +92,8 @@ class BackgroundTracker(GeneralTracker):
         gathering: float = 0.1,
     ) -> None:
         self.wrapped = tracker
-        self.name = tracker.name
+        self.name = getattr(tracker, "kind", tracker.name)
+        self.logs_epoch = getattr(tracker, "logs_epoch", False)
         self.requires_logging_directory = tracker.requires_logging_directory
         self.main_process_only = tracker.main_process_only
         self.finish_timeout = finish_timeout

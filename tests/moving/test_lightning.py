@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -179,7 +182,7 @@ def test_several_loaders_and_short_epochs_are_as_under_lightning(tmp_path, mode)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_what_programs_read_of_the_trainer_is_there(tmp_path):
+def test_what_programs_read_of_the_trainer_is_there(tmp_path, caplog):
     checkpoint = ModelCheckpoint(monitor="val_loss", filename="{epoch}-{val_loss:.2f}")
     trainer, module = ours(tmp_path, [checkpoint])
     assert trainer.logger is trainer.loggers[0]
@@ -193,6 +196,12 @@ def test_what_programs_read_of_the_trainer_is_there(tmp_path):
     assert best.hparams.lr == 0.1
     rows = (Path(trainer.log_dir) / "metrics.csv").read_text().splitlines()
     assert len(rows) > 12
+    [said] = [text for text in caplog.messages if "has no effect" in text]
+    assert "filename='{epoch}-{val_loss:.2f}'" in said
+    assert str(Path(checkpoint.best_model_path).parent) in said
+    trainer.save_checkpoint(filepath=tmp_path / "mine.ckpt")
+    loaded = type(module).load_from_checkpoint(tmp_path / "mine.ckpt")
+    torch.testing.assert_close(copy_of(loaded), copy_of(module), rtol=0, atol=0)
 
 
 def test_an_evaluation_without_a_model_is_that_of_the_best_of_the_fit(tmp_path, capsys):
@@ -287,16 +296,46 @@ def test_validations_come_when_they_do_under_lightning(tmp_path, options, steps)
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_true_precision_converts_the_module_and_its_batches(tmp_path, precision):
+    dtype = torch.float64 if precision.startswith("64") else torch.bfloat16
+
     class Sees(make_classifier(L)):  # type: ignore[misc]
+        def setup(self, stage: str) -> None:
+            self.early = nn.Linear(1, 1)
+
+        def configure_model(self) -> None:
+            assert torch.get_default_dtype() == dtype
+            self.late = nn.Linear(1, 1)
+
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.seen = batch[0].dtype, batch[1].dtype
+            self.seen = batch[0].dtype, batch[1].dtype, torch.zeros(1).dtype
             return super().training_step(batch, batch_idx)
 
     module = Sees()
-    fit(tmp_path, module, precision=precision)
-    dtype = torch.float64 if precision.startswith("64") else torch.bfloat16
-    assert module.seen == (dtype, torch.int64)
+    trainer = fit(tmp_path, module, precision=precision)
+    assert module.seen == (dtype, torch.int64, dtype)
+    assert len(list(module.parameters())) == 8
     assert {parameter.dtype for parameter in module.parameters()} == {dtype}
+    assert trainer.precision == precision
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_what_is_logged_before_a_run_is_sent_when_it_starts(tmp_path):
+    logger = CSVLogger(tmp_path)
+    logger.log_hyperparams(Namespace(depth=2, token="hunter2"), metrics={"first": 0.5})
+    fit(tmp_path, logger=logger, max_epochs=1, log_every_n_steps=0)
+    logger.save()
+    logger.finalize("success")
+    hparams = yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
+    assert (hparams["depth"], hparams["lr"]) == (2, 0.1)
+    assert hparams["token"] != "hunter2"
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+    assert [(row["step"], row["first"], row["epoch"]) for row in rows] == [
+        ("0", "0.5", ""),
+        ("8", "", "0"),
+    ]
+    assert (logger.name, logger.kind) == ("lightning_logs", "csv")
+    with pytest.raises(NotImplementedError, match="GradientNormMonitor"):
+        logger.watch(None)
 
 
 def test_a_modules_logger_is_the_sdks_object_while_it_trains(tmp_path):
@@ -314,14 +353,15 @@ def test_a_modules_logger_is_the_sdks_object_while_it_trains(tmp_path):
 class Written(BasePredictionWriter):
     def __init__(self) -> None:
         super().__init__("batch_and_epoch")
-        self.batches: list[int] = []
+        self.batches: list[list[int]] = []
         self.whole: Any = None
 
     def write_on_batch_end(self, trainer, pl_module, prediction, indices, batch, batch_idx, loader):
-        self.batches.append(batch_idx)
+        torch.testing.assert_close(batch[0], X[64:][indices], rtol=0, atol=0)
+        self.batches.append(indices)
 
     def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
-        self.whole = torch.cat(predictions)
+        self.whole, self.indices = torch.cat(predictions), batch_indices
 
 
 def test_modules_may_bring_callbacks_and_data_modules_be_made_of_datasets(tmp_path):
@@ -348,7 +388,8 @@ def test_modules_may_bring_callbacks_and_data_modules_be_made_of_datasets(tmp_pa
     trainer.fit(module, datamodule=data)
     assert trainer.early_stopping_callback.patience == 7
     predicted = torch.cat(trainer.predict(module, datamodule=data))
-    assert written.batches == [0, 1, 2, 3]
+    assert written.batches == torch.arange(32).view(4, 8).tolist()
+    assert written.indices == [written.batches]  # of each loader
     torch.testing.assert_close(written.whole, predicted)
 
 
@@ -412,7 +453,8 @@ def test_arguments_of_loggers_that_would_change_names_are_refused(tmp_path):
         ({"gradient_clip_algorithm": "max"}, "gradient_clip_algorithm is 'max'"),
         ({"precision": "8"}, "precision is '8'"),
         ({"accelerator": "tpu"}, "accelerator is 'tpu'"),
-        ({"use_distributed_sampler": False}, "use_distributed_sampler=False"),
+        ({"use_distributed_sampler": False, "devices": 2}, "use_distributed_sampler=False"),
+        ({"val_check_interval": "1:30"}, "a time as DD:HH:MM:SS"),
         ({"val_check_interval": 3, "accumulate_grad_batches": 2}, "no multiple"),
         ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "a part of an epoch"),
         ({"check_val_every_n_epoch": None}, "give val_check_interval an int"),
@@ -424,8 +466,35 @@ def test_arguments_of_loggers_that_would_change_names_are_refused(tmp_path):
 def test_what_does_not_carry_over_is_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         L.Trainer(accelerator=options.pop("accelerator", "cpu"), logger=False, **options)
-    with pytest.raises(TypeError, match="no argument 'stochastic_weight_avg'"):
-        L.Trainer(accelerator="cpu", logger=False, stochastic_weight_avg=True)
+
+
+def test_all_that_does_not_carry_over_is_in_one_error():
+    class Old(L.Callback):
+        def on_epoch_start(self, trainer: Any, module: Any) -> None:
+            pass
+
+    wrong = {"precision": "8", "strategy": "horovod", "devices": [0, 0], "profiler": "advanced"}
+    with pytest.raises(TypeError) as error:
+        L.Trainer(callbacks=[Old()], stochastic_weight_avg=True, **wrong)
+    for said in ("no argument 'stochastic_weight_avg'", "Old defines on_epoch_start", *wrong):
+        assert said in str(error.value)
+
+
+def test_batch_normalisation_of_configure_model_is_that_over_all_processes(ranks2, tmp_path):
+    class Makes(make_classifier(L)):  # type: ignore[misc]
+        def configure_model(self) -> None:
+            self.net = nn.Sequential(nn.Linear(8, 2), nn.Sequential(nn.BatchNorm1d(2)))
+
+    def run() -> Any:
+        module = Makes()
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+        trainer = L.Trainer(
+            accelerator="cpu", devices=2, sync_batchnorm=True, default_root_dir=tmp_path, **quiet
+        )
+        trainer.validate(module, loaders()[1], verbose=False)
+        return type(module.net[1][0])
+
+    assert ranks2(run) == [nn.SyncBatchNorm] * 2
 
 
 def test_two_processes_train_as_one(ranks2, tmp_path):

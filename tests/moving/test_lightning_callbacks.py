@@ -19,10 +19,17 @@ from tests.helpers.services import mlflow_runs, mlflow_store
 from tests.moving.running import real
 from tests.numerics.running import copy_of
 from trainer.lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
     BatchSizeFinder,
+    EarlyStopping,
+    EMAWeightAveraging,
     LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
+    OnExceptionCheckpoint,
+    ThroughputMonitor,
+    TQDMProgressBar,
 )
 from trainer.lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from trainer.lightning.pytorch.tuner import Tuner as LightningTuner
@@ -117,6 +124,44 @@ def test_the_largest_batch_is_found_before_the_loaders_are_made(tmp_path):
     assert finder.optimal_batch_size == module.hparams.batch_size == 16
     with pytest.raises(ValueError, match="loaders that are passed"):
         L.Trainer(accelerator="cpu", logger=False, **quiet).fit(module, module.train_dataloader())
+
+
+def test_defaults_are_lightnings():
+    class Frozen(BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.net)
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            seen.append([each.requires_grad for each in module.net.parameters()])
+
+    class Normed(make_net()):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+            self.backbone, self.head = self.net, nn.Linear(4, 2)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.head(self.net(batch[0])).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            trained = [each for each in self.parameters() if each.requires_grad]
+            return torch.optim.SGD(trained, 0.1)
+
+    seen: list[Any] = []
+
+    class Backbone(BackboneFinetuning):
+        on_train_start = Frozen.on_train_start
+
+    for callback in (Frozen(), Backbone()):
+        model = fit([callback], Normed, max_epochs=1, limit_val_batches=0).model
+        assert seen.pop() == [False, False, True, True]
+        assert model.net[1].running_mean.abs().sum() > 0
+    assert TQDMProgressBar(refresh_rate=0).refresh_rate == 0
+    assert EMAWeightAveraging("cpu", False).decay == 0.999
+    assert ThroughputMonitor(len, available_flops=1e12).peak_flops == 1e12
+    assert OnExceptionCheckpoint("folder", "name").dirpath.name == "folder"
+    with pytest.raises(ValueError, match=r"min_delta is -0.1; it must be a number of at least 0"):
+        EarlyStopping("val", min_delta=-0.1)
 
 
 PRUNING = [

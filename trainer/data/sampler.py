@@ -525,6 +525,7 @@ class ShardedSampler(Sampler[Any]):
         self.counts = counts
         self.shares: deque[RankShard] = deque()
         self.rest: SkippedOrder | None = None  # the order of the latest pass
+        self.drawn: list[list[Any]] | None = None  # a list gets this rank's batches of indices
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch to iterate over next, and call the samplers' ``set_epoch``, if any."""
@@ -574,6 +575,8 @@ class ShardedSampler(Sampler[Any]):
             if not share.present:
                 continue
             if isinstance(batch, list):
+                if self.drawn is not None:
+                    self.drawn.append(batch)
                 indices = BatchIndices(batch)
                 indices.place = seed, epoch, position
                 yield indices

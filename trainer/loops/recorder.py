@@ -140,7 +140,8 @@ class Recorder:
             self._local.log(read, step, epoch=epoch, time=self._last)
             read_values = {name: read[name] for name in read if name not in self.private}
             for tracker in self._trackers if read_values else ():
-                tracker.log_recorded(read_values, step, self._last)
+                own = {"epoch": epoch, **read_values} if tracker.logs_epoch else read_values
+                tracker.log_recorded(own, step, self._last)
         return read
 
     def remember(self, read: Mapping[str, float], step: int) -> None:

@@ -1,7 +1,11 @@
-"""What to use in place of an argument of another Trainer, where that depends on its value."""
+"""What to use in place of an argument of another Trainer, where that depends on its value.
+
+And the values of Lightning's arguments that `trainer.lightning` cannot take.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -221,3 +225,164 @@ def _asks_for_nothing(name: str, general: str, value: Any) -> bool:
     if isinstance(value, (str, list, tuple, dict)):
         return not value or value in ("none", "no")
     return value is False and not general.startswith(NOTHING)
+
+
+# -- values that trainer.lightning cannot take -----------------------------------------------------
+
+MIXED_PRECISIONS = {
+    **dict.fromkeys(("32", "32-true", "None"), "no"),
+    **dict.fromkeys(("16", "16-mixed"), "fp16"),
+    **dict.fromkeys(("bf16", "bf16-mixed"), "bf16"),
+}
+"""Lightning's precisions, with Cadence's names."""
+TRUE_PRECISIONS = {
+    "64": "float64",
+    "64-true": "float64",
+    "16-true": "float16",
+    "bf16-true": "bfloat16",
+}
+"""Lightning's precisions that convert the module, with the names of torch's types."""
+_STRATEGIES = (
+    r"auto|single_device|ddp(_spawn|_fork|_notebook)?|ddp(_spawn)?_find_unused_parameters_true|"
+    r"fsdp|deepspeed(_stage_[123])?(_offload)?"
+)
+Arguments = Mapping[str, Any]
+
+
+def _one_of(name: str, given: Any, *choices: str, further: str = "") -> str | None:
+    if given in choices:
+        return None
+    *others, last = [*map(repr, choices), *filter(None, [further])]
+    return f"{name} is {given!r}; it must be {', '.join(others)} or {last}."
+
+
+def wrong_accelerator(given: Arguments) -> str | None:
+    """Whether there is no such kind of device."""
+    name = given.get("accelerator", "auto")
+    if str(name).lower() in ("auto", "cpu", "gpu", "cuda", "mps"):
+        return None
+    return _one_of("accelerator", name, "auto", "cpu", "gpu", "cuda", "mps")
+
+
+def wrong_strategy(given: Arguments) -> str | None:
+    """Whether a name of a strategy does not carry over; an object does or raised an error."""
+    name = given.get("strategy", "auto")
+    if not isinstance(name, str) or re.fullmatch(_STRATEGIES, name):
+        return None
+    return _one_of(
+        "strategy",
+        name,
+        *("auto", "ddp", "ddp_find_unused_parameters_true", "fsdp", "deepspeed"),
+        *("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"),
+        further="an object of trainer.lightning.pytorch.strategies",
+    )
+
+
+def wrong_devices(given: Arguments) -> str | None:
+    """Whether a list of devices has none or one twice, or a number is none."""
+    devices = given.get("devices", "auto")
+    numbers = device_numbers(devices)
+    if numbers is not None:
+        fine = numbers and len(set(numbers)) == len(numbers) and all(map(str.isdigit, numbers))
+        return None if fine else f"devices={devices!r} must name devices, each once."
+    if devices is None or devices == "auto" or re.fullmatch(r"-1|\d+", str(devices)):
+        return None
+    return f"devices is {devices!r}; it must be a number, a list of numbers or 'auto'."
+
+
+def device_numbers(devices: Any) -> list[str] | None:
+    """Return the devices of a list, or between commas; None for a number of devices."""
+    if isinstance(devices, str) and "," in devices:
+        devices = [each.strip() for each in devices.split(",") if each.strip()]
+    return [str(each) for each in devices] if isinstance(devices, (list, tuple)) else None
+
+
+def wrong_precision(given: Arguments) -> str | None:
+    """Whether there is no such precision."""
+    precision = given.get("precision")
+    if str(precision) in MIXED_PRECISIONS or str(precision) in TRUE_PRECISIONS:
+        return None
+    names = [name for name in (*MIXED_PRECISIONS, *TRUE_PRECISIONS) if name != "None"]
+    return _one_of("precision", precision, *names)
+
+
+def wrong_profiler(given: Arguments) -> str | None:
+    """Whether a name is that of another profiler."""
+    profiler = given.get("profiler")
+    if profiler is None or not isinstance(profiler, str):
+        return None
+    further = "an object of trainer.lightning.pytorch.profilers"
+    return _one_of("profiler", profiler, "simple", "pytorch", further=further)
+
+
+def wrong_clipping(given: Arguments) -> str | None:
+    """Whether there is no such algorithm."""
+    algorithm = given.get("gradient_clip_algorithm")
+    return (
+        None
+        if algorithm is None
+        else _one_of("gradient_clip_algorithm", algorithm, "norm", "value")
+    )
+
+
+def wrong_interval(given: Arguments) -> str | None:
+    """Whether an interval of validations does not fit the other arguments that it depends on."""
+    interval, epochs = given.get("val_check_interval"), given.get("check_val_every_n_epoch", 1)
+    windows = given.get("accumulate_grad_batches", 1)
+    if isinstance(interval, str) and not re.fullmatch(r"\d+(:\d+){3}", interval):
+        return f"val_check_interval is {interval!r}; a text must be a time as DD:HH:MM:SS."
+    if isinstance(interval, (str, timedelta, Mapping)):
+        return None
+    if epochs is None and interval is None:
+        return (
+            "check_val_every_n_epoch=None counts batches across epochs: give val_check_interval an "
+            "int, or a time."
+        )
+    if isinstance(interval, int) and not isinstance(interval, bool):
+        if isinstance(windows, int) and windows > 0 and interval % windows:
+            return (
+                f"val_check_interval is {interval} batches, which is no multiple of "
+                f"accumulate_grad_batches={windows}: a validation follows an update."
+            )
+    elif epochs is None:
+        return (
+            f"val_check_interval is {interval}, a part of an epoch, and check_val_every_n_epoch is "
+            "None: give an int, a number of batches across epochs."
+        )
+    return None
+
+
+def wrong_sampler(given: Arguments) -> str | None:
+    """Whether several processes should read the same data."""
+    devices, nodes = given.get("devices", 1), given.get("num_nodes", 1)
+    numbers = device_numbers(devices)
+    number = str(devices if numbers is None else len(numbers))
+    alone = nodes == 1 and number in ("1", "auto", "None")
+    if given.get("use_distributed_sampler", True) or alone:
+        return None
+    return (
+        "use_distributed_sampler=False: the Trainer shards the data itself, so that no sample is "
+        "repeated; leave it out."
+    )
+
+
+WRONG_VALUES: dict[str, Callable[[Arguments], str | None]] = {
+    "accelerator": wrong_accelerator,
+    "devices": wrong_devices,
+    "gradient_clip_algorithm": wrong_clipping,
+    "precision": wrong_precision,
+    "profiler": wrong_profiler,
+    "strategy": wrong_strategy,
+    "use_distributed_sampler": wrong_sampler,
+    "val_check_interval": wrong_interval,
+}
+"""Argument of Lightning's Trainer: what is wrong with its value, in one sentence; None if nothing.
+
+Each function takes all arguments that were given, by name.
+"""
+
+
+def wrong_values(given: Arguments) -> list[str]:
+    """Return a sentence for each value of `trainer.lightning`'s Trainer that it cannot take."""
+    found = (check(given) for check in WRONG_VALUES.values())
+    return [sentence for sentence in found if sentence is not None]

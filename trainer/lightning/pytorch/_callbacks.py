@@ -19,6 +19,7 @@ from torch.nn.utils import prune
 
 import callbacks
 from callbacks import Callback, ModelSummary, WeightAveraging
+from callbacks.backbone_finetuning import multiplicative
 from trainer.checks import choice_error
 from trainer.distributed.collectives import broadcast
 from trainer.errors import module_logger
@@ -35,7 +36,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     Args:
         dirpath: The folder of the checkpoints; None is the run's.
-        filename: Has no effect.
+        filename: Has no effect, as a warning says once.
         monitor: The metric that ranks checkpoints.
         verbose: Has no effect.
         save_last: Whether to keep the newest one too; always True without a monitor.
@@ -98,9 +99,25 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             save_weights_only=save_weights_only,
             dirpath=dirpath,
         )
+        arguments = {"filename": filename, "save_on_train_epoch_end": save_on_train_epoch_end}
+        self._unused = {name: value for name, value in arguments.items() if value}
         if never:
             hooks = ("on_train_start", "on_boundary", "on_preemption", "on_train_end")
             vars(self).update(dict.fromkeys(hooks, _nothing), monitor_due=_no)
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Choose the folder, and warn once of arguments that have no effect."""
+        super().setup(trainer, module, stage)
+        if stage == "fit" and self._unused and not trainer.fast_dev_run:
+            given = ", ".join(f"{name}={value!r}" for name, value in self._unused.items())
+            self._unused = {}
+            if trainer.is_global_zero:
+                logger.warning(
+                    "ModelCheckpoint(%s) has no effect: each checkpoint is a folder that is named "
+                    "after its update, such as %s, and saved after the validation.",
+                    given,
+                    (self.directory or Path()) / "step-00001000",
+                )
 
     @property
     def best_k_models(self) -> dict[Any, float]:
@@ -135,7 +152,8 @@ def _no(*_: Any) -> bool:
 class EarlyStopping(callbacks.EarlyStopping):
     """`callbacks.EarlyStopping` with Lightning's arguments.
 
-    `strict`, `check_on_train_epoch_end` and `log_rank_zero_only` have no effect.
+    `strict`, `check_on_train_epoch_end` and `log_rank_zero_only` have no effect; `min_delta` may
+    not be negative.
     """
 
     def __init__(
@@ -155,7 +173,7 @@ class EarlyStopping(callbacks.EarlyStopping):
         super().__init__(
             monitor,
             mode=mode,
-            min_delta=abs(min_delta),
+            min_delta=min_delta,
             patience=patience,
             check_finite=check_finite,
             stopping_threshold=stopping_threshold,
@@ -186,21 +204,27 @@ class LearningRateMonitor(callbacks.LearningRateMonitor):
 
 
 class TQDMProgressBar(callbacks.ProgressBar):
-    """`callbacks.ProgressBar`, which is refreshed by time; the arguments have no effect."""
+    """`callbacks.ProgressBar`, which is refreshed by time; ``refresh_rate=0`` shows nothing.
+
+    Other arguments have no effect.
+    """
 
     def __init__(
         self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__(10.0 if refresh_rate else 0)
 
 
 class RichProgressBar(callbacks.RichProgressBar):
-    """`callbacks.RichProgressBar`, which is refreshed by time; the arguments have no effect."""
+    """`callbacks.RichProgressBar`, which is refreshed by time; ``refresh_rate=0`` shows nothing.
+
+    Other arguments have no effect.
+    """
 
     def __init__(
         self, refresh_rate: int = 1, leave: bool = False, theme: Any = None, **_: Any
     ) -> None:
-        super().__init__()
+        super().__init__(10.0 if refresh_rate else 0)
 
 
 class RichModelSummary(ModelSummary):
@@ -215,7 +239,91 @@ class DeviceStatsMonitor(callbacks.DeviceStatsMonitor):
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """`callbacks.WeightAveraging`, an exponential moving average of the weights."""
+    """`callbacks.WeightAveraging`, an exponential moving average of the weights.
+
+    Args:
+        device: Has no effect: the average lies beside the weights.
+        use_buffers: See `callbacks.WeightAveraging`, as the others.
+        decay: The weight of the old average.
+        **options: Further arguments.
+    """
+
+    def __init__(
+        self, device: Any = None, use_buffers: bool = True, decay: float = 0.999, **options: Any
+    ) -> None:
+        super().__init__(decay, use_buffers=use_buffers, **options)
+
+
+class ThroughputMonitor(callbacks.ThroughputMonitor):
+    """`callbacks.ThroughputMonitor`.
+
+    Args:
+        batch_size_fn: Has no effect: the samples of each batch are counted.
+        window_size: Updates over which speeds are averaged.
+        available_flops: The peak of one device in FLOP/s; None looks it up.
+        **options: Further arguments.
+    """
+
+    def __init__(
+        self,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        *,
+        window_size: int = 100,
+        available_flops: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(window_size, **{"peak_flops": available_flops, **options})
+
+
+class OnExceptionCheckpoint(callbacks.OnExceptionCheckpoint):
+    """`callbacks.OnExceptionCheckpoint`; `filename` has no effect."""
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str = "on_exception") -> None:
+        super().__init__(dirpath)
+
+
+class BaseFinetuning(callbacks.BaseFinetuning):
+    """`callbacks.BaseFinetuning`, where batch normalisation is trained by default."""
+
+    def freeze(self, modules: Any, train_bn: bool = True) -> None:
+        """Freeze parameters; see `callbacks.BaseFinetuning.freeze`.
+
+        Args:
+            modules: A module, or an iterable of modules, nested to any depth.
+            train_bn: False freezes batch normalisation too.
+        """
+        super().freeze(modules, train_bn)
+
+
+class BackboneFinetuning(BaseFinetuning, callbacks.BackboneFinetuning):
+    """`callbacks.BackboneFinetuning`, where batch normalisation is trained by default.
+
+    `initial_denom_lr` and `rounding` have no effect.
+    """
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] = multiplicative,
+        backbone_initial_ratio_lr: float = 0.1,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+        verbose: bool = False,
+        rounding: int = 12,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            unfreeze_backbone_at_epoch,
+            lambda_func,
+            backbone_initial_ratio_lr,
+            backbone_initial_lr,
+            should_align,
+            train_bn=train_bn,
+            verbose=verbose,
+            **options,
+        )
 
 
 class BasePredictionWriter(Callback):
@@ -224,7 +332,8 @@ class BasePredictionWriter(Callback):
     Args:
         write_interval: ``"batch"`` calls `write_on_batch_end` after each batch; ``"epoch"`` calls
             `write_on_epoch_end` at the end with all outputs of this process, ``"batch_and_epoch"``
-            both.
+            both. `batch_indices` are the numbers of a batch's samples in the dataset, and at the
+            end those of each batch of each loader; a stream has none, so that lists are empty.
     """
 
     def __init__(self, write_interval: str = "batch") -> None:
@@ -235,7 +344,15 @@ class BasePredictionWriter(Callback):
             )
         self.interval = write_interval
         self._outputs: dict[int, list[Any]] = {}
-        self._indices: dict[int, list[Any]] = {}
+        self._indices: list[list[Any]] = []
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Forget the outputs of a prediction that failed."""
+        self._outputs, self._indices = {}, []
+
+    def on_predict_start(self, trainer: Any, module: Any) -> None:
+        """Let the samplers keep the numbers that they draw."""
+        trainer.keep_indices()
 
     def on_predict_batch_end(
         self,
@@ -247,36 +364,37 @@ class BasePredictionWriter(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Write or keep the outputs of a batch."""
+        indices = trainer.indices_of(batch_idx, dataloader_idx)
         if "batch" in self.interval:
             self.write_on_batch_end(
-                trainer, module, outputs, None, batch, batch_idx, dataloader_idx
+                trainer, module, outputs, indices, batch, batch_idx, dataloader_idx
             )
         if "epoch" in self.interval:
             self._outputs.setdefault(dataloader_idx, []).append(outputs)
-            self._indices.setdefault(dataloader_idx, []).append(batch_idx)
+            while len(self._indices) <= dataloader_idx:
+                self._indices.append([])
+            self._indices[dataloader_idx] += [indices] if indices else []
 
     def on_predict_epoch_end(self, trainer: Any, module: Any) -> None:
         """Write all outputs of this process."""
         if "epoch" in self.interval:
-            outputs, indices = list(self._outputs.values()), list(self._indices.values())
-            one = len(outputs) == 1
+            outputs = list(self._outputs.values())
             self.write_on_epoch_end(
-                trainer, module, outputs[0] if one else outputs, indices[0] if one else indices
+                trainer, module, outputs[0] if len(outputs) == 1 else outputs, self._indices
             )
-            self._outputs.clear()
-            self._indices.clear()
+            self._outputs, self._indices = {}, []
 
     def write_on_batch_end(
         self,
         trainer: Any,
         pl_module: Any,
         prediction: Any,
-        batch_indices: Sequence[int] | None,
+        batch_indices: Sequence[int],
         batch: Any,
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write the outputs of a batch; `batch_indices` is None."""
+        """Write the outputs of a batch."""
 
     def write_on_epoch_end(
         self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any

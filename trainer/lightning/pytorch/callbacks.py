@@ -1,20 +1,18 @@
 """The names of ``lightning.pytorch.callbacks``."""
 
 from callbacks import (
-    BackboneFinetuning,
-    BaseFinetuning,
     Callback,
     GradientAccumulationScheduler,
     LambdaCallback,
     ModelSummary,
-    OnExceptionCheckpoint,
     StochasticWeightAveraging,
-    ThroughputMonitor,
     Timer,
     WeightAveraging,
 )
 from trainer.lightning.missing import getter
 from trainer.lightning.pytorch._callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
     BasePredictionWriter,
     BatchSizeFinder,
     DeviceStatsMonitor,
@@ -24,8 +22,10 @@ from trainer.lightning.pytorch._callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
+    OnExceptionCheckpoint,
     RichModelSummary,
     RichProgressBar,
+    ThroughputMonitor,
     TQDMProgressBar,
 )
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from trackers.comet import CometMLTracker
 from trackers.csv import CSVTracker
+from trackers.masking import masked
 from trackers.mlflow import MLflowTracker
 from trackers.tensorboard import TensorBoardTracker
 from trackers.wandb import WandBTracker
 from trainer.distributed.objects import broadcast_object
+from trainer.errors import module_logger
 from trainer.lightning.missing import getter
 
 __all__ = [
@@ -22,6 +30,7 @@ __all__ = [
     "WandbLogger",
 ]
 
+_logger = module_logger(__name__)
 __getattr__ = getter(__name__)
 
 
@@ -42,12 +51,35 @@ class Logger:
         name: The name of the project, or of the folder of all runs.
         version: The name or the number of this run.
         save_dir: The folder of all projects; None for a service.
+        log_dir: The folder of this run; None for a service.
         trainer: The Trainer that has this logger; None before there is one.
     """
 
     save_dir: Path | None = None
+    log_dir: Any = None
     version: Any = None
     trainer: Any = None
+    logs_epoch = True  # beside the other values, as in Lightning
+
+    @cached_property
+    def _early(self) -> list[tuple[str, Any]]:
+        """What was logged before a run: methods of the tracker with their arguments."""
+        return []
+
+    @property
+    def name(self) -> str:
+        """See the attributes."""
+        return self.project
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.project = name
+
+    @property
+    def kind(self) -> str:
+        """The tracker's own name, under which a checkpoint keeps the id of the run."""
+        names = (vars(each).get("name") for each in type(self).__mro__)
+        return next(name for name in names if isinstance(name, str))
 
     @property
     def experiment(self) -> Any:
@@ -85,18 +117,61 @@ class Logger:
     def agree(self) -> None:
         """Let all processes have the run of rank 0; collective, called when a Trainer is made."""
 
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log values, where the tracker runs."""
-        if self._running is not None:
-            self._running.log(metrics, step)
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log values, where the tracker runs; before a run, when it starts."""
+        self._call("log", dict(metrics), step)
 
-    def log_hyperparams(self, params: dict[str, Any]) -> None:
-        """Store the configuration, where the tracker runs."""
-        if self._running is not None:
-            self._running.store_init_configuration(dict(params))
+    def log_hyperparams(
+        self,
+        params: Mapping[str, Any] | Namespace,
+        metrics: Mapping[str, Any] | float | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Store hyperparameters, where the tracker runs; before a run, when it starts.
+
+        Args:
+            params: The hyperparameters.
+            metrics: Values to log with them; a number is ``"hp_metric"``.
+            step: Their step; None is 0.
+        """
+        values = vars(params) if isinstance(params, Namespace) else params
+        self._call("store_init_configuration", dict(values))
+        if metrics is not None:
+            named = metrics if isinstance(metrics, Mapping) else {"hp_metric": metrics}
+            self.log_metrics(named, step or 0)
+
+    def _call(self, method: str, *args: Any) -> None:
+        running = self._running
+        if self.trainer is None or self.trainer.stage_name is None:
+            self._early.append((method, masked(args)))
+            if running is not None:
+                _logger.warning("A run is over: %s is sent when the next one starts.", args[0])
+        elif running is not None:
+            getattr(running, method)(*args)
+
+    def start(self) -> None:
+        """Start the tracker, and send what was logged before."""
+        super().start()  # type: ignore[misc]  # of the tracker, which is the next base
+        early, self._early = self._early, []
+        for method, args in early:
+            getattr(self, method)(*args)
 
     def watch(self, *_: Any, **__: Any) -> None:
-        """Do nothing: gradients are logged by `callbacks.GradientNormMonitor`."""
+        """Refuse: a callback logs the norms of gradients.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "logger.watch is not available: pass callbacks=[GradientNormMonitor()] of the package "
+            "callbacks to the Trainer, which logs the norms of the gradients."
+        )
+
+    def save(self) -> None:
+        """Do nothing: every record is written at once."""
+
+    def finalize(self, status: str) -> None:
+        """Do nothing: the Trainer finishes the tracker."""
 
 
 def next_version(folder: Path) -> int:
@@ -180,6 +255,8 @@ class TensorBoardLogger(_InFolder, TensorBoardTracker):
 class CSVLogger(_InFolder, CSVTracker):
     """`trackers.csv.CSVTracker`: ``metrics.csv`` in ``save_dir/name/version_N``.
 
+    ``hparams.yaml`` beside it has the hyperparameters, and the arguments of the Trainer.
+
     Args:
         save_dir: The folder of all projects.
         name: The folder of this project's runs.
@@ -198,10 +275,21 @@ class CSVLogger(_InFolder, CSVTracker):
     ) -> None:
         _check_unused({"prefix": prefix}, "prefix")
         run, root = self._place(save_dir, name, version)
+        self.hparams: dict[str, Any] = {}
         CSVTracker.__init__(self, run, root)
 
     def _move(self) -> None:
         self.path = self._folder / self.path.name
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of this run."""
+        return str(self._folder)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Write ``hparams.yaml``; what is no plain data is written as a text."""
+        self.hparams.update(json.loads(json.dumps(values, default=str)))
+        (self._folder / "hparams.yaml").write_text(yaml.safe_dump(self.hparams))
 
 
 class WandbLogger(Logger, WandBTracker):

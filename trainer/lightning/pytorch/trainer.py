@@ -16,33 +16,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import callbacks as ours
 from callbacks import Callback, GradientAccumulationScheduler, ModelSummary
 from trackers.base import is_installed
 from trainer import environment
-from trainer.checks import choice_error
 from trainer.distributed.objects import broadcast_object
 from trainer.lightning.pytorch.launch import launch
 from trainer.lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, next_version
 from trainer.lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from trainer.lightning.pytorch.strategies import Strategy, strategy_of
-from trainer.migration.refusals import argument_refusals, refuse
+from trainer.migration.refusals import argument_refusals, refuse, uncalled
+from trainer.migration.values import (
+    MIXED_PRECISIONS,
+    TRUE_PRECISIONS,
+    device_numbers,
+    wrong_interval,
+    wrong_values,
+)
 from trainer.state import PartialState
 from trainer.trainer import Trainer as NativeTrainer
 from trainer.tree import map_tree
-
-_PRECISIONS = {
-    **dict.fromkeys(("32", "32-true", "None"), "no"),
-    **dict.fromkeys(("16", "16-mixed"), "fp16"),
-    **dict.fromkeys(("bf16", "bf16-mixed"), "bf16"),
-}
-_TRUE_PRECISIONS = {
-    "64": torch.float64,
-    "64-true": torch.float64,
-    "16-true": torch.float16,
-    "bf16-true": torch.bfloat16,
-}
 
 
 class Number(float):
@@ -110,7 +105,7 @@ class Trainer(NativeTrainer):
         check_val_every_n_epoch: Validate in every n-th epoch only; None counts the batches of
             `val_check_interval` across epochs.
         num_sanity_val_steps: Validation batches before the training.
-        log_every_n_steps: Record after so many updates.
+        log_every_n_steps: Record after so many updates; 0 records the values of epochs alone.
         enable_checkpointing: Whether a checkpoint is kept.
         enable_progress_bar: Whether to show one.
         enable_model_summary: Whether to print the model's parameters.
@@ -120,8 +115,8 @@ class Trainer(NativeTrainer):
         deterministic: See `trainer.Trainer`.
         benchmark: ``torch.backends.cudnn.benchmark``.
         inference_mode: Has no effect: evaluations record no gradients.
-        use_distributed_sampler: Must be True: the Trainer shards the data.
-        profiler: ``"simple"``, or an object of `trainer.lightning.pytorch.profilers`.
+        use_distributed_sampler: Must be True on several processes: the Trainer shards the data.
+        profiler: ``"simple"``, ``"pytorch"``, or one of `trainer.lightning.pytorch.profilers`.
         detect_anomaly: See `trainer.Trainer`.
         barebones: See `trainer.Trainer`.
         sync_batchnorm: Whether to convert batch normalisation to that over all processes.
@@ -179,31 +174,41 @@ class Trainer(NativeTrainer):
         plugins: Any = None,
         **others: Any,
     ) -> None:
-        known = NativeTrainer.__init__.__kwdefaults__ or {}
-        unknown = {name: value for name, value in others.items() if name not in known}
-        unknown |= {"plugins": plugins} if plugins else {}
-        refuse([*argument_refusals(unknown, known).values()])
-        if not use_distributed_sampler:
-            raise ValueError(
-                "use_distributed_sampler=False: the Trainer shards the data itself, so that no "
-                "sample is repeated; leave it out."
-            )
+        added = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+        self._refuse(
+            {
+                "accelerator": accelerator,
+                "strategy": strategy,
+                "devices": devices,
+                "num_nodes": num_nodes,
+                "precision": precision,
+                "profiler": profiler,
+                "gradient_clip_algorithm": gradient_clip_algorithm,
+                "val_check_interval": val_check_interval,
+                "check_val_every_n_epoch": check_val_every_n_epoch,
+                "accumulate_grad_batches": accumulate_grad_batches,
+                "use_distributed_sampler": use_distributed_sampler,
+            },
+            others | ({"plugins": plugins} if plugins else {}),
+            added,
+        )
         cpu = _on_cpu(accelerator)
         _check_devices(devices, num_nodes, cpu=cpu)
         if benchmark is not None:
             torch.backends.cudnn.benchmark = benchmark
         self._sync_batchnorm = sync_batchnorm
-        self._true_precision = _TRUE_PRECISIONS.get(str(precision))
+        true_precision = TRUE_PRECISIONS.get(str(precision))
+        self._dtype = None if true_precision is None else getattr(torch, true_precision)
+        self._nodes = num_nodes
         dry = bool(fast_dev_run) or barebones
         self._loggers: list[Any] = [] if dry else _loggers_of(logger, default_root_dir)
-        added = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
         if enable_model_summary is not False and not barebones:
             added += [] if _has(added, ModelSummary) else [ModelSummary()]
         profile = None
         if profiler == "simple" or isinstance(profiler, SimpleProfiler):
             profile = "simple"
-        elif isinstance(profiler, PyTorchProfiler):
-            added.append(profiler)
+        elif profiler == "pytorch" or isinstance(profiler, PyTorchProfiler):
+            added.append(PyTorchProfiler() if profiler == "pytorch" else profiler)
         elif profiler is not None:
             raise ValueError(
                 f"profiler is {profiler!r}; it must be 'simple' or an object of "
@@ -216,14 +221,10 @@ class Trainer(NativeTrainer):
         if max_epochs is None and max_steps == -1 and max_time is None:
             max_epochs = 1000
         endless = sys.maxsize if max_steps == -1 and max_time is None else None
-        if gradient_clip_algorithm not in (None, "norm", "value"):
-            raise ValueError(
-                choice_error("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
-            )
         by_value = gradient_clip_algorithm == "value"
         given: dict[str, Any] = {
             "cpu": cpu,
-            "mixed_precision": _mixed_precision(precision),
+            "mixed_precision": None if precision is None else MIXED_PRECISIONS.get(str(precision)),
             "callbacks": added,
             "fast_dev_run": fast_dev_run,
             "max_epochs": endless if max_epochs == -1 else max_epochs,
@@ -238,7 +239,7 @@ class Trainer(NativeTrainer):
             "overfit_batches": overfit_batches or None,
             "val_every": interval_of(val_check_interval, check_val_every_n_epoch, windows),
             "num_sanity_val_steps": num_sanity_val_steps,
-            "log_every": log_every_n_steps,
+            "log_every": sys.maxsize if log_every_n_steps == 0 else log_every_n_steps,
             "checkpointing": enable_checkpointing,
             "progress_bar": enable_progress_bar,
             "gradient_accumulation_steps": windows,
@@ -257,12 +258,15 @@ class Trainer(NativeTrainer):
         handlers += others.get("kwargs_handlers") or []
         both = {"kwargs_handlers": handlers} if handlers else {}
         super().__init__(**(given | of_strategy | others | both))
+        if self._dtype is not None:
+            vars(self.accelerator.precision)["autocast"] = partial(_default_dtype, self._dtype)
         for each in self._loggers:
             each.trainer = self
         self._model: Any = None
         self._asked: Any = None  # the model whose configure_callbacks was called last
         self._loaders: dict[str, Any] = {}
         self._stage_name: str | None = None
+        self._eval_iterators: list[Any] = []  # of the latest evaluation
         self._ckpt_path: Any = None
         self._root = os.path.normpath(os.path.expanduser(default_root_dir or Path.cwd()))
         self._arguments = {
@@ -299,14 +303,97 @@ class Trainer(NativeTrainer):
     reload_dataloaders_every_n_epochs = _Argument()
     val_check_interval = _Argument()
 
+    def _refuse(
+        self, given: dict[str, Any], others: dict[str, Any], callbacks: Sequence[Any]
+    ) -> None:
+        """Raise one error for all that does not carry over.
+
+        Raises:
+            TypeError: There is an argument that the Trainer has not, or a hook that nobody calls.
+            ValueError: There are values that it cannot take, and none of those.
+        """
+        known = NativeTrainer.__init__.__kwdefaults__ or {}
+        unknown = {name: value for name, value in others.items() if name not in known}
+        wrong = [
+            *argument_refusals(unknown, known).values(),
+            *uncalled(self, "trainer"),
+            *(text for each in callbacks for text in uncalled(each, "callback")),
+        ]
+        if given["devices"] in ("auto", -1, "-1", None):
+            given["devices"] = _all_devices(given["accelerator"])
+        values = wrong_values(given)
+        if wrong:
+            refuse(wrong + values)
+        if values:
+            raise ValueError("\n".join(values))
+
+    @property
+    def stage_name(self) -> str | None:
+        """``"fit"``, ``"validate"``, ``"test"`` or ``"predict"`` while that goes on, else None."""
+        return self._stage_name
+
     @contextmanager
     def _stage(self, name: str, module: Any, datamodule: Any) -> Iterator[Any]:
         self._stage_name = name
         try:
-            with super()._stage(name, module, datamodule) as hooks:
+            with (
+                self._converting(module),
+                super()._stage(name, module, datamodule) as hooks,
+            ):
+                self._convert(module)  # layers of setup and configure_model too
                 yield hooks
         finally:
             self._stage_name = None
+
+    @contextmanager
+    def _evaluation(self, stage: str, *args: Any) -> Iterator[Any]:
+        with super()._evaluation(stage, *args) as (run, epoch_iterators):
+            self._eval_iterators = epoch_iterators
+            yield run, epoch_iterators
+
+    def keep_indices(self) -> None:
+        """Let the samplers of an evaluation keep the indices that they draw, for `indices_of`."""
+        for each in self._eval_iterators:
+            if each.sampler is not None:
+                each.sampler.drawn = []
+
+    def indices_of(self, batch_idx: int, dataloader_idx: int) -> list[Any]:
+        """Return the indices of a batch's samples in the dataset; none if it is a stream."""
+        sampler = self._eval_iterators[dataloader_idx].sampler
+        return sampler.drawn[batch_idx] if sampler is not None and sampler.drawn else []
+
+    @contextmanager
+    def _converting(self, module: Any) -> Iterator[None]:
+        """Convert a module as `precision` and `sync_batchnorm` ask, and for this time its batches.
+
+        `configure_model` creates tensors of the module's precision.
+        """
+        if isinstance(module, nn.Module):
+            self._convert(module)
+        if self._dtype is None or not isinstance(module, nn.Module):
+            yield
+            return
+        own: Any = module
+        names = ("transfer_batch_to_device", "configure_model")
+        before = {name: vars(module)[name] for name in names if name in vars(module)}
+        move, configure = own.transfer_batch_to_device, own.configure_model
+        own.transfer_batch_to_device = partial(_moved_in, self._dtype, move)
+        own.configure_model = _default_dtype(self._dtype)(configure)
+        try:
+            yield
+        finally:
+            for name in names:
+                vars(module).pop(name, None)
+            vars(module).update(before)
+
+    def _convert(self, module: Any) -> None:
+        if self._sync_batchnorm and self.world_size > 1:
+            for part in list(module.modules()):
+                for name, child in list(part.named_children()):
+                    if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
+                        setattr(part, name, nn.SyncBatchNorm.convert_sync_batchnorm(child))
+        if self._dtype is not None:
+            module.to(self._dtype)
 
     def _run_dir(self, root: Any, *, dry: bool) -> Path | None:
         """Return the folder of the run: that of the first logger with files, or a new version."""
@@ -378,10 +465,8 @@ class Trainer(NativeTrainer):
         )
 
     def _take(self, model: Any) -> None:
-        """Keep the model, and do to it what Lightning's Trainer does by its arguments."""
+        """Keep the model, and take its callbacks."""
         self._model = model
-        if self._sync_batchnorm and self.world_size > 1:
-            nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if model is not self._asked:  # else they would forget, say, which checkpoint is the best
             self._asked = model
             configured: Any = getattr(model, "configure_callbacks", list)() or []
@@ -390,12 +475,6 @@ class Trainer(NativeTrainer):
             replaced = tuple(kind for kind in kinds if any(isinstance(each, kind) for each in own))
             kept = [each for each in self.callbacks if type(each) not in replaced]
             self.callbacks = kept + own  # each stage puts those that save behind the others
-        if self._true_precision is not None:
-            model.to(self._true_precision)
-            move = type(model).transfer_batch_to_device
-            vars(model)["transfer_batch_to_device"] = partial(
-                _moved_in, self._true_precision, partial(move, model)
-            )
 
     def _evaluated(
         self, model: Any, dataloaders: Any, datamodule: Any, ckpt_path: Any, stage: str
@@ -424,6 +503,28 @@ class Trainer(NativeTrainer):
         if verbose and found:
             self.print(json.dumps(found, indent=2, default=float))
         return found
+
+    def save_checkpoint(  # type: ignore[override]  # Lightning's name of the path
+        self,
+        filepath: Any = None,
+        weights_only: bool | None = False,
+        storage_options: Any = None,
+        *,
+        path: Any = None,
+        **options: Any,
+    ) -> Path | None:
+        """Save a checkpoint of the latest fit; see `trainer.Trainer.save_checkpoint`.
+
+        Raises:
+            ValueError: There are `storage_options`.
+        """
+        if storage_options is not None:
+            raise ValueError(
+                f"storage_options is {storage_options!r}, but a checkpoint is a folder of a file "
+                "system: leave it out."
+            )
+        target = path if filepath is None else filepath
+        return super().save_checkpoint(target, weights_only=bool(weights_only), **options)
 
     # -- attributes that programs read -------------------------------------------------------------
 
@@ -466,7 +567,7 @@ class Trainer(NativeTrainer):
     @property
     def num_nodes(self) -> int:
         """How many machines there are."""
-        return environment.read_int("GROUP_WORLD_SIZE") or 1
+        return max(self._nodes, environment.read_int("GROUP_WORLD_SIZE") or 1)
 
     @property
     def model(self) -> Any:
@@ -574,6 +675,10 @@ class Trainer(NativeTrainer):
     @property
     def precision(self) -> str:
         """The precision, by Lightning's name."""
+        if self._dtype is not None:
+            return {torch.float64: "64-true", torch.float16: "16-true"}.get(
+                self._dtype, "bf16-true"
+            )
         return {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}.get(
             self.accelerator.mixed_precision, self.accelerator.mixed_precision
         )
@@ -617,6 +722,17 @@ def _has(callbacks: Sequence[Callback], kind: type) -> bool:
     return any(isinstance(each, kind) for each in callbacks)
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype, *_: Any) -> Iterator[None]:
+    """Create floating-point tensors in a precision, as Lightning does in steps."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _moved_in(dtype: torch.dtype, move: Any, *args: Any) -> Any:
     """Move a batch, with its floating-point tensors in the module's precision."""
 
@@ -631,10 +747,6 @@ def _on_cpu(accelerator: Any) -> bool:
     name = str(accelerator).lower()
     if name in ("gpu", "cuda") and not torch.cuda.is_available():
         raise ValueError(f"accelerator is {accelerator!r}, but there is no CUDA device.")
-    if name not in ("auto", "cpu", "gpu", "cuda", "mps"):
-        raise ValueError(
-            f"accelerator is {accelerator!r}; it must be 'auto', 'cpu', 'gpu', 'cuda' or 'mps'."
-        )
     return name == "cpu"
 
 
@@ -649,7 +761,8 @@ def _check_devices(devices: Any, nodes: int, *, cpu: bool) -> None:
     """
     launched = environment.detect_launch()
     single = launched.launcher == "none" and not dist.is_initialized()
-    chosen = _indices(devices)
+    numbers = device_numbers(devices)
+    chosen = None if numbers is None else [int(each) for each in numbers]
     if devices in ("auto", -1, "-1", None):
         number = torch.cuda.device_count() if single and not cpu else 0
     elif chosen is not None:
@@ -684,20 +797,12 @@ def _check_devices(devices: Any, nodes: int, *, cpu: bool) -> None:
         )
 
 
-def _indices(devices: Any) -> list[int] | None:
-    """Return the numbers of devices in a list, or between commas; None for a number of devices.
-
-    Raises:
-        ValueError: There are none, or one twice.
-    """
-    if isinstance(devices, str) and "," in devices:
-        devices = [each for each in devices.split(",") if each.strip()]
-    if not isinstance(devices, (list, tuple)):
-        return None
-    found = [int(each) for each in devices]
-    if not found or len(set(found)) < len(found) or min(found) < 0:
-        raise ValueError(f"devices={devices!r} must name devices, each once.")
-    return found
+def _all_devices(accelerator: Any) -> int:
+    """Return how many processes ``devices="auto"`` asks for."""
+    launched = environment.detect_launch()
+    if launched.launcher == "none" and not dist.is_initialized():
+        return 1 if str(accelerator).lower() == "cpu" else max(torch.cuda.device_count(), 1)
+    return dist.get_world_size() if dist.is_initialized() else launched.world_size
 
 
 def _visible(chosen: Sequence[int] | None, visible: str | None) -> list[str] | None:
@@ -725,17 +830,21 @@ def _device_of(
     return f"cuda:{chosen[local_rank]}"
 
 
-def _mixed_precision(given: Any) -> str | None:
-    if given is None or str(given) in _TRUE_PRECISIONS:
-        return None
-    if str(given) not in _PRECISIONS:
-        choices = ", ".join(map(repr, [*_PRECISIONS, *_TRUE_PRECISIONS]))
-        raise ValueError(f"precision is {given!r}; it must be one of {choices}.")
-    return _PRECISIONS[str(given)]
-
-
 def interval_of(interval: Any, epochs: int | None, windows: Any) -> str | int | None:
-    """Return Lightning's two arguments as one interval."""
+    """Return Lightning's two arguments as one interval.
+
+    Raises:
+        ValueError: They do not fit together.
+    """
+    wrong = wrong_interval(
+        {
+            "val_check_interval": interval,
+            "check_val_every_n_epoch": epochs,
+            "accumulate_grad_batches": windows,
+        }
+    )
+    if wrong is not None:
+        raise ValueError(wrong)
     if isinstance(interval, (str, timedelta, Mapping)):
         if isinstance(interval, Mapping):
             interval = timedelta(**interval)
@@ -743,25 +852,10 @@ def interval_of(interval: Any, epochs: int | None, windows: Any) -> str | int | 
             days, hours, minutes, seconds = map(int, interval.split(":"))
             interval = timedelta(days, seconds, 0, 0, minutes, hours)
         return f"{interval.total_seconds():g} seconds"
-    if epochs is None and interval is None:
-        raise ValueError(
-            "check_val_every_n_epoch=None counts batches across epochs: give val_check_interval "
-            "an int, or a time."
-        )
     anew = f"of every {epochs} epochs"
     if isinstance(interval, int) and not isinstance(interval, bool):
         size = windows if isinstance(windows, int) else 1
-        if interval % size:
-            raise ValueError(
-                f"val_check_interval is {interval} batches, which is no multiple of "
-                f"accumulate_grad_batches={size}: a validation follows an update."
-            )
         return interval // size if epochs is None else f"{interval} batches {anew}"
-    if epochs is None:
-        raise ValueError(
-            f"val_check_interval is {interval}, a part of an epoch, and check_val_every_n_epoch is "
-            "None: give an int, a number of batches across epochs."
-        )
     if interval is not None and not math.isclose(interval, 1.0):
         return f"{interval!r} epochs {anew}"
     return None if epochs == 1 else f"{epochs} epochs"

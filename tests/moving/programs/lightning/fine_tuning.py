@@ -18,7 +18,7 @@ class MilestonesFinetuning(BaseFinetuning):
         self.train_bn = train_bn
 
     def freeze_before_training(self, pl_module):
-        self.freeze(modules=pl_module.feature_extractor, train_bn=self.train_bn)
+        self.freeze(modules=pl_module.feature_extractor)
 
     def finetune_function(self, pl_module, epoch, optimizer):
         if epoch == self.milestones[0]:

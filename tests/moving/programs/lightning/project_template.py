@@ -1,10 +1,12 @@
 """The shape of the best-known template of projects: everything is made from one configuration."""
 
+import csv
 import logging
 from functools import partial
 
 import lightning as L
 import torch
+import yaml
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichModelSummary
 from lightning.pytorch.loggers import CSVLogger, Logger
@@ -200,7 +202,21 @@ def train(cfg):
         ckpt_path = None
     trainer.test(model=model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=False)
     log.info(f"Best ckpt path: {ckpt_path}")
-    return {**train_metrics, **trainer.callback_metrics}, model
+    return {**train_metrics, **trainer.callback_metrics, **written(trainer)}, model
+
+
+def written(trainer):
+    """What a notebook reads of the logger's files afterwards."""
+    logger = trainer.logger
+    assert logger.log_dir == f"{logger.save_dir}/{logger.name}/version_{logger.version}"
+    with open(f"{logger.log_dir}/hparams.yaml") as file:
+        hparams = yaml.safe_load(file)
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    epochs = {int(row["epoch"]) for row in rows if row["val/acc"]}
+    return {name: hparams[name] for name in ("seed", "model/params/total")} | {
+        f"epoch {epoch}": 1 for epoch in epochs
+    }
 
 
 def main(folder):
@@ -227,7 +243,7 @@ def main(folder):
             lambda: EarlyStopping(monitor="val/acc", patience=100, mode="max"),
             lambda: RichModelSummary(max_depth=-1),
         ],
-        "logger": [lambda: CSVLogger(save_dir=folder, name="csv/", prefix="")],
+        "logger": [lambda: CSVLogger(save_dir=folder, name="csv", prefix="")],
         "trainer": partial(
             Trainer,
             default_root_dir=folder,

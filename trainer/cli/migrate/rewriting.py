@@ -292,8 +292,10 @@ def _comma(space: cst.BaseParenthesizableWhitespace, following: Sequence[cst.CST
     """Return the comma of a new first element: what follows is on a line of its own, if it was."""
     if not following:
         return cst.MaybeSentinel.DEFAULT
-    wraps = isinstance(space, cst.ParenthesizedWhitespace)
-    return cst.Comma(whitespace_after=space if wraps else cst.SimpleWhitespace(" "))
+    if not isinstance(space, cst.ParenthesizedWhitespace):
+        return cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    line = space.first_line.with_changes(whitespace=cst.SimpleWhitespace(""), comment=None)
+    return cst.Comma(whitespace_after=space.with_changes(first_line=line, empty_lines=[]))
 
 
 def _seeded(call: cst.Call) -> cst.Call:

@@ -23,10 +23,13 @@ _logger = module_logger("trackers")
 _STATES = {"failed": "FAILED", "preempted": "KILLED"}  # all others are FINISHED
 _METRICS, _PARAMS = 1000, 100  # of one request
 _REFUSED = re.compile(r"[^\w/. -]")  # in names at MLflow
+_LENGTH = 250  # characters in a name at MLflow
 
 
 def _name(name: str) -> str:
-    return _REFUSED.sub("_", name)
+    """Return a name that MLflow accepts: a relative path without empty parts."""
+    parts = _REFUSED.sub("_", name)[:_LENGTH].split("/")
+    return "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
 
 
 def _tags(given: dict[str, Any] | str | None) -> dict[str, Any]:
@@ -193,7 +196,8 @@ class MLflowTracker(ServiceTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers as metrics, texts as tags, and dicts under names "outer/inner".
 
-        Characters in names that MLflow does not accept become underscores.
+        Characters in names that MLflow does not accept become underscores, and empty parts, as in
+        "a//b", are left out; names are cut to 250 characters.
 
         Args:
             values: names and numbers, tensors or arrays of one element, texts, or dicts of these.

@@ -47,6 +47,7 @@ def test_values_configuration_and_the_end(tracker, tmp_path):
     tracker.log({"loss": torch.tensor([0.5]), "note": "a text"}, 5)
     tracker.log({"val": np.float64(2.0), "parts": {"a@1": 1}, "nan": math.nan}, 5)
     tracker.log({"slow": 3.0}, 4)
+    tracker.log({"end/": 1, "two//b": 2, "/root": 3, "./dot/../c": 4, "n" * 300: 5, "/": 6}, 4)
     with pytest.raises(TypeError, match=r"bad \(Tensor\)"):
         tracker.log({"bad": torch.zeros(2), "loss": 0.25}, 10)
     run = written(tracker, tmp_path, "preempted")
@@ -54,6 +55,8 @@ def test_values_configuration_and_the_end(tracker, tmp_path):
     assert run.metrics["loss"] == [(5, 0.5), (10, 0.25)]
     assert run.metrics["parts/a_1"] == [(5, 1.0)]
     assert run.metrics["slow"] == [(4, 3.0)]
+    names = ["end", "two/b", "root", "dot/c", "n" * 250, "_"]
+    assert [run.metrics[name] for name in names] == [[(4, k)] for k in range(1, 7)]
     assert math.isnan(run.metrics["nan"][0][1])
     assert (run.params["lr"], run.params["model/dtype"]) == ("0.1", "torch.float32")
     assert run.tags["note"] == "a text"

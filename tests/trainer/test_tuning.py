@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
 from tests.numerics.running import Watch, assert_same, copy_of, on_processes, quiet_trainer
-from trainer import Trainer, TrainModule, Tuner
+from trainer import CombinedLoader, Trainer, TrainModule, Tuner
 from trainer.rng import next_seed, rng_state
 from trainer.tuning import LearningRateTest
 
@@ -1197,11 +1197,22 @@ def test_scale_batch_size_keeps_collate_fn_and_drop_last():
             seen.append(len(batch[0]))
             return super().training_step(batch, batch_idx)
 
+    class Several(Line):
+        def training_step(self, batch, batch_idx):
+            while not isinstance(batch[0] if isinstance(batch, list) else None, torch.Tensor):
+                (batch,) = batch.values() if isinstance(batch, dict) else batch
+            seen.append(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
     seen: list[int] = []
     positive = TensorDataset(torch.rand(10, 3), torch.rand(10, 1))
     loader = DataLoader(positive, batch_size=1, collate_fn=collate, drop_last=True)
     scale(Looking(4), train_dataloaders=loader)
     assert seen == [2] * 3 + [4, 4, 4] + [8]
+    seen.clear()
+    for given in ([loader], {"a": [loader]}, CombinedLoader({"a": loader}, "min_size")):
+        scale(Several(), train_dataloaders=given, max_val=2)
+    assert seen == [2] * 9
     stream = DataLoader(Stream(), batch_size=1)  # of no known length
     assert scale(Hungry(4), train_dataloaders=stream).trials == {2: True, 4: True, 8: False}
 

@@ -9,7 +9,7 @@ processes needs in addition to them, is set aside meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from callbacks import Callback
 from trainer.checks import check_counts, choice_error, given
+from trainer.data.combined import CombinedLoader
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.data.workers import reads_as_torchs, users_kwargs
 from trainer.distributed.objects import all_gather_object
@@ -305,8 +306,12 @@ def with_batch_size(loaders: Any, size: int) -> Any:
     Raises:
         ValueError: One of them does not have a fixed batch size.
     """
+    if isinstance(loaders, CombinedLoader):
+        return CombinedLoader(with_batch_size(loaders.iterables, size), loaders.mode)
     if isinstance(loaders, (list, tuple)):
         return [with_batch_size(loader, size) for loader in loaders]
+    if isinstance(loaders, Mapping):
+        return {name: with_batch_size(loader, size) for name, loader in loaders.items()}
     own = isinstance(loaders, DataLoader) and not reads_as_torchs(type(loaders))
     if not isinstance(loaders, DataLoader) or loaders.batch_size is None or own:
         raise ValueError(

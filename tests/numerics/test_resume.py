@@ -34,7 +34,7 @@ from tests.numerics.running import (
     quiet_trainer,
 )
 from trackers import read_metrics
-from trainer import GradScalerKwargs, TrainModule
+from trainer import CombinedLoader, GradScalerKwargs, TrainModule
 from trainer.errors import Preempted
 
 CLASSES, FEATURES = 3, 5
@@ -371,14 +371,19 @@ class Again(RandomSampler):
 @pytest.mark.parametrize(("sampler", "step", "signals"), [
     (Again, 1, False), (Again, 3, False), (Again, 4, True), (RandomSampler, 4, False),
 ])  # fmt: skip  # a table
-def test_a_sampler_that_depends_on_earlier_epochs_warns(tmp_path, caplog, sampler, step, signals):
+@pytest.mark.parametrize("several", [False, True])
+def test_a_sampler_that_depends_on_earlier_epochs_warns(
+    tmp_path, caplog, sampler, step, signals, several
+):
     """An epoch is of 3 updates; the sampler's second order depends on its first."""
     data = TensorDataset(torch.randn(12, FEATURES), torch.arange(12) % CLASSES)
     for max_steps in (step, 6):
         trainer = quiet_trainer(
             max_steps=max_steps, seed=1, project_dir=tmp_path, callbacks=[ModelCheckpoint(every=1)]
         )
-        loader = DataLoader(data, batch_size=4, sampler=sampler(data))
+        loader: Any = DataLoader(data, batch_size=4, sampler=sampler(data))
+        if several:
+            loader = CombinedLoader([loader], "sequential")
         trainer.fit(Noisy(), loader, ckpt_path="auto")
     assert ("the order of its Again depend on the global generators" in caplog.text) == signals
     assert ("differs from before the resume" in caplog.text) == signals

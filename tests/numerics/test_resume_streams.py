@@ -143,6 +143,13 @@ class Noisy(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Short(Noisy):
+    """Leaves out the rest of each epoch, while the stream is read ahead."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 3 else None
+
+
 class End(Callback):
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.optimizer = copy.deepcopy(trainer.optimizers[0].state_dict())
@@ -174,8 +181,8 @@ def stream_fit(folder: str, begin: int, name: str, workers: int, options: dict[s
         callbacks=[watch, end, ModelCheckpoint(every=1, save_last=100)],
         **{"max_epochs": 3, **options},
     )
-    module = Noisy()
-    trainer.fit(module, data(name, workers), ckpt_path="auto")
+    module = Short() if name.startswith("left ") else Noisy()
+    trainer.fit(module, data(name.removeprefix("left "), workers), ckpt_path="auto")
     return {
         "weights": copy_of(module),
         "optimizer": end.optimizer,
@@ -216,6 +223,9 @@ def assert_resumed(whole: Any, resumed: Any, step: int) -> None:
         ("plain", 2, 0, {"max_epochs": 2}, 3),
         ("keeping", 1, 2, {"max_epochs": 2}, 5),
         ("keeping", 2, 0, {"max_epochs": 2}, 3),
+        ("left resumable", 1, 0, {"gradient_accumulation_steps": 2}, 1),
+        ("left anew 4", 1, 0, {"gradient_accumulation_steps": 2}, 1),
+        ("left source", 1, 0, {"gradient_accumulation_steps": 2, "max_epochs": 2}, 1),
     ],
 )
 def test_resume_after_every_update(ranks, tmp_path, name, world, workers, options, every):

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from itertools import cycle, islice
+import multiprocessing
+import os
+import signal
+from itertools import cycle, islice, product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from tests.numerics.running import copy_of, on_processes, quiet_trainer
 from trainer import CombinedLoader, TrainModule
@@ -32,6 +41,28 @@ class Numbers(Dataset[Tensor]):
 class Stream(IterableDataset[Tensor]):
     def __iter__(self) -> Any:
         return iter(Numbers(500, 7, 0.5)[index] for index in range(7))
+
+
+class Stateful(IterableDataset[Tensor]):
+    """Goes on where it stands, with a set_epoch that draws."""
+
+    def __init__(self) -> None:
+        self.at, self.drawn = 0, 0.0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.drawn = torch.rand(()).item()
+
+    def __iter__(self) -> Any:
+        while self.at < 7:
+            self.at += 1
+            yield torch.tensor([500 + self.at + self.drawn])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
 
 
 class Adds(TrainModule):
@@ -68,7 +99,7 @@ def joint(mode: str) -> list[Any]:
 
 def fit(combined: Any, **kwargs: Any) -> Any:
     module, ckpt = Adds(), kwargs.pop("ckpt_path", None)
-    trainer = quiet_trainer(seed=3, **kwargs)
+    trainer = quiet_trainer(**{"seed": 3} | kwargs)
     trainer.fit(module, combined, ckpt_path=ckpt)
     return module.seen, copy_of(module), trainer.num_training_batches
 
@@ -96,21 +127,34 @@ def noisy(kind: str) -> Any:
     }
     if kind == "stream":
         loaders["c"] = DataLoader(Stream(), 2)
+    if kind == "stateful":
+        loaders["c"] = DataLoader(Stateful(), 2)
+    if kind == "persistent":
+        loaders["c"] = DataLoader(Stream(), 2)
+        loaders["d"] = DataLoader(Numbers(0, 6, 0.5), 2, num_workers=1, persistent_workers=True)
     if kind == "sampler":
         weights = WeightedRandomSampler([1.0] * 30, 12)
         loaders["c"] = DataLoader(Numbers(200, 30), batch_size=None, sampler=weights)
     return loaders
 
 
-@pytest.mark.parametrize("kind", ["plain", "workers", "stream", "sampler"])
-@pytest.mark.parametrize("saved_at", [2, 5])
+STREAMS = ["stream", "stateful", "persistent"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved_at"),
+    [
+        *product(["plain", "workers", "stream", "sampler"], [2, 5]),
+        *[("stateful", 9), ("stateful", 11), ("persistent", 9)],
+    ],
+)
 def test_a_run_resumes_inside_an_epoch_of_several_loaders(tmp_path, kind, saved_at):
     loaders = noisy(kind)
     whole, weights, _ = fit(loaders, max_epochs=2, project_dir=tmp_path / "whole")
     numbers = [round(x // 1) for _, batch in whole[:9] for x in batch["a"]]
     passes = [numbers[:6], numbers[6:12], numbers[12:18]]
     assert all(sorted(each) == list(range(6)) for each in passes)
-    assert kind == "stream" or len({tuple(each) for each in passes}) == 3  # each in its own order
+    assert kind in STREAMS or len({tuple(each) for each in passes}) == 3  # each in its own order
     folder = {"project_dir": tmp_path / "parts", "checkpointing": True}
     first, _, _ = fit(noisy(kind), max_steps=saved_at, **folder)
     rest, found, _ = fit(noisy(kind), max_epochs=2, ckpt_path="auto", **folder)
@@ -128,6 +172,51 @@ def test_the_rest_of_an_epoch_is_dealt_to_another_number_of_processes(ranks, tmp
 
     for rank, found in enumerate(on_processes(ranks, 2, rest)):
         assert found == whole[4 + rank : 9 : 2] + whole[9 + rank :: 2]
+
+
+def test_a_draw_of_set_epoch_depends_on_the_seed_and_the_loader():
+    found = []
+    for seed in (3, 4, 3):
+        loaders = {name: DataLoader(Stateful(), 2) for name in "ab"}
+        found.append(fit(loaders, max_steps=1, seed=seed)[0])
+    assert found[0] == found[2] != found[1]
+    [(_, batch)] = found[0]
+    assert batch["a"] != batch["b"]
+
+
+def test_datasets_without_a_length_are_saved_too(tmp_path):
+    class Endless(Dataset[Tensor]):
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.tensor([float(index)])
+
+    loaders = {name: DataLoader(Endless(), sampler=[7, 8, 9]) for name in "ab"}
+    folder = {"project_dir": tmp_path, "checkpointing": True}
+    fit(loaders, max_steps=2, **folder)
+    rest, _, _ = fit(loaders, max_epochs=1, ckpt_path="auto", **folder)
+    assert rest == [(0, {"a": [9.0], "b": [9.0]})]
+
+
+def add_thousand(worker: int) -> None:
+    get_worker_info().dataset.first += 1000  # type: ignore[union-attr]  # it is a worker
+
+
+@pytest.mark.parametrize("kind", ["map-style", "stream"])
+def test_workers_are_set_up_each_with_its_own_dataset_and_outlive_a_signal(kind):
+    class Signals(Adds):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            workers = set(multiprocessing.active_children()) - before if batch_idx == 1 else ()
+            for child in workers:
+                os.kill(child.pid, signal.SIGTERM)  # type: ignore[arg-type]  # it has begun
+
+    before = set(multiprocessing.active_children())
+    init = {"num_workers": 1, "worker_init_fn": add_thousand}
+    loaders = {"a": DataLoader(Numbers(0, 6), **init), "b": DataLoader(Numbers(100, 6), **init)}
+    if kind == "stream":
+        loaders["c"] = DataLoader(Stream())
+    module = Signals()
+    quiet_trainer(max_steps=6, limit_train_batches=6).fit(module, loaders)
+    seen = [(batch["a"], batch["b"]) for _, batch in module.seen]
+    assert seen == [([1000.0 + k], [1100.0 + k]) for k in range(6)]
 
 
 def test_validation_reads_combined_loaders_too():

@@ -8,17 +8,19 @@ loaders are read as one stream of joint batches.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from trainer.checks import choice_error
+from trainer.data.iterable import continues, initial_state
 from trainer.data.sampler import MODES, JointBatches, joint_length, joint_rounds, length_of
-from trainer.data.seeding import as_fetched, set_epoch_of
+from trainer.data.seeding import as_fetched
 from trainer.data.tensor_dataset import TensorRows, wrapped
-from trainer.data.workers import reads_as_torchs, users_kwargs
+from trainer.data.workers import reads_as_torchs, signal_safe, users_kwargs
 from trainer.tree import children, rebuild
 
 
@@ -125,7 +127,9 @@ class CombinedLoader:
             ],
             self.mode,
         )
-        return DataLoader(**_kwargs_of(loaders), dataset=JointData(self), batch_sampler=batches)
+        sized = all(length_of(each.dataset) is not None for each in loaders)
+        data = SizedJointData(self) if sized else JointData(self)
+        return DataLoader(**_kwargs_of(loaders), dataset=data, batch_sampler=batches)
 
 
 def _again(loader: Any, number: int) -> Iterable[Any]:
@@ -141,22 +145,29 @@ def _kwargs_of(loaders: Sequence[DataLoader[Any]]) -> dict[str, Any]:
     def all_of(name: str) -> list[Any]:
         return [each[name] for each in given if each[name] is not None]
 
-    contexts, inits = all_of("multiprocessing_context"), all_of("worker_init_fn")
+    contexts = all_of("multiprocessing_context")
+    init = partial(_init_each, [each["worker_init_fn"] for each in given])
     return {
         "num_workers": sum(all_of("num_workers")),
         "collate_fn": as_fetched,
         "pin_memory": any(all_of("pin_memory")),
         "timeout": max(all_of("timeout")),
-        "worker_init_fn": partial(_call_all, inits) if inits else None,
+        "worker_init_fn": init if all_of("worker_init_fn") else None,
         "multiprocessing_context": contexts[0] if contexts else None,
         "prefetch_factor": max(all_of("prefetch_factor"), default=None),
         "persistent_workers": any(all_of("persistent_workers")),
     }
 
 
-def _call_all(functions: Sequence[Callable[[int], Any]], worker: int) -> None:
-    for function in dict.fromkeys(functions):
-        function(worker)
+def _init_each(functions: Sequence[Callable[[int], Any] | None], worker: int) -> None:
+    """Call the ``worker_init_fn`` of each loader, with its own dataset in ``get_worker_info``."""
+    info: Any = get_worker_info()
+    joint = info.dataset
+    for dataset, function in zip(joint.datasets, functions, strict=True):
+        if function is not None:
+            object.__setattr__(info, "dataset", dataset)  # its __setattr__ raises
+            function(worker)
+    object.__setattr__(info, "dataset", joint)
 
 
 class JointData(Dataset[Any]):
@@ -176,9 +187,6 @@ class JointData(Dataset[Any]):
         shape = combined.iterables  # without the loaders, which would be sent to workers
         numbers = iter(range(len(loaders)))
         self._join = partial(_joined, _filled(shape, numbers), combined.mode)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.datasets))
 
     def set_epoch(self, epoch: int) -> None:
         """Call the ``set_epoch`` of the datasets that have one."""
@@ -202,6 +210,13 @@ class JointData(Dataset[Any]):
         return collate(fetch(keys) if fetch else [dataset[key] for key in keys])
 
 
+class SizedJointData(JointData):
+    """Joint data of datasets that all have a length, which is the sum of theirs."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.datasets))
+
+
 def _joined(shape: Any, mode: str, batches: Mapping[int, Any]) -> Any:
     """Return a joint batch; `shape` has the numbers of the loaders in their places."""
     if mode == "sequential":
@@ -212,8 +227,20 @@ def _joined(shape: Any, mode: str, batches: Mapping[int, Any]) -> Any:
     return rebuild(shape, parts)
 
 
+def _anew(loader: Any, initial: bytes | None, number: int) -> Iterable[Any]:
+    """Return a loader to begin a pass of a `JointStream`, as `_again` does."""
+    del number
+    if initial is not None:
+        continues(loader).load_state_dict(pickle.loads(initial))  # noqa: S301 - made here
+    rebuilds = isinstance(loader, DataLoader) and reads_as_torchs(type(loader))
+    return signal_safe(loader) if rebuilds else loader
+
+
 class JointStream:
     """Yields joint batches of loaders of which some are streams.
+
+    A resume reads the epoch again from its beginning, so each pass of a stream begins as its first
+    one did, also if the stream itself would continue from its state.
 
     Args:
         combined: The loaders.
@@ -221,19 +248,26 @@ class JointStream:
 
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined = combined
+        self._initial: list[bytes | None] | None = None  # the streams' states before the first pass
 
     def __iter__(self) -> Iterator[Any]:
-        for batch, _, _ in self._combined:
-            yield batch
+        loaders = self._combined.flattened
+        if self._initial is None:
+            self._initial = [initial_state(continues(each)) for each in loaders]
+        passes = [partial(_anew, *each) for each in zip(loaders, self._initial, strict=True)]
+        for parts in joint_rounds(passes, self._combined.mode):
+            yield self._combined.joined(parts)
 
     def __len__(self) -> int:
         return len(self._combined)
 
     def set_epoch(self, epoch: int) -> None:
-        """Call the ``set_epoch`` of the loaders, their samplers and datasets that have one."""
+        """Call the ``set_epoch`` of the loaders, their samplers and datasets that have one.
+
+        Like that of any loader, it is called with seeded generators.
+        """
         for loader in self._combined.flattened:
-            batches = getattr(loader, "batch_sampler", None)
-            parts = loader, batches, getattr(loader, "sampler", None)
+            names = "batch_sampler", "sampler", "dataset"
+            parts = loader, *(getattr(loader, name, None) for name in names)
             for part in {id(each): each for each in parts if hasattr(each, "set_epoch")}.values():
-                part.set_epoch(epoch)  # type: ignore[union-attr]  # of those that have it
-            set_epoch_of(getattr(loader, "dataset", None), 0, epoch)
+                part.set_epoch(epoch)

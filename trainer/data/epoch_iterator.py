@@ -332,9 +332,7 @@ class EpochIterator:
     def num_samples(self) -> int | None:
         """The number of samples in the epoch without a limit; None if unknown."""
         known = None if self.sampler is None else self.sampler.num_samples
-        if known is None and hasattr(self.dataset, "__len__"):
-            known = len(self.dataset)
-        return known
+        return length_of(self.dataset) if known is None else known
 
     @property
     def num_global_batches(self) -> int | None:
@@ -382,8 +380,7 @@ class EpochIterator:
         if self.sampler is not None:
             self.sampler.take_length(self._resumed_length.samples)
             self.sampler.set_epoch(epoch)
-        if hasattr(self.loader, "set_epoch"):
-            self.loader.set_epoch(epoch)
+        set_epoch_of(self.loader, self.seed, epoch)
         set_epoch_of(getattr(self.loader, "dataset", None), self.seed, epoch)
 
     def position(self) -> dict[str, Any] | None:
@@ -429,14 +426,16 @@ class EpochIterator:
         before, self._mark = self._mark, None
         if self.rank > 0 or not self.start_batch or before in (None, self.mark):
             return
-        batches = self._source.batch_sampler
-        plain = batches is None or type(batches) is BatchSampler
+        orders = self.sampler.orders if self.sampler is not None else []
+        names = [
+            type(each.sampler if type(each) is BatchSampler else each).__name__ for each in orders
+        ]
         logger.warning(
             "The order of epoch %d differs from before the resume: some samples will be read twice "
             "in it, and others not at all. Let the order of its %s depend on the global generators "
             "or on set_epoch, not on state that it keeps between epochs.",
             self.epoch,
-            type(self._source.sampler if plain else batches).__name__,
+            " or ".join(dict.fromkeys(names)),
         )
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count, islice
@@ -176,6 +176,27 @@ def pickled_state(owner: Any) -> bytes:
             f".state_dict() gave {type(error).__name__}: {error}. It must return a tree of "
             "tensors, numbers and strings at any time; otherwise a resume reads the stream again."
         ) from error
+
+
+def continues(source: Any) -> Any:
+    """Return the object that, read in part, does not begin anew by itself: one with a state.
+
+    It is an iterable dataset without workers, which read copies, or an iterable of batches. None if
+    there is none.
+    """
+    owner = source
+    if isinstance(source, DataLoader):
+        owner = None if source.num_workers else source.dataset
+        if not isinstance(owner, IterableDataset) or isinstance(owner, IterDataPipe):
+            return None
+    return owner if _has_state(owner) else None
+
+
+def initial_state(owner: Any) -> bytes | None:
+    """Pickle the state of an unread stream; None if it has none before a pass begins."""
+    with suppress(RuntimeError):
+        return None if owner is None else pickled_state(owner)
+    return None
 
 
 class _Requests:
@@ -394,6 +415,10 @@ class Stream:
         self._epoch = 0
         self._used: Place | None = None
         self._over = ""
+        owner = continues(source)
+        saved = self._reading.kind == "dataset" or owner is source
+        self._continues = owner if saved and self._reading.kind != "none" else None
+        self._initial: bytes | None = None  # its state before the first pass
         self._before_last = Place()
         self._cut = False
 
@@ -407,6 +432,7 @@ class Stream:
             limit: The number of batches after which the epoch ends, including the skipped ones;
                 None means no limit.
         """
+        self._initial = initial_state(self._continues) if self._fresh else self._initial
         # 1. Choose the saved position to start from, if there is one.
         pending, self._pending = self._pending, None
         if pending is not None and pending["epoch"] == epoch:
@@ -496,8 +522,14 @@ class Stream:
         self._over = "" if not last else "cut" if self._cut else "end"
 
     def leave(self) -> None:
-        """Record that the run has left the pass; the next one begins as the first one did."""
-        self._used, self._position = None, None
+        """Record that the run has left the pass; the next one begins as the first one did.
+
+        Without workers the stream itself stands inside the pass, so its first state is restored.
+        """
+        self._used = self._pending = None
+        if self._initial is not None:
+            self._pending = self._at(Place(states=(self._initial,)), self._epoch + 1, "")
+        self._position = self._pending
 
     def position(self) -> dict[str, Any] | None:
         """Return the run's position in the stream, as a tree for a checkpoint.

@@ -305,7 +305,7 @@ class SkippedOrder:
     Attributes:
         before: The number of samples in the skipped batches.
         mark: A checksum of the order, computed from its first batch; None if its keys are not
-            integers.
+            integers or tuples of integers.
     """
 
     def __init__(self, batches: Iterable[Any], skip: int, as_batch: Callable[[Any], Any]) -> None:
@@ -318,8 +318,9 @@ class SkippedOrder:
         first = list(map(self._as_batch, islice(batches, 1)))  # read once: it may be an iterator
         batches = chain(first, batches)
         indices = [i for each in first for i in _indices(each)]
+        keys = [part for i in indices[:64] for part in (i if type(i) is tuple else [i])]
         with suppress(TypeError):  # keys that are not integers
-            self.mark = zlib.crc32(repr([*map(operator.index, indices[:64])]).encode())
+            self.mark = zlib.crc32(repr([*map(operator.index, keys)]).encode())
         skipped = map(self._as_batch, islice(batches, self.skip))
         self.before = sum(map(INDICES.count, skipped))
         return batches
@@ -542,6 +543,13 @@ class ShardedSampler(Sampler[Any]):
         for sampler in _samplers_of(self._sampler):
             if isinstance(sampler, SeededSampler):
                 sampler.seed = seed
+
+    @property
+    def orders(self) -> list[Any]:
+        """The user's sampler or batch sampler; of several loaders, those of each."""
+        batches: Any = self.batch_sampler
+        joint = isinstance(batches, JointBatches)
+        return [each for each, _ in batches.parts] if joint else [batches]
 
     @property
     def length(self) -> EpochLength:

@@ -31,7 +31,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch._C import _remove_worker_pids  # otherwise torch reports the kill below as a crash
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainer.data.sampler import ShardedSampler
 from trainer.data.seeding import as_fetched
@@ -278,6 +278,18 @@ def what_kwargs(loader: DataLoader[Any], sampler: Any = None) -> dict[str, Any]:
     if loader.batch_sampler is None:
         return {"batch_size": None, "sampler": sampler}
     return {"batch_sampler": sampler}
+
+
+def signal_safe(loader: DataLoader[Any]) -> SignalSafeLoader:
+    """Return a loader rebuilt with its own sampler, to be read as it is.
+
+    Its workers end with each pass, as those of a stream; see `loader_kwargs`.
+    """
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    stream = isinstance(loader.dataset, IterableDataset)
+    kwargs = users_kwargs(loader) | what_kwargs(loader, None if stream else sampler)
+    kwargs["worker_init_fn"] = SignalSafeWorker(loader.worker_init_fn)
+    return SignalSafeLoader(**kwargs | {"persistent_workers": False})
 
 
 def loader_kwargs(

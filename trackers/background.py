@@ -211,17 +211,21 @@ class BackgroundTracker(GeneralTracker):
         """Queue histograms to be recorded."""
         self._relay("log_histogram", values, step, **kwargs)
 
-    def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_figure(self, *args: Any, **kwargs: Any) -> None:
         """Draw figures now and queue their pixels, so that the caller may change the figures."""
-        self._relay("log_figure", values, step, **kwargs)
+        self._relay("log_figure", *args, **kwargs)
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
         """Queue texts to be recorded."""
         self._relay("log_text", masked_texts(values), step, **kwargs)
 
-    def log_artifact(self, path: Any, *args: Any, **kwargs: Any) -> None:
+    def log_artifact(self, *args: Any, **kwargs: Any) -> None:
         """Queue a file or a folder to be recorded; a full queue does not drop it."""
-        self._relay("log_artifact", path, *args, **kwargs)
+        self._relay("log_artifact", *args, **kwargs)
+
+    def log_artifacts(self, local_dir: Any, artifact_path: str | None = None) -> None:
+        """As `log_artifact`, under MLflow's names; there the default is the root of the files."""
+        self._relay("log_artifact", local_dir, artifact_path or "")
 
     def log_model(self, path: Any, *args: Any, **kwargs: Any) -> None:
         """Queue a model to be recorded; a full queue does not drop it."""

@@ -268,8 +268,25 @@ class MLflowTracker(ServiceTracker):
         csv.writer(text).writerows([names, *rows])
         self._log_file(text.getvalue(), "tables", table_name, step, "csv")
 
-    def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record each as an image, see `GeneralTracker.log_figure`."""
+    def log_figure(
+        self,
+        values: Any = None,
+        step: int | str | None = None,
+        *,
+        figure: Any = None,
+        artifact_file: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record each as an image, see `GeneralTracker.log_figure`.
+
+        Or one figure as a file, as MLflow does: ``log_figure(figure, "plots/loss.png")``.
+        """
+        if not isinstance(values, dict):
+            figure = values if figure is None else figure
+            path = step if artifact_file is None else artifact_file
+            pixels = rendered(figure)
+            self.client.log_image(self.tracker.info.run_id, pixels, artifact_file=path, **kwargs)
+            return
         for name, value in values.items():
             self._log_image(rendered(value), _name(name), step, **kwargs)
 
@@ -290,10 +307,13 @@ class MLflowTracker(ServiceTracker):
 
     def log_artifact(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None = None,
         name: str | None = None,
         kind: str = "artifact",  # noqa: ARG002  # MLflow has no kinds
         step: int | None = None,  # noqa: ARG002  # an interface
+        *,
+        local_path: str | os.PathLike[str] | None = None,
+        artifact_path: str | None = None,
         **kwargs: Any,  # noqa: ARG002  # an interface
     ) -> None:
         """Record a file or the files of a folder.
@@ -301,19 +321,32 @@ class MLflowTracker(ServiceTracker):
         Args:
             path: the file or the folder.
             name: the folder among the run's files; by default that of a file is their root, and
-                that of a folder has its name.
+                that of a folder has its name. "" is the root.
             kind: has no effect.
             step: has no effect.
+            local_path: another name of `path`, MLflow's.
+            artifact_path: another name of `name`, MLflow's.
             **kwargs: has no effect.
 
         Raises:
             FileNotFoundError: there is nothing at the path.
+            TypeError: there is no path.
         """
-        path, run = existing(path), self.tracker.info.run_id
+        given = local_path if path is None else path
+        if given is None:
+            raise TypeError("log_artifact needs path, the file or the folder.")
+        path, run = existing(given), self.tracker.info.run_id
+        folder = artifact_path if name is None else name
         if path.is_dir():
-            self.client.log_artifacts(run, str(path), name or path.name)
+            self.client.log_artifacts(run, str(path), path.name if folder is None else folder)
         else:
-            self.client.log_artifact(run, str(path), name)
+            self.client.log_artifact(run, str(path), folder or None)
+
+    def log_artifacts(
+        self, local_dir: str | os.PathLike[str], artifact_path: str | None = None
+    ) -> None:
+        """Record the files of a folder, by default at the root of the run's files."""
+        self.log_artifact(local_dir, artifact_path or "")
 
     def log_model(
         self,

@@ -82,13 +82,16 @@ class NullTracker(GeneralTracker):
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Do nothing."""
 
-    def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_figure(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
         """Do nothing."""
 
-    def log_artifact(self, path: Any, *args: Any, **kwargs: Any) -> None:
+    def log_artifact(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def log_artifacts(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
     def log_model(self, path: Any, *args: Any, **kwargs: Any) -> None:

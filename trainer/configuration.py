@@ -616,6 +616,9 @@ class FP8RecipeKwargs(KwargsHandler):
         amax_compute_algo: Value taken from the history: ``"most_recent"`` or ``"max"``.
         override_linear_precision: Which of forward, input gradient and weight gradient run in a
             higher precision.
+        opt_level: Another name of `optimization_level`, which it replaces.
+        use_autocast_during_eval: As in `TERecipeKwargs`.
+        use_mxfp8_block_scaling: As in `TERecipeKwargs`.
 
     Raises:
         ValueError: A name is unknown.
@@ -629,9 +632,13 @@ class FP8RecipeKwargs(KwargsHandler):
     amax_history_len: int = 1024
     amax_compute_algo: str = "most_recent"
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    opt_level: str | None = None
+    use_autocast_during_eval: bool | None = None
+    use_mxfp8_block_scaling: bool | None = None
 
     def __post_init__(self) -> None:
         """Check the names."""
+        self.optimization_level = self.opt_level or self.optimization_level
         self.backend = self.backend.upper()
         self.fp8_format = self.fp8_format.upper()
         for name, choices in (

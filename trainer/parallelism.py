@@ -389,6 +389,8 @@ class FullyShardedDataParallelPlugin:
         optim_state_dict_config: FSDP 1's; makes no difference.
         activation_checkpointing: Recompute the activations of these submodules in backward; None
             takes ``FSDP_ACTIVATION_CHECKPOINTING``, else False.
+        activation_checkpointing_offload: Keep the inputs that they are recomputed from in host
+            memory until backward; None takes ``FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD``, else False.
         cpu_ram_efficient_loading: Tell transformers that only the first process of each machine
             need read weights in ``from_pretrained``, by setting this variable and
             ``ACCELERATE_USE_FSDP`` when the Trainer or `Accelerator` is made. In every case all
@@ -425,6 +427,7 @@ class FullyShardedDataParallelPlugin:
     sync_module_states: bool | None = None
     forward_prefetch: bool | None = None
     activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
@@ -452,11 +455,17 @@ class FullyShardedDataParallelPlugin:
             sync_module_states=True,
             forward_prefetch=False,
             activation_checkpointing=False,
+            activation_checkpointing_offload=False,
             cpu_ram_efficient_loading=False,
             min_num_params=100_000_000,
             ignored_modules=None,
         )
         check_bool_fields(self)
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
+            raise ValueError(
+                "activation_checkpointing_offload is True, but activation_checkpointing is False: "
+                "set that to True, or leave this out."
+            )
         self._check_version_2()
 
     def _check_version_2(self) -> None:

@@ -117,6 +117,10 @@ def test_two_shards_train_as_one_process_also_where_batches_do_not_divide(ranks2
 WRAPPED: dict[str, dict[str, Any]] = {
     "released after backward": {"sharding_strategy": "SHARD_GRAD_OP"},
     "activations recomputed": {"activation_checkpointing": True},
+    "their inputs offloaded": {
+        "activation_checkpointing": True,
+        "activation_checkpointing_offload": True,
+    },
     "offloaded": {"cpu_offload": True},
     "by size": {
         "auto_wrap_policy": "size_based_wrap",

@@ -125,6 +125,8 @@ def test_what_is_not_here_says_what_to_use():
         accelerate.commands.menu
     with pytest.raises(ImportError, match=r"megatron_lm.GPTTrainStep is not in .*megatron-core"):
         from trainer.accelerate.utils.megatron_lm import GPTTrainStep  # noqa: F401 - as above
+    with pytest.raises(ImportError, match=r"megatron_lm.prepare_data_loader is .*megatron-core"):
+        from trainer.accelerate.utils.megatron_lm import prepare_data_loader  # noqa: F401 - as above
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'trainer.accelerate.nothing'"):
         import_module("trainer.accelerate.nothing")
     assert not hasattr(accelerate, "nothing")

@@ -11,7 +11,7 @@ import yaml
 from PIL import Image
 
 from tests.helpers.services import mlflow_runs, mlflow_store
-from trackers import MLflowTracker, resolve_trackers
+from trackers import BackgroundTracker, MLflowTracker, resolve_trackers
 
 
 @pytest.fixture
@@ -149,3 +149,26 @@ def test_images_tables_figures_and_files(tracker, tmp_path):
     assert (run.files / "tables/named-1.csv").read_bytes() == b"a,b\r\nx,1\r\n"
     for path in ("model/step-100/model.safetensors", "model.safetensors"):
         assert (run.files / path).read_bytes() == b"weights"
+
+
+def test_figures_and_files_by_the_arguments_of_mlflow(make, tmp_path):
+    from matplotlib.figure import Figure
+
+    background = BackgroundTracker(make())
+    background.start()
+    figure = Figure(figsize=(2, 1), dpi=50)
+    background.log_figure(figure, "plots/a.png")
+    background.log_figure(figure=figure, artifact_file="plots/b.png")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "note.txt").write_text("note")
+    background.log_artifact(local_path=str(folder / "note.txt"), artifact_path="notes")
+    background.log_artifacts(str(folder))
+    background.log_artifacts(local_dir=str(folder), artifact_path="inside")
+    background.finish()
+    run = mlflow_runs(tmp_path)[-1]
+    for path in ("plots/a.png", "plots/b.png"):
+        with Image.open(run.files / path) as read:
+            assert read.size == (100, 50)
+    for path in ("notes/note.txt", "note.txt", "inside/note.txt"):
+        assert (run.files / path).read_text() == "note"

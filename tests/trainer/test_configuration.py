@@ -298,5 +298,6 @@ def test_an_earlier_fp8_recipe_is_that_of_transformer_engine():
         "backend": "TE",
         "fp8_format": "HYBRID",
     }
-    found = recipe_of([FP8RecipeKwargs(backend="TE", margin=2)])
-    assert found == TERecipeKwargs(margin=2, fp8_format="E4M3")
+    found = recipe_of([FP8RecipeKwargs(backend="TE", margin=2, use_autocast_during_eval=True)])
+    assert found == TERecipeKwargs(margin=2, fp8_format="E4M3", use_autocast_during_eval=True)
+    assert FP8RecipeKwargs(opt_level="O1").optimization_level == "O1"

@@ -91,6 +91,11 @@ def test_each_variable_equals_its_argument(variable, text, name, value, monkeypa
         ({"reshard_after_forward": "maybe"}, ValueError, "reshard_after_forward is 'maybe'"),
         ({"auto_wrap_policy": "size"}, ValueError, "auto_wrap_policy is 'size'; .*SIZE_BASED"),
         ({"fsdp_version": 3}, ValueError, "fsdp_version is 3; it must be 1 or 2"),
+        (
+            {"activation_checkpointing_offload": True},
+            ValueError,
+            "offload is True, but activation_checkpointing is False",
+        ),
         ({"activation_checkpointing": 1}, TypeError, "activation_checkpointing is 1"),
     ],
 )

@@ -95,6 +95,8 @@ def find(module: str, name: str) -> tuple[str, str] | None:
         module: Of accelerate, one of `PLACES`.
         name: A name in it.
     """
+    if f"{module}.{name}" in ACCELERATE_MODULES:  # refused, though we have another of this name
+        return None
     if name in RENAMED:
         return RENAMED[name]
     for place in (*PLACES[module], *_ELSEWHERE):

@@ -32,6 +32,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.autograd.graph import save_on_cpu
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -301,7 +302,9 @@ class FullyShard(SingleDevice):
                     "or leave it out."
                 )
             for unit in kept + left:
-                checkpoint_activations(unit)
+                checkpoint_activations(
+                    unit, offload=bool(self.plugin.activation_checkpointing_offload)
+                )
         return kept
 
     def _check_not_shared(self, roots: list[nn.Module]) -> None:
@@ -970,12 +973,18 @@ def _by_size(module: nn.Module, least: int) -> Iterator[nn.Module]:
     yield from reversed(chosen)
 
 
-def checkpoint_activations(unit: nn.Module) -> None:
-    """Recompute a submodule's activations in backward; the names of its parameters stay."""
+def checkpoint_activations(unit: nn.Module, *, offload: bool = False) -> None:
+    """Recompute a submodule's activations in backward; the names of its parameters stay.
+
+    Args:
+        unit: The submodule.
+        offload: Keep its inputs, from which they are recomputed, in host memory until backward.
+    """
     forward = unit.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **checkpoint_options(), **kwargs)
+        with save_on_cpu(pin_memory=True) if offload else nullcontext():
+            return checkpoint(forward, *args, use_reentrant=False, **checkpoint_options(), **kwargs)
 
     unit.forward = run
 

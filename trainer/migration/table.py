@@ -492,6 +492,7 @@ ACCELERATE_MODULES = {
     "test_utils": "these are the tests of accelerate itself; start processes with debug_launcher",
     "utils.launch": _LAUNCH,
     "utils.megatron_lm": _MEGATRON,
+    "utils.megatron_lm.prepare_data_loader": _MEGATRON,
 }
 _SAVED = "use Accelerator.save_state and load_state, which all processes call"
 _STEPPED = "the prepared optimizer does it in step()"

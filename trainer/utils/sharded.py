@@ -66,7 +66,7 @@ def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
     plugin = accelerator.engine.options.fsdp_plugin or FullyShardedDataParallelPlugin()
     for unit in units_of(model, plugin):
-        checkpoint_activations(unit)
+        checkpoint_activations(unit, offload=bool(plugin.activation_checkpointing_offload))
     return model
 
 

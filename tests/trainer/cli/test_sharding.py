@@ -34,6 +34,10 @@ EQUALS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp_min_num_params": ("300", {"min_num_params": 300}),
     "fsdp_offload_params": ("true", {"cpu_offload": True}),
     "fsdp_activation_checkpointing": ("true", {"activation_checkpointing": True}),
+    "fsdp_activation_checkpointing_offload": (
+        "true",
+        {"activation_checkpointing": True, "activation_checkpointing_offload": True},
+    ),
     "fsdp_state_dict_type": ("FULL_STATE_DICT", {"state_dict_type": "FULL_STATE_DICT"}),
     "fsdp_forward_prefetch": ("true", {"forward_prefetch": True}),
     "fsdp_backward_prefetch": ("NO_PREFETCH", {"backward_prefetch": "NO_PREFETCH"}),
@@ -130,6 +134,8 @@ def test_each_option_and_each_key_equals_its_argument(capsys, name, asks, by):
     if asks == "use_deepspeed" and name not in ("zero_stage", "deepspeed_config_file"):
         values["zero_stage"] = "3"
         arguments = {**arguments, "zero_stage": 3}
+    if name == "fsdp_activation_checkpointing_offload":
+        values["fsdp_activation_checkpointing"] = "true"
     section, kind, made = KINDS[asks]
     cpu = asks != "use_megatron_lm"  # which is refused there
     if by == "option":

@@ -23,6 +23,7 @@ FSDP: dict[str, tuple[str, str]] = {
     "fsdp_min_num_params": ("count", "the least parameters of such a submodule, by size"),
     "fsdp_offload_params": ("bool", "keep shards in host memory (false)"),
     "fsdp_activation_checkpointing": ("bool", "recompute activations in backward (false)"),
+    "fsdp_activation_checkpointing_offload": ("bool", "keep their inputs in host memory (false)"),
     "fsdp_state_dict_type": ("text", "SHARDED_STATE_DICT or FULL_STATE_DICT"),
     "fsdp_forward_prefetch": ("bool", "gather the next submodule during forward (false)"),
     "fsdp_backward_prefetch": ("text", "FSDP 1's: BACKWARD_PRE or NO_PREFETCH"),

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,7 +33,12 @@ from trainer.lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from trainer.lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from trainer.lightning.pytorch.strategies import DDPStrategy, strategy_of
+from trainer.lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    strategy_of,
+)
 from trainer.lightning.pytorch.trainer import _device_of, _visible
 from trainer.lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -421,20 +430,148 @@ def test_a_traced_module_computes_the_same_and_each_submodule_stays_in_its_mode(
     torch.testing.assert_close(traced(X), module.net.eval()(X))
 
 
+class Block(torch.nn.Linear):
+    pass
+
+
+class Other(torch.nn.Linear):
+    pass
+
+
+def same(module, recurse, nonwrapped_numel):
+    return isinstance(module, Block) and not recurse and nonwrapped_numel == 6
+
+
+def sharding(plugin):
+    """What a plugin of FSDP says, and which submodules it wraps."""
+    net = torch.nn.Sequential(Block(2, 2), Other(2, 2))
+    wrapped = plugin.auto_wrap_policy
+    if callable(wrapped):
+        wrapped = [type(module) for module in net if wrapped(module)]
+    return plugin.sharding_strategy, wrapped, plugin.activation_checkpointing, plugin.cpu_offload
+
+
+MINUTE = timedelta(minutes=1)
+BLOCKS = ("FULL_SHARD", [Block], False, False)
+RECOMPUTED = ("FULL_SHARD", [Block], True, False)
+STRATEGIES: list[tuple[Any, dict[str, Any], Any]] = [
+    ("auto", {}, None),
+    ("ddp_notebook", {}, None),
+    ("ddp_find_unused_parameters_false", {}, {"find_unused_parameters": False}),
+    ("ddp_find_unused_parameters_true", {}, {"find_unused_parameters": True}),
+    ("ddp_notebook_find_unused_parameters_true", {}, {"find_unused_parameters": True}),
+    (
+        DDPStrategy,
+        {"static_graph": True, "gradient_as_bucket_view": True, "start_method": "fork"},
+        {"static_graph": True, "gradient_as_bucket_view": True},
+    ),
+    (
+        DDPStrategy,
+        {"process_group_backend": "gloo", "timeout": MINUTE},
+        {"backend": "gloo", "timeout": MINUTE},
+    ),
+    (
+        DDPStrategy,
+        {
+            "ddp_comm_hook": powerSGD_hook.powerSGD_hook,
+            "ddp_comm_state": powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2),
+            "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper,
+        },
+        {"comm_hook": "power_sgd", "comm_wrapper": "fp16", "rank": 2},
+    ),
+    ("fsdp", {}, ("FULL_SHARD", "TRANSFORMER_BASED_WRAP", False, False)),
+    ("fsdp_cpu_offload", {}, ("FULL_SHARD", "TRANSFORMER_BASED_WRAP", False, True)),
+    (FSDPStrategy, {"auto_wrap_policy": {Block}, "state_dict_type": "full"}, BLOCKS),
+    (FSDPStrategy, {"auto_wrap_policy": ModuleWrapPolicy({Block}), "timeout": MINUTE}, BLOCKS),
+    (FSDPStrategy, {"auto_wrap_policy": same}, BLOCKS),
+    (
+        FSDPStrategy,
+        {"auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=9)},
+        ("FULL_SHARD", "SIZE_BASED_WRAP", False, False),
+    ),
+    (FSDPStrategy, {"activation_checkpointing_policy": {Block}}, RECOMPUTED),
+    (
+        FSDPStrategy,
+        {"activation_checkpointing": [Block], "auto_wrap_policy": {Block}},
+        RECOMPUTED,
+    ),
+    (
+        FSDPStrategy,
+        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "cpu_offload": True},
+        ("SHARD_GRAD_OP", "TRANSFORMER_BASED_WRAP", False, True),
+    ),
+    ("deepspeed", {}, (2, "none", "none")),
+    ("deepspeed_stage_1", {}, (1, "none", "none")),
+    ("deepspeed_stage_2_offload", {}, (2, "cpu", "none")),
+    ("deepspeed_stage_3_offload", {}, (3, "cpu", "cpu")),
+    (DeepSpeedStrategy, {"zero_optimization": False}, (0, "none", "none")),
+    (
+        DeepSpeedStrategy,
+        {"stage": 3, "offload_optimizer": True, "pin_memory": False},
+        (3, "cpu", "none"),
+    ),
+    (
+        DeepSpeedStrategy,
+        {"config": {"zero_optimization": {"stage": 1}}},
+        (1, "none", "none"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments", "expected"), STRATEGIES)
+def test_what_each_strategy_becomes(kind, arguments, expected):
+    found = strategy_of(kind if isinstance(kind, str) else kind(**arguments)).arguments
+    handlers = found.get("kwargs_handlers", [])
+    if "fsdp_plugin" in found:
+        assert sharding(found["fsdp_plugin"]) == expected
+        assert [each.timeout for each in handlers] == [MINUTE] * ("timeout" in arguments)
+    elif "deepspeed_plugin" in found:
+        plugin = found["deepspeed_plugin"]
+        devices = plugin.offload_optimizer_device, plugin.offload_param_device
+        assert (plugin.stage, *devices) == expected
+    elif expected is None:
+        assert found == {}
+    else:
+        (handler,) = handlers
+        shown = {name: getattr(handler, name, None) for name in expected}
+        if "rank" in expected:
+            shown["rank"] = handler.comm_state_option["matrix_approximation_rank"]
+        assert shown == expected
+
+
+def test_keys_of_deepspeed_are_in_its_configuration():
+    strategy = DeepSpeedStrategy(
+        stage=1, allgather_bucket_size=7, overlap_comm=False, zero_allow_untested_optimizer=False
+    )
+    found = strategy.arguments["deepspeed_plugin"].deepspeed_config
+    zero = found["zero_optimization"]
+    assert (zero["stage"], zero["allgather_bucket_size"], zero["overlap_comm"]) == (1, 7, False)
+    assert found["zero_allow_untested_optimizer"] is False
+
+
 @pytest.mark.parametrize(
-    ("name", "stage", "optimizer", "parameters"),
+    ("kind", "arguments", "error", "message"),
     [
-        ("deepspeed", 2, "none", "none"),
-        ("deepspeed_stage_1", 1, "none", "none"),
-        ("deepspeed_stage_2_offload", 2, "cpu", "none"),
-        ("deepspeed_stage_3_offload", 3, "cpu", "cpu"),
+        (DDPStrategy, {"model_averaging_period": 4}, ValueError, "LocalSGD"),
+        (DDPStrategy, {"ddp_comm_hook": print}, ValueError, "hook is print; it must be one of"),
+        (DDPStrategy, {"find_unused": True}, TypeError, "find_unused"),
+        (FSDPStrategy, {"device_mesh": (1, 2)}, ValueError, "pass parallelism_config="),
+        (FSDPStrategy, {"state_dict_type": "half"}, ValueError, "state_dict_type is 'half'"),
+        (FSDPStrategy, {"sharding_strategy": "NO_SHARD"}, ValueError, "leave the FSDP plugin out"),
+        (
+            FSDPStrategy,
+            {"auto_wrap_policy": {Block}, "activation_checkpointing_policy": {Other}},
+            ValueError,
+            "Give both the same",
+        ),
+        (DeepSpeedStrategy, {"loss_scale": 2}, ValueError, "the section 'fp16' of config="),
+        (DeepSpeedStrategy, {"stages": 2}, TypeError, "has no argument 'stages'"),
+        (DeepSpeedStrategy, {"precision_plugin": 1}, ValueError, "pass precision= to the Trainer"),
     ],
 )
-def test_names_of_deepspeeds_strategies(name, stage, optimizer, parameters):
-    plugin = strategy_of(name).arguments["deepspeed_plugin"]
-    assert plugin.stage == stage
-    assert plugin.offload_optimizer_device == optimizer
-    assert plugin.offload_param_device == parameters
+def test_what_a_strategy_does_not_carry_over_is_refused_by_name(kind, arguments, error, message):
+    with pytest.raises(error, match=message):
+        kind(**arguments)
 
 
 def test_arguments_of_loggers_that_would_change_names_are_refused(tmp_path):

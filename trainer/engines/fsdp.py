@@ -22,6 +22,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -32,7 +33,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.autograd.graph import save_on_cpu
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 

@@ -2,14 +2,56 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
-from trainer.configuration import DistributedDataParallelKwargs
+from torch import nn
+
+from trainer.checks import given
+from trainer.configuration import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from trainer.deepspeed_plugin import DeepSpeedPlugin
 from trainer.lightning.missing import getter
 from trainer.parallelism import FullyShardedDataParallelPlugin
+
+_ELSEWHERE = {
+    "accelerator": "pass accelerator= to the Trainer",
+    "parallel_devices": "pass devices= to the Trainer",
+    "cluster_environment": "the launcher says where processes are: trainer launch, or torchrun",
+    "checkpoint_io": "checkpoints are Cadence's own",
+    "precision_plugin": "pass precision= to the Trainer",
+    "device_mesh": "pass parallelism_config=trainer.ParallelismConfig(...) to the Trainer",
+    "model_averaging_period": "averaging by periods is trainer.LocalSGD, in a loop of one's own",
+}
+"""Lightning's arguments that no strategy has here: what to do instead."""
+_IN_ZERO = (
+    *("contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter"),
+    *("allgather_bucket_size", "reduce_bucket_size", "sub_group_size"),
+)
+"""Arguments of `DeepSpeedStrategy` that DeepSpeed has below ``zero_optimization``."""
+_AT_TOP = ("zero_allow_untested_optimizer",)
+_IN_CONFIG = {
+    name: f"write it into the section {section!r} of config=, a configuration of DeepSpeed"
+    for section, names in {
+        "fp16": "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale",
+        "activation_checkpointing": "partition_activations cpu_checkpointing "
+        "contiguous_memory_optimization synchronize_checkpoint_boundary",
+        "zero_optimization": "params_buffer_count params_buffer_size max_in_cpu pin_memory "
+        "optimizer_buffer_count",
+        "aio": "block_size queue_depth single_submit overlap_events thread_count",
+    }.items()
+    for name in names.split()
+} | {
+    "remote_device": "parameters begin on the device of the process",
+    "nvme_path": "memory on NVMe is not supported",
+    "logging_batch_size_per_gpu": "DeepSpeed logs no throughput here",
+    "logging_level": "use logging.getLogger('DeepSpeed').setLevel",
+    "exclude_frozen_parameters": "checkpoints have all parameters",
+}
 
 
 @dataclass
@@ -26,23 +68,114 @@ class Strategy:
 class SingleDeviceStrategy(Strategy):
     """One device."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, **others: Any) -> None:
+        _refuse(self, others, _ELSEWHERE, all_=True)
         super().__init__({} if device is None or str(device) != "cpu" else {"cpu": True})
 
 
 class DDPStrategy(Strategy):
-    """Data parallelism; other arguments are those of `DistributedDataParallelKwargs`."""
+    """Data parallelism.
 
-    def __init__(self, **kwargs: Any) -> None:
+    Args:
+        ddp_comm_hook: A communication hook of torch that compresses gradients.
+        ddp_comm_state: The ``PowerSGDState`` of such a hook.
+        ddp_comm_wrapper: Torch's wrapper of it for 16 bits.
+        process_group_backend: ``"nccl"`` or ``"gloo"``; None chooses by the device.
+        timeout: The time limit of a collective.
+        start_method: Has no effect: ``trainer launch`` starts the processes.
+        **kwargs: For `DistributedDataParallelKwargs`, such as ``find_unused_parameters``.
+    """
+
+    def __init__(
+        self,
+        *,
+        ddp_comm_hook: Any = None,
+        ddp_comm_state: Any = None,
+        ddp_comm_wrapper: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: str = "popen",
+        **kwargs: Any,
+    ) -> None:
+        _refuse(self, kwargs, _ELSEWHERE)
+        if ddp_comm_hook is not None:
+            kwargs["comm_hook"] = _hook(ddp_comm_hook)
+        if ddp_comm_wrapper is not None:
+            kwargs["comm_wrapper"] = _hook(ddp_comm_wrapper)
+        if ddp_comm_state is not None:
+            names = inspect.signature(type(ddp_comm_state)).parameters
+            kwargs["comm_state_option"] = {
+                name: getattr(ddp_comm_state, name)
+                for name in names
+                if name != "process_group" and hasattr(ddp_comm_state, name)
+            }
         handlers = [DistributedDataParallelKwargs(**kwargs)] if kwargs else []
-        super().__init__({"kwargs_handlers": handlers} if handlers else {})
+        super().__init__(_with_group({}, process_group_backend, timeout, handlers))
 
 
 class FSDPStrategy(Strategy):
-    """Sharded models; other arguments are those of `FullyShardedDataParallelPlugin`."""
+    """Sharded models, by FSDP 2.
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__({"fsdp_plugin": FullyShardedDataParallelPlugin(**kwargs)})
+    Args:
+        cpu_offload: Keep shards in host memory: a bool or torch's ``CPUOffload``.
+        mixed_precision: The dtypes, as torch's ``MixedPrecision``.
+        auto_wrap_policy: Which submodules gather their parameters by themselves: a set of classes
+            or a policy of torch. None takes the model's ``_no_split_modules``.
+        activation_checkpointing_policy: The same for submodules that recompute their activations:
+            these must be the same ones, which is the default of `auto_wrap_policy`.
+        activation_checkpointing: An earlier name of it, with a class or a list of classes.
+        sharding_strategy: Such as ``"SHARD_GRAD_OP"`` or torch's ``ShardingStrategy``.
+        state_dict_type: ``"full"`` or ``"sharded"``, which makes no difference: states are saved as
+            shards, which load on any number of processes.
+        process_group_backend: ``"nccl"`` or ``"gloo"``; None chooses by the device.
+        timeout: The time limit of a collective.
+        **kwargs: For `FullyShardedDataParallelPlugin`.
+
+    Raises:
+        ValueError: A setting is unknown, or FSDP 2 does not have it.
+    """
+
+    def __init__(
+        self,
+        *,
+        cpu_offload: Any = None,
+        mixed_precision: Any = None,
+        auto_wrap_policy: Any = None,
+        activation_checkpointing_policy: Any = None,
+        activation_checkpointing: Any = None,
+        sharding_strategy: Any = None,
+        state_dict_type: str | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _refuse(self, kwargs, _ELSEWHERE)
+        if not isinstance(activation_checkpointing, (bool, type(None))):
+            several = isinstance(activation_checkpointing, (list, tuple, set))
+            classes = set(activation_checkpointing) if several else {activation_checkpointing}
+            activation_checkpointing_policy = activation_checkpointing_policy or classes
+            activation_checkpointing = None
+        if activation_checkpointing_policy is not None:
+            if auto_wrap_policy is None:
+                auto_wrap_policy = activation_checkpointing_policy
+            elif auto_wrap_policy != activation_checkpointing_policy:
+                raise ValueError(
+                    f"activation_checkpointing_policy is {activation_checkpointing_policy!r}, but "
+                    f"auto_wrap_policy is {auto_wrap_policy!r}: activations are recomputed in the "
+                    "submodules that gather their parameters by themselves. Give both the same."
+                )
+            activation_checkpointing = True
+        if str(state_dict_type).lower() in ("full", "sharded"):
+            state_dict_type = f"{state_dict_type}_state_dict"
+        kwargs |= given(
+            cpu_offload=cpu_offload,
+            mixed_precision_policy=mixed_precision,
+            activation_checkpointing=activation_checkpointing,
+            sharding_strategy=sharding_strategy,
+            state_dict_type=state_dict_type,
+        )
+        plugin = FullyShardedDataParallelPlugin(**_wrapped(auto_wrap_policy), **kwargs)
+        super().__init__(_with_group({"fsdp_plugin": plugin}, process_group_backend, timeout))
 
 
 class DeepSpeedStrategy(Strategy):
@@ -50,28 +183,136 @@ class DeepSpeedStrategy(Strategy):
 
     Args:
         stage: The stage, 0 to 3.
+        zero_optimization: False is stage 0.
         offload_optimizer: Whether the optimizer's state is in host memory.
         offload_parameters: The same of parameters, in stage 3.
+        offload_optimizer_device: ``"cpu"``.
+        offload_params_device: ``"cpu"``.
         config: A configuration of DeepSpeed instead, as a path or a dict.
+        process_group_backend: ``"nccl"`` or ``"gloo"``; None chooses by the device.
+        timeout: The time limit of a collective.
+        **others: Lightning's names of keys below ``zero_optimization``, such as
+            ``allgather_bucket_size``; DeepSpeed has the defaults. Other arguments of Lightning are
+            refused.
+
+    Raises:
+        ValueError: An argument is not here; the text says what to do.
     """
 
     def __init__(
         self,
+        *,
         stage: int = 2,
+        zero_optimization: bool = True,
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
+        offload_optimizer_device: str = "cpu",
+        offload_params_device: str = "cpu",
         config: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **others: Any,
     ) -> None:
-        plugin = (
-            DeepSpeedPlugin(hf_ds_config=config)
-            if config is not None
-            else DeepSpeedPlugin(
-                zero_stage=stage,
-                offload_optimizer_device="cpu" if offload_optimizer else "none",
-                offload_param_device="cpu" if offload_parameters else "none",
+        others.pop("load_full_weights", None)  # each stage loads them
+        in_zero = {name: others.pop(name) for name in _IN_ZERO if name in others}
+        at_top = {name: others.pop(name) for name in _AT_TOP if name in others}
+        _refuse(self, others, _ELSEWHERE | _IN_CONFIG, all_=True)
+        if config is not None:
+            plugin = DeepSpeedPlugin(hf_ds_config=config)
+        else:
+            plugin = DeepSpeedPlugin(
+                zero_stage=stage if zero_optimization else 0,
+                offload_optimizer_device=offload_optimizer_device if offload_optimizer else "none",
+                offload_param_device=offload_params_device if offload_parameters else "none",
             )
+            plugin.deepspeed_config["zero_optimization"].update(in_zero)
+            plugin.deepspeed_config.update(at_top)
+        super().__init__(_with_group({"deepspeed_plugin": plugin}, process_group_backend, timeout))
+
+
+def _refuse(
+    strategy: Strategy, others: dict[str, Any], reasons: Mapping[str, str], *, all_: bool = False
+) -> None:
+    """Raise a ValueError for arguments that are not here, and remove those that ask for nothing.
+
+    Args:
+        strategy: The strategy.
+        others: Its further arguments.
+        reasons: What to do instead, by name.
+        all_: Also raise a TypeError for names without a reason.
+    """
+    for name, value in list(others.items()):
+        if name in reasons:
+            if not (value is None or value is False or value == "auto"):
+                what = f"{type(strategy).__name__}({name}={value!r})"
+                raise ValueError(f"{what} does not carry over: {reasons[name]}.")
+            del others[name]
+        elif all_:
+            raise TypeError(f"{type(strategy).__name__} has no argument {name!r}.")
+
+
+def _with_group(
+    arguments: dict[str, Any],
+    backend: str | None,
+    timeout: timedelta | None,
+    handlers: list[Any] | None = None,
+) -> dict[str, Any]:
+    """Add the handlers, and one of the process group if something is asked of it."""
+    handlers = handlers or []
+    if backend is not None or timeout is not None:
+        handlers.append(InitProcessGroupKwargs(backend=backend, timeout=timeout))
+    return arguments | ({"kwargs_handlers": handlers} if handlers else {})
+
+
+def _hook(function: Any) -> str:
+    """Return our name of a communication hook, or of a wrapper of one, of torch."""
+    known = {"allreduce_hook": "no", "powerSGD_hook": "power_sgd"}
+    known |= {"batched_powerSGD_hook": "batched_power_sgd"}
+    for what in ("fp16", "bf16"):
+        known |= dict.fromkeys((f"{what}_compress_hook", f"{what}_compress_wrapper"), what)
+    name = getattr(function, "__name__", str(function))
+    if name not in known:
+        raise ValueError(f"The communication hook is {name}; it must be one of {', '.join(known)}.")
+    return known[name]
+
+
+def _wrapped(policy: Any) -> dict[str, Any]:
+    """Return the arguments of `FullyShardedDataParallelPlugin` for a policy of FSDP 1.
+
+    Raises:
+        TypeError: It is neither a set of classes nor a function.
+    """
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+    if policy is None:
+        return {}
+    if isinstance(policy, (set, frozenset, list, tuple)):
+        classes = tuple(policy)
+        return {"auto_wrap_policy": lambda module: isinstance(module, classes)}
+    if policy is size_based_auto_wrap_policy or (
+        isinstance(policy, partial) and policy.func is size_based_auto_wrap_policy
+    ):
+        least = getattr(policy, "keywords", {}).get("min_num_params")
+        return {"auto_wrap_policy": "size_based_wrap", **given(min_num_params=least)}
+    if isinstance(policy, str):
+        return {"auto_wrap_policy": policy}
+    if not callable(policy):
+        raise TypeError(
+            f"auto_wrap_policy is {policy!r}; it must be a set of classes, or a function that "
+            "takes a module, recurse and nonwrapped_numel."
         )
-        super().__init__({"deepspeed_plugin": plugin})
+    takes = inspect.signature(policy).parameters
+    return {"auto_wrap_policy": _asked(policy) if "recurse" in takes else policy}
+
+
+def _asked(policy: Callable[..., bool]) -> Callable[[nn.Module], bool]:
+    """Return a function of a module from a policy of FSDP 1."""
+
+    def wraps(module: nn.Module) -> bool:
+        size = sum(parameter.numel() for parameter in module.parameters())
+        return policy(module=module, recurse=False, nonwrapped_numel=size)
+
+    return wraps
 
 
 def strategy_of(given: Any) -> Strategy:
@@ -83,19 +324,30 @@ def strategy_of(given: Any) -> Strategy:
     if isinstance(given, Strategy):
         return given
     name = str(given)
-    if name in ("auto", "ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "single_device"):
+    if name in ("auto", "single_device"):
         return Strategy()
-    if name in ("ddp_find_unused_parameters_true", "ddp_spawn_find_unused_parameters_true"):
-        return DDPStrategy(find_unused_parameters=True)
-    if name == "fsdp":
-        return FSDPStrategy()
-    if found := re.fullmatch(r"deepspeed(?:_stage_([123]))?(_offload)?", name):
+    if found := re.fullmatch(
+        r"ddp(?:_spawn|_fork|_notebook)?(_find_unused_parameters_(?:true|false))?", name
+    ):
+        return DDPStrategy(
+            **({"find_unused_parameters": name.endswith("true")} if found[1] else {})
+        )
+    if name in ("fsdp", "fsdp_cpu_offload"):
+        return FSDPStrategy(cpu_offload=True if "offload" in name else None)
+    if found := re.fullmatch(r"deepspeed(?:_stage_([123]))?(_offload(?:_nvme)?)?", name):
         stage, offload = int(found[1] or 2), found[2] is not None
-        return DeepSpeedStrategy(stage, offload, offload_parameters=offload and stage == 3)
+        device = "nvme" if name.endswith("nvme") else "cpu"
+        return DeepSpeedStrategy(
+            stage=stage,
+            offload_optimizer=offload,
+            offload_parameters=offload and stage == 3,
+            offload_optimizer_device=device,
+            offload_params_device=device,
+        )
     raise ValueError(
         f"strategy is {given!r}; it must be 'auto', 'ddp', 'ddp_find_unused_parameters_true', "
-        "'fsdp', 'deepspeed', 'deepspeed_stage_1', 'deepspeed_stage_2', 'deepspeed_stage_3' or an "
-        "object of trainer.lightning.pytorch.strategies."
+        "'fsdp', 'fsdp_cpu_offload', 'deepspeed', 'deepspeed_stage_1', 'deepspeed_stage_2', "
+        "'deepspeed_stage_3' or an object of trainer.lightning.pytorch.strategies."
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,6 +238,26 @@ def _torchrun() -> Launch | None:
         master_port=read_int("MASTER_PORT"),
         store=_store(),
     )
+
+
+def interpreter_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the command of a Python process, as in ``sys.orig_argv``.
+
+    Returns:
+        The interpreter's options; and what it runs, such as a script or ``-m`` and a module, with
+        the arguments.
+    """
+    options: list[str] = []
+    at = 1
+    while argv[at : at + 1] and argv[at].startswith("-") and argv[at] != "-":
+        match = re.fullmatch(r"-(\w*?)([cmWX])(.*)", argv[at], re.DOTALL)
+        if match and match[2] in "cm":
+            options += [f"-{match[1]}"] * bool(match[1])
+            return options, [f"-{match[2]}", *filter(None, [match[3]]), *argv[at + 1 :]]
+        takes_next = match[3] == "" if match else argv[at] == "--check-hash-based-pycs"
+        options += argv[at : at + 1 + takes_next]
+        at += 1 + takes_next
+    return options, list(argv[at:])
 
 
 def store_path(port: int | None, attempt: int | None) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import sys
 import warnings
@@ -18,7 +19,7 @@ import torch
 import trackers
 from tests.moving.running import PROGRAMS, load
 from trainer import accelerate
-from trainer.accelerate.table import value_of, why_not
+from trainer.accelerate.table import PLACES, find, value_of, why_not
 
 needs_accelerate = pytest.mark.skipif(
     find_spec("accelerate") is None,
@@ -99,11 +100,14 @@ def test_the_version_is_that_of_which_the_names_are():
 
 def test_names_are_cadences_own():
     import trainer.accelerate.utils.operations
+    import trainer.accelerate.utils.tqdm
     from trainer.accelerate.data_loader import DataLoaderShard
     from trainer.accelerate.state import AcceleratorState
     from trainer.accelerate.tracking import get_available_trackers
-    from trainer.accelerate.utils import set_seed
+    from trainer.accelerate.utils import set_seed, tqdm
+    from trainer.accelerate.utils.tqdm import tqdm as of_its_module
 
+    assert tqdm is of_its_module is trainer.utils.tqdm
     assert accelerate.Accelerator is trainer.Accelerator
     assert AcceleratorState is trainer.AcceleratorState
     assert set_seed is trainer.set_seed
@@ -182,3 +186,59 @@ def test_a_moved_script_gives_the_numbers_of_a_plain_loop_and_resumes_exactly(tm
     assert found["losses"][:39] == losses
     assert found["losses"][39:] == losses[28:]  # resumed after the second batch of the last epoch
     assert found["metrics"] == [*metrics, metrics[-1]]
+
+
+OTHER_PARAMETERS = {
+    "AcceleratedOptimizer": {"scaler": "prepare makes it, and its precision has the scaler"},
+    "DistributedDataParallelKwargs.to_dict": {"ignore_keys": "for its own register_comm_hook"},
+    "MultiProcessAdapter": {"extra": "get_logger makes it"},
+    "ignorant_find_batch_size": {"data": "by position: it is find_batch_size, as `tree`"},
+    "on_main_process": {"function": "by position, as a decorator"},
+    "register_tracker_class": {"tracker_class": "by position, as a decorator"},
+}
+"""Parameters of accelerate that are not here under their name: why nobody passes them by it."""
+
+
+def parameters(of: Any) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(of).parameters)
+    except ValueError:  # of an enumeration, or a built-in
+        return {}
+
+
+def pairs() -> Iterator[tuple[str, Any, Any]]:
+    """Each public function, class and method of accelerate that is here, with ours."""
+    for module in PLACES:
+        # The command line has tests of its own; the others need rich, or say that they are old.
+        if module.startswith("commands") or module in ("memory_utils", "utils.rich"):
+            continue
+        for name, theirs in vars(import_module(f"accelerate.{module}".strip("."))).items():
+            if name[0] == "_" or not getattr(theirs, "__module__", "").startswith("accelerate"):
+                continue
+            if not callable(theirs) or not find(module, name) or why_not(module, name):
+                continue
+            ours = value_of(module, name)
+            yield name, theirs, ours
+            for method, function in vars(theirs).items() if inspect.isclass(theirs) else ():
+                if method[0] != "_" and inspect.isfunction(function) and hasattr(ours, method):
+                    yield f"{name}.{method}", function, getattr(ours, method)
+
+
+@needs_accelerate
+def test_each_parameter_of_accelerate_is_taken_under_its_name():
+    missing: dict[str, list[str]] = {}
+    seen = 0
+    for name, theirs, ours in pairs():
+        seen += 1
+        here = parameters(ours)
+        if any(each.kind == each.VAR_KEYWORD for each in here.values()):
+            continue  # it hands them on to what refuses those that it does not know
+        absent = [
+            each.name
+            for each in parameters(theirs).values()
+            if each.name not in here and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        ]
+        if absent:
+            missing[name] = absent
+    assert missing == {name: list(reasons) for name, reasons in OTHER_PARAMETERS.items()}
+    assert seen > 500

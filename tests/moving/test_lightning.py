@@ -676,32 +676,40 @@ class Line(L.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
 
+devices, code = map(int, sys.argv[1:])
+del sys.argv[1:]
+flags = "-W" * ("ignore::ImportWarning" in sys.warnoptions) + "-X" * ("own" in sys._xoptions)
 L.seed_everything(1)
 trainer = L.Trainer(
-    max_epochs=1, accelerator="cpu", devices=int(sys.argv[1]), logger=False,
+    max_epochs=1, accelerator="cpu", devices=devices, logger=False,
     enable_progress_bar=False,
     enable_model_summary=False, enable_checkpointing=False, default_root_dir="runs",
 )
 module = Line()
 data = torch.arange(24.0).view(8, 3)
 trainer.fit(module, torch.utils.data.DataLoader(data, 4 // trainer.world_size))
-print(f"rank {trainer.global_rank} of {trainer.world_size}: {module.layer.weight.sum().item():.5f}")
+weight = f"{module.layer.weight.sum().item():.5f}"
+print(f"rank {trainer.global_rank} of {trainer.world_size}: {weight} {flags}")
 if trainer.is_global_zero:
-    sys.exit(int(sys.argv[2]))
+    sys.exit(code)
 """
 
 
 def test_a_program_that_asks_for_devices_is_started_again_in_as_many_processes(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "program.py").write_text(PROGRAM)
+    (tmp_path / "trainer.py").write_text("raise SystemExit('it is not what starts processes')")
 
     def lines(devices: int, code: int) -> list[str]:
-        command = [sys.executable, "program.py", str(devices), str(code)]
+        flags = ["-W", "ignore::ImportWarning", "-Xown"]
+        command = [sys.executable, *flags, "src/program.py", str(devices), str(code)]
         ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
         assert ended.returncode == code, ended.stderr
         return sorted(line for line in ended.stdout.splitlines() if line.startswith("rank"))
 
     [alone] = lines(1, 0)
     weight = alone.partition(": ")[2]
+    assert weight.endswith(" -W-X")
     assert lines(2, 3) == [f"rank 0 of 2: {weight}", f"rank 1 of 2: {weight}"]
 
 

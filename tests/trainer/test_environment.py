@@ -15,6 +15,7 @@ from trainer.environment import (
     clear_environment,
     detect_launch,
     first_node,
+    interpreter_command,
     patch_environment,
     purge_accelerate_environment,
 )
@@ -325,3 +326,19 @@ def test_variables_that_a_function_sets_are_purged(monkeypatch):
     assert os.environ.pop("OTHER_VARIABLE") == "1"
     Decorated().helper()
     assert os.environ.pop("ACCELERATE_NEW") == os.environ.pop("OTHER_VARIABLE") == "1"
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "runs"),
+    [
+        ("python", "", ""),
+        ("python a.py -W x -m y", "", "a.py -W x -m y"),
+        ("python -u -W error -Xdev -X utf8 a.py -u", "-u -W error -Xdev -X utf8", "a.py -u"),
+        ("python -uWerror -BWd -m a.b -X c", "-uWerror -BWd", "-m a.b -X c"),
+        ("python -OBma --b", "-OB", "-m a --b"),
+        ("python --check-hash-based-pycs never -c x a", "--check-hash-based-pycs never", "-c x a"),
+        ("python -u - a", "-u", "- a"),
+    ],
+)
+def test_a_command_is_split_into_options_of_python_and_what_it_runs(command, options, runs):
+    assert interpreter_command(command.split()) == (options.split(), runs.split())

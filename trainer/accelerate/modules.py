@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from trainer.accelerate.table import PLACES, value_of, why_not
+from trainer.accelerate.table import FUNCTION, PLACES, value_of, why_not
 from trainer.migration.modules import Modules
 
 
@@ -16,4 +16,4 @@ def _refusal(module: str) -> str | None:
 def install() -> None:
     """Make the modules importable."""
     names = {module: partial(value_of, module) for module in PLACES if module}
-    Modules("trainer.accelerate", names, _refusal).install()
+    Modules("trainer.accelerate", names, _refusal, functions=(FUNCTION,)).install()

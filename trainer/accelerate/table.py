@@ -62,6 +62,8 @@ _ELSEWHERE = (
 )
 """They are searched last: scripts also import names from where accelerate imports them."""
 
+FUNCTION = "utils.tqdm"
+"""A module of which the package above it has the function of the same name."""
 RENAMED = {
     "get_available_trackers": ("trackers", "available_trackers"),
     "register_tracker_class": ("trackers", "register_tracker"),
@@ -116,7 +118,7 @@ def value_of(module: str, name: str) -> Any:
     path = ".".join(filter(None, ("accelerate", module)))
     if name.startswith("__"):  # asked by Python itself, of any module
         raise AttributeError(f"module 'trainer.{path}' has no attribute {name!r}")
-    if f"{module}.{name}".strip(".") in PLACES:
+    if (inner := f"{module}.{name}".strip(".")) in PLACES and inner != FUNCTION:
         return import_module(f"trainer.{path}.{name}")
     if found := find(module, name):
         return getattr(import_module(found[0]), found[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -17,6 +18,7 @@ class Modules(MetaPathFinder, Loader):
         package: Our package, such as ``trainer.accelerate``.
         names: For each module, without the package: what returns the value of a name in it.
         refusal: Returns what to say of another module; None if it is none of the library's.
+        functions: Modules of which the package above has a function of the same name.
     """
 
     def __init__(
@@ -24,10 +26,13 @@ class Modules(MetaPathFinder, Loader):
         package: str,
         names: Mapping[str, Callable[[str], Any]],
         refusal: Callable[[str], str | None],
+        *,
+        functions: Sequence[str] = (),
     ) -> None:
         self.package = package
         self._names = names
         self._refusal = refusal
+        self._functions = functions
 
     def install(self) -> None:
         """Make the modules importable; files and all other finders are asked first."""
@@ -61,3 +66,8 @@ class Modules(MetaPathFinder, Loader):
         """Make the module look its names up."""
         name = module.__name__.removeprefix(f"{self.package}.")
         module.__getattr__ = self._names[name]  # type: ignore[method-assign]  # PEP 562
+        for inner in self._functions:
+            above, _, function = inner.rpartition(".")
+            if above == name:  # the import of a module sets its name above: import it first
+                found = import_module(f"{self.package}.{inner}")
+                setattr(module, function, getattr(found, function))

@@ -225,8 +225,9 @@ def test_the_weights_alone_in_each_dtype(capsys):
     assert [row["largest layer"] for row in rows] == [largest * size // 8 for size in bits.values()]
     assert main(["estimate-memory", "weighed:Tied", "--dtypes", "int4"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["int4", "400", "B"]
-    said = refused(capsys, "weighed:Tied", "--dtypes", "int4", "--fsdp", 2, code=2)
-    assert "--dtypes is about weights alone; leave out --fsdp" in said
+    for option in ("--fsdp=2", "--wrap=Tied", "--optimizer=sgd", "--activation-checkpointing"):
+        said = refused(capsys, "weighed:Tied", "--dtypes", "int4", option, code=2)
+        assert f"--dtypes is about weights alone; leave out {option.partition('=')[0]}." in said
     said = refused(capsys, "weighed:Tied", "--precision", "fp8", "--fsdp", 2, code=2)
     assert "not measured with --fsdp" in said
 
@@ -457,10 +458,42 @@ def test_arguments_and_inputs_add_up(capsys):
     assert row["parameters"] != estimate(capsys, "weighed:Tied", *apart)[0]["parameters"]
 
 
-@pytest.mark.parametrize(("name", "library"), [("bert", "transformers"), ("timm/vit", "timm")])
-def test_a_library_that_is_missing_is_named(capsys, monkeypatch, name, library):
+@pytest.mark.parametrize(
+    ("words", "library"),
+    [
+        (["bert"], "transformers"),
+        (["timm/vit"], "timm"),
+        (["vit", "--library_name", "timm"], "timm"),
+        (["timm/vit", "--library_name=timm"], "timm"),
+    ],
+)
+def test_a_library_that_is_missing_is_named(capsys, monkeypatch, words, library):
     monkeypatch.setitem(sys.modules, library, None)
-    assert f"pip install {library}" in refused(capsys, name)
+    assert f"pip install {library}" in refused(capsys, *words)
+
+
+def test_code_that_comes_with_a_model_is_run_only_if_it_is_trusted(capsys, monkeypatch, tmp_path):
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    Path("own").mkdir()
+    Path("own/code.py").write_text(
+        "import torch, transformers\n"
+        "class Config(transformers.PretrainedConfig):\n"
+        "    model_type = 'own'\n"
+        "class Model(transformers.PreTrainedModel):\n"
+        "    config_class = Config\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(config)\n"
+        "        self.layer = torch.nn.Linear(3, 5)\n"
+        "        self.post_init()\n"
+    )
+    classes = {"AutoConfig": "code.Config", "AutoModel": "code.Model"}
+    Path("own/config.json").write_text(json.dumps({"model_type": "own", "auto_map": classes}))
+    (row,) = estimate(capsys, "./own", "--precision", "no", "--trust_remote_code")
+    assert row["parameters"] == 4 * (3 * 5 + 5)
+    assert "trust_remote_code" in refused(capsys, "./own", "--precision", "no")
 
 
 def test_a_configuration_of_transformers(capsys):

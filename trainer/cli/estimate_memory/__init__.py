@@ -88,7 +88,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     several("--init", type=_pair, default=[], metavar="NAME=VALUE", help=what)
     several("--precision", choices=_PRECISIONS, help="default: no bf16")
     what = f"of torch.optim, or {_OWN}; default: adamw"
-    made.add_argument("--optimizer", default="adamw", metavar="NAME", help=what)
+    made.add_argument("--optimizer", metavar="NAME", help=what)
     what = "its arguments"
     several("--optimizer-init", type=_pair, default=[], metavar="NAME=VALUE", help=what)
     what = "what forward takes, the shape of one sample: 3x224x224 or input_ids=1024:int64"
@@ -132,7 +132,9 @@ def run(arguments: argparse.Namespace) -> int:
     make = _maker(name, dict(arguments.init), trust=arguments.trust_remote_code)
     if arguments.dtypes:
         return _weights(arguments, make)
-    optimizer, make_optimizer = _optimizer(arguments.optimizer, dict(arguments.optimizer_init))
+    optimizer, make_optimizer = _optimizer(
+        arguments.optimizer or "adamw", dict(arguments.optimizer_init)
+    )
     inputs = [_typed(*each) for each in arguments.input]
     layouts = _layouts(arguments)
     numbers = _attempt(arguments.model, partial(footprint.count, make))
@@ -163,8 +165,9 @@ def _weights(arguments: argparse.Namespace, make: Callable[[], nn.Module]) -> in
     """Show the bytes of the weights alone, by dtype; return 0."""
     from trainer.cli.estimate_memory import footprint
 
-    for option in ("precision", "input", "batch", "shards", "fsdp", "tp"):
-        if getattr(arguments, option):
+    unused = ("precision", "input", "batch", "shards", "fsdp", "tp", "wrap")
+    for option in (*unused, "optimizer", "optimizer-init", "activation-checkpointing"):
+        if getattr(arguments, option.replace("-", "_")):
             raise CommandError(f"--dtypes is about weights alone; leave out --{option}.", code=2)
     rows = []
     for dtype in dict.fromkeys(arguments.dtypes):

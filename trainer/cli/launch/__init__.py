@@ -320,7 +320,8 @@ def _command(arguments: argparse.Namespace, *, noted: bool) -> list[str]:
         return list(arguments.words)
     entry = [str(Path(__file__).with_name("entry.py"))] if noted else []
     module = ["-m"] if arguments.module else []
-    return [sys.executable, "-u", *entry, *module, *arguments.words]
+    flags, _ = environment.interpreter_command(sys.orig_argv)  # such as -W error
+    return [sys.executable, *flags, "-u", *entry, *module, *arguments.words]
 
 
 def _start_group(

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from trainer import environment
+
 
 def launch(processes: int, *, cpu: bool, gpu_ids: Sequence[str] | None = None) -> NoReturn:
     """Replace this process by ``trainer launch`` for the same program.
 
     Args:
-        processes: How many processes run it.
+        processes: How many processes run it, each with the options of this interpreter.
         cpu: Whether they use the CPU.
         gpu_ids: Their devices; None for the first ones.
 
@@ -28,11 +30,20 @@ def launch(processes: int, *, cpu: bool, gpu_ids: Sequence[str] | None = None) -
             "interactive session: put the training into a function and call "
             f"trainer.notebook_launcher(function, num_processes={processes})."
         )
-    program = ["--module", spec.name.removesuffix(".__main__")] if spec else [file]
+    name = spec.name.removesuffix(".__main__") if spec else "__main__"  # as that of `python folder`
+    program = [file] if name == "__main__" else ["--module", name]
     options = ["--num_processes", str(processes), *(["--cpu"] if cpu else [])]
     options += ["--gpu_ids", ",".join(gpu_ids)] if gpu_ids else []
-    # By its path: with `-m`, a `trainer.py` beside the program would be run instead.
-    command = str(Path(sys.executable).with_name("trainer"))
+    flags, started = environment.interpreter_command(sys.orig_argv)
+    # The program may have changed sys.argv; a debugger runs it by other arguments than its own.
+    as_module = started[:1] == ["-m"]
+    found = ["--module", *started[1:2]] if as_module else [Path(p).name for p in started[:1]]
+    is_program = found == (program if as_module else [Path(file).name])
+    arguments = started[1 + as_module :] if is_program else sys.argv[1:]
+    # Not `-m trainer`, by which a `trainer.py` in the current folder would be run instead.
+    root = str(Path(__file__).parents[3])
+    code = f"import sys; sys.path = [*filter(None, sys.path), {root!r}]; import trainer.__main__"
+    command = [sys.executable, *flags, "-c", code, "launch", *options, *program, *arguments]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(command, [command, "launch", *options, *program, *sys.argv[1:]])
+    os.execv(sys.executable, command)

@@ -271,7 +271,7 @@ class MLflowTracker(ServiceTracker):
     def log_figure(
         self,
         values: Any = None,
-        step: int | str | None = None,
+        step: Any = None,
         *,
         figure: Any = None,
         artifact_file: str | None = None,

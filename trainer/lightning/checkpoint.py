@@ -16,14 +16,13 @@ import math
 import pickle
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from callbacks import Progress
 from trainer.checkpoint.loading import read_torch_file
 from trainer.checkpoint.serialization import encode_tree, save_tree
 from trainer.checkpoint.storage import commit, open_staging, rank_stem
@@ -32,7 +31,13 @@ from trainer.errors import CheckpointError
 from trainer.files import with_home
 from trainer.hparams import kept_by, to_manifest
 from trainer.lightning.pytorch import callbacks as known_callbacks
-from trainer.loops.fit_state import OPTIMIZER, RECORD, TRAINER
+from trainer.loops.fit_state import (
+    OPTIMIZER,
+    RECORD,
+    TRAINER,
+    rank_state_from_elsewhere,
+    state_from_elsewhere,
+)
 from trainer.loops.run_metadata import versions
 from trainer.loops.state import Counters
 
@@ -109,7 +114,7 @@ def convert_checkpoint(
         save_tree(saved["optimizer_states"], staging, OPTIMIZER)
         save_tree(state, staging, TRAINER)
         save_tree({"offset": None, "trackers": {}}, staging, RECORD)
-        save_tree(_state_of_rank(), staging, rank_stem(0))
+        save_tree(rank_state_from_elsewhere(), staging, rank_stem(0))
     commit(staging, target, manifest)
     return Conversion(target, counters.global_step, not resumes, notes)
 
@@ -188,10 +193,6 @@ def _state(
     saved: Mapping[str, Any], counters: Counters, run_id: str, notes: list[str]
 ) -> dict[str, Any]:
     """Return what `trainer.loops.fit_state` saves of a run, as far as the file has it."""
-    where = counters.epoch + float(counters.epoch_complete)
-    before = Progress(counters.global_step, where)._asdict()
-    shown = asdict(counters)
-    del shown["global_batches"]
     if counters.epoch_batches and not counters.epoch_complete:
         notes.append(
             f"It was saved inside an epoch, after {counters.epoch_batches} batches over all "
@@ -200,37 +201,18 @@ def _state(
         )
     extra = {name: value for name, value in saved.items() if name not in _OF_LIGHTNING}
     extra = _plain(extra, "what on_save_checkpoint added", notes)
-    return {
-        "run_id": run_id,
-        "counters": shown,
-        "items_seen": 0.0,
-        "reference": None,
-        "data": None,
-        "should_stop": False,
-        "unfinished": False,
-        "last_logged": counters.global_step,
-        "latest": {},
-        "updates": {},
-        "schedules": {"val": ["1 epoch", before], "log": ["50 steps", before]},
-        "optimizers": None,
-        "groups": [
+    return state_from_elsewhere(
+        run_id,
+        counters,
+        groups=[
             [[None] * len(group["params"]) for group in each["param_groups"]]
             for each in saved["optimizer_states"]
         ],
-        "schedulers": saved.get("lr_schedulers", []),
-        "scaler": next((saved[name] for name in _SCALERS if name in saved), {}),
-        "guard": None,
-        "callbacks": _callbacks(saved.get("callbacks", {}), notes),
-        "extra": extra | {"epoch": counters.epoch, "global_step": counters.global_step},
-    }
-
-
-def _state_of_rank() -> dict[str, Any]:
-    return {
-        "rng": None,
-        "metrics": {"epochs": {}, "stepwise": {}, "states": {}, "names": []},
-        "stream": None,
-    }
+        schedulers=saved.get("lr_schedulers", []),
+        scaler=next((saved[name] for name in _SCALERS if name in saved), {}),
+        callbacks=_callbacks(saved.get("callbacks", {}), notes),
+        extra=extra | {"epoch": counters.epoch, "global_step": counters.global_step},
+    )
 
 
 def _callbacks(states: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:

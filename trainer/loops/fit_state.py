@@ -395,6 +395,15 @@ def _shared_parts(
     return parts
 
 
+def rank_state_from_elsewhere() -> dict[str, Any]:
+    """Return what `_state_of_rank` saves; the checkpoint of another library has none of it."""
+    return {
+        "rng": None,
+        "metrics": {"epochs": {}, "stepwise": {}, "states": {}, "names": []},
+        "stream": None,
+    }
+
+
 def _state_of_rank(run: FitRun) -> dict[str, Any]:
     """Return the state that differs between ranks: RNG, metrics, stream position and more."""
     state = {
@@ -583,6 +592,53 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "scaler": run.precision.state_dict(),
         "guard": None if run.optim.guard is None else run.optim.guard.state_dict(),
         "callbacks": {callback.state_key: callback.state_dict() for callback in callbacks},
+    }
+
+
+def state_from_elsewhere(
+    run_id: str,
+    counters: Counters,
+    *,
+    groups: list[Any],
+    schedulers: list[Any],
+    scaler: Mapping[str, Any],
+    callbacks: Mapping[str, Any],
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return what `_state_of` saves, as far as the checkpoint of another library has it.
+
+    Args:
+        run_id: The name of the run that resumes from it.
+        counters: Its position.
+        groups: For each optimizer and group, the names of the parameters, None if unknown.
+        schedulers: The states of the schedulers.
+        scaler: The state of the gradient scaler.
+        callbacks: The states of callbacks by their keys.
+        extra: What `on_load_checkpoint` is given.
+    """
+    shown = asdict(counters)
+    del shown["global_batches"]
+    epoch = counters.epoch + float(counters.epoch_complete)
+    before = Progress(counters.global_step, epoch)._asdict()
+    return {
+        "run_id": run_id,
+        "counters": shown,
+        "items_seen": 0.0,
+        "reference": None,
+        "data": None,
+        "should_stop": False,
+        "unfinished": False,
+        "last_logged": counters.global_step,
+        "latest": {},
+        "updates": {},
+        "schedules": {"val": ["1 epoch", before], "log": ["50 steps", before]},
+        "optimizers": None,
+        "groups": groups,
+        "schedulers": schedulers,
+        "scaler": scaler,
+        "guard": None,
+        "callbacks": callbacks,
+        "extra": extra,
     }
 
 

@@ -329,9 +329,8 @@ def strategy_of(given: Any) -> Strategy:
     if found := re.fullmatch(
         r"ddp(?:_spawn|_fork|_notebook)?(_find_unused_parameters_(?:true|false))?", name
     ):
-        return DDPStrategy(
-            **({"find_unused_parameters": name.endswith("true")} if found[1] else {})
-        )
+        unused: dict[str, Any] = {"find_unused_parameters": name.endswith("true")}
+        return DDPStrategy(**(unused if found[1] else {}))
     if name in ("fsdp", "fsdp_cpu_offload"):
         return FSDPStrategy(cpu_offload=True if "offload" in name else None)
     if found := re.fullmatch(r"deepspeed(?:_stage_([123]))?(_offload(?:_nvme)?)?", name):

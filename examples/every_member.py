@@ -137,7 +137,8 @@ def show_single_calls(accelerator, loader):
     scheduler = accelerator.prepare_scheduler(
         torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     )
-    images, labels = next(iter(accelerator.prepare_data_loader(loader)))
+    loader = accelerator.prepare_data_loader(loader)
+    images, labels = next(iter(accelerator.deepspeed_ulysses_dl_adapter(loader, model)))
     assert not accelerator.verify_device_map(model)
     with accelerator.no_sync(model):  # two forward passes, one all-reduce in the second backward
         first, second = model(images).sum(), model(images).mean()

@@ -87,7 +87,8 @@ def run(words: Any, library: Any = L, cli: Any = ours, **options: Any) -> Any:
 RUNS = [
     ["fit", "--model.width=5", "--data.batch_size=8"],
     [
-        *("fit", "--optimizer=AdamW", "--optimizer.lr=0.05", "--trainer.max_steps=9"),
+        # By its path: bitsandbytes, once imported, has an AdamW too.
+        *("fit", "--optimizer=torch.optim.AdamW", "--optimizer.lr=0.05", "--trainer.max_steps=9"),
         *("--lr_scheduler=StepLR", "--lr_scheduler.step_size=1", "--note=yes"),
     ],
 ]

@@ -30,6 +30,7 @@ os.environ |= {
     "WANDB_ERROR_REPORTING": "false",
     "COMET_START_ONLINE": "false",
     "COMET_ERROR_TRACKING_ENABLE": "false",
+    "COMET_DISABLE_AUTO_LOGGING": "1",  # else it makes an experiment of each mlflow.start_run
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool",  # else its databases stay open
     # Set by importing deepspeed, as accelerate does where it is installed, and by Lightning.

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import inspect
-import io
 import os
 from typing import Any
 
 from trackers.base import ServiceTracker, isolate_random_generator
 from trackers.media import (
+    csv_of,
     existing,
     finite,
     pixels,
     plain,
     rendered,
     scalars_and_texts,
-    table_of,
 )
 from trackers.registry import register_tracker
 
@@ -157,12 +155,10 @@ class CometMLTracker(ServiceTracker):
         **kwargs: Any,
     ) -> None:
         """Record a table as CSV, see `GeneralTracker.log_table`; `kwargs` for `log_asset_data`."""
-        names, rows = table_of(table_name, columns, data, dataframe)
-        text = io.StringIO(newline="")
-        csv.writer(text).writerows([names, *rows])
+        text = csv_of(table_name, columns, data, dataframe)
         # Not Comet's log_table, which would upload a file of that name in the working directory.
         options = {"name": f"{table_name}.csv", "step": step, **kwargs}
-        self.tracker.log_asset_data(text.getvalue(), **options)
+        self.tracker.log_asset_data(text, **options)
 
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record each as a histogram over the steps, see `GeneralTracker.log_histogram`."""

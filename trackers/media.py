@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import csv
+import io
 import math
 import os
 from argparse import Namespace
@@ -300,3 +302,11 @@ def table_of(
                 f"{len(columns)} columns: {list(columns)}."
             )
     return list(columns), [[python_number(cell) for cell in row] for row in data]
+
+
+def csv_of(name: str, columns: Sequence[Any] | None, data: Any, dataframe: Any) -> str:
+    """Return a table as the text of a CSV file; see `table_of`."""
+    names, rows = table_of(name, columns, data, dataframe)
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows([names, *rows])
+    return text.getvalue()

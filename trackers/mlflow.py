@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import re
@@ -13,7 +11,7 @@ from time import time
 from typing import Any
 
 from trackers.base import ServiceTracker, isolate_random_generator
-from trackers.media import existing, one_level, pixels, plain, rendered, scalars_and_texts, table_of
+from trackers.media import csv_of, existing, one_level, pixels, plain, rendered, scalars_and_texts
 from trackers.registry import register_tracker
 from trainer import environment
 from trainer.errors import module_logger
@@ -263,10 +261,8 @@ class MLflowTracker(ServiceTracker):
         **kwargs: Any,  # noqa: ARG002  # an interface
     ) -> None:
         """Record a table as a CSV file in ``tables``, see `GeneralTracker.log_table`."""
-        names, rows = table_of(table_name, columns, data, dataframe)
-        text = io.StringIO(newline="")
-        csv.writer(text).writerows([names, *rows])
-        self._log_file(text.getvalue(), "tables", table_name, step, "csv")
+        text = csv_of(table_name, columns, data, dataframe)
+        self._log_file(text, "tables", table_name, step, "csv")
 
     def log_figure(
         self,

@@ -13,9 +13,6 @@ from PIL import Image
 from tests.helpers.services import mlflow_runs, mlflow_store
 from trackers import BackgroundTracker, MLflowTracker, resolve_trackers
 
-# mlflow leaves a socket to the collector of garbage.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
-
 
 @pytest.fixture
 def make(tmp_path):

@@ -114,7 +114,7 @@ class Logger:
 
     project: str = "lightning_logs"
 
-    def agree(self) -> None:
+    def share_version(self) -> None:
         """Let all processes have the run of rank 0; collective, called when a Trainer is made."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -216,7 +216,7 @@ class _InFolder(Logger):
         assert folder is not None
         return folder
 
-    def agree(self) -> None:
+    def share_version(self) -> None:
         """Take rank 0's version: a process that counts later may find another number."""
         self.version = broadcast_object(self.version)
         self._move()

@@ -302,10 +302,10 @@ def _wrapped(policy: Any) -> dict[str, Any]:
             "takes a module, recurse and nonwrapped_numel."
         )
     takes = inspect.signature(policy).parameters
-    return {"auto_wrap_policy": _asked(policy) if "recurse" in takes else policy}
+    return {"auto_wrap_policy": _of_module(policy) if "recurse" in takes else policy}
 
 
-def _asked(policy: Callable[..., bool]) -> Callable[[nn.Module], bool]:
+def _of_module(policy: Callable[..., bool]) -> Callable[[nn.Module], bool]:
     """Return a function of a module from a policy of FSDP 1."""
 
     def wraps(module: nn.Module) -> bool:

@@ -263,7 +263,7 @@ class Trainer(NativeTrainer):
         for each in self._loggers:
             each.trainer = self
         self._model: Any = None
-        self._asked: Any = None  # the model whose configure_callbacks was called last
+        self._configured_model: Any = None  # the model whose configure_callbacks was called last
         self._loaders: dict[str, Any] = {}
         self._stage_name: str | None = None
         self._eval_iterators: list[Any] = []  # of the latest evaluation
@@ -377,7 +377,7 @@ class Trainer(NativeTrainer):
         names = ("transfer_batch_to_device", "configure_model")
         before = {name: vars(module)[name] for name in names if name in vars(module)}
         move, configure = own.transfer_batch_to_device, own.configure_model
-        own.transfer_batch_to_device = partial(_moved_in, self._dtype, move)
+        own.transfer_batch_to_device = partial(_move_and_convert, self._dtype, move)
         own.configure_model = _default_dtype(self._dtype)(configure)
         try:
             yield
@@ -418,7 +418,7 @@ class Trainer(NativeTrainer):
         weights_only: bool | None = None,
     ) -> None:
         """Train a model; see `trainer.Trainer.fit`."""
-        self._take(model)
+        self._attach(model)
         self._ckpt_path = ckpt_path
         self._loaders.update(train=train_dataloaders, val=val_dataloaders)
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
@@ -434,7 +434,7 @@ class Trainer(NativeTrainer):
     ) -> list[dict[str, float]]:
         """Validate a model, by default that of the latest fit; see `trainer.Trainer.test`."""
         found = super().validate(*self._evaluated(model, dataloaders, datamodule, ckpt_path, "val"))
-        return self._shown(found, verbose=verbose)
+        return self._printed(found, verbose=verbose)
 
     def test(  # type: ignore[override]  # Lightning's order of arguments
         self,
@@ -447,7 +447,7 @@ class Trainer(NativeTrainer):
     ) -> list[dict[str, float]]:
         """Test a model, by default that of the latest fit; see `trainer.Trainer.test`."""
         found = super().test(*self._evaluated(model, dataloaders, datamodule, ckpt_path, "test"))
-        return self._shown(found, verbose=verbose)
+        return self._printed(found, verbose=verbose)
 
     def predict(  # type: ignore[override]  # Lightning's order of arguments
         self,
@@ -464,11 +464,12 @@ class Trainer(NativeTrainer):
             taken[0], taken[1], taken[2], taken[3], return_predictions=return_predictions
         )
 
-    def _take(self, model: Any) -> None:
+    def _attach(self, model: Any) -> None:
         """Keep the model, and take its callbacks."""
         self._model = model
-        if model is not self._asked:  # else they would forget, say, which checkpoint is the best
-            self._asked = model
+        # Made anew, they would forget, say, which checkpoint is the best.
+        if model is not self._configured_model:
+            self._configured_model = model
             configured: Any = getattr(model, "configure_callbacks", list)() or []
             own = [configured] if isinstance(configured, Callback) else list(configured)
             kinds = tuple({type(each) for each in self.callbacks} - {Callback})
@@ -485,13 +486,13 @@ class Trainer(NativeTrainer):
             model = self._model
             if model is None:
                 raise TypeError("No model was given, and this Trainer has none: fit it first.")
-        self._take(model)
+        self._attach(model)
         if dataloaders is None and datamodule is None:
             datamodule = self.datamodule
             if datamodule is None and stage == "val":
                 dataloaders = self._loaders.get("val")
         self._loaders[stage] = dataloaders
-        if model is self._model and given is None and ckpt_path is None and not self.fast_dev_run:
+        if given is None and ckpt_path is None and not self.fast_dev_run:
             ckpt_path = "best" if self.checkpoint_callback is not None else None
         if ckpt_path == "best" and self.checkpoint_callback is not None:
             monitored = self.checkpoint_callback.monitor is not None
@@ -499,7 +500,7 @@ class Trainer(NativeTrainer):
         self._ckpt_path = ckpt_path
         return model, dataloaders, datamodule, ckpt_path
 
-    def _shown(self, found: list[dict[str, float]], *, verbose: bool) -> list[dict[str, float]]:
+    def _printed(self, found: list[dict[str, float]], *, verbose: bool) -> list[dict[str, float]]:
         if verbose and found:
             self.print(json.dumps(found, indent=2, default=float))
         return found
@@ -733,7 +734,7 @@ def _default_dtype(dtype: torch.dtype, *_: Any) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _moved_in(dtype: torch.dtype, move: Any, *args: Any) -> Any:
+def _move_and_convert(dtype: torch.dtype, move: Any, *args: Any) -> Any:
     """Move a batch, with its floating-point tensors in the module's precision."""
 
     def converted(leaf: Any) -> Any:
@@ -873,5 +874,5 @@ def _loggers_of(given: Any, root: Any) -> list[Any]:
     loggers = list(given) if isinstance(given, (list, tuple)) else [given]
     for each in loggers:
         if isinstance(each, Logger):
-            each.agree()
+            each.share_version()
     return loggers

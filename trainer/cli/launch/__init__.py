@@ -321,7 +321,8 @@ def _command(arguments: argparse.Namespace, *, noted: bool) -> list[str]:
     entry = [str(Path(__file__).with_name("entry.py"))] if noted else []
     module = ["-m"] if arguments.module else []
     flags, _ = environment.interpreter_command(sys.orig_argv)  # such as -W error
-    return [sys.executable, *flags, "-u", *entry, *module, *arguments.words]
+    flags = [*(flag for flag in flags if flag != "-u"), "-u"]
+    return [sys.executable, *flags, *entry, *module, *arguments.words]
 
 
 def _start_group(

@@ -297,7 +297,7 @@ class ModelCheckpoint(Callback):
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Save the final update if it was not saved, and wait for background saves."""
-        if trainer.global_step > 0 and _name_at(trainer.global_step) not in self._newest[-1:]:
+        if self._due_at_end(trainer):
             self._save(trainer, self._score(trainer))
         self._settle(trainer)
         if not (self._failed or trainer.fast_dev_run) and (self._scores or self._newest):
@@ -312,6 +312,9 @@ class ModelCheckpoint(Callback):
                 "finite. Make every a multiple of val_every."
             )
             logger.warning("No checkpoint was ranked by %r. %s", self.monitor.name, why)
+
+    def _due_at_end(self, trainer: Trainer) -> bool:
+        return trainer.global_step > 0 and _name_at(trainer.global_step) not in self._newest[-1:]
 
     def _path(self, name: str) -> Path:
         if self.directory is None:
@@ -358,10 +361,15 @@ class ModelCheckpoint(Callback):
             weights_only=self.save_weights_only,
             background=self.background,
             required=self.on_save_error == "raise",
+            links=self._links(trainer, name),
             displaces=[self._path(displaced) for displaced in self._displaced],
         )
         if not self.background:
             self._settle(trainer)
+
+    def _links(self, trainer: Trainer, name: str) -> list[Path]:
+        """Return further names of the checkpoint that is about to be saved."""
+        return []
 
     def _settle(self, trainer: Trainer) -> None:
         """Wait for the latest save, and undo its decisions if it failed."""

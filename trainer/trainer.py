@@ -546,6 +546,7 @@ class Trainer:
         weights_only: bool = False,
         background: bool = False,
         required: bool = True,
+        links: Sequence[Path] = (),
         displaces: Sequence[Path] = (),
     ) -> Path | None:
         """Save a checkpoint of the latest fit; call it on every process.
@@ -566,7 +567,9 @@ class Trainer:
                 continues. One save is in flight at a time; the next save and the end of `fit` wait
                 for it.
             required: True: a failure to write ends the run. False: it is logged.
-            displaces: Checkpoints to remove once this one is committed.
+            links: Symlinks to it that are made once it is committed. They are removed with it if
+                they are in its folder's folder, or one above.
+            displaces: Checkpoints to remove then.
 
         Returns:
             The checkpoint's folder. It is committed, unless the save is in the background, is
@@ -598,6 +601,7 @@ class Trainer:
                 weights_only=weights_only,
                 background=background,
                 required=required,
+                links=links,
                 displaces=displaces,
             )
             return target
@@ -615,6 +619,7 @@ class Trainer:
                 weights_only=weights_only,
                 background=background and self._run is run,  # after the fit nothing waits for it
                 required=required,
+                links=links,
                 displaces=displaces,
                 on_each_node=self._context.project.on_each_node,
             )

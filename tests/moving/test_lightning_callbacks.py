@@ -185,11 +185,17 @@ PRUNING = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore")  # Lightning's own
-@pytest.mark.parametrize("options", PRUNING, ids=["lottery", "functions", "structured"])
-def test_pruned_as_under_lightning(options, tmp_path, monkeypatch):
-    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # Lightning sets them
+@pytest.fixture
+def lightnings_variables(monkeypatch):
+    """Put back what `seed_everything` of Lightning sets."""
+    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.setenv(variable, "1")
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+@pytest.mark.usefixtures("lightnings_variables")
+@pytest.mark.parametrize("options", PRUNING, ids=["lottery", "functions", "structured"])
+def test_pruned_as_under_lightning(options, tmp_path):
     theirs = real("lightning")
     ours = fit([ModelPruning(**options)]).model
     other = fit([theirs.pytorch.callbacks.ModelPruning(**options)], library=theirs).model
@@ -251,6 +257,74 @@ def test_checkpoints_are_saved_when_lightning_saves_them(options, steps, tmp_pat
     assert sorted(saved) == [f"step-{step:08d}" for step in steps]
 
 
+BY_EPOCH = ["epoch=0-step=8.ckpt", "epoch=1-step=16.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "files"),
+    [
+        ([{}], BY_EPOCH[1:]),
+        ([{"save_top_k": -1}], BY_EPOCH),
+        ([{"save_top_k": 0, "save_last": True}], ["last.ckpt"]),
+        ([{"monitor": "val", "filename": "best", "save_last": True}], ["best.ckpt", "last.ckpt"]),
+        (
+            [{"monitor": "val", "filename": "{epoch:02d}-{val:.1f}", "save_weights_only": True}],
+            ["epoch=01-val=0.5.ckpt"],
+        ),
+        (
+            [{"monitor": "val", "filename": "{epoch}_{no}", "auto_insert_metric_name": False}],
+            ["1_0.ckpt"],
+        ),
+        (
+            [
+                {"monitor": "val", "mode": "max", "filename": "worst"},
+                {"every_n_train_steps": 6, "filename": "{step}", "save_top_k": -1},
+            ],
+            ["step=12.ckpt", "step=6.ckpt", "worst.ckpt"],
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("library", ["trainer.lightning", "lightning"])
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+@pytest.mark.usefixtures("lightnings_variables")
+def test_checkpoints_have_the_names_that_lightning_gives_them(library, options, files, tmp_path):
+    other = real(library)
+    paths = []
+    for _ in range(2):  # the second run keeps what the first has saved
+        kind = other.pytorch.callbacks.ModelCheckpoint
+        savers = [kind(tmp_path / "saved", **each) for each in options]
+        fit(savers, lambda: make_net(other)(lr=0.01), other, default_root_dir=tmp_path)
+        paths += [Path(each.best_model_path).name for each in savers if each.best_model_path]
+    second = [f"{name.removesuffix('.ckpt')}-v1.ckpt" for name in files]
+    found = sorted(path.name for path in (tmp_path / "saved").glob("*.ckpt"))
+    assert found == sorted(files + second)
+    assert set(paths) <= set(found)
+
+
+def test_a_run_goes_on_from_the_name_of_a_checkpoint_and_keeps_its_folder(tmp_path):
+    def saver() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / "saved", monitor="val", filename="best", save_last=True)
+
+    whole = fit([saver()], max_epochs=4, default_root_dir=tmp_path / "whole")
+    fit([saver()], max_epochs=2, default_root_dir=tmp_path / "parts")
+    last = tmp_path / "saved" / "last-v1.ckpt"
+    assert last.resolve() == tmp_path / "saved" / "version_1" / "step-00000016"
+    again = saver()
+    parts = fit([again], max_epochs=4, ckpt_path=str(last), default_root_dir=tmp_path / "parts")
+    torch.testing.assert_close(copy_of(parts.model), copy_of(whole.model), rtol=0, atol=0)
+    names = {path.name: os.readlink(path) for path in (tmp_path / "saved").glob("*.ckpt")}
+    ends = {"best.ckpt": "step-00000032", "last.ckpt": "step-00000032"}
+    later = {"best-v1.ckpt": "version_1/step-00000032", "last-v1.ckpt": "version_1/step-00000032"}
+    assert names == ends | later
+    assert (again.best_model_path, again.last_model_path) == (
+        str(tmp_path / "saved" / "best-v1.ckpt"),
+        str(last),
+    )
+    [found] = parts.validate(ckpt_path="best")
+    assert found["val"] == pytest.approx(again.best_model_score)
+
+
 def test_two_intervals_are_an_error():
     with pytest.raises(ValueError, match="every_n_train_steps=3 and every_n_epochs=1"):
         ModelCheckpoint(every_n_train_steps=3, every_n_epochs=1)
@@ -267,7 +341,13 @@ def test_all_processes_take_the_version_of_the_first(ranks2, tmp_path):
         if not rank:
             (tmp_path / "lightning_logs/version_0").mkdir(parents=True)
             (tmp_path / "lightning_logs/version_0/mark").touch()
-        trainer = L.Trainer(accelerator="cpu", devices=2, logger=logger)
+        saver = ModelCheckpoint(filename="{loss:.6f}", every_n_train_steps=1)
+        trainer = L.Trainer(
+            accelerator="cpu", devices=2, logger=logger, max_epochs=1, callbacks=[saver]
+        )
+        trainer.fit(make_net()())
+        [name] = Path(trainer.log_dir, "checkpoints").glob("*.ckpt")
+        assert saver.best_model_path == str(name)  # although each has a loss of its own
         return counted, logger.version, trainer.log_dir, str(logger.path)
 
     folder = tmp_path / "lightning_logs" / "version_0"

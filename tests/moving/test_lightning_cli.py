@@ -160,7 +160,7 @@ def test_files_and_options_describe_the_run_and_are_saved_with_it(tmp_path):
 
 def test_subcommands_that_evaluate_and_a_cli_that_creates_only(tmp_path, capsys):
     made = run(["fit", "--trainer.default_root_dir=fit"])
-    saved = made.trainer.checkpoint_callback.last_model_path
+    saved = made.trainer.checkpoint_callback.best_model_path
     found = run(["validate", f"--ckpt_path={saved}", "--trainer.default_root_dir=val"])
     torch.testing.assert_close(copy_of(found.model), copy_of(made.model), rtol=0, atol=0)
     assert "val_loss" in capsys.readouterr().out

@@ -19,7 +19,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from trainer.checkpoint.storage import commit, describe_files, discard, open_staging, remove
+from trainer.checkpoint.storage import (
+    commit,
+    describe_files,
+    discard,
+    link,
+    open_staging,
+    remove,
+)
 from trainer.distributed.guards import collective_mismatch, share
 from trainer.errors import CheckpointError, DistributedOperationException, module_logger
 
@@ -221,6 +228,7 @@ def save_checkpoint(
     shared: bool = False,
     on_each_node: bool = False,
     needs: int = 0,
+    links: Iterable[Path] = (),
     displaces: Iterable[Path] = (),
     operation: str = CHECKPOINT,
 ) -> Path:
@@ -240,7 +248,9 @@ def save_checkpoint(
         shared: ``target`` may hold the user's files, which stay.
         on_each_node: The machines share no disk, so each keeps a complete checkpoint.
         needs: The number of bytes that must be free; 0 if unknown.
-        displaces: Checkpoints to remove after the commit. A failure to remove one is logged.
+        links: Symlinks to make after the commit; see `trainer.checkpoint.storage.link`. A failure
+            is logged.
+        displaces: Checkpoints to remove after that. A failure to remove one is logged.
         operation: The public function that the user called, for :func:`run_on_all_ranks`.
 
     Returns:
@@ -296,9 +306,20 @@ def save_checkpoint(
         if is_writer:
             discard(staging)
         raise
-    for path in displaces if is_writer else ():
-        remove_or_warn(path)
+    if is_writer:
+        _link_and_remove(place, links, displaces)
     return target
+
+
+def _link_and_remove(target: Path, links: Iterable[Path], displaces: Iterable[Path]) -> None:
+    """Let the links point to a committed checkpoint; then remove those that it displaces."""
+    for name in links:
+        try:
+            link(target, name)
+        except OSError as error:
+            logger.warning("%s has not got the name %s: %s.", target, name, error)
+    for path in displaces:
+        remove_or_warn(path)
 
 
 def remove_or_warn(path: Path) -> None:

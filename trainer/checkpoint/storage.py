@@ -17,6 +17,9 @@ deleted::
     root/replaced-step-00000100/            an old checkpoint whose folder also held other files
     root/abandoned-step-00000100/           a later checkpoint than the one a run resumed from
 
+A checkpoint may have further names, symlinks beside it or beside its folder, which go when it is
+removed or renamed.
+
 An `Accelerator` also saves into a folder that holds the user's files. It cannot be replaced by a
 rename, so the files are moved into it from ``folder/.cadence-staging/``. That save is committed
 when the manifest there is written: from then on readers use the staging folder, until every file
@@ -501,6 +504,31 @@ def commit(
     return target
 
 
+def link(target: Path, name: Path) -> None:
+    """Give a checkpoint a further name: a relative symlink, which replaces another one.
+
+    Raises:
+        OSError: The file system has no symlinks, or something else has the name.
+    """
+    if os.path.lexists(name) and not name.is_symlink():
+        raise FileExistsError(f"{name} exists and is no link")
+    temporary = hidden_beside(name)
+    temporary.unlink()
+    temporary.symlink_to(os.path.relpath(target, name.parent), target_is_directory=True)
+    os.replace(temporary, name)
+    sync(name.parent)
+
+
+def _unlink(path: Path) -> None:
+    """Remove the links to a checkpoint that is no longer there."""
+    gone = os.path.abspath(path)
+    for folder in (path.parent, path.parent.parent):
+        with suppress(PermissionError):  # nothing was linked in a folder that cannot be listed
+            for each in folder.iterdir():
+                if each.is_symlink() and os.path.abspath(folder / os.readlink(each)) == gone:
+                    each.unlink()
+
+
 def locate(path: Path) -> Path:
     """Return ``path``, or its temporary name if a save was killed while replacing it."""
     aside = _replaced_path(path)
@@ -523,6 +551,7 @@ def quarantine(path: Path, why: Literal["damaged", "replaced", "abandoned"] = "d
         number += 1
         target = path.with_name(f"{name}-{number}")
     os.rename(path, target)
+    _unlink(path)
     sync(path.parent)
     return target
 
@@ -575,6 +604,7 @@ def remove(path: Path) -> None:
     try:
         clear(trash)
         os.rename(path, trash)
+        _unlink(path)
         sync(path.parent)
         shutil.rmtree(trash)
     except OSError as error:

@@ -232,6 +232,7 @@ def save_run(
     weights_only: bool = False,
     background: bool = False,
     required: bool = True,
+    links: Sequence[Path] = (),
     displaces: Sequence[Path] = (),
     on_each_node: bool = False,
 ) -> bool:
@@ -248,7 +249,8 @@ def save_run(
             training continues.
         required: Whether to raise if the checkpoint cannot be written; otherwise the error is
             logged.
-        displaces: Checkpoints to delete once this one is committed.
+        links: Symlinks to make once the checkpoint is committed.
+        displaces: Checkpoints to delete then.
         on_each_node: Whether each machine keeps a complete checkpoint, since they share no disk.
 
     Returns:
@@ -313,6 +315,7 @@ def save_run(
             state=state,
             on_each_node=on_each_node,
             needs=needs,
+            links=[path.absolute() for path in links],
             displaces=[path.absolute() for path in displaces],
         ),
         name=target,

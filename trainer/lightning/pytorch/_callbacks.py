@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
+import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -20,42 +23,67 @@ from torch.nn.utils import prune
 import callbacks
 from callbacks import Callback, ModelSummary, WeightAveraging
 from callbacks.backbone_finetuning import multiplicative
+from trainer.checkpoint.resolve import WORDS, holds_weights_only
+from trainer.checkpoint.storage import MANIFEST, committed, run_id_of
 from trainer.checks import choice_error
 from trainer.distributed.collectives import broadcast
+from trainer.distributed.objects import broadcast_object
 from trainer.errors import module_logger
-from trainer.lightning.pytorch.trainer import Number
 from trainer.tuning import LearningRateTest, Tuner
 
 logger = module_logger(__name__)
 
 
+class Number(float):
+    """A metric's value, with the methods of a tensor that programs call on it."""
+
+    def item(self) -> float:
+        """Return it as a float."""
+        return float(self)
+
+    def cpu(self) -> Number:
+        """Return it."""
+        return self
+
+    detach = tolist = cpu
+
+
 class ModelCheckpoint(callbacks.ModelCheckpoint):
     """`callbacks.ModelCheckpoint` with Lightning's arguments.
 
-    A checkpoint is a folder that is named after its update; its manifest has the metrics.
+    A checkpoint is a folder such as ``step-00000100``, to which links have the names that Lightning
+    gives its files. If `dirpath` has the checkpoints of an earlier run, or of another callback, the
+    folders are in ``dirpath/version_1``, and so on; the links are in `dirpath`.
 
     Args:
         dirpath: The folder of the checkpoints; None is the run's.
-        filename: Has no effect, as a warning says once.
+        filename: The names, with metrics, such as ``"{epoch}-{val_loss:.2f}"``; None is
+            ``"{epoch}-{step}"``. A "/" becomes "_".
         monitor: The metric that ranks checkpoints.
         verbose: Has no effect.
-        save_last: Whether to keep the newest one too; always True without a monitor.
+        save_last: Whether to keep the newest one too, as ``last.ckpt``.
         save_top_k: How many of the best to keep; -1 for all. With 0 and without `save_last`,
             nothing is saved.
         save_weights_only: Whether to save the weights alone.
         mode: Whether ``"min"`` or ``"max"`` is best.
-        auto_insert_metric_name: Has no effect.
+        auto_insert_metric_name: Whether ``{name}`` becomes ``name=value``, else ``value``.
         every_n_train_steps: Save after so many updates.
         train_time_interval: Save after this time.
         every_n_epochs: Save after so many epochs, 1 by default. With 0 in all three, only
             `save_last` saves, at the end.
         save_on_train_epoch_end: Has no effect: saves follow the validation.
         save_on_exception: Whether to save when an exception ends the run.
-        enable_version_counter: Has no effect.
+        enable_version_counter: Whether a name that another checkpoint has gets ``-v1`` and so on,
+            else takes it over.
+        background: Whether to write while the training continues; see
+            `callbacks.ModelCheckpoint`. The links are made when it is written.
 
     Raises:
         ValueError: Two of the three intervals are given.
     """
+
+    CHECKPOINT_NAME_LAST = "last"
+    FILE_EXTENSION = ".ckpt"
 
     def __init__(
         self,
@@ -74,6 +102,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         save_on_train_epoch_end: bool | None = None,
         save_on_exception: bool = False,
         enable_version_counter: bool = True,
+        *,
+        background: bool = False,
     ) -> None:
         intervals = {
             "every_n_train_steps": every_n_train_steps,
@@ -97,37 +127,122 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             save_last=never or bool(save_last) or (monitor is None and save_top_k != -1),
             on_exception=save_on_exception,
             save_weights_only=save_weights_only,
+            background=background,
             dirpath=dirpath,
         )
-        arguments = {"filename": filename, "save_on_train_epoch_end": save_on_train_epoch_end}
-        self._unused = {name: value for name, value in arguments.items() if value}
+        self.filename = filename
+        self._unused = bool(save_on_train_epoch_end)
+        self._inserts_names = auto_insert_metric_name
+        self._counts_versions = enable_version_counter
+        self._has_last = bool(save_last)
+        self._given_folder = self.dirpath
+        self._top = Path()
+        self._names: dict[str, str] = {}  # of the links to ranked checkpoints
+        self._last = ""  # the name of the link to the newest
         if never:
             hooks = ("on_train_start", "on_boundary", "on_preemption", "on_train_end")
             vars(self).update(dict.fromkeys(hooks, _nothing), monitor_due=_no)
 
+    def use_folder(self, top: Path, folder: Path, before: int) -> None:
+        """Save to a folder in the next fit.
+
+        Args:
+            top: The folder of the links, which the user has given, or the Trainer's.
+            folder: The folder of the checkpoints, `top` or one in it.
+            before: How many callbacks before this one save below `top`.
+        """
+        given = self._given_folder
+        self.dirpath = folder if given or before else None
+        self._top = top
+        # The key in checkpoints: the name of the user's folder, and which callback it is there.
+        self._folder_name = (
+            (given.name if given else None) if not before else f"{top.name} {before}"
+        )
+
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Choose the folder, and warn once of arguments that have no effect."""
+        """Choose the folder, and warn once of an argument that has no effect."""
         super().setup(trainer, module, stage)
-        if stage == "fit" and self._unused and not trainer.fast_dev_run:
-            given = ", ".join(f"{name}={value!r}" for name, value in self._unused.items())
-            self._unused = {}
-            if trainer.is_global_zero:
-                logger.warning(
-                    "ModelCheckpoint(%s) has no effect: each checkpoint is a folder that is named "
-                    "after its update, such as %s, and saved after the validation.",
-                    given,
-                    (self.directory or Path()) / "step-00001000",
-                )
+        if stage == "fit" and self._unused and trainer.is_global_zero and not trainer.fast_dev_run:
+            self._unused = False
+            logger.warning(
+                "ModelCheckpoint(save_on_train_epoch_end=True) has no effect: saves follow the "
+                "validation."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the decisions so far, with names relative to the directory."""
+        return super().state_dict() | {"links": self._names, "last": self._last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the decisions in ``state``."""
+        super().load_state_dict(state)
+        self._names, self._last = dict(state.get("links", {})), state.get("last", "")
+
+    @property
+    def given_folder(self) -> Path | None:
+        """The argument `dirpath` as an absolute path."""
+        return self._given_folder
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Continue with the decisions from the checkpoint; for a new run, reset them."""
+        if trainer.batches_seen == 0 or not self._restored:
+            self._names, self._last = {}, ""
+        super().on_train_start(trainer, module)
+
+    def _due_at_end(self, trainer: Any) -> bool:
+        return self._has_last and not self._newest and super()._due_at_end(trainer)
+
+    def _links(self, trainer: Any, name: str) -> list[Path]:
+        kept = {*self._scores, name} - {*self._displaced}
+        self._names = {each: link for each, link in self._names.items() if each in kept}
+        if name in self._scores:
+            # Rank 0's, since others may have other working directories, and values of their own.
+            values = {**trainer.callback_metrics, "epoch": trainer.current_epoch}
+            values["step"] = trainer.global_step
+            link = self._format(self.filename or "{epoch}-{step}", values)
+            self._names[name] = broadcast_object(self._free(link, name))
+        if self._has_last:
+            link = self._format(self.CHECKPOINT_NAME_LAST, {"step": trainer.global_step})
+            self._last = broadcast_object(self._free(link, self._last))
+        links = [self._names.get(name), self._last]
+        return [self._top / each for each in links if each]
+
+    def _format(self, filename: str, values: Mapping[str, Any]) -> str:
+        def value(field: re.Match[str]) -> str:
+            text = format(values.get(field[1], 0), field[2] or "")
+            return f"{field[1]}={text}" if self._inserts_names else text
+
+        return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", value, filename).replace("/", "_")
+
+    def _free(self, name: str, own: str) -> str:
+        """Return a name that no other checkpoint has: itself, or with a version."""
+        for number in itertools.count():
+            file = f"{name}-v{number}" if number else name
+            path = self._top / f"{file}{self.FILE_EXTENSION}"
+            links_here = path.is_symlink() and path.resolve().parent == self._path("").resolve()
+            ours = links_here and path.resolve().name in {own, *self._displaced}
+            if ours or path.name == own or not os.path.lexists(path):
+                break
+            if path.is_symlink() and not self._counts_versions:
+                break
+        return path.name
+
+    def _named(self, path: Path | None) -> str:
+        """Return the path of a checkpoint, by its link if there is one."""
+        if path is None:
+            return ""
+        link = self._top / self._names.get(path.name, "")
+        return str(link if link.is_symlink() else path)
 
     @property
     def best_k_models(self) -> dict[Any, float]:
         """The ranked checkpoints by path, best first, with their scores."""
-        return {str(path): Number(score) for path, score in super().best_k_models.items()}
+        return {self._named(path): Number(score) for path, score in super().best_k_models.items()}
 
     @property
     def best_model_path(self) -> Any:
         """The path of the best checkpoint, empty before there is one."""
-        return super().best_model_path or ""
+        return next(iter(self.best_k_models), "")
 
     @property
     def best_model_score(self) -> float | None:
@@ -137,8 +252,44 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     @property
     def last_model_path(self) -> Any:
-        """The newest checkpoint, empty before there is one."""
-        return str(super().last_model_path or "")
+        """The newest checkpoint; empty without `save_last`, and before there is one."""
+        newest = super().last_model_path if self._has_last else None
+        link = self._top / self._last
+        return str(link) if newest is not None and link.is_symlink() else self._named(newest)
+
+
+def choose_folders(trainer: Any, ckpt_path: Any) -> None:
+    """Give each `ModelCheckpoint` a folder without checkpoints of other runs; collective.
+
+    Args:
+        trainer: The Trainer.
+        ckpt_path: From what the fit starts; the folders of that run stay its own.
+    """
+    savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    tops = [each.given_folder or trainer.checkpoint_dir for each in savers]
+
+    def choose() -> list[Path]:
+        versions = [path for top in tops for path in (top, *top.glob("version_*"))]
+        found = [path for folder in versions for path in committed(folder)]
+        start = None if ckpt_path is None else Path(ckpt_path)
+        if ckpt_path in WORDS:
+            start = max(found, key=lambda path: (path / MANIFEST).stat().st_mtime, default=None)
+        weights = start is not None and holds_weights_only(start) and ckpt_path not in WORDS
+        run_id = None if start is None or weights else run_id_of(start)
+        others = [each for each in trainer.checkpoint_callbacks if each not in savers]
+        taken = [each.dirpath or trainer.checkpoint_dir for each in others]
+        for top in tops:
+            for number in itertools.count():
+                folder = top / f"version_{number}" if number else top
+                runs = {run_id_of(path) for path in committed(folder)}
+                if folder not in taken and (not runs or runs == {run_id}):
+                    break
+            taken.append(folder)
+        return taken[len(others) :]
+
+    folders = broadcast_object(choose() if trainer.is_global_zero else None)
+    for number, (saver, top, folder) in enumerate(zip(savers, tops, folders, strict=True)):
+        saver.use_folder(top, folder, tops[:number].count(top))
 
 
 def _nothing(*_: Any) -> None:

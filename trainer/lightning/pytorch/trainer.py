@@ -22,7 +22,9 @@ import callbacks as ours
 from callbacks import Callback, GradientAccumulationScheduler, ModelSummary
 from trackers.base import is_installed
 from trainer import environment
+from trainer.checkpoint.storage import committed
 from trainer.distributed.objects import broadcast_object
+from trainer.lightning.pytorch._callbacks import ModelCheckpoint, Number, choose_folders
 from trainer.lightning.pytorch.launch import launch
 from trainer.lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, next_version
 from trainer.lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
@@ -38,20 +40,6 @@ from trainer.migration.values import (
 from trainer.state import PartialState
 from trainer.trainer import Trainer as NativeTrainer
 from trainer.tree import map_tree
-
-
-class Number(float):
-    """A metric's value, with the methods of a tensor that programs call on it."""
-
-    def item(self) -> float:
-        """Return it as a float."""
-        return float(self)
-
-    def cpu(self) -> Number:
-        """Return it."""
-        return self
-
-    detach = tolist = cpu
 
 
 class _Argument:
@@ -204,6 +192,8 @@ class Trainer(NativeTrainer):
         self._loggers: list[Any] = [] if dry else _loggers_of(logger, default_root_dir)
         if enable_model_summary is not False and not barebones:
             added += [] if _has(added, ModelSummary) else [ModelSummary()]
+        if enable_checkpointing is not False and not dry and not _has(added, ours.ModelCheckpoint):
+            added.append(ModelCheckpoint())
         profile = None
         if profiler == "simple" or isinstance(profiler, SimpleProfiler):
             profile = "simple"
@@ -400,7 +390,11 @@ class Trainer(NativeTrainer):
         for logger in self._loggers:
             folder: Path | None = logger.run_dir
             if folder is not None:
-                return folder
+                # An earlier run of the same version keeps its checkpoints, as in Lightning.
+                again = folder / f"version_{next_version(folder)}"
+                return (
+                    again if broadcast_object(bool(committed(folder / "checkpoints"))) else folder
+                )
         if dry:
             return None if root is None else Path(root)
         folder = Path(root or ".").expanduser().absolute() / "lightning_logs"
@@ -421,6 +415,8 @@ class Trainer(NativeTrainer):
         self._attach(model)
         self._ckpt_path = ckpt_path
         self._loaders.update(train=train_dataloaders, val=val_dataloaders)
+        if not self.fast_dev_run:
+            choose_folders(self, ckpt_path)
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
 
     def validate(  # type: ignore[override]  # Lightning's order of arguments
@@ -552,8 +548,9 @@ class Trainer(NativeTrainer):
 
     @property
     def log_dir(self) -> str:
-        """The folder of the run."""
-        return str(self.project_dir)
+        """The folder of the first logger, or of the run."""
+        folder = None if self.logger is None else self.logger.run_dir
+        return str(folder or self.project_dir)
 
     @property
     def default_root_dir(self) -> str:

@@ -123,10 +123,10 @@ def saved_by_a_plain_loop(epochs: int, file: Path) -> tuple[Any, Any]:
 
 
 def test_a_run_resumes_from_a_checkpoint_of_lightning_to_the_last_bit(capsys):
-    saved_by_a_plain_loop(2, Path("two.ckpt"))
-    assert main(["migrate", "two.ckpt"]) == 0
+    saved_by_a_plain_loop(2, Path("last.ckpt"))
+    assert main(["migrate", "last.ckpt"]) == 0
     told = capsys.readouterr().out
-    assert "ckpt_path='two'" in told
+    assert "ckpt_path='./last'" in told
     assert "begin anew: ModelCheckpoint" in told
     expected, of_plain = saved_by_a_plain_loop(4, Path("four.ckpt"))
 
@@ -136,7 +136,7 @@ def test_a_run_resumes_from_a_checkpoint_of_lightning_to_the_last_bit(capsys):
     module.on_load_checkpoint = told_by_checkpoint.append
     counter = Counter()
     trainer = Trainer(max_epochs=4, project_dir="run", progress_bar=False, callbacks=[counter])
-    trainer.fit(module, loader(), ckpt_path="two")
+    trainer.fit(module, loader(), ckpt_path="./last")
     assert counter.start == (1, 2 * BATCHES)
     assert counter.count == 3
     assert told_by_checkpoint[0]["of the user"][0] == 1
@@ -146,7 +146,7 @@ def test_a_run_resumes_from_a_checkpoint_of_lightning_to_the_last_bit(capsys):
     torch.testing.assert_close(state["state"], of_loop["state"], rtol=0, atol=0)
     assert state["param_groups"][0]["lr"] == pytest.approx(0.001)
 
-    loaded = Line.load_from_checkpoint("two")
+    loaded = Line.load_from_checkpoint("last")
     assert loaded.hparams.width == 4
     two, _ = saved_by_a_plain_loop(2, Path("again.ckpt"))
     torch.testing.assert_close(copy_of(loaded), copy_of(two), rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -11,6 +12,7 @@ from trainer.migration.modules import Modules
 
 _PREFIX = "trainer.lightning."
 _MODULES = {
+    "pytorch": "core core.datamodule core.module",
     "pytorch.callbacks": """
         batch_size_finder callback device_stats_monitor early_stopping finetuning lambda_function
         gradient_accumulation_scheduler lr_finder lr_monitor model_checkpoint model_summary
@@ -20,7 +22,7 @@ _MODULES = {
     "pytorch.loggers": "comet csv_logs logger mlflow tensorboard wandb",
     "pytorch.profilers": "pytorch simple",
     "pytorch.strategies": "ddp deepspeed fsdp single_device strategy",
-    "pytorch.trainer": "trainer",
+    "pytorch.trainer": "states trainer",
     "pytorch.tuner": "tuning",
     "pytorch.utilities": "exceptions grads seed",
 }
@@ -28,6 +30,17 @@ _PARENTS = {
     f"{parent}.{name}": parent for parent, names in _MODULES.items() for name in names.split()
 }
 """Module of Lightning that has no file here: the one that has its names."""
+
+
+CLASS_PATH = re.compile(
+    r"(?<![\w./-])(?:(?:trainer\.)?lightning\.pytorch|pytorch_lightning)((?:\.\w+)*\.[A-Z]\w*)(?![\w./-])"
+)
+"""A class of Lightning in a configuration file."""
+
+
+def with_class_paths(text: str) -> str:
+    """Return a configuration file with the class paths of Lightning as they are here."""
+    return CLASS_PATH.sub(r"trainer.lightning.pytorch\1", text)
 
 
 def _value_in(parent: str, name: str) -> Any:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.cli import main
+from trainer.cli import _run, main
+from trainer.cli.parsing import CommandError
 
 ACCELERATE = """\
 import os, accelerate  # ü
@@ -497,6 +498,31 @@ def test_a_file_that_is_not_python_is_an_error(capsys):
     Path("script.py").write_text("def (")
     assert main(["migrate", "script.py"]) == 1
     assert "script.py cannot be read as Python" in capsys.readouterr().err
+
+
+def test_a_folder_stands_for_its_programs_and_configurations(capsys):
+    Path("part/.venv").mkdir(parents=True)
+    Path("part/empty").mkdir()
+    Path("part/.venv/other.py").write_text("def (")
+    Path("part/model.py").write_text("import lightning as L\n")
+    Path("python2.py").write_text("print 1\n")
+    callbacks = ["EarlyStopping  # own", "SpikeDetection"]
+    lines = [f"- class_path: lightning.pytorch.callbacks.{each}\n" for each in callbacks]
+    Path("run.yaml").write_text("".join(lines))
+    assert main(["migrate", "."]) == 1
+    out, err = capsys.readouterr()
+    assert "part/model.py:1: write 'trainer.lightning', or pass" in out
+    assert "run.yaml:1: write 'trainer.lightning.pytorch.callbacks.EarlyStopping', or" in out
+    assert "python2.py cannot be read" in err
+    Path("python2.py").unlink()
+    for _ in range(2):
+        assert main(["migrate", ".", "--write"]) == 1
+        [said] = capsys.readouterr().out.splitlines()
+        assert "run.yaml:2: lightning.pytorch.callbacks.SpikeDetection is not in Cadence" in said
+        new = [line.replace("lightning", "trainer.lightning") for line in lines]
+        assert Path("run.yaml").read_text() == "".join(new)
+    with pytest.raises(CommandError, match="has neither Python programs nor YAML files"):
+        _run(["migrate", "part/empty"])
 
 
 def test_a_program_that_would_not_compile_stays_as_it_is(capsys):

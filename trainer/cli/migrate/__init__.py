@@ -9,6 +9,8 @@ from warnings import catch_warnings, simplefilter
 from trainer.cli.parsing import CommandError, command_parser, count, echo, ended_at_once
 from trainer.errors import CheckpointError
 
+_YAML = (".yaml", ".yml")
+
 
 def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of `trainer migrate`."""
@@ -18,15 +20,18 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "carry over, with the line and what to use. The programs are read, not run.",
         examples=[
             ("what is to be done", "train.py model.py"),
-            ("change the import lines", "train.py --write"),
+            ("change the import lines of a folder's programs, and class paths", ". --write"),
             ("write Cadence's own names", "train.py --native"),
             ("convert a checkpoint of Lightning", "last.ckpt --output runs/digits/from-lightning"),
         ],
         codes={0: "nothing is left to do", 1: "something is listed, or a file cannot be read"},
     )
-    what = "a Python program, or a .ckpt file of Lightning, which is converted to a checkpoint"
+    what = (
+        "a Python program; a YAML file of LightningCLI, for its class paths; a folder of these; or "
+        "a .ckpt file of Lightning, which is converted to a checkpoint"
+    )
     made.add_argument("files", type=Path, nargs="+", metavar="FILE", help=what)
-    what = "change the import lines, to those of trainer.lightning and trainer.accelerate"
+    what = "change imports and class paths, to those of trainer.lightning and trainer.accelerate"
     made.add_argument("--write", action="store_true", help=what)
     what = "also write Cadence's own names, where they mean the same"
     made.add_argument("--native", action="store_true", help=what)
@@ -53,12 +58,72 @@ def run(arguments: argparse.Namespace) -> int:
         raise argparse.ArgumentTypeError("--output belongs to one .ckpt file.")
     for path in checkpoints:
         _convert(path, arguments.output, arguments.num_processes)
-    programs = [path for path in arguments.files if path not in checkpoints]
-    return 1 if sum(_migrate(path, arguments) for path in programs) else 0
+    files = [each for path in arguments.files if path not in checkpoints for each in _files(path)]
+    found = 0
+    unread: dict[str, None] = {}
+    for path in files:
+        try:
+            found += _migrate(path, arguments)
+        except CommandError as error:  # the others are examined all the same
+            unread[str(error)] = None
+    if unread:
+        raise CommandError("\n".join(unread))
+    return 1 if found else 0
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the programs and configurations of a folder; a file stands for itself.
+
+    Raises:
+        CommandError: There are none.
+    """
+    if not path.is_dir():
+        return [path]
+    found = [
+        each
+        for each in sorted(path.rglob("*"))
+        if each.suffix in (".py", *_YAML)
+        and each.is_file()
+        and not any(
+            part.startswith(".") or part == "site-packages" for part in each.relative_to(path).parts
+        )
+    ]
+    if not found:
+        raise CommandError(f"{path} has neither Python programs nor YAML files.")
+    return found
+
+
+def _migrate_classes(path: Path, arguments: argparse.Namespace) -> int:
+    """Examine and change the class paths of a configuration; return the number of findings."""
+    from trainer.cli.migrate.names import value_of
+    from trainer.lightning.modules import CLASS_PATH, with_class_paths
+
+    try:
+        text, found = path.read_text(encoding="utf-8"), 0
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{path} cannot be read as YAML in UTF-8: {error}") from None
+    for number, line in enumerate(text.splitlines(), 1):
+        for match in CLASS_PATH.finditer(line):
+            new = said = with_class_paths(match[0])
+            try:
+                value_of(new)
+            except (ImportError, AttributeError) as error:
+                said = str(error)
+            else:
+                if arguments.write or arguments.native:
+                    continue
+                said = f"write {new!r}, or pass --write"
+            echo(f"{path}:{number}: {said}")
+            found += 1
+    if arguments.write or arguments.native:
+        path.write_text(with_class_paths(text), encoding="utf-8")
+    return found
 
 
 def _migrate(path: Path, arguments: argparse.Namespace) -> int:
     """Examine and change a program; return the number of findings."""
+    if path.suffix in _YAML:
+        return _migrate_classes(path, arguments)
     try:
         with ended_at_once():
             import torch  # noqa: F401 - slow, and imported by all modules that are asked for names
@@ -97,16 +162,17 @@ def _migrate(path: Path, arguments: argparse.Namespace) -> int:
 
 
 def _convert(path: Path, output: Path | None, num_processes: int) -> None:
+    from trainer.checkpoint.resolve import WORDS
     from trainer.lightning.checkpoint import convert_checkpoint
 
     try:
         made = convert_checkpoint(path, output, num_processes=num_processes)
     except CheckpointError as error:
         raise CommandError(str(error)) from None
-    use = "load_from_checkpoint" if made.weights_only else "fit"
-    call = f"Module.{use}({str(made.path)!r})"
+    call = f"Module.load_from_checkpoint({str(made.path)!r})"
     if not made.weights_only:
-        call = f"trainer.fit(module, ckpt_path={str(made.path)!r})"
+        shown = f"./{made.path}" if str(made.path) in WORDS else str(made.path)
+        call = f"trainer.fit(module, ckpt_path={shown!r})"
     echo(f"{made.path}: {call}")
     for note in made.notes:
         echo(f"  {note}")

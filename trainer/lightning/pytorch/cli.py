@@ -6,6 +6,7 @@ The options are read by jsonargparse, as those of `trainer fit`.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,12 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from callbacks import Callback
 from trainer.distributed.process_control import on_main
+from trainer.lightning.modules import with_class_paths
 from trainer.lightning.pytorch.module import LightningDataModule, LightningModule
 from trainer.lightning.pytorch.trainer import Trainer
 from trainer.lightning.pytorch.utilities import seed_everything
 
 try:
-    from jsonargparse import ArgumentParser, Namespace
+    from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
     from jsonargparse.typing import class_from_function
 except ImportError as error:
     raise ImportError(
@@ -70,6 +72,13 @@ _Registered: TypeAlias = dict[str, tuple[Any, str]]  # of a key: the class or cl
 _AUTOMATIC = "AUTOMATIC"
 
 
+def _load(text: str) -> Any:
+    return get_loader("yaml")(with_class_paths(text))
+
+
+set_loader("lightning", _load, exceptions=(yaml.YAMLError,))
+
+
 class LightningArgumentParser(ArgumentParser):
     """jsonargparse's ``ArgumentParser``, which adds the arguments of Lightning's classes.
 
@@ -78,6 +87,7 @@ class LightningArgumentParser(ArgumentParser):
         description: Of the program.
         env_prefix: Of variables of the environment, which are read with ``default_env=True``.
         default_env: Whether to read them.
+        parser_mode: How files are read: by default YAML, where class paths may be Lightning's.
         **kwargs: For jsonargparse's.
     """
 
@@ -87,10 +97,16 @@ class LightningArgumentParser(ArgumentParser):
         description: str = "Lightning Trainer command line tool",
         env_prefix: str = "PL",
         default_env: bool = False,
+        parser_mode: str = "lightning",
         **kwargs: Any,
     ) -> None:
         super().__init__(
-            *args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs
+            *args,
+            description=description,
+            env_prefix=env_prefix,
+            default_env=default_env,
+            parser_mode=parser_mode,
+            **kwargs,
         )
         self.callback_keys: list[str] = []
         self._optimizers: _Registered = {}
@@ -242,7 +258,7 @@ class LightningCLI:
     """A program whose Trainer, module and data are described by options and files.
 
     ``program.py fit --config config.yaml --model.lr 0.1`` creates the objects and calls
-    `Trainer.fit`. Class paths in files have this library's modules, such as
+    `Trainer.fit`. Class paths may have Lightning's modules or this library's, such as
     ``trainer.lightning.pytorch.callbacks.ModelCheckpoint``.
 
     Args:
@@ -410,7 +426,8 @@ class LightningCLI:
         if isinstance(args, (dict, Namespace)):
             self.config: Any = parser.parse_object(args)
         else:
-            self.config = parser.parse_args(args)
+            words = sys.argv[1:] if args is None else args
+            self.config = parser.parse_args(list(map(with_class_paths, words)))
 
     def _parser(self, subcommand: str | None) -> LightningArgumentParser:
         return self.parser if subcommand is None else self._subcommand_parsers[subcommand]

@@ -48,8 +48,10 @@ class LearningRateMonitor(Callback):
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Log the learning rates if this update's values will be logged."""
-        if not trainer.log_due:
-            return
+        if trainer.log_due:
+            self._log(trainer, module, on_step=True)
+
+    def _log(self, trainer: Trainer, module: TrainModule, *, on_step: bool) -> None:
         # All processes have the same rates. They are logged as a mean, so that they are reduced
         # with the other values. Only rank 0 has weight, since a mean over several ranks may round.
         # The weight is 1, since a batch may have no items.
@@ -57,7 +59,7 @@ class LearningRateMonitor(Callback):
         for name, value in self._values(trainer).items():
             # an optimizer that keeps its rate in a tensor changes it in place later
             value = value.detach().clone() if isinstance(value, Tensor) else float(value)
-            module.log(name, value, on_step=True, on_epoch=False, batch_size=weight)
+            module.log(name, value, on_step=on_step, on_epoch=not on_step, batch_size=weight)
 
     def _values(self, trainer: Trainer) -> dict[str, Any]:
         custom = {

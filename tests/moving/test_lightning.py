@@ -198,6 +198,12 @@ def test_what_programs_read_of_the_trainer_is_there(tmp_path):
     assert trainer.log_dir == str(tmp_path / "lightning_logs" / "version_0")
     assert trainer.checkpoint_callback is checkpoint
     assert (trainer.num_devices, trainer.num_nodes, trainer.world_size) == (1, 1, 1)
+    assert (trainer.device_ids, trainer.node_rank) == ([0], 0)
+    assert trainer.early_stopping_callbacks == []
+    logged = trainer.callback_metrics
+    assert torch.stack(list(logged.values())).tolist() == [each.item() for each in logged.values()]
+    with trainer.profiler.profile("a block"):
+        assert L.__version__ == L.pytorch.__version__
     assert (trainer.precision, trainer.accumulate_grad_batches) == ("32-true", 2)
     assert trainer.model is trainer.lightning_module is module
     assert trainer.strategy.broadcast(3) == 3
@@ -260,6 +266,26 @@ def test_each_run_has_a_version_of_its_own(tmp_path):
     assert Path(second.log_dir) == tmp_path / "lightning_logs" / "version_1"
     assert isinstance(second.logger, TensorBoardLogger)
     assert list(Path(second.log_dir).glob("events*"))
+
+
+def test_errors_name_the_arguments_of_lightning_unless_they_are_the_users_own(tmp_path):
+    for options, said in (
+        ({"accumulate_grad_batches": 0}, "^accumulate_grad_batches is 0"),
+        ({"gradient_clip_val": -1.0}, "^gradient_clip_val is -1.0"),
+        ({"checkpoint_callback": False}, "use enable_checkpointing=False"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            L.Trainer(**options)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"^default_root_dir is .* cannot be used as a folder"):
+        fit(tmp_path / "file")
+
+    class Raises(make_classifier(L)):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            raise ValueError("project_dir")
+
+    with pytest.raises(ValueError, match=r"^project_dir$"):
+        fit(tmp_path, Raises())
 
 
 VALIDATIONS: list[tuple[dict[str, Any], list[int]]] = [

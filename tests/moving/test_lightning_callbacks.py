@@ -387,7 +387,9 @@ def test_lightnings_tuner_sets_what_it_finds_and_returns_the_size():
 
 def test_modules_without_a_file_have_the_names_of_another_and_refused_ones_say_why():
     from trainer.lightning.pytorch.callbacks.early_stopping import EarlyStopping
+    from trainer.lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
     from trainer.lightning.pytorch.callbacks.progress.tqdm_progress import TQDMProgressBar
+    from trainer.lightning.pytorch.core.module import LightningModule
     from trainer.lightning.pytorch.loggers.wandb import WandbLogger
     from trainer.lightning.pytorch.utilities.exceptions import MisconfigurationException
     from trainer.lightning.pytorch.utilities.grads import grad_norm
@@ -395,6 +397,8 @@ def test_modules_without_a_file_have_the_names_of_another_and_refused_ones_say_w
     assert EarlyStopping is L.pytorch.callbacks.EarlyStopping
     assert TQDMProgressBar is L.pytorch.callbacks.TQDMProgressBar
     assert WandbLogger is L.pytorch.loggers.WandbLogger
+    assert LightningModule is L.pytorch.core.LightningModule is L.LightningModule
+    assert L.pytorch.callbacks.RichProgressBar(theme=RichProgressBarTheme(time="red"))
     with pytest.raises(MisconfigurationException):
         ModelPruning("l2")
     layer = nn.Linear(2, 1)

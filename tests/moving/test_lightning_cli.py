@@ -136,14 +136,15 @@ def test_a_program_trains_as_under_lightning(words, tmp_path, monkeypatch):
         assert made.config.fit[section] == expected.config.fit[section]
 
 
-def test_files_and_options_describe_the_run_and_are_saved_with_it(tmp_path):
+@pytest.mark.parametrize("top", ["trainer.lightning.pytorch", "lightning.pytorch"])
+def test_files_and_options_describe_the_run_and_are_saved_with_it(tmp_path, top):
     file = tmp_path / "run.yaml"
     callback = {
-        "class_path": "trainer.lightning.pytorch.callbacks.EarlyStopping",
+        "class_path": f"{top}.callbacks.EarlyStopping",
         "init_args": {"monitor": "val_loss", "patience": 7},
     }
     logger = {
-        "class_path": "trainer.lightning.pytorch.loggers.CSVLogger",
+        "class_path": f"{top}.loggers.CSVLogger",
         "init_args": {"save_dir": "logs"},
     }
     settings = {"trainer": {"callbacks": [callback], "logger": logger}, "model": {"width": 6}}
@@ -156,6 +157,18 @@ def test_files_and_options_describe_the_run_and_are_saved_with_it(tmp_path):
     again = run(["fit", "--config", str(folder / "config.yaml")])
     assert again.config_dump["model"] == made.config_dump["model"]
     torch.testing.assert_close(copy_of(again.model), copy_of(made.model), rtol=0, atol=0)
+
+
+def test_the_last_checkpoint_is_that_of_the_latest_version():
+    words = ["fit", "--trainer.logger=pytorch_lightning.loggers.CSVLogger"]
+    words += ["--trainer.logger.save_dir=logs"]
+    first, other = run(words), run([*words, "--trainer.max_steps=1"])
+    assert (first.trainer.global_step, other.trainer.global_step) == (16, 1)
+    made = run([*words, "--ckpt_path=last"])
+    whole = first.model.state_dict()
+    assert made.trainer.global_step == 16
+    torch.testing.assert_close(made.model.state_dict(), whole, rtol=0, atol=0)
+    assert Path(made.trainer.log_dir).name == "version_2"
 
 
 def test_subcommands_that_evaluate_and_a_cli_that_creates_only(tmp_path, capsys):

@@ -13,6 +13,7 @@ from trainer.lightning.pytorch import (
     LightningDataModule,
     LightningModule,
     Trainer,
+    __version__,
     seed_everything,
 )
 
@@ -21,6 +22,7 @@ __all__ = [
     "LightningDataModule",
     "LightningModule",
     "Trainer",
+    "__version__",
     "convert_checkpoint",
     "pytorch",
     "seed_everything",

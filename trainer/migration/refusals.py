@@ -21,6 +21,7 @@ from trainer.migration.table import (
     HUGGING_FACE_ATTRIBUTES,
     HUGGING_FACE_CALLBACK_HOOKS,
     LIGHTNING_ARGUMENTS,
+    LOGGER_METHODS,
     MODULE_HOOKS,
     NOTHING,
     TRAINER_ATTRIBUTES,
@@ -35,6 +36,7 @@ UNCALLED = {
     "callback": HOOKS | CALLBACK_HOOKS | HUGGING_FACE_CALLBACK_HOOKS,
     "datamodule": HOOKS,
     "trainer": TRAINER_METHODS,
+    "logger": LOGGER_METHODS,
 }
 """Kind of owner: the hooks that nobody calls, each with what to use."""
 
@@ -73,7 +75,7 @@ def uncalled_hooks(kind: str, bases: Iterable[type]) -> dict[str, str]:
     """Return the hooks that nobody would call, each with what to use.
 
     Args:
-        kind: ``"module"``, ``"callback"``, ``"datamodule"`` or ``"trainer"``.
+        kind: ``"module"``, ``"callback"``, ``"datamodule"``, ``"trainer"`` or ``"logger"``.
         bases: The classes that the owner of the hooks inherits from.
     """
     refused: dict[str, str] = UNCALLED[kind]
@@ -94,7 +96,7 @@ def uncalled(owner: object, kind: str) -> Iterator[str]:
     """Yield a sentence for each hook of another trainer that the owner defines.
 
     Args:
-        owner: The user's module, callback or datamodule, or a Trainer.
+        owner: The user's module, callback, datamodule or logger, or a Trainer.
         kind: As for `uncalled_hooks`.
     """
     refused = uncalled_hooks(kind, type(owner).__mro__)

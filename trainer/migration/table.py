@@ -105,6 +105,12 @@ CALLBACK_HOOKS = {
         "PredictionWriter after predict"
     ),
 }
+LOGGER_METHODS = {
+    "after_save_checkpoint": (
+        "write a Callback whose on_boundary calls trainer.wait_for_save(), after which the folder "
+        "is there"
+    ),
+}
 _BAR = "the bar shows what self.log is given with prog_bar=True"
 HOOKS_OF_CALLBACKS = {
     "ModelCheckpoint.format_checkpoint_name": (
@@ -433,7 +439,6 @@ LIGHTNING_NAMES = {
     "pytorch.callbacks.SpikeDetection": (
         "use non_finite= and EarlyStopping(divergence_threshold=...)"
     ),
-    "pytorch.core": "import it from lightning.pytorch",
     "pytorch.demos": "write the model yourself; examples/ has some",
     "pytorch.loggers.LitLogger": "use another logger, such as CSVLogger",
     "pytorch.loggers.NeptuneLogger": _TRACKER,
@@ -442,7 +447,6 @@ LIGHTNING_NAMES = {
     "pytorch.plugins": _PLUGIN,
     "pytorch.profilers.AdvancedProfiler": _MEASURED,
     "pytorch.profilers.Profiler": _MEASURED,
-    "pytorch.profilers.PassThroughProfiler": f"{NOTHING}: that is the default",
     "pytorch.profilers.XLAProfiler": "XLA devices are not supported",
     "pytorch.serve": "export the model with torch.export or to_onnx",
     "pytorch.strategies.ModelParallelStrategy": "use trainer.Trainer(parallelism_config=...)",
@@ -470,7 +474,6 @@ LIGHTNING_MODULES = {
     "pytorch.strategies": "use DDPStrategy, FSDPStrategy or DeepSpeedStrategy",
     "pytorch.strategies.launchers": "processes are started by devices=, or by `trainer launch`",
     "pytorch.trainer": "ask the Trainer's attributes and methods",
-    "pytorch.trainer.states": _STAGE,
     "pytorch.tuner": "use lightning.pytorch.tuner.Tuner",
     "pytorch.utilities.consolidate_checkpoint": "use `trainer merge-weights`",
     "pytorch.utilities.deepspeed": "use `trainer merge-weights`",
@@ -648,6 +651,7 @@ TABLES = (
     Table("Lightning", "methods of a module", MODULE_HOOKS),
     Table("Lightning", "methods of a callback", CALLBACK_HOOKS),
     Table("Lightning", "methods of a subclass of one callback", HOOKS_OF_CALLBACKS),
+    Table("Lightning", "methods of a logger", LOGGER_METHODS),
     Table("Lightning", "arguments of self.log", LOG_ARGUMENTS),
     Table("Lightning", "methods below if trainer.is_global_zero:", LIGHTNING_CALLS),
     Table("Lightning", "names in lightning", LIGHTNING_NAMES),

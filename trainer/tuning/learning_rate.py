@@ -273,7 +273,7 @@ class RangeTest(Callback):
         trainer._fit_run("on_boundary").recorder.flush()  # a range test may wait for the device
         if trainer.global_step == len(self.raw):
             return  # in manual optimisation: a boundary without an update
-        loss = trainer.callback_metrics[_LOSS]
+        loss = float(trainer.callback_metrics[_LOSS])
         if not math.isfinite(loss):
             self.diverged = trainer.should_stop = True
             return

@@ -30,6 +30,7 @@ from trainer.cli.migrate.names import (
 from trainer.cli.migrate.rewriting import staying_trainers
 from trainer.datamodule import DataModule
 from trainer.lightning.missing import refusal
+from trainer.lightning.pytorch.loggers import Logger
 from trainer.lightning.pytorch.strategies import strategy_of
 from trainer.lightning.pytorch.trainer import Trainer as LightningTrainer
 from trainer.metrics.log_arguments import log_arguments
@@ -51,7 +52,12 @@ from trainer.trainer import Trainer
 
 _PAGE = "see docs/migrating.md"
 _LISTED = ("lightning_fabric", "transformers")  # their imports are not changed
-_KINDS = (("module", TrainModule), ("datamodule", DataModule), ("callback", Callback))
+_KINDS = (
+    ("module", TrainModule),
+    ("datamodule", DataModule),
+    ("callback", Callback),
+    ("logger", Logger),
+)
 _OF_TRANSFORMERS = {"TrainerCallback": "callback", "Trainer": "trainer"}
 # An attribute that is true on one process alone: the methods that all processes call together.
 _ON_ONE = {

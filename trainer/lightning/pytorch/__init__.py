@@ -19,6 +19,7 @@ __all__ = [
     "LightningDataModule",
     "LightningModule",
     "Trainer",
+    "__version__",
     "callbacks",
     "loggers",
     "profilers",
@@ -27,5 +28,8 @@ __all__ = [
     "tuner",
     "utilities",
 ]
+
+__version__ = "2.6.6"
+"""The version of Lightning whose names these are."""
 
 __getattr__ = getter(__name__)

@@ -15,8 +15,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.nn.utils import prune
 
@@ -34,18 +36,9 @@ from trainer.tuning import LearningRateTest, Tuner
 logger = module_logger(__name__)
 
 
-class Number(float):
-    """A metric's value, with the methods of a tensor that programs call on it."""
-
-    def item(self) -> float:
-        """Return it as a float."""
-        return float(self)
-
-    def cpu(self) -> Number:
-        """Return it."""
-        return self
-
-    detach = tolist = cpu
+def as_tensor(value: float) -> torch.Tensor:
+    """Return a metric's value as programs for Lightning expect it, in full precision."""
+    return torch.tensor(value, dtype=torch.float64)
 
 
 class ModelCheckpoint(callbacks.ModelCheckpoint):
@@ -235,9 +228,10 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         return str(link if link.is_symlink() else path)
 
     @property
-    def best_k_models(self) -> dict[Any, float]:
+    def best_k_models(self) -> dict[Any, Any]:
         """The ranked checkpoints by path, best first, with their scores."""
-        return {self._named(path): Number(score) for path, score in super().best_k_models.items()}
+        ranked = super().best_k_models
+        return {self._named(path): as_tensor(score) for path, score in ranked.items()}
 
     @property
     def best_model_path(self) -> Any:
@@ -245,10 +239,10 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         return next(iter(self.best_k_models), "")
 
     @property
-    def best_model_score(self) -> float | None:
+    def best_model_score(self) -> Any:
         """The monitored value of the best checkpoint; None without ``monitor``."""
         score = super().best_model_score
-        return None if score is None else Number(score)
+        return None if score is None else as_tensor(score)
 
     @property
     def last_model_path(self) -> Any:
@@ -333,6 +327,19 @@ class EarlyStopping(callbacks.EarlyStopping):
         )
 
     @property
+    def best_score(self) -> Any:
+        """The best value so far, None before the first."""
+        return None if self._best_score is None else as_tensor(self._best_score)
+
+    @best_score.setter
+    def best_score(self, score: Any) -> None:
+        self._best_score = None if score is None else float(score)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the findings, with the best value as a number."""
+        return {**super().state_dict(), "best_score": self._best_score}
+
+    @property
     def stopped_epoch(self) -> int:
         """The epoch in which it stopped the run, else 0."""
         return self._stopped_epoch or 0
@@ -343,7 +350,10 @@ class EarlyStopping(callbacks.EarlyStopping):
 
 
 class LearningRateMonitor(callbacks.LearningRateMonitor):
-    """`callbacks.LearningRateMonitor`; the interval is that of the records."""
+    """`callbacks.LearningRateMonitor`; ``"epoch"`` logs once an epoch, from its beginning.
+
+    Any other interval is that of the records.
+    """
 
     def __init__(
         self,
@@ -352,6 +362,17 @@ class LearningRateMonitor(callbacks.LearningRateMonitor):
         log_weight_decay: bool = False,
     ) -> None:
         super().__init__(log_momentum=log_momentum, log_weight_decay=log_weight_decay)
+        self.logging_interval = logging_interval
+
+    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+        """Log the rates, unless that is done once an epoch."""
+        if self.logging_interval != "epoch":
+            super().on_train_step_end(trainer, module)
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        """Log the rates once an epoch, if asked to."""
+        if self.logging_interval == "epoch":
+            self._log(trainer, module, on_step=False)
 
 
 class TQDMProgressBar(callbacks.ProgressBar):
@@ -364,6 +385,10 @@ class TQDMProgressBar(callbacks.ProgressBar):
         self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False
     ) -> None:
         super().__init__(10.0 if refresh_rate else 0)
+
+
+class RichProgressBarTheme(SimpleNamespace):
+    """Colours of a `RichProgressBar`, which have no effect."""
 
 
 class RichProgressBar(callbacks.RichProgressBar):

@@ -25,6 +25,7 @@ from trainer.lightning.pytorch._callbacks import (
     OnExceptionCheckpoint,
     RichModelSummary,
     RichProgressBar,
+    RichProgressBarTheme,
     ThroughputMonitor,
     TQDMProgressBar,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "OnExceptionCheckpoint",
     "RichModelSummary",
     "RichProgressBar",
+    "RichProgressBarTheme",
     "StochasticWeightAveraging",
     "TQDMProgressBar",
     "ThroughputMonitor",

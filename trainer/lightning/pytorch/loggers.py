@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from trackers.base import GeneralTracker
 from trackers.comet import CometMLTracker
 from trackers.csv import CSVTracker
 from trackers.masking import masked
@@ -19,7 +21,9 @@ from trackers.tensorboard import TensorBoardTracker
 from trackers.wandb import WandBTracker
 from trainer.distributed.objects import broadcast_object
 from trainer.errors import module_logger
+from trainer.hparams import logged
 from trainer.lightning.missing import getter
+from trainer.lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 __all__ = [
     "CSVLogger",
@@ -44,8 +48,17 @@ class _NoExperiment:
         return None
 
 
+def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function for the property `experiment`: calls of it do nothing off rank 0."""
+    return rank_zero_only(function, default=_NoExperiment())
+
+
 class Logger:
-    """What Lightning's loggers have in common.
+    """What Lightning's loggers have in common; also the base of loggers of one's own.
+
+    One of your own overrides `name`, `version`, `log_metrics` and `log_hyperparams`, and may
+    override `experiment`, `save`, `finalize`, `save_dir` and `root_dir`. They are called on rank 0,
+    on a thread of their own, with the metrics and steps that Lightning passes.
 
     Attributes:
         name: The name of the project, or of the folder of all runs.
@@ -60,9 +73,10 @@ class Logger:
     version: Any = None
     trainer: Any = None
     logs_epoch = True  # beside the other values, as in Lightning
+    _thread: int | None = None  # of the tracker
 
     @cached_property
-    def _early(self) -> list[tuple[str, Any]]:
+    def _early(self) -> list[tuple[str, Any, dict[str, Any]]]:
         """What was logged before a run: methods of the tracker with their arguments."""
         return []
 
@@ -88,10 +102,15 @@ class Logger:
         It waits until the tracker has started. What is called then runs on this thread.
         """
         try:
-            running = self._running
+            running: Any = self if self._is_within else self._running
             return _NoExperiment() if running is None else running.tracker
         except RuntimeError:  # the run is over
             return _NoExperiment()
+
+    @property
+    def _is_within(self) -> bool:
+        """Whether this is the tracker's own thread, which calls `log` and so `log_metrics`."""
+        return threading.get_ident() == self._thread
 
     @property
     def _running(self) -> Any:
@@ -102,15 +121,15 @@ class Logger:
     @property
     def root_dir(self) -> Path | None:
         """The folder of this project's runs."""
-        return None if self.save_dir is None else self.save_dir / self.project
+        return None if self.save_dir is None else Path(self.save_dir) / (self.name or "")
 
     @property
     def run_dir(self) -> Path | None:
         """The folder of this run, which a Trainer makes its own."""
-        version = self.version
-        if self.root_dir is None:
+        root, version = self.root_dir, self.version
+        if root is None:
             return None
-        return self.root_dir / (f"version_{version}" if isinstance(version, int) else str(version))
+        return Path(root, f"version_{version}" if isinstance(version, int) else str(version))
 
     project: str = "lightning_logs"
 
@@ -119,7 +138,7 @@ class Logger:
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log values, where the tracker runs; before a run, when it starts."""
-        self._call("log", dict(metrics), step)
+        self._call("log", dict(metrics), step, direct=True)
 
     def log_hyperparams(
         self,
@@ -140,21 +159,36 @@ class Logger:
             named = metrics if isinstance(metrics, Mapping) else {"hp_metric": metrics}
             self.log_metrics(named, step or 0)
 
-    def _call(self, method: str, *args: Any) -> None:
+    def log(
+        self, values: dict[str, Any], step: int | None = None, direct: bool = False, **kwargs: Any
+    ) -> None:
+        """Record values, on the tracker's thread.
+
+        Those that the Trainer logs go through `log_metrics`, which a subclass may override.
+        """
+        if direct or kwargs:
+            super().log(values, step, **kwargs)  # type: ignore[misc]  # of the tracker, the next base
+        else:
+            self.log_metrics(values, step)
+
+    def _call(self, method: str, *args: Any, **options: Any) -> None:
         running = self._running
-        if self.trainer is None or self.trainer.stage_name is None:
-            self._early.append((method, masked(args)))
+        if self._is_within:
+            getattr(self, method)(*args, **options)
+        elif self.trainer is None or self.trainer.stage_name is None:
+            self._early.append((method, masked(args), options))
             if running is not None:
                 _logger.warning("A run is over: %s is sent when the next one starts.", args[0])
         elif running is not None:
-            getattr(running, method)(*args)
+            getattr(running, method)(*args, **options)
 
     def start(self) -> None:
         """Start the tracker, and send what was logged before."""
-        super().start()  # type: ignore[misc]  # of the tracker, which is the next base
+        self._thread = threading.get_ident()
+        super().start()  # type: ignore[misc]  # of the tracker, the next base
         early, self._early = self._early, []
-        for method, args in early:
-            getattr(self, method)(*args)
+        for method, args, options in early:
+            getattr(self, method)(*args, **options)
 
     def watch(self, *_: Any, **__: Any) -> None:
         """Refuse: a callback logs the norms of gradients.
@@ -171,7 +205,63 @@ class Logger:
         """Do nothing: every record is written at once."""
 
     def finalize(self, status: str) -> None:
-        """Do nothing: the Trainer finishes the tracker."""
+        """Save: the Trainer finishes the tracker."""
+        self.save()
+
+
+class DummyLogger(Logger):
+    """In the place of loggers in a trial run: calls do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _NoExperiment()
+
+
+class LoggerTracker(GeneralTracker):
+    """Calls the methods of a logger of one's own, with the steps of Lightning.
+
+    Args:
+        logger: The logger.
+    """
+
+    name = "logger"
+    requires_logging_directory = False
+    logs_epoch = True
+
+    def __init__(self, logger: Logger) -> None:
+        self.logger, self.name = logger, type(logger).__name__
+        self._first = 1
+
+    @property
+    def tracker(self) -> Any:
+        """What the logger writes to."""
+        return self.logger.experiment
+
+    def begin_anew(self) -> None:
+        """Number the first update 0."""
+        self._first = 1
+
+    def resume(self, run_id: str | None, step: int | None) -> None:
+        """Number updates as those before; an evaluation gives the number of all updates."""
+        self._first = 0 if step is None else 1
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Log the hyperparameters of the module and its data, if there are any."""
+        trainer = self.logger.trainer
+        owners = [each for each in (trainer.model, trainer.datamodule) if each is not None]
+        names = {name for owner in owners for name in logged(owner)}
+        if kept := {name: value for name, value in values.items() if name in names}:
+            self.logger.log_hyperparams(kept)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log values."""
+        self.logger.log_metrics(values, None if step is None else step - self._first, **kwargs)
+        self.logger.save()
+
+    def finish(self) -> None:
+        """Finalize."""
+        self.logger.finalize("success" if self.status == "finished" else "failed")
 
 
 def next_version(folder: Path) -> int:
@@ -326,6 +416,32 @@ class WandbLogger(Logger, WandBTracker):
         kwargs.update({key: value for key, value in options.items() if value is not None})
         self.project, self.version = project or "lightning_logs", identity
         WandBTracker.__init__(self, self.project, **kwargs)
+
+    def log_image(
+        self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]
+    ) -> None:
+        """Log images; each keyword, such as `caption`, has an item for each of them."""
+        import wandb
+
+        each = [dict(zip(kwargs, one, strict=True)) for one in zip(*kwargs.values(), strict=True)]
+        options = each or [{} for _ in images]
+        made = [wandb.Image(one, **own) for one, own in zip(images, options, strict=True)]
+        self._call("log_images", {key: made}, step)
+
+    def log_table(  # type: ignore[override]  # Lightning's name of the first argument
+        self,
+        key: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table; see `GeneralTracker.log_table`."""
+        if self._is_within:
+            super().log_table(key, columns, data, dataframe, step, **kwargs)
+        else:
+            self._call("log_table", key, columns, data, dataframe, step, **kwargs)
 
 
 class CometLogger(Logger, CometMLTracker):

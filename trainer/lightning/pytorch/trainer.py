@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,14 +22,28 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import callbacks as ours
 from callbacks import Callback, GradientAccumulationScheduler, ModelSummary
-from trackers.base import is_installed
+from trackers.base import GeneralTracker, is_installed
 from trainer import environment
+from trainer.checkpoint.resolve import holds_weights_only
 from trainer.checkpoint.storage import committed
 from trainer.distributed.objects import broadcast_object
-from trainer.lightning.pytorch._callbacks import ModelCheckpoint, Number, choose_folders
+from trainer.errors import CheckpointError
+from trainer.lightning.pytorch._callbacks import ModelCheckpoint, as_tensor, choose_folders
 from trainer.lightning.pytorch.launch import launch
-from trainer.lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, next_version
-from trainer.lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
+from trainer.lightning.pytorch.loggers import (
+    CSVLogger,
+    DummyLogger,
+    Logger,
+    LoggerTracker,
+    TensorBoardLogger,
+    next_version,
+)
+from trainer.lightning.pytorch.profilers import (
+    PassThroughProfiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
+from trainer.lightning.pytorch.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from trainer.lightning.pytorch.strategies import Strategy, strategy_of
 from trainer.migration.refusals import argument_refusals, refuse, uncalled
 from trainer.migration.values import (
@@ -40,6 +56,34 @@ from trainer.migration.values import (
 from trainer.state import PartialState
 from trainer.trainer import Trainer as NativeTrainer
 from trainer.tree import map_tree
+
+_WORDS = {
+    "checkpointing": "enable_checkpointing",
+    "gradient_accumulation_steps": "accumulate_grad_batches",
+    "log_every": "log_every_n_steps",
+    "log_with": "logger",
+    "max_grad_norm": "gradient_clip_val",
+    "max_grad_value": "gradient_clip_val",
+    "mixed_precision": "precision",
+    "progress_bar": "enable_progress_bar",
+    "project_dir": "default_root_dir",
+    "val_every": "val_check_interval",
+}
+"""Arguments of `trainer.Trainer`, and what they are in Lightning."""
+
+
+@contextmanager
+def _lightnings_words() -> Iterator[None]:
+    """Let errors of Cadence's own code name the arguments of Lightning's Trainer."""
+    try:
+        yield
+    except (TypeError, ValueError, CheckpointError) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        raised_in = frame.f_globals.get("__name__", "").partition(".")[0]
+        if raised_in in ("trainer", "callbacks") and error.args:
+            said = re.sub(r"\w+", lambda word: _WORDS.get(word[0], word[0]), str(error.args[0]))
+            error.args = (said, *error.args[1:])
+        raise
 
 
 class _Argument:
@@ -163,23 +207,21 @@ class Trainer(NativeTrainer):
         **others: Any,
     ) -> None:
         added = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
-        self._refuse(
-            {
-                "accelerator": accelerator,
-                "strategy": strategy,
-                "devices": devices,
-                "num_nodes": num_nodes,
-                "precision": precision,
-                "profiler": profiler,
-                "gradient_clip_algorithm": gradient_clip_algorithm,
-                "val_check_interval": val_check_interval,
-                "check_val_every_n_epoch": check_val_every_n_epoch,
-                "accumulate_grad_batches": accumulate_grad_batches,
-                "use_distributed_sampler": use_distributed_sampler,
-            },
-            others | ({"plugins": plugins} if plugins else {}),
-            added,
-        )
+        checked = {
+            "accelerator": accelerator,
+            "strategy": strategy,
+            "devices": devices,
+            "num_nodes": num_nodes,
+            "precision": precision,
+            "profiler": profiler,
+            "gradient_clip_algorithm": gradient_clip_algorithm,
+            "val_check_interval": val_check_interval,
+            "check_val_every_n_epoch": check_val_every_n_epoch,
+            "accumulate_grad_batches": accumulate_grad_batches,
+            "use_distributed_sampler": use_distributed_sampler,
+        }
+        with _lightnings_words():
+            self._refuse(checked, others | ({"plugins": plugins} if plugins else {}), added, logger)
         cpu = _on_cpu(accelerator)
         _check_devices(devices, num_nodes, cpu=cpu)
         if benchmark is not None:
@@ -189,21 +231,16 @@ class Trainer(NativeTrainer):
         self._dtype = None if true_precision is None else getattr(torch, true_precision)
         self._nodes = num_nodes
         dry = bool(fast_dev_run) or barebones
-        self._loggers: list[Any] = [] if dry else _loggers_of(logger, default_root_dir)
+        self._loggers: list[Any] = (
+            [] if barebones else _loggers_of(logger, default_root_dir, dry=dry)
+        )
         if enable_model_summary is not False and not barebones:
             added += [] if _has(added, ModelSummary) else [ModelSummary()]
         if enable_checkpointing is not False and not dry and not _has(added, ours.ModelCheckpoint):
             added.append(ModelCheckpoint())
-        profile = None
-        if profiler == "simple" or isinstance(profiler, SimpleProfiler):
-            profile = "simple"
-        elif profiler == "pytorch" or isinstance(profiler, PyTorchProfiler):
-            added.append(PyTorchProfiler() if profiler == "pytorch" else profiler)
-        elif profiler is not None:
-            raise ValueError(
-                f"profiler is {profiler!r}; it must be 'simple' or an object of "
-                "trainer.lightning.pytorch.profilers."
-            )
+        self.profiler = _profiler_of(profiler)
+        if isinstance(self.profiler, PyTorchProfiler):
+            added.append(self.profiler)
         windows = accumulate_grad_batches
         if isinstance(windows, Mapping):
             added.append(GradientAccumulationScheduler(windows))
@@ -235,11 +272,11 @@ class Trainer(NativeTrainer):
             "gradient_accumulation_steps": windows,
             "max_grad_value" if by_value else "max_grad_norm": gradient_clip_val or None,
             "deterministic": deterministic,
-            "profile": profile,
+            "profile": "simple" if isinstance(self.profiler, SimpleProfiler) else None,
             "detect_anomaly": detect_anomaly,
             "barebones": barebones,
             "reload_dataloaders_every_n_epochs": reload_dataloaders_every_n_epochs,
-            "log_with": self._loggers or None,
+            "log_with": list(map(_tracker_of, [] if dry else self._loggers)) or None,
             "project_dir": self._run_dir(default_root_dir, dry=dry),
         }
         given = {name: value for name, value in given.items() if value is not None}
@@ -247,7 +284,8 @@ class Trainer(NativeTrainer):
         handlers: list[Any] = list(of_strategy.get("kwargs_handlers", []))
         handlers += others.get("kwargs_handlers") or []
         both = {"kwargs_handlers": handlers} if handlers else {}
-        super().__init__(**(given | of_strategy | others | both))
+        with _lightnings_words():
+            super().__init__(**(given | of_strategy | others | both))
         if self._dtype is not None:
             vars(self.accelerator.precision)["autocast"] = partial(_default_dtype, self._dtype)
         for each in self._loggers:
@@ -255,7 +293,8 @@ class Trainer(NativeTrainer):
         self._model: Any = None
         self._configured_model: Any = None  # the model whose configure_callbacks was called last
         self._loaders: dict[str, Any] = {}
-        self._stage_name: str | None = None
+        self._status = TrainerStatus.INITIALIZING
+        self._fn: TrainerFn | None = None
         self._eval_iterators: list[Any] = []  # of the latest evaluation
         self._ckpt_path: Any = None
         self._root = os.path.normpath(os.path.expanduser(default_root_dir or Path.cwd()))
@@ -294,7 +333,7 @@ class Trainer(NativeTrainer):
     val_check_interval = _Argument()
 
     def _refuse(
-        self, given: dict[str, Any], others: dict[str, Any], callbacks: Sequence[Any]
+        self, given: dict[str, Any], others: dict[str, Any], callbacks: Sequence[Any], loggers: Any
     ) -> None:
         """Raise one error for all that does not carry over.
 
@@ -308,6 +347,7 @@ class Trainer(NativeTrainer):
             *argument_refusals(unknown, known).values(),
             *uncalled(self, "trainer"),
             *(text for each in callbacks for text in uncalled(each, "callback")),
+            *(text for each in _listed(loggers) for text in uncalled(each, "logger")),
         ]
         if given["devices"] in ("auto", -1, "-1", None):
             given["devices"] = _all_devices(given["accelerator"])
@@ -320,11 +360,26 @@ class Trainer(NativeTrainer):
     @property
     def stage_name(self) -> str | None:
         """``"fit"``, ``"validate"``, ``"test"`` or ``"predict"`` while that goes on, else None."""
-        return self._stage_name
+        return self._fn if self._status == "running" else None
+
+    @property
+    def state(self) -> TrainerState:
+        """What is running now, and which method was the latest."""
+        stage = None
+        if self.sanity_checking:
+            stage = RunningStage.SANITY_CHECKING
+        elif self.validating:
+            stage = RunningStage.VALIDATING
+        elif self.stage_name is not None:
+            stage = RunningStage(self.stage_name.replace("fit", "train"))
+        return TrainerState(self._status, self._fn, stage)
 
     @contextmanager
     def _stage(self, name: str, module: Any, datamodule: Any) -> Iterator[Any]:
-        self._stage_name = name
+        self._status, self._fn = TrainerStatus.RUNNING, TrainerFn(name)
+        for each in self._loggers:
+            if not isinstance(each, GeneralTracker):
+                _ = each.experiment  # made before another thread asks for it, as under Lightning
         try:
             with (
                 self._converting(module),
@@ -332,8 +387,10 @@ class Trainer(NativeTrainer):
             ):
                 self._convert(module)  # layers of setup and configure_model too
                 yield hooks
-        finally:
-            self._stage_name = None
+        except BaseException:
+            self._status = TrainerStatus.INTERRUPTED
+            raise
+        self._status = TrainerStatus.FINISHED
 
     @contextmanager
     def _evaluation(self, stage: str, *args: Any) -> Iterator[Any]:
@@ -417,7 +474,8 @@ class Trainer(NativeTrainer):
         self._loaders.update(train=train_dataloaders, val=val_dataloaders)
         if not self.fast_dev_run:
             choose_folders(self, ckpt_path)
-        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
+        with _lightnings_words():
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
 
     def validate(  # type: ignore[override]  # Lightning's order of arguments
         self,
@@ -429,7 +487,9 @@ class Trainer(NativeTrainer):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Validate a model, by default that of the latest fit; see `trainer.Trainer.test`."""
-        found = super().validate(*self._evaluated(model, dataloaders, datamodule, ckpt_path, "val"))
+        taken = self._evaluated(model, dataloaders, datamodule, ckpt_path, "val")
+        with _lightnings_words():
+            found = super().validate(*taken)
         return self._printed(found, verbose=verbose)
 
     def test(  # type: ignore[override]  # Lightning's order of arguments
@@ -442,7 +502,9 @@ class Trainer(NativeTrainer):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Test a model, by default that of the latest fit; see `trainer.Trainer.test`."""
-        found = super().test(*self._evaluated(model, dataloaders, datamodule, ckpt_path, "test"))
+        taken = self._evaluated(model, dataloaders, datamodule, ckpt_path, "test")
+        with _lightnings_words():
+            found = super().test(*taken)
         return self._printed(found, verbose=verbose)
 
     def predict(  # type: ignore[override]  # Lightning's order of arguments
@@ -456,9 +518,10 @@ class Trainer(NativeTrainer):
     ) -> Any:
         """Return a model's predictions; see `trainer.Trainer.predict`."""
         taken = self._evaluated(model, dataloaders, datamodule, ckpt_path, "predict")
-        return super().predict(
-            taken[0], taken[1], taken[2], taken[3], return_predictions=return_predictions
-        )
+        with _lightnings_words():
+            return super().predict(
+                taken[0], taken[1], taken[2], taken[3], return_predictions=return_predictions
+            )
 
     def _attach(self, model: Any) -> None:
         """Keep the model, and take its callbacks."""
@@ -496,6 +559,25 @@ class Trainer(NativeTrainer):
         self._ckpt_path = ckpt_path
         return model, dataloaders, datamodule, ckpt_path
 
+    def _given_checkpoint(self, ckpt_path: Any, words: Sequence[str]) -> Any:
+        """Return the checked `ckpt_path`; collective.
+
+        Each start has a folder ``version_N`` of its own, so ``"last"`` and ``"auto"`` are the
+        newest checkpoint of the earlier ones as long as this one has none.
+        """
+        given = super()._given_checkpoint(ckpt_path, words)
+        if given not in ("last", "auto"):
+            return given
+        own = self._context.project.looks_in(self._context.roots())
+        folder = self.project_dir.parent
+        versions = folder.glob("version_*/checkpoints")
+        earlier = sorted(versions, key=lambda each: (len(each.parts[-2]), each.parts[-2]))
+        earlier.insert(0, folder / "checkpoints")  # of a named version, which another start has too
+        found = [
+            path for root in earlier for path in committed(root) if not holds_weights_only(path)
+        ]
+        return broadcast_object(given if any(map(committed, own)) or not found else found[-1])
+
     def _printed(self, found: list[dict[str, float]], *, verbose: bool) -> list[dict[str, float]]:
         if verbose and found:
             self.print(json.dumps(found, indent=2, default=float))
@@ -532,9 +614,9 @@ class Trainer(NativeTrainer):
         return epoch + 1 if self._fitting is None and self.epoch_complete else epoch
 
     @property
-    def callback_metrics(self) -> dict[str, float]:
-        """The latest values, each with a method ``item``."""
-        return {name: Number(value) for name, value in super().callback_metrics.items()}
+    def callback_metrics(self) -> dict[str, Any]:
+        """The latest values, as tensors without dimensions on the CPU."""
+        return {name: as_tensor(value) for name, value in super().callback_metrics.items()}
 
     @property
     def loggers(self) -> list[Logger]:
@@ -561,6 +643,17 @@ class Trainer(NativeTrainer):
     def num_devices(self) -> int:
         """How many processes there are on this machine."""
         return self.accelerator.num_processes // self.num_nodes
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The numbers of the devices of this machine's processes."""
+        number = self.num_devices
+        return list(range(number)) if number > 1 else [self.accelerator.device.index or 0]
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this machine."""
+        return self.global_rank // self.num_devices
 
     @property
     def num_nodes(self) -> int:
@@ -607,18 +700,18 @@ class Trainer(NativeTrainer):
     @property
     def validating(self) -> bool:
         """Whether a validation is running, other than the sanity check."""
-        within = self._stage_name == "fit" and self._fitting is not None and not self.training
-        return self._stage_name == "validate" or (within and not self.sanity_checking)
+        within = self.stage_name == "fit" and self._fitting is not None and not self.training
+        return self.stage_name == "validate" or (within and not self.sanity_checking)
 
     @property
     def testing(self) -> bool:
         """Whether a test is running."""
-        return self._stage_name == "test"
+        return self.stage_name == "test"
 
     @property
     def predicting(self) -> bool:
         """Whether predictions are running."""
-        return self._stage_name == "predict"
+        return self.stage_name == "predict"
 
     @property
     def evaluating(self) -> bool:
@@ -651,9 +744,14 @@ class Trainer(NativeTrainer):
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """The callbacks that stop early."""
+        return [each for each in self.callbacks if isinstance(each, ours.EarlyStopping)]
+
+    @property
     def early_stopping_callback(self) -> Any:
         """The first callback that stops early."""
-        return next((each for each in self.callbacks if isinstance(each, ours.EarlyStopping)), None)
+        return next(iter(self.early_stopping_callbacks), None)
 
     @property
     def progress_bar_callback(self) -> Any:
@@ -714,6 +812,10 @@ class _Strategy:
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
         """Return the mean or the sum of a tensor over the processes."""
         return self._trainer.accelerator.reduce(tensor, reduce_op)
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _has(callbacks: Sequence[Callback], kind: type) -> bool:
@@ -859,17 +961,38 @@ def interval_of(interval: Any, epochs: int | None, windows: Any) -> str | int | 
     return None if epochs == 1 else f"{epochs} epochs"
 
 
-def _loggers_of(given: Any, root: Any) -> list[Any]:
-    """Return the loggers that an argument asks for."""
-    if given is False:
+def _profiler_of(given: Any) -> PassThroughProfiler:
+    kinds = {None: PassThroughProfiler, "simple": SimpleProfiler, "pytorch": PyTorchProfiler}
+    made = kinds[given]() if given in kinds else given
+    if not isinstance(made, PassThroughProfiler):
+        raise ValueError(
+            f"profiler is {given!r}; it must be 'simple', 'pytorch' or an object of "
+            "trainer.lightning.pytorch.profilers."
+        )
+    return made
+
+
+def _tracker_of(logger: Logger) -> GeneralTracker:
+    return logger if isinstance(logger, GeneralTracker) else LoggerTracker(logger)
+
+
+def _loggers_of(given: Any, root: Any, *, dry: bool) -> list[Any]:
+    """Return the loggers that an argument asks for, or in a trial run one that does nothing."""
+    if given is False or given == []:
         return []
+    if dry:
+        return [DummyLogger()]
     if given is None or given is True:
         folder = Path(root or ".").expanduser().absolute()
         version = broadcast_object(next_version(folder / "lightning_logs"))
         kind: Any = TensorBoardLogger if is_installed(TensorBoardLogger) else CSVLogger
         return [kind(folder, version=version)]
-    loggers = list(given) if isinstance(given, (list, tuple)) else [given]
-    for each in loggers:
-        if isinstance(each, Logger):
-            each.share_version()
+    for each in (loggers := _listed(given)):
+        if not isinstance(each, Logger):
+            raise TypeError(
+                f"logger is {each!r}; it must be a bool, a logger of "
+                "trainer.lightning.pytorch.loggers, one of your own that inherits from Logger "
+                "there, or a list of these."
+            )
+        each.share_version()
     return loggers

@@ -13,7 +13,11 @@ import torch.distributed as dist
 from trainer import environment
 
 R = TypeVar("R")
-_logger = logging.getLogger("trainer.lightning")
+_logger = logging.getLogger(__name__)
+_logger.setLevel(logging.INFO)
+_shown = logging.StreamHandler()  # as under Lightning, whose messages need no set-up
+_shown.addFilter(lambda _: not logging.getLogger().hasHandlers())
+_logger.addHandler(_shown)
 
 
 class _RankZeroOnly:
@@ -42,7 +46,7 @@ def rank_prefixed_message(message: str, rank: int | None) -> str:
 
 @rank_zero_only
 def rank_zero_info(*args: Any, **kwargs: Any) -> None:
-    """Log a message on rank 0."""
+    """Log a message on rank 0; it goes to stderr unless the root logger has handlers."""
     _logger.info(*args, **kwargs)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import trainer.lightning as L
+from callbacks import Callback
 from tests.helpers.services import wandb_runs
 from tests.moving.running import real
 from trainer.lightning.pytorch.callbacks import LearningRateMonitor
@@ -172,11 +173,41 @@ def test_in_a_trial_run_calls_of_loggers_do_nothing(tmp_path):
     assert (trainer.logger.name, logger.metrics) == ("lightning_logs", [])
 
 
+def test_a_logger_that_another_library_wrote_for_lightning_is_called_too(tmp_path):
+    class Other:
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            self.calls += [(step, name) for name in metrics if name != "epoch"]
+
+        def log_hyperparams(self, params: dict[str, Any]) -> None:
+            self.calls.append(params)
+
+        def save(self) -> None:
+            pass
+
+        def finalize(self, status: str) -> None:
+            self.calls.append(status)
+
+    class Silent(type(make_net(L))):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            assert self.logger is other
+
+    other = Other()
+    fit(Silent(), tmp_path, logger=other)
+    assert other.calls == [{"lr": 0.1}, (1, "loss"), (3, "loss"), (3, "val"), "success"]
+
+
 def test_what_no_logger_can_be_or_do_is_an_error():
     class Uploads(CSVLogger):
         def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
             pass
 
+    name = {"__module__": "lightning.pytorch.callbacks"}  # an import line that was left
+    left = type("Timer", (Callback,), name)()
+    with pytest.raises(TypeError, match=r"Timer is of lightning.* import that from trainer.light"):
+        L.Trainer(callbacks=[left])
     with pytest.raises(TypeError, match="logger is 'csv'; it must be a bool, a logger"):
         L.Trainer(logger="csv")
     with pytest.raises(TypeError, match="Uploads defines after_save_checkpoint, which is never"):

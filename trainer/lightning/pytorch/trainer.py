@@ -346,8 +346,14 @@ class Trainer(NativeTrainer):
         wrong = [
             *argument_refusals(unknown, known).values(),
             *uncalled(self, "trainer"),
+            *_of_lightning([*callbacks, given["strategy"], given["profiler"]]),
             *(text for each in callbacks for text in uncalled(each, "callback")),
-            *(text for each in _listed(loggers) for text in uncalled(each, "logger")),
+            *(
+                text
+                for each in _listed(loggers)
+                if isinstance(each, Logger)
+                for text in uncalled(each, "logger")
+            ),
         ]
         if given["devices"] in ("auto", -1, "-1", None):
             given["devices"] = _all_devices(given["accelerator"])
@@ -379,7 +385,8 @@ class Trainer(NativeTrainer):
         self._status, self._fn = TrainerStatus.RUNNING, TrainerFn(name)
         for each in self._loggers:
             if not isinstance(each, GeneralTracker):
-                _ = each.experiment  # made before another thread asks for it, as under Lightning
+                # Made before another thread asks for it, as under Lightning.
+                getattr(each, "experiment", None)
         try:
             with (
                 self._converting(module),
@@ -445,7 +452,7 @@ class Trainer(NativeTrainer):
     def _run_dir(self, root: Any, *, dry: bool) -> Path | None:
         """Return the folder of the run: that of the first logger with files, or a new version."""
         for logger in self._loggers:
-            folder: Path | None = logger.run_dir
+            folder: Path | None = getattr(logger, "run_dir", None)
             if folder is not None:
                 # An earlier run of the same version keeps its checkpoints, as in Lightning.
                 again = folder / f"version_{next_version(folder)}"
@@ -469,7 +476,7 @@ class Trainer(NativeTrainer):
         weights_only: bool | None = None,
     ) -> None:
         """Train a model; see `trainer.Trainer.fit`."""
-        self._attach(model)
+        self._attach(model, datamodule)
         self._ckpt_path = ckpt_path
         self._loaders.update(train=train_dataloaders, val=val_dataloaders)
         if not self.fast_dev_run:
@@ -523,8 +530,13 @@ class Trainer(NativeTrainer):
                 taken[0], taken[1], taken[2], taken[3], return_predictions=return_predictions
             )
 
-    def _attach(self, model: Any) -> None:
-        """Keep the model, and take its callbacks."""
+    def _attach(self, model: Any, datamodule: Any) -> None:
+        """Keep the model, and take its callbacks.
+
+        Raises:
+            TypeError: One is of Lightning itself.
+        """
+        refuse([*_of_lightning([model, datamodule])])
         self._model = model
         # Made anew, they would forget, say, which checkpoint is the best.
         if model is not self._configured_model:
@@ -545,7 +557,7 @@ class Trainer(NativeTrainer):
             model = self._model
             if model is None:
                 raise TypeError("No model was given, and this Trainer has none: fit it first.")
-        self._attach(model)
+        self._attach(model, datamodule)
         if dataloaders is None and datamodule is None:
             datamodule = self.datamodule
             if datamodule is None and stage == "val":
@@ -631,7 +643,7 @@ class Trainer(NativeTrainer):
     @property
     def log_dir(self) -> str:
         """The folder of the first logger, or of the run."""
-        folder = None if self.logger is None else self.logger.run_dir
+        folder = getattr(self.logger, "run_dir", None)
         return str(folder or self.project_dir)
 
     @property
@@ -814,6 +826,18 @@ class _Strategy:
         return self._trainer.accelerator.reduce(tensor, reduce_op)
 
 
+def _of_lightning(objects: Sequence[Any]) -> Iterator[str]:
+    """Yield a sentence for each object of Lightning's own classes."""
+    for each in objects:
+        for base in type(each).__mro__:
+            if base.__module__.startswith(("lightning.", "pytorch_lightning.")):
+                yield (
+                    f"{type(each).__name__} is of {base.__module__}.{base.__name__}: import that "
+                    "from trainer.lightning, as `trainer migrate FILE --write` does."
+                )
+                break
+
+
 def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
@@ -988,11 +1012,12 @@ def _loggers_of(given: Any, root: Any, *, dry: bool) -> list[Any]:
         kind: Any = TensorBoardLogger if is_installed(TensorBoardLogger) else CSVLogger
         return [kind(folder, version=version)]
     for each in (loggers := _listed(given)):
-        if not isinstance(each, Logger):
+        if isinstance(each, Logger):
+            each.share_version()
+        elif not callable(getattr(each, "log_metrics", None)):
             raise TypeError(
                 f"logger is {each!r}; it must be a bool, a logger of "
                 "trainer.lightning.pytorch.loggers, one of your own that inherits from Logger "
                 "there, or a list of these."
             )
-        each.share_version()
     return loggers

@@ -11,6 +11,7 @@ from callbacks.lambda_callback import LambdaCallback
 from callbacks.learning_rate_monitor import LearningRateMonitor
 from callbacks.memory_snapshot import MemorySnapshot
 from callbacks.model_checkpoint import ModelCheckpoint
+from callbacks.model_pruning import ModelPruning
 from callbacks.model_summary import ModelSummary
 from callbacks.monitor import Monitor
 from callbacks.on_exception_checkpoint import OnExceptionCheckpoint
@@ -41,6 +42,7 @@ __all__ = [
     "LearningRateMonitor",
     "MemorySnapshot",
     "ModelCheckpoint",
+    "ModelPruning",
     "ModelSummary",
     "Monitor",
     "OnExceptionCheckpoint",

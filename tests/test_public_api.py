@@ -34,6 +34,7 @@ PUBLIC: dict[str, list[str]] = {
         "LearningRateMonitor",
         "MemorySnapshot",
         "ModelCheckpoint",
+        "ModelPruning",
         "ModelSummary",
         "Monitor",
         "OnExceptionCheckpoint",

@@ -16,6 +16,7 @@ from callbacks import (
     LearningRateMonitor,
     MemorySnapshot,
     ModelCheckpoint,
+    ModelPruning,
     ModelSummary,
     OnExceptionCheckpoint,
     PredictionWriter,
@@ -101,6 +102,7 @@ def test_a_subclass_names_the_class_that_has_the_argument():
 def required_by(kind):
     """Values of the arguments that have no default."""
     values = {"monitor": "loss", "swa_lrs": 0.1, "scheduling": {0: 1}}
+    values |= {"pruning_fn": "l1_unstructured"}
     parameters = inspect.signature(kind).parameters.values()
     return {p.name: values[p.name] for p in parameters if p.name in values and p.default is p.empty}
 
@@ -150,6 +152,8 @@ REFUSED = [
     (ModelCheckpoint, "save_last", -1),
     (ModelCheckpoint, "save_last", NAN),
     (ModelCheckpoint, "on_save_error", "ignore"),
+    (ModelPruning, "pruning_fn", "l2"),
+    (ModelPruning, "verbose", -1),
     (ModelSummary, "max_depth", -2),
     (PredictionWriter, "write_interval", "step"),
     (Profiler, "wait", -1),
@@ -205,6 +209,12 @@ def test_invalid_combinations_and_lists_are_refused():
         ModelCheckpoint(save_top_k=0, save_last=False)
     with pytest.raises(ValueError, match="at least one"):
         SpikeDetection("loss", deviations=0, rtol=0)
+    with pytest.raises(ValueError, match="needs pruning_dim"):
+        ModelPruning("random_structured", use_global_unstructured=False)
+    with pytest.raises(ValueError, match="parameter_names is 'w'; it must be"):
+        ModelPruning("l1_unstructured", parameter_names=["w"])
+    with pytest.raises(ValueError, match="is structured"):
+        ModelPruning(torch.nn.utils.prune.RandomStructured)
     with pytest.raises(ValueError, match="swa_lrs is -1; it must be"):
         StochasticWeightAveraging([0.1, -1])
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer.lightning as L
@@ -223,17 +222,6 @@ def test_pruned_weights_are_zero_and_a_run_that_resumes_prunes_on(tmp_path):
     before = copy_of(whole.model)
     whole.validate()  # of the last checkpoint, which has masks
     torch.testing.assert_close(copy_of(whole.model), before, rtol=0, atol=0)
-
-
-def test_arguments_of_pruning_that_miss_another_are_errors():
-    for options, message in (
-        ({"pruning_fn": "l2"}, "pruning_fn is 'l2'"),
-        ({"pruning_fn": "random_structured"}, "needs pruning_dim"),
-        ({"pruning_fn": prune.RandomStructured}, "is structured"),
-        ({"pruning_fn": "l1_unstructured", "parameter_names": ["w"]}, "parameter_names is 'w'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ModelPruning(**options)
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,9 @@ def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
     for each in callbacks if divided else ():
         if each.needs_whole_model:
             raise ValueError(
-                f"{type(each).__name__} cannot be used with a sharded model: on an error it would "
-                "save the weights of one process, which has only its part of them. Leave it out "
-                "(of ModelCheckpoint, on_exception=True); the last checkpoint is there to resume "
-                "from."
+                f"{type(each).__name__} cannot be used with a sharded model: it needs the whole "
+                "weights on each process, which has only its part of them. Leave it out (of "
+                "ModelCheckpoint, on_exception=True: the last checkpoint is there to resume from)."
             )
         if engine.divides_layers and isinstance(each, GradientNormMonitor):
             raise ValueError(

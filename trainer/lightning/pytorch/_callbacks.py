@@ -6,8 +6,6 @@ The module is private so that jsonargparse, which finds subclasses by their bare
 
 from __future__ import annotations
 
-import copy
-import inspect
 import itertools
 import os
 import re
@@ -19,16 +17,12 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from torch import nn
-from torch.nn.utils import prune
 
 import callbacks
 from callbacks import Callback, ModelSummary, WeightAveraging
 from callbacks.backbone_finetuning import multiplicative
 from trainer.checkpoint.resolve import WORDS, holds_weights_only
 from trainer.checkpoint.storage import MANIFEST, committed, run_id_of
-from trainer.checks import choice_error
-from trainer.distributed.collectives import broadcast
 from trainer.distributed.objects import broadcast_object
 from trainer.errors import module_logger
 from trainer.tuning import LearningRateTest, Tuner
@@ -578,6 +572,12 @@ class BasePredictionWriter(Callback):
         """Write all outputs of this process."""
 
 
+def _arguments(given: dict[str, Any], **renamed: str) -> dict[str, Any]:
+    """Return the arguments of a finder, from its locals, as `Tuner` takes them."""
+    given = {renamed.get(name, name): value for name, value in given.items() if name != "self"}
+    return given | {"mode": given["mode"].lower()}
+
+
 class LearningRateFinder(Callback):
     """Finds a learning rate before the training, by `Tuner.lr_find`, and sets the attribute.
 
@@ -607,15 +607,7 @@ class LearningRateFinder(Callback):
         update_attr: bool = True,
         attr_name: str = "",
     ) -> None:
-        self._options: dict[str, Any] = {
-            "min_lr": min_lr,
-            "max_lr": max_lr,
-            "num_training": num_training_steps,
-            "mode": mode.lower(),
-            "early_stop_threshold": early_stop_threshold,
-            "update_attr": update_attr,
-            "attr_name": attr_name,
-        }
+        self._options = _arguments(locals(), num_training_steps="num_training")
         self.optimal_lr: LearningRateTest | None = None
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
@@ -670,15 +662,7 @@ class BatchSizeFinder(Callback):
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> None:
-        self._options: dict[str, Any] = {
-            "mode": mode.lower(),
-            "steps_per_trial": steps_per_trial,
-            "init_val": init_val,
-            "max_trials": max_trials,
-            "batch_arg_name": batch_arg_name,
-            "margin": margin,
-            "max_val": max_val,
-        }
+        self._options = _arguments(locals())
         self.optimal_batch_size: int | None = init_val
         self._stage: str | None = None  # of which the size was found last
 
@@ -721,208 +705,3 @@ class BatchSizeFinder(Callback):
                 "scale_batch_size was called when the loaders were there already. The size is "
                 "found at the beginning of a run: leave out your on_fit_start."
             )
-
-
-_Part = tuple[nn.Module, str]
-_FUNCTIONS = {
-    "ln_structured": (prune.LnStructured, prune.ln_structured),
-    "l1_unstructured": (prune.L1Unstructured, prune.l1_unstructured),
-    "random_structured": (prune.RandomStructured, prune.random_structured),
-    "random_unstructured": (prune.RandomUnstructured, prune.random_unstructured),
-}
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-class ModelPruning(Callback):
-    """Prunes parameters at the end of epochs with ``torch.nn.utils.prune``.
-
-    During a run the parameters are in torch's form, at first with masks of ones: ``weight_orig``
-    and the buffer ``weight_mask``. So are those in checkpoints, from which a run can resume. After
-    a run the module has its own names again, with `make_pruning_permanent`.
-
-    Args:
-        pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``,
-            ``"random_structured"``, or a class of torch's `BasePruningMethod`.
-        parameters_to_prune: Submodules with the names of their parameters; all if empty.
-        parameter_names: The names to take of all submodules: ``"weight"``, ``"bias"`` or both.
-        use_global_unstructured: Whether the parameters are compared with each other.
-        amount: The share or the number to prune, or a function of the epoch.
-        apply_pruning: Whether to, or a function of the epoch.
-        make_pruning_permanent: Whether to remove the masks at the end.
-        use_lottery_ticket_hypothesis: Whether the remaining parameters get their first values
-            again, or a function of the epoch.
-        resample_parameters: Draw other values instead.
-        pruning_dim: The dimension of structured methods.
-        pruning_norm: The norm of ``"ln_structured"``.
-        verbose: 1 logs how much is pruned, 2 for each parameter too.
-        prune_on_train_epoch_end: False prunes after the validation instead.
-
-    Raises:
-        ValueError: An argument is missing or has another value.
-    """
-
-    PARAMETER_NAMES = ("weight", "bias")
-    needs_whole_model = True
-
-    def __init__(
-        self,
-        pruning_fn: Any,
-        parameters_to_prune: Sequence[_Part] = (),
-        parameter_names: list[str] | None = None,
-        use_global_unstructured: bool = True,
-        amount: int | float | Callable[[int], int | float] = 0.5,
-        apply_pruning: bool | Callable[[int], bool] = True,
-        make_pruning_permanent: bool = True,
-        use_lottery_ticket_hypothesis: bool | Callable[[int], bool] = True,
-        resample_parameters: bool = False,
-        pruning_dim: int | None = None,
-        pruning_norm: int | None = None,
-        verbose: int = 0,
-        prune_on_train_epoch_end: bool = True,
-    ) -> None:
-        for name in parameter_names or ():
-            if name not in self.PARAMETER_NAMES:
-                raise ValueError(choice_error("parameter_names", name, self.PARAMETER_NAMES))
-        if verbose not in (0, 1, 2):
-            raise ValueError(f"verbose is {verbose!r}; it must be 0, 1 or 2.")
-        self._global = use_global_unstructured
-        self._method, self._kwargs = self._chosen(pruning_fn, pruning_dim, pruning_norm)
-        self._parameters_to_prune = parameters_to_prune
-        self._parameter_names = parameter_names or self.PARAMETER_NAMES
-        self.amount = amount
-        self._apply_pruning = apply_pruning
-        self._make_pruning_permanent = make_pruning_permanent
-        self._lottery = use_lottery_ticket_hypothesis
-        self._resample_parameters = resample_parameters
-        self._verbose = verbose
-        self._on_train_epoch_end = prune_on_train_epoch_end
-        self._originals: dict[int, nn.Module] = {}
-
-    def _chosen(self, pruning_fn: Any, dim: int | None, norm: int | None) -> tuple[Any, Any]:
-        kwargs: dict[str, Any] = {}
-        kind: Any
-        method: Any
-        if isinstance(pruning_fn, str):
-            if pruning_fn not in _FUNCTIONS:
-                raise ValueError(choice_error("pruning_fn", pruning_fn, _FUNCTIONS))
-            kind, function = _FUNCTIONS[pruning_fn]
-            if pruning_fn.endswith("_structured"):
-                if dim is None:
-                    raise ValueError(f"pruning_fn={pruning_fn!r} needs pruning_dim=.")
-                kwargs["dim"] = dim
-            if pruning_fn == "ln_structured":
-                if norm is None:
-                    raise ValueError(f"pruning_fn={pruning_fn!r} needs pruning_norm=.")
-                kwargs["n"] = norm
-            method = kind if self._global else function
-        else:
-            kind = method = pruning_fn
-            if not (inspect.isclass(kind) and issubclass(kind, prune.BasePruningMethod)):
-                raise ValueError(
-                    f"pruning_fn is {pruning_fn!r}; it must be one of "
-                    f"{', '.join(map(repr, _FUNCTIONS))} or a class of "
-                    "torch.nn.utils.prune.BasePruningMethod."
-                )
-            if not self._global:
-                raise ValueError("A class as pruning_fn needs use_global_unstructured=True.")
-        if self._global and kind.PRUNING_TYPE != "unstructured":
-            raise ValueError(
-                f"pruning_fn={pruning_fn!r} is structured: set use_global_unstructured=False."
-            )
-        return method, kwargs
-
-    def filter_parameters_to_prune(self, parameters_to_prune: Sequence[_Part] = ()) -> Any:
-        """Return the parameters to prune; override it to leave out some."""
-        return parameters_to_prune
-
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Find the parameters, and put masks of ones on them, as a checkpoint has them."""
-        found = self._parameters_to_prune or [
-            (part, name)
-            for name in self._parameter_names
-            for part in module.modules()
-            if part is not module and not isinstance(part, _CONTAINERS)
-            if isinstance(getattr(part, name, None), nn.Parameter)
-        ]
-        there = set(module.modules())
-        for part, name in found:
-            if part not in there or not hasattr(part, name):
-                raise ValueError(f"parameters_to_prune has {name!r} of {part}, which is not there.")
-        self._parameters_to_prune = self.filter_parameters_to_prune(found)
-        if stage == "fit":
-            parts = {id(part): part for part, _ in self._parameters_to_prune}
-            self._originals = {key: copy.deepcopy(part) for key, part in parts.items()}
-        for part, name in self._parameters_to_prune:
-            if not hasattr(part, f"{name}_mask"):
-                prune.identity(part, name)
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Prune."""
-        if self._on_train_epoch_end:
-            self._run_pruning(trainer.current_epoch)
-
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Prune, if not at the end of the training epoch."""
-        if not self._on_train_epoch_end and not trainer.sanity_checking:
-            self._run_pruning(trainer.current_epoch)
-
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        """Remove the masks, after the last checkpoint; what is pruned is zero."""
-        if self._make_pruning_permanent:
-            self.make_pruning_permanent(module)
-
-    def make_pruning_permanent(self, module: nn.Module) -> None:
-        """Give the pruned parameters of a module their own names again."""
-        for part in module.modules():
-            for key, hook in list(part._forward_pre_hooks.items()):
-                if isinstance(hook, prune.BasePruningMethod):
-                    hook.remove(part)
-                    del part._forward_pre_hooks[key]
-
-    def _run_pruning(self, epoch: int) -> None:
-        amount = self.amount(epoch) if callable(self.amount) else self.amount
-        if not _of_epoch(self._apply_pruning, epoch) or not amount:
-            return
-        self.apply_pruning(amount)
-        if _of_epoch(self._lottery, epoch):
-            self.apply_lottery_ticket_hypothesis()
-        for part, name in self._parameters_to_prune:  # processes may draw differently
-            broadcast([getattr(part, f"{name}_mask"), getattr(part, f"{name}_orig").data])
-
-    def apply_pruning(self, amount: int | float) -> None:
-        """Prune so much of what is left."""
-        if self._global:
-            takes = inspect.signature(self._method).parameters
-            kwargs = {name: value for name, value in self._kwargs.items() if name in takes}
-            prune.global_unstructured(
-                self._parameters_to_prune, pruning_method=self._method, amount=amount, **kwargs
-            )
-        else:
-            for part, name in self._parameters_to_prune:
-                self._method(part, name=name, amount=amount, **self._kwargs)
-        if self._verbose:
-            masks = [getattr(part, f"{name}_mask") for part, name in self._parameters_to_prune]
-            zeros = [int((mask == 0).sum()) for mask in masks]
-            total = sum(mask.numel() for mask in masks)
-            logger.info("Pruned %d of %d parameters.", sum(zeros), total)
-            for number, (part, name) in enumerate(self._parameters_to_prune):
-                if self._verbose == 2:
-                    size = masks[number].numel()
-                    logger.info("Pruned %d of %d in %s of %s.", zeros[number], size, name, part)
-
-    def apply_lottery_ticket_hypothesis(self) -> None:
-        """Set the parameters to their first values, or draw others; the masks stay."""
-        drawn: dict[int, nn.Module] = {}
-        for part, name in self._parameters_to_prune:
-            source: Any = self._originals[id(part)]
-            if self._resample_parameters and hasattr(source, "reset_parameters"):
-                if id(part) not in drawn:
-                    drawn[id(part)] = copy.deepcopy(source)
-                    source.reset_parameters.__func__(drawn[id(part)])
-                source = drawn[id(part)]
-            parameter = getattr(part, f"{name}_orig")
-            parameter.data = getattr(source, name).data.to(parameter.device)
-
-
-def _of_epoch(given: bool | Callable[[int], bool], epoch: int) -> bool:
-    return given(epoch) if callable(given) else given

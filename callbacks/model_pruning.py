@@ -1,0 +1,208 @@
+"""Prune parameters at the end of epochs, with ``torch.nn.utils.prune``."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from callbacks.base import Callback
+from trainer.checks import check_counts, check_numbers, choice_error, given
+from trainer.errors import module_logger
+
+if TYPE_CHECKING:
+    from trainer import Trainer, TrainModule
+
+logger = module_logger(__name__)
+
+_Part = tuple[nn.Module, str]
+_METHODS: dict[Any, Any] = {
+    "ln_structured": prune.LnStructured,
+    "l1_unstructured": prune.L1Unstructured,
+    "random_structured": prune.RandomStructured,
+    "random_unstructured": prune.RandomUnstructured,
+}
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class ModelPruning(Callback):
+    """Prune parameters at the end of epochs, with ``torch.nn.utils.prune``.
+
+    During a run the parameters are in torch's form, at first with masks of ones: ``weight_orig``
+    and the buffer ``weight_mask``. So are those in checkpoints, from which a run can resume. After
+    a run the module has its own names again, with `make_pruning_permanent`.
+
+    Args:
+        pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``,
+            ``"random_structured"``, or a class of torch's `BasePruningMethod`.
+        parameters_to_prune: Submodules with the names of their parameters; all if empty.
+        parameter_names: The names to take of all submodules: ``"weight"``, ``"bias"`` or both.
+        use_global_unstructured: Whether the parameters are compared with each other.
+        amount: The share or the number to prune, or a function of the epoch.
+        apply_pruning: Whether to, or a function of the epoch.
+        make_pruning_permanent: Whether to remove the masks at the end.
+        use_lottery_ticket_hypothesis: Whether the remaining parameters get their first values
+            again, or a function of the epoch.
+        resample_parameters: Draw other values instead.
+        pruning_dim: The dimension of structured methods.
+        pruning_norm: The norm of ``"ln_structured"``.
+        verbose: 1 logs how much is pruned, 2 for each parameter too.
+        prune_on_train_epoch_end: False prunes after the validation instead.
+
+    Raises:
+        ValueError: An argument is missing or has another value.
+        TypeError: A number has the wrong type.
+    """
+
+    PARAMETER_NAMES = ("weight", "bias")
+    needs_whole_model = True
+
+    def __init__(
+        self,
+        pruning_fn: Any,
+        parameters_to_prune: Sequence[_Part] = (),
+        parameter_names: list[str] | None = None,
+        use_global_unstructured: bool = True,
+        amount: int | float | Callable[[int], int | float] = 0.5,
+        apply_pruning: bool | Callable[[int], bool] = True,
+        make_pruning_permanent: bool = True,
+        use_lottery_ticket_hypothesis: bool | Callable[[int], bool] = True,
+        resample_parameters: bool = False,
+        pruning_dim: int | None = None,
+        pruning_norm: int | float | str | None = None,
+        verbose: int = 0,
+        prune_on_train_epoch_end: bool = True,
+    ) -> None:
+        for name in parameter_names or ():
+            if name not in self.PARAMETER_NAMES:
+                raise ValueError(choice_error("parameter_names", name, self.PARAMETER_NAMES))
+        check_counts(0, verbose=verbose)
+        check_numbers(**given(pruning_dim=pruning_dim))
+        method = _METHODS.get(pruning_fn, pruning_fn)
+        if not (inspect.isclass(method) and issubclass(method, prune.BasePruningMethod)):
+            choices = choice_error("pruning_fn", pruning_fn, _METHODS)
+            raise ValueError(f"{choices} A class of torch's BasePruningMethod is possible too.")
+        takes = inspect.signature(method).parameters
+        self._kwargs: dict[str, Any] = {}
+        for key, value in (("dim", pruning_dim), ("n", pruning_norm)):
+            if key in takes and value is not None:
+                self._kwargs[key] = value
+            elif key in takes and pruning_fn in _METHODS:
+                argument = "pruning_dim" if key == "dim" else "pruning_norm"
+                raise ValueError(f"pruning_fn={pruning_fn!r} needs {argument}=.")
+        if use_global_unstructured and method.PRUNING_TYPE != "unstructured":
+            raise ValueError(
+                f"pruning_fn={pruning_fn!r} is structured: set use_global_unstructured=False."
+            )
+        self._method: Any = method
+        self._global = use_global_unstructured
+        self._given = parameters_to_prune
+        self._parameter_names = parameter_names or self.PARAMETER_NAMES
+        self.amount = amount
+        self._apply_pruning = apply_pruning
+        self._make_pruning_permanent = make_pruning_permanent
+        self._lottery = use_lottery_ticket_hypothesis
+        self._resample_parameters = resample_parameters
+        self._verbose = verbose
+        self._on_train_epoch_end = prune_on_train_epoch_end
+        self._parameters_to_prune: Sequence[_Part] = ()
+        self._originals: dict[int, Any] = {}
+
+    def filter_parameters_to_prune(self, parameters_to_prune: Sequence[_Part] = ()) -> Any:
+        """Return the parameters to prune; override it to leave out some."""
+        return parameters_to_prune
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Find the parameters, and put masks of ones on them, as a checkpoint has them."""
+        found = self._given or [
+            (part, name)
+            for name in self._parameter_names
+            for part in module.modules()
+            if part is not module and not isinstance(part, _CONTAINERS)
+            if isinstance(getattr(part, name, None), nn.Parameter)
+            or hasattr(part, f"{name}_mask")  # of an earlier run
+        ]
+        there = set(module.modules())
+        for part, name in found:
+            if part not in there or not hasattr(part, name):
+                raise ValueError(f"parameters_to_prune has {name!r} of {part}, which is not there.")
+        self._parameters_to_prune = self.filter_parameters_to_prune(found)
+        if stage == "fit":
+            parts = {id(part): part for part, _ in self._parameters_to_prune}
+            self._originals = {key: copy.deepcopy(part) for key, part in parts.items()}
+        for part, name in self._parameters_to_prune:
+            if not hasattr(part, f"{name}_mask"):
+                prune.identity(part, name)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Prune."""
+        if self._on_train_epoch_end:
+            self._run_pruning(trainer)
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Prune, if not at the end of the training epoch."""
+        if not self._on_train_epoch_end and not trainer.sanity_checking:
+            self._run_pruning(trainer)
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Remove the masks, after the last checkpoint; what is pruned is zero."""
+        if self._make_pruning_permanent:
+            self.make_pruning_permanent(module)
+
+    def make_pruning_permanent(self, module: nn.Module) -> None:
+        """Give the pruned parameters of a module their own names again."""
+        for part in module.modules():
+            for key, hook in list(part._forward_pre_hooks.items()):
+                if isinstance(hook, prune.BasePruningMethod):
+                    hook.remove(part)
+                    del part._forward_pre_hooks[key]
+
+    def _run_pruning(self, trainer: Trainer) -> None:
+        epoch, accelerator = trainer.current_epoch, trainer.accelerator
+        amount = _at(self.amount, epoch)
+        if not _at(self._apply_pruning, epoch) or not amount:
+            return
+        self.apply_pruning(amount)
+        if _at(self._lottery, epoch):
+            self.apply_lottery_ticket_hypothesis()
+        for part, name in self._parameters_to_prune:  # processes may draw differently: rank 0's
+            for tensor in (getattr(part, f"{name}_mask"), getattr(part, f"{name}_orig").data):
+                mine = tensor if accelerator.is_main_process else torch.zeros_like(tensor)
+                tensor.copy_(accelerator.reduce(mine))
+
+    def apply_pruning(self, amount: int | float) -> None:
+        """Prune so much of what is left."""
+        parameters, kwargs = self._parameters_to_prune, {**self._kwargs, "amount": amount}
+        if self._global:
+            prune.global_unstructured(parameters, pruning_method=self._method, **kwargs)
+        for part, name in () if self._global else parameters:
+            self._method.apply(part, name, **kwargs)
+        if self._verbose:
+            masks = [getattr(part, f"{name}_mask") for part, name in parameters]
+            zeros = [int((mask == 0).sum()) for mask in masks]
+            total = sum(mask.numel() for mask in masks)
+            logger.info("Pruned %d of %d parameters.", sum(zeros), total)
+            for (part, name), mask, pruned in zip(parameters, masks, zeros, strict=True):
+                if self._verbose > 1:
+                    logger.info("Pruned %d of %d in %s of %s.", pruned, mask.numel(), name, part)
+
+    def apply_lottery_ticket_hypothesis(self) -> None:
+        """Set the parameters to their first values, or draw others; the masks stay."""
+        sources = self._originals
+        if self._resample_parameters:
+            sources = copy.deepcopy(sources)
+            for source in sources.values():
+                if hasattr(source, "reset_parameters"):
+                    source.reset_parameters()
+        for part, name in self._parameters_to_prune:
+            parameter = getattr(part, f"{name}_orig")
+            parameter.data = getattr(sources[id(part)], name).data.to(parameter.device)
+
+
+def _at(value: Any, epoch: int) -> Any:
+    return value(epoch) if callable(value) else value

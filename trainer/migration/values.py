@@ -6,10 +6,11 @@ And the values of Lightning's arguments that `trainer.lightning` cannot take.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from trainer.checks import choice_error
 from trainer.migration.table import BEST, NOTHING, SAVES, SHARDED, ZERO
 
 _FIND_UNUSED = "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
@@ -230,7 +231,7 @@ def _asks_for_nothing(name: str, general: str, value: Any) -> bool:
 # -- values that trainer.lightning cannot take -----------------------------------------------------
 
 MIXED_PRECISIONS = {
-    **dict.fromkeys(("32", "32-true", "None"), "no"),
+    **dict.fromkeys(("32", "32-true"), "no"),
     **dict.fromkeys(("16", "16-mixed"), "fp16"),
     **dict.fromkeys(("bf16", "bf16-mixed"), "bf16"),
 }
@@ -242,40 +243,47 @@ TRUE_PRECISIONS = {
     "bf16-true": "bfloat16",
 }
 """Lightning's precisions that convert the module, with the names of torch's types."""
-_STRATEGIES = (
-    r"auto|single_device|ddp(_spawn|_fork|_notebook)?|ddp(_spawn)?_find_unused_parameters_true|"
-    r"fsdp|deepspeed(_stage_[123])?(_offload)?"
-)
+_UNUSED: dict[str, dict[str, Any]] = {
+    "": {},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+    "_find_unused_parameters_false": {"find_unused_parameters": False},
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("auto", "single_device", "fsdp", "deepspeed")},
+    **{
+        f"ddp{start}{end}": arguments
+        for start in ("", "_spawn", "_fork", "_notebook")
+        for end, arguments in _UNUSED.items()
+    },
+    "fsdp_cpu_offload": {"cpu_offload": True},
+    **{f"deepspeed_stage_{stage}": {"stage": stage} for stage in (1, 2, 3)},
+    "deepspeed_stage_2_offload": {"stage": 2, "offload_optimizer": True},
+    "deepspeed_stage_3_offload": {
+        "stage": 3,
+        "offload_optimizer": True,
+        "offload_parameters": True,
+    },
+}
+"""Lightning's strategies, with the arguments of the class that the first word names."""
 Arguments = Mapping[str, Any]
+_OBJECT = " An object of trainer.lightning.pytorch.{} is possible too."
 
 
-def _one_of(name: str, given: Any, *choices: str, further: str = "") -> str | None:
-    if given in choices:
-        return None
-    *others, last = [*map(repr, choices), *filter(None, [further])]
-    return f"{name} is {given!r}; it must be {', '.join(others)} or {last}."
+def _one_of(name: str, given: Any, choices: Iterable[str], further: str = "") -> str | None:
+    return None if given in choices else choice_error(name, given, choices) + further
 
 
 def wrong_accelerator(given: Arguments) -> str | None:
     """Whether there is no such kind of device."""
-    name = given.get("accelerator", "auto")
-    if str(name).lower() in ("auto", "cpu", "gpu", "cuda", "mps"):
-        return None
-    return _one_of("accelerator", name, "auto", "cpu", "gpu", "cuda", "mps")
+    name = str(given.get("accelerator", "auto")).lower()
+    return _one_of("accelerator", name, ("auto", "cpu", "gpu", "cuda", "mps"))
 
 
 def wrong_strategy(given: Arguments) -> str | None:
     """Whether a name of a strategy does not carry over; an object does or raised an error."""
     name = given.get("strategy", "auto")
-    if not isinstance(name, str) or re.fullmatch(_STRATEGIES, name):
-        return None
-    return _one_of(
-        "strategy",
-        name,
-        *("auto", "ddp", "ddp_find_unused_parameters_true", "fsdp", "deepspeed"),
-        *("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"),
-        further="an object of trainer.lightning.pytorch.strategies",
-    )
+    further = _OBJECT.format("strategies")
+    return _one_of("strategy", name, STRATEGIES, further) if isinstance(name, str) else None
 
 
 def wrong_devices(given: Arguments) -> str | None:
@@ -300,29 +308,22 @@ def device_numbers(devices: Any) -> list[str] | None:
 def wrong_precision(given: Arguments) -> str | None:
     """Whether there is no such precision."""
     precision = given.get("precision")
-    if str(precision) in MIXED_PRECISIONS or str(precision) in TRUE_PRECISIONS:
-        return None
-    names = [name for name in (*MIXED_PRECISIONS, *TRUE_PRECISIONS) if name != "None"]
-    return _one_of("precision", precision, *names)
+    names = (*MIXED_PRECISIONS, *TRUE_PRECISIONS)
+    return None if precision is None else _one_of("precision", str(precision), names)
 
 
 def wrong_profiler(given: Arguments) -> str | None:
     """Whether a name is that of another profiler."""
     profiler = given.get("profiler")
-    if profiler is None or not isinstance(profiler, str):
-        return None
-    further = "an object of trainer.lightning.pytorch.profilers"
-    return _one_of("profiler", profiler, "simple", "pytorch", further=further)
+    further = _OBJECT.format("profilers")
+    text = isinstance(profiler, str)
+    return _one_of("profiler", profiler, ("simple", "pytorch"), further) if text else None
 
 
 def wrong_clipping(given: Arguments) -> str | None:
     """Whether there is no such algorithm."""
-    algorithm = given.get("gradient_clip_algorithm")
-    return (
-        None
-        if algorithm is None
-        else _one_of("gradient_clip_algorithm", algorithm, "norm", "value")
-    )
+    algorithm = given.get("gradient_clip_algorithm") or "norm"
+    return _one_of("gradient_clip_algorithm", algorithm, ("norm", "value"))
 
 
 def wrong_interval(given: Arguments) -> str | None:

@@ -31,7 +31,6 @@ from trainer.cli.migrate.rewriting import staying_trainers
 from trainer.datamodule import DataModule
 from trainer.lightning.missing import refusal
 from trainer.lightning.pytorch.loggers import Logger
-from trainer.lightning.pytorch.strategies import strategy_of
 from trainer.lightning.pytorch.trainer import Trainer as LightningTrainer
 from trainer.metrics.log_arguments import log_arguments
 from trainer.migration.refusals import (
@@ -47,6 +46,7 @@ from trainer.migration.table import (
     LOG_ARGUMENTS,
     NO_LOGGER,
 )
+from trainer.migration.values import wrong_strategy
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 
@@ -285,13 +285,10 @@ class _Finder(cst.CSTVisitor):
 
     def _see_values(self, given: dict[str, cst.Arg]) -> None:
         """List values that `trainer.lightning`'s Trainer does not take."""
-        if "strategy" in given and isinstance(value := literal(given["strategy"].value), str):
-            try:
-                strategy_of(value)
-            except ValueError as error:
-                self._add(given["strategy"], str(error))
-            except ImportError:
-                pass  # it is known, and what it needs is not installed
+        if "strategy" in given:
+            wrong = wrong_strategy({"strategy": literal(given["strategy"].value)})
+            if wrong is not None:
+                self._add(given["strategy"], wrong)
         if "plugins" in given and (value := literal(given["plugins"].value)):
             told = argument_refusals({"plugins": value}, signature(Trainer).parameters)
             self._add(given["plugins"], told["plugins"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,6 +15,7 @@ from trainer.checks import given
 from trainer.configuration import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from trainer.deepspeed_plugin import DeepSpeedPlugin
 from trainer.lightning.missing import getter
+from trainer.migration.values import STRATEGIES, wrong_strategy
 from trainer.parallelism import FullyShardedDataParallelPlugin
 
 _ELSEWHERE = {
@@ -323,31 +323,10 @@ def strategy_of(given: Any) -> Strategy:
     """
     if isinstance(given, Strategy):
         return given
-    name = str(given)
-    if name in ("auto", "single_device"):
-        return Strategy()
-    if found := re.fullmatch(
-        r"ddp(?:_spawn|_fork|_notebook)?(_find_unused_parameters_(?:true|false))?", name
-    ):
-        unused: dict[str, Any] = {"find_unused_parameters": name.endswith("true")}
-        return DDPStrategy(**(unused if found[1] else {}))
-    if name in ("fsdp", "fsdp_cpu_offload"):
-        return FSDPStrategy(cpu_offload=True if "offload" in name else None)
-    if found := re.fullmatch(r"deepspeed(?:_stage_([123]))?(_offload(?:_nvme)?)?", name):
-        stage, offload = int(found[1] or 2), found[2] is not None
-        device = "nvme" if name.endswith("nvme") else "cpu"
-        return DeepSpeedStrategy(
-            stage=stage,
-            offload_optimizer=offload,
-            offload_parameters=offload and stage == 3,
-            offload_optimizer_device=device,
-            offload_params_device=device,
-        )
-    raise ValueError(
-        f"strategy is {given!r}; it must be 'auto', 'ddp', 'ddp_find_unused_parameters_true', "
-        "'fsdp', 'fsdp_cpu_offload', 'deepspeed', 'deepspeed_stage_1', 'deepspeed_stage_2', "
-        "'deepspeed_stage_3' or an object of trainer.lightning.pytorch.strategies."
-    )
+    if (wrong := wrong_strategy({"strategy": str(given)})) is not None:
+        raise ValueError(wrong)
+    kinds = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "deepspeed": DeepSpeedStrategy}
+    return kinds.get(given.partition("_")[0], Strategy)(**STRATEGIES[given])
 
 
 __getattr__ = getter(__name__)

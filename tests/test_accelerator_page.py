@@ -170,7 +170,7 @@ def default_of(field: dataclasses.Field) -> str:
     return repr(default.value if isinstance(default, Enum) else default).replace("'", '"')
 
 
-def test_every_field_of_a_configuration_is_told_with_its_default():
+def test_every_field_of_a_configuration_is_listed_with_its_default():
     for row in ROWS:
         for name in row.names if row.section == "Configurations and handlers" else ():
             if name in REFUSED or not dataclasses.is_dataclass(kind := of(name)):
@@ -196,7 +196,7 @@ def test_every_row_is_shown_by_tests_that_exist():
     assert sorted(f"{file}::{name}" for file, name in named if name not in read_tests(file)) == []
 
 
-def test_every_name_is_spoken_of_by_a_test_of_its_row():
+def test_every_name_is_used_by_a_test_of_its_row():
     silent = []
     for row in ROWS:
         texts = [read_tests(file).get(name, "") for file, name in row.tests]
@@ -210,7 +210,7 @@ def test_every_name_is_spoken_of_by_a_test_of_its_row():
 # -- the checks themselves -------------------------------------------------------------------------
 
 
-def test_helpers_of_a_test_speak_for_it():
+def test_helpers_of_a_test_count_as_a_part_of_it():
     text = read_tests("test_accelerator_page.py")["test_every_row_is_shown_by_tests_that_exist"]
     assert speaks_of(text, "unparse")  # of read_tests
     assert not speaks_of(text, "get_annotations")  # of members, which it does not use

@@ -442,7 +442,7 @@ def test_the_saved_model_has_about_as_many_parameters_as_asked_for(asked):
     assert max(each.shape[0] for each in model.parameters()) <= checkpoint.WIDTH
 
 
-def test_the_settings_and_the_title_tell_the_parameters_that_were_saved(tmp_path, monkeypatch):
+def test_the_settings_and_the_title_have_the_parameters_that_were_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_memory_apart", lambda *_: 0.0)
     monkeypatch.setattr(checkpoint, "WIDTH", 300)
     arguments = ("--parameters", 100_000, "--repeats", 1, "--rows", "waiting", "--folder", tmp_path)

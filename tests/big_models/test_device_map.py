@@ -181,7 +181,7 @@ def test_buffers_of_split_modules_have_a_place():
     check_device_map(model, found)  # accelerate's gives no place to 0.table
 
 
-def test_buffers_that_fit_on_no_accelerator_are_told_of():
+def test_a_warning_names_buffers_that_fit_on_no_accelerator():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(300))
     with pytest.warns(UserWarning, match=r"2408 bytes on an accelerator.*offload_buffers=True"):
         infer_auto_device_map(model, {0: 500, "cpu": 10_000})

@@ -371,7 +371,7 @@ class DropInValidation(LayerDrop):
 
 
 @pytest.mark.parametrize("module", [LayerDrop, DropInValidation])
-def test_ranks_that_run_different_units_are_told_before_they_step(ranks2, module, tmp_path):
+def test_ranks_that_run_different_units_are_an_error_before_they_step(ranks2, module, tmp_path):
     def drop() -> tuple[str, int]:
         own, model = trainer(tmp_path, num_sanity_val_steps=0), module()
         with pytest.raises(RuntimeError) as caught:
@@ -536,7 +536,7 @@ def test_averages_go_on_from_a_checkpoint_between_two_of_them(ranks2, saved, tmp
 
 
 @pytest.mark.parametrize("flops", [False, True])
-def test_the_summary_tells_the_whole_and_the_part(ranks2, flops, tmp_path):
+def test_the_summary_has_the_sizes_of_the_whole_and_of_the_part(ranks2, flops, tmp_path):
     def summaries() -> tuple[str, str, int]:
         own, model = trainer(tmp_path / "two", callbacks=[ModelSummary(flops=flops)]), Net()
         printed = io.StringIO()

@@ -74,7 +74,7 @@ def test_an_accelerator_has_the_members_of_its_state():
     assert repr(accelerator).startswith("Accelerator(\nDistributed environment: DistributedType.NO")
 
 
-def test_variables_speak_where_arguments_do_not(monkeypatch, caplog):
+def test_variables_are_the_defaults_of_arguments(monkeypatch, caplog):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     accelerator = accelerate()
@@ -347,7 +347,7 @@ def test_the_order_follows_the_seed_of_the_process():
         (None, True, [False, False, True, False]),  # without a prepared loader
     ],
 )
-def test_a_window_ends_with_its_steps_and_with_the_data_unless_told_otherwise(
+def test_a_window_ends_with_its_steps_and_with_the_data_if_sync_with_dataloader(
     batches, with_data, syncs
 ):
     plugin = GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=with_data)

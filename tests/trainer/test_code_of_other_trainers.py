@@ -676,7 +676,7 @@ def test_arguments_of_log_that_cannot_be_kept(arguments, kind, part):
         make().fit(Logging(**arguments), loader())
 
 
-def test_the_progress_bar_may_be_said_by_position():
+def test_prog_bar_may_be_passed_by_position():
     class Positional(Net):
         def training_step(self, batch, batch_idx):
             self.log("one", 1.0, True)

@@ -66,7 +66,7 @@ def test_a_record_names_the_line_that_spoke(logger, caplog):
     assert [record.lineno for record in caplog.records] == lines
 
 
-def test_an_exception_is_told_with_its_traceback(logger, caplog):
+def test_an_exception_is_logged_with_its_traceback(logger, caplog):
     PartialState(cpu=True)
     try:
         raise LookupError("lost")

@@ -59,7 +59,7 @@ def test_one_process_returns_the_model_itself():
 
 
 @pytest.mark.parametrize("device", [None, torch.device("meta")])
-def test_a_model_moves_only_where_it_is_told_to(device):
+def test_a_model_moves_only_where_the_arguments_ask_for_it(device):
     model = prepare_model(
         network(), choose_engine(options()), precision=Precision("no", CPU), device=device
     )

@@ -264,7 +264,7 @@ class Quiet(Module):
         return self.net(batch).square().mean()
 
 
-def test_on_two_processes_the_first_is_timed_and_tells(ranks2):
+def test_on_two_processes_the_first_is_timed_and_reports(ranks2):
     def body():
         clock = SlowBack.clock = Clock()  # by the host's clock here: the ranks are other processes
         trainer = trainer_for(max_epochs=1)
@@ -469,7 +469,7 @@ def test_without_profile_nothing_is_wrapped_or_written(clock, tmp_path, capsys):
     assert capsys.readouterr().out.count("Where the time") == 1
 
 
-def test_a_trial_run_tells_and_writes_nothing(clock, tmp_path, capsys):
+def test_a_trial_run_prints_its_profile_and_writes_nothing(clock, tmp_path, capsys):
     trainer_for(fast_dev_run=True).fit(Module(clock), loader(clock))
     assert "Where the time of fit went" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()

@@ -35,7 +35,7 @@ def test_mix_is_a_fixed_function():
     assert [mix(1, 2), mix(2, 1)] == [6804074658870690613, 8085905411993364802]
 
 
-def test_mix_tells_apart_what_lies_close():
+def test_mix_separates_neighbouring_seeds():
     seeds = {mix(a, b) for a in range(40) for b in range(40)}
     assert len(seeds) == 1600
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -218,7 +218,7 @@ def test_host_copies_stay_and_their_memory_is_used_again(tmp_path):
     torch.testing.assert_close(load_weights(tmp_path / "second"), {"half": torch.ones(3)})
 
 
-def test_a_writer_refuses_a_second_save_and_tells_how_the_latest_ended(caplog):
+def test_a_writer_refuses_a_second_save_and_reports_how_the_latest_ended(caplog):
     writer, going_on = Writer(PartialState()), threading.Event()
     writer.start(lambda group: going_on.wait(LIMIT))
     with pytest.raises(RuntimeError, match="in flight"):

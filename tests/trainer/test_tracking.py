@@ -593,7 +593,7 @@ def outcome(module, entry="fit"):
         *[(ValueError(), "test_step", "test"), (None, "", "fit"), (None, "", "test")],
     ],
 )
-def test_trackers_are_told_whether_the_run_failed(error, where, entry):
+def test_trackers_get_the_status_of_the_run(error, where, entry):
     try:
         raise KeyError  # being handled, it is not the run's
     except KeyError:

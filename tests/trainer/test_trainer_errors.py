@@ -900,7 +900,7 @@ def test_a_hook_that_returned_no_loader_is_named(stage, hook, nothing, owner):
 
 
 @pytest.mark.parametrize("steps_at", [None, 0])
-def test_a_manual_fit_that_never_steps_is_told(caplog, steps_at):
+def test_a_manual_fit_that_never_steps_is_warned_of(caplog, steps_at):
     def step(self, batch, batch_idx):
         self.manual_backward(self.layer(batch[0]).square().mean())
         if batch_idx == steps_at:

@@ -650,7 +650,7 @@ def test_the_suggestion_is_half_the_rate_of_half_the_fall(noise):
         assert shifted.suggestion() == test.suggestion()
 
 
-def test_there_is_no_suggestion_where_nothing_can_be_said(caplog):
+def test_there_is_no_suggestion_without_enough_losses_or_a_clear_fall(caplog):
     assert made([3.0, 2.0, 1.0]).suggestion() is None
     assert "of 3 updates, skip_begin=10 and skip_end=1 leave 0" in caplog.text
     assert made([5.0, 4.0, 2.0, 1.0, 0.0]).suggestion(0, 7) is None

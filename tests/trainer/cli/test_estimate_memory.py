@@ -427,7 +427,7 @@ def test_configure_model_is_called(capsys):
         (["weighed:Image", "--input", "3"], 1, "--input must be what forward takes"),
     ],
 )
-def test_what_cannot_be_measured_is_said(capsys, words, code, text):
+def test_what_cannot_be_measured_is_an_error(capsys, words, code, text):
     assert text in refused(capsys, *words, code=code)
 
 

@@ -393,7 +393,7 @@ def failure(rank: int, code: int = 1, seen: float = 100, raised: float | None = 
         ([failure(0, code=3, seen=102), failure(1, seen=101, raised=101.5)], 1),
     ],
 )
-def test_the_first_failure_is_told_from_those_that_follow(failures, rank):
+def test_the_first_failure_is_distinguished_from_those_that_follow(failures, rank):
     assert first_of(failures, 0.1).rank == rank
     assert first_of(failures[::-1], 0.1).rank == rank
 

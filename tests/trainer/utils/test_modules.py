@@ -163,7 +163,7 @@ def test_contexts_and_scalers_are_those_of_the_precision():
         assert make(init_scale=4.0).state_dict()["scale"] == 4.0
 
 
-def test_transformers_is_told_who_reads_weights(monkeypatch):
+def test_ram_efficient_loading_sets_the_variables_of_transformers(monkeypatch):
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         monkeypatch.setenv(name, "before")
         monkeypatch.delenv(name)

@@ -12,27 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, Monitor
 from tests.helpers import layouts
-from trainer import Accelerator, DataModule, DistributedDataParallelKwargs, Trainer, TrainModule
-
-
-class Line(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).square().mean()
-
-    def validation_step(self, batch, batch_idx):
-        self.log("score", self.layer(batch[0]).mean())
-
-    test_step = validation_step
-
-    def predict_step(self, batch, batch_idx):
-        return self.layer(batch[0])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+from tests.helpers.line import Line
+from trainer import Accelerator, DataModule, DistributedDataParallelKwargs, Trainer
 
 
 def loader(samples: int = 10) -> DataLoader:

@@ -1,4 +1,4 @@
-"""The smallest module that can be trained, validated and used for predictions, and its data."""
+"""The smallest module that can be trained, validated, tested and used to predict, and its data."""
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,6 +16,8 @@ class Line(TrainModule):
 
     def validation_step(self, batch, batch_idx):
         self.log("score", self.layer(batch[0]).mean())
+
+    test_step = validation_step
 
     def predict_step(self, batch, batch_idx):
         return self.layer(batch[0])

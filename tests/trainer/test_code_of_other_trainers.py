@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import callbacks
 from callbacks import Callback
+from tests.helpers.line import Line
 from trackers import GeneralTracker, read_metrics
 from trainer import DataModule, Trainer, TrainModule
 from trainer.cli import main
@@ -65,24 +66,11 @@ DATA_HOOKS = words("""
 """)
 
 
-class Net(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).square().mean()
-
+class Net(Line):
     def validation_step(self, batch, batch_idx):
         self.log("val", self.layer(batch[0]).mean())
 
     test_step = validation_step
-
-    def predict_step(self, batch, batch_idx):
-        return self.layer(batch[0])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def loader(samples=4):

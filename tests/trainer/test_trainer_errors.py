@@ -16,6 +16,7 @@ from torch.utils.data import (
 )
 
 from callbacks import Callback, EarlyStopping, ModelCheckpoint
+from tests.helpers.line import Line
 from trackers import JsonlTracker
 from trainer import (
     Accelerator,
@@ -29,11 +30,7 @@ from trainer import (
 from trainer.errors import CheckpointError, MetricError
 
 
-class Net(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
+class Net(Line):
     def training_step(self, batch, batch_idx):
         loss = self.layer(batch[0]).square().mean()
         self.log("train/loss", loss, on_step=True, on_epoch=True)
@@ -44,12 +41,6 @@ class Net(TrainModule):
 
     def test_step(self, batch, batch_idx):
         self.log("test/loss", self.layer(batch[0]).square().mean())
-
-    def predict_step(self, batch, batch_idx):
-        return self.layer(batch[0])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def net(**methods):

@@ -201,7 +201,7 @@ class ModelPruning(Callback):
                     source.reset_parameters()
         for part, name in self._parameters_to_prune:
             parameter = getattr(part, f"{name}_orig")
-            parameter.data = getattr(sources[id(part)], name).data.to(parameter.device)
+            parameter.data = getattr(sources[id(part)], name).data.to(parameter)
 
 
 def _at(value: Any, epoch: int) -> Any:

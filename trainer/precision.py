@@ -140,6 +140,8 @@ class Precision:
         autocasts: Whether the forward pass runs under autocast. It may be set, unless the mode is
             ``"no"``.
         scales: Whether losses are scaled and updates with overflowed gradients are skipped.
+        dtype: What `convert` converts modules to, and steps create floating-point tensors in; None
+            leaves both as they are. It may be set if the mode is ``"no"``.
 
     Raises:
         ValueError: The device does not support the mode.
@@ -159,6 +161,7 @@ class Precision:
             _check_device(mode, device)
         self.mode = mode
         self.autocasts = mode != "no"
+        self.dtype: torch.dtype | None = None
         self._device_type = device.type
         self._autocast = (autocast or AutocastKwargs()).to_kwargs()
         self.layers: TorchAOLayers | TransformerEngineLayers | None = None
@@ -198,7 +201,7 @@ class Precision:
         """
         if not self.autocasts:
             if handler is None or handler.enabled:
-                return _NO_CONTEXT
+                return self.new_tensors()
             if not torch.amp.is_autocast_available(self._device_type):
                 return _NO_CONTEXT  # no autocast to disable
             return torch.autocast(self._device_type, **handler.to_kwargs())
@@ -206,6 +209,10 @@ class Precision:
         if self.layers is None:
             return torch.autocast(self._device_type, dtype=_DTYPES[self.mode], **kwargs)
         return self._eight_bits(kwargs)
+
+    def new_tensors(self) -> AbstractContextManager[Any]:
+        """Return a context manager in which floating-point tensors are created in `dtype`."""
+        return _NO_CONTEXT if self.dtype is None else _default_dtype(self.dtype)
 
     @contextmanager
     def _eight_bits(self, kwargs: dict[str, Any]) -> Iterator[None]:
@@ -215,10 +222,12 @@ class Precision:
             yield
 
     def convert(self, module: nn.Module) -> None:
-        """Convert layers of a module to 8 bits, in place, if the mode is ``"fp8"``.
+        """Convert a module to `dtype`, or its layers to 8 bits if the mode is ``"fp8"``; in place.
 
         Parameters stay the same objects under the same names; a converted module is left as it is.
         """
+        if self.dtype is not None:
+            module.to(self.dtype)
         if self.layers is not None:
             self.layers.convert(module)
 
@@ -398,6 +407,16 @@ class Precision:
         self._adapt()
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def unwrap_forward(model: nn.Module) -> None:

@@ -159,6 +159,8 @@ class Trainer:
         deterministic: Call ``torch.use_deterministic_algorithms`` for each run: operations without
             a deterministic implementation raise; with ``"warn"`` they warn.
         detect_anomaly: Make autograd report the forward operation whose gradient is NaN; slow.
+        sync_batchnorm: Convert batch normalisation to ``torch.nn.SyncBatchNorm`` if there are
+            several processes.
         seed: Seeds Python, numpy and torch now, and again when `fit` begins; it also determines the
             order of the data. Without it, the order is derived from torch's seed.
         log_with: Trackers: a name, class or instance, or a list of them, or ``"all"``.
@@ -193,6 +195,9 @@ class Trainer:
         accelerator: An existing `Accelerator`, which replaces the arguments below. Its
             `project_configuration` replaces `project_config`. An `Accelerator` with settings for
             custom loops, such as trackers, raises an error.
+        dtype: Convert the module and the floating-point tensors of its batches to ``"bfloat16"``,
+            ``"float64"`` or another type of torch, in which steps and `configure_model` create
+            tensors too. `mixed_precision` instead keeps the weights in float32.
         mixed_precision: See `Accelerator`.
         cpu: See `Accelerator`.
         dataloader_config: See `Accelerator`. The Trainer gives each process whole batches, reads on
@@ -245,6 +250,7 @@ class Trainer:
         max_skipped_in_row: int = 50,
         deterministic: bool | Literal["warn"] = False,
         detect_anomaly: bool = False,
+        sync_batchnorm: bool = False,
         seed: int | None = None,
         log_with: TrackerChoice | Sequence[TrackerChoice] | None = None,
         log_every: Interval | int | str = "50 steps",
@@ -258,6 +264,7 @@ class Trainer:
         barebones: bool = False,
         slurm_requeue: bool = False,
         accelerator: Accelerator | None = None,
+        dtype: str | torch.dtype | None = None,
         mixed_precision: str | None = None,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -302,6 +309,7 @@ class Trainer:
         self.accelerator = accelerator_for_trainer(
             accelerator,
             settings.gradient_accumulation_steps,
+            settings.dtype,
             **{name: arguments[name] for name in _OF_THE_ACCELERATOR},
         )
         self.callbacks = with_default_callbacks(

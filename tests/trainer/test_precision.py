@@ -12,6 +12,7 @@ from callbacks import Callback
 from trainer import (
     Accelerator,
     AcceleratorState,
+    DataModule,
     PartialState,
     Trainer,
     TrainModule,
@@ -88,6 +89,38 @@ def test_each_precision_trains_with_its_type_and_float32_weights(precision):
     assert sum(module.losses[-8:]) < 0.1 * sum(module.losses[:8])
     (prediction,) = make(precision).predict(module, loader(1))
     assert prediction.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float64])
+def test_a_dtype_trains_as_a_converted_module_on_converted_batches(dtype):
+    kind = torch.bfloat16 if dtype == "bfloat16" else dtype
+
+    class Moving(DataModule):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            return [each.to(device) for each in batch]
+
+        def train_dataloader(self):
+            return loader()
+
+    torch.manual_seed(0)
+    module, by_hand = Net(), Net().to(kind)
+    by_hand.load_state_dict(module.state_dict())
+    converted = [TensorDataset(*(each.to(kind) for each in loader().dataset.tensors))]
+    make(None, dtype=dtype).fit(module, datamodule=Moving())
+    make(None).fit(by_hand, DataLoader(*converted, batch_size=4))
+    assert module.computed_in == {("train", kind)}
+    torch.testing.assert_close(module.state_dict(), by_hand.state_dict(), rtol=0, atol=0)
+    (prediction,) = make(None, dtype=dtype).predict(module, loader(1))
+    assert prediction.dtype == kind
+
+
+def test_a_dtype_excludes_mixed_precision_and_a_ready_accelerator():
+    with pytest.raises(ValueError, match="dtype is 'int8'; it must be one of"):
+        make(None, dtype=torch.int8)
+    with pytest.raises(ValueError, match="mixed_precision is 'fp16': leave one"):
+        make("fp16", dtype="bfloat16")
+    with pytest.raises(ValueError, match="Pass accelerator, or dtype for the Trainer"):
+        Trainer(dtype="bfloat16", accelerator=Accelerator(cpu=True))
 
 
 def test_low_precision_follows_float32():

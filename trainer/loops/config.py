@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
+
 from callbacks import Callback, Interval, ModelCheckpoint, Progress, ProgressBar
 from trainer.accelerator import Accelerator
-from trainer.checks import check_bools, check_type
+from trainer.checks import check_bools, check_type, choice_error
 from trainer.configuration import (
     GradientAccumulationPlugin,
     ProfileKwargs,
@@ -172,6 +174,7 @@ def require_length(epoch_iterator: EpochIterator, **intervals: Interval | str | 
             )
 
 
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 Limit = int | float | None
 Profile = Literal["simple"] | ProfileKwargs
 LIMITS = {  # the argument that limits the batches of each kind of data
@@ -213,6 +216,8 @@ class Settings:
     max_skipped_in_row: int = 50
     deterministic: bool | Literal["warn"] = False
     detect_anomaly: bool = False
+    sync_batchnorm: bool = False
+    dtype: str | torch.dtype | None = None
     fast_dev_run: bool = False
     profile: Profile | None = None
     barebones: bool = False
@@ -223,7 +228,16 @@ class Settings:
             check_limit(name, getattr(self, name))
         validate_limits(self.max_grad_norm, self.max_grad_value)
         check_policy(self.non_finite, self.max_skipped_in_row)
-        check_bools(barebones=self.barebones, detect_anomaly=self.detect_anomaly)
+        check_bools(
+            barebones=self.barebones,
+            detect_anomaly=self.detect_anomaly,
+            sync_batchnorm=self.sync_batchnorm,
+        )
+        if self.dtype is not None:
+            name = str(self.dtype).removeprefix("torch.")
+            if name not in _DTYPES:
+                raise ValueError(choice_error("dtype", name, _DTYPES))
+            object.__setattr__(self, "dtype", getattr(torch, name))
         if self.profile not in (None, "simple") and not isinstance(self.profile, ProfileKwargs):
             raise ValueError(
                 f"profile is {self.profile!r}; it must be 'simple', ProfileKwargs(...) for torch's "
@@ -363,18 +377,22 @@ LEFT_OUT: dict[str, tuple[Any, ...]] = {
 
 
 def accelerator_for_trainer(
-    ready: Accelerator | None, gradient_accumulation_steps: int, **options: Any
+    ready: Accelerator | None,
+    gradient_accumulation_steps: int,
+    dtype: Any = None,
+    **options: Any,
 ) -> Accelerator:
     """Return the given accelerator, or a new one with these options, checked for the Trainer.
 
     Args:
         ready: The user's accelerator, or None.
         gradient_accumulation_steps: Micro-batches per update, for a new accelerator.
+        dtype: What a new accelerator converts modules to.
         **options: Other arguments of the `Accelerator`.
 
     Raises:
         ValueError: Both an accelerator and options were given, or it has an option that the Trainer
-            does not support.
+            does not support; or both `dtype` and mixed precision.
     """
     if ready is None:
         ready = _accelerator_of_ours(
@@ -382,7 +400,13 @@ def accelerator_for_trainer(
             scheduler_tick="update",
             **options,
         )
-    elif said := [name for name, value in options.items() if value]:
+        if dtype is not None and ready.mixed_precision != "no":
+            raise ValueError(
+                f"dtype is {dtype}, in which everything is computed, but mixed_precision is "
+                f"{ready.mixed_precision!r}: leave one of them out."
+            )
+        ready.precision.dtype = dtype
+    elif said := [name for name, value in {"dtype": dtype, **options}.items() if value]:
         raise ValueError(
             f"Pass accelerator, or {', '.join(said)} for the Trainer to make one, not both."
         )

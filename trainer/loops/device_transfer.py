@@ -26,6 +26,7 @@ from trainer.hooks import is_overridden
 from trainer.loops.module_state import kept_by
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix
+from trainer.tree import map_tree
 
 logger = module_logger(__name__)
 
@@ -43,6 +44,7 @@ class DeviceTransfer:
         device: The device that batches are moved to.
         rank: The rank of this process.
         world_size: The number of processes.
+        dtype: What floating-point tensors are converted to; None leaves them as they are.
 
     Attributes:
         counts_items: Whether the module overrides `count_items`; otherwise items are samples.
@@ -58,9 +60,10 @@ class DeviceTransfer:
         device: torch.device,
         rank: int,
         world_size: int,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._module, self._datamodule, self._device = module, datamodule, device
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._dtype = rank, world_size, dtype
         self._equal_generators = equal(kept_by(module, datamodule))
         self.counts_items = counts_items(module)
         self.may_lack_items = self.counts_items and world_size > 1
@@ -79,10 +82,10 @@ class DeviceTransfer:
         self._streams = streams_for(device) if no_hooks else None
 
     def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device."""
-        if self._moves is None:
-            return batch
-        return self._moves(batch, self._device, dataloader_idx)
+        """Move a batch to the device, and convert its floating-point tensors."""
+        if self._moves is not None:
+            batch = self._moves(batch, self._device, dataloader_idx)
+        return batch if self._dtype is None else map_tree(partial(_as_dtype, self._dtype), batch)
 
     def global_batches(
         self, epoch_iterator: EpochIterator, dataloader_idx: int = 0, *, counted: bool = True
@@ -180,7 +183,7 @@ class DeviceTransfer:
         prefetches a batch a second time that the interrupted run had prefetched already.
         """
         if self._before is None and self._after is None:
-            if self._moves is None:
+            if self._moves is None and self._dtype is None:
                 return _unchanged
             return lambda batch: self.move(batch, dataloader_idx)
         numbers = count(epoch_iterator.start_batch + self._rank, self._world_size)
@@ -213,6 +216,11 @@ def _batch_hook(name: str, module: TrainModule, datamodule: Any) -> Callable[...
 
 def _unchanged(batch: Any) -> Any:
     return batch
+
+
+def _as_dtype(dtype: torch.dtype, leaf: Any) -> Any:
+    floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.to(dtype) if floats else leaf
 
 
 def _uncounted(batch: Any) -> Any:

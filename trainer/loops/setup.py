@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from callbacks import Callback, Interval, ModelCheckpoint
@@ -432,7 +434,8 @@ def _set_up(context: RunContext, name: str, module: TrainModule, datamodule: Any
         set_up_callbacks()
         module.setup(name)
         set_up_callbacks()  # the callbacks that the module's setup has added
-        module.configure_model()
+        with context.accelerator.precision.new_tensors():
+            module.configure_model()
         set_up_callbacks()
 
     on_all(hooks, name)
@@ -503,6 +506,16 @@ def _may_rewind(ckpt_path: Any) -> bool:
     return ckpt_path not in ("auto", "last")
 
 
+def _convert(context: RunContext, module: TrainModule) -> None:
+    """Convert a module as `sync_batchnorm`, `dtype` and `mixed_precision` ask, in place."""
+    if context.settings.sync_batchnorm and context.accelerator.num_processes > 1:
+        for part in list(module.modules()):
+            for name, child in list(part.named_children()):
+                if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
+                    setattr(part, name, nn.SyncBatchNorm.convert_sync_batchnorm(child))
+    context.accelerator.precision.convert(module)
+
+
 def make_fit_run(
     context: RunContext,
     hooks: HookTable,
@@ -537,7 +550,7 @@ def make_fit_run(
     # The user's `count_items` may return fractions.
     step_sync = StepSync(accelerator.device, whole_items=not counts_items(module))
     engine = choose_engine(accelerator.engine.options, automatic=module.automatic_optimization)
-    accelerator.precision.convert(module)
+    _convert(context, module)
     own_parts = hooks.parts.keys() - {"lr_scheduler_step"}
     if engine.optimizer_driver is not None and own_parts:
         assert engine.distributed_type is not None
@@ -808,7 +821,7 @@ def prepare_evaluation(
     engine = choose_engine(context.accelerator.engine.options)
 
     def start() -> None:
-        context.accelerator.precision.convert(module)
+        _convert(context, module)
         engine.start(module, None)  # initial weights may differ between ranks
 
     if engine.divides_layers:  # which the saved weights are not

@@ -151,6 +151,7 @@ class Run:
             device=self.device,
             rank=self.data_rank,
             world_size=self.data_size,
+            dtype=self.precision.dtype,
         )
 
     def bare_step(self, name: str) -> Callable[..., Any]:

@@ -61,12 +61,8 @@ def _precision(given: Any) -> str:
     words = str(given).lower()
     if "32" in words:
         return f"{NOTHING}: float32 is the default"
-    if words in ("64", "64-true", "16-true", "bf16-true"):
-        kind = {"64": "float64", "16": "float16", "bf": "bfloat16"}[words[:2]]
-        return f"self.to(torch.{kind}) in __init__ of the module, and batches of that type"
-    if "16" in words:
-        return f"mixed_precision={'bf16' if 'bf16' in words else 'fp16'!r}"
-    return "mixed_precision='bf16' or 'fp16'"
+    new = PRECISIONS.get(words, {"mixed_precision": "bf16' or 'fp16"})
+    return next(f"{name}='{value}'" for name, value in new.items())
 
 
 def _every_batches(given: Any) -> str:
@@ -230,19 +226,15 @@ def _asks_for_nothing(name: str, general: str, value: Any) -> bool:
 
 # -- values that trainer.lightning cannot take -----------------------------------------------------
 
-MIXED_PRECISIONS = {
-    **dict.fromkeys(("32", "32-true"), "no"),
-    **dict.fromkeys(("16", "16-mixed"), "fp16"),
-    **dict.fromkeys(("bf16", "bf16-mixed"), "bf16"),
+PRECISIONS: dict[str, dict[str, str]] = {
+    **{name: {"mixed_precision": "no"} for name in ("32-true", "32")},
+    **{name: {"mixed_precision": "fp16"} for name in ("16-mixed", "16")},
+    **{name: {"mixed_precision": "bf16"} for name in ("bf16-mixed", "bf16")},
+    **{name: {"dtype": "float64"} for name in ("64-true", "64")},
+    "16-true": {"dtype": "float16"},
+    "bf16-true": {"dtype": "bfloat16"},
 }
-"""Lightning's precisions, with Cadence's names."""
-TRUE_PRECISIONS = {
-    "64": "float64",
-    "64-true": "float64",
-    "16-true": "float16",
-    "bf16-true": "bfloat16",
-}
-"""Lightning's precisions that convert the module, with the names of torch's types."""
+"""Lightning's precisions, as arguments of our Trainer; the first name of several is its own."""
 _UNUSED: dict[str, dict[str, Any]] = {
     "": {},
     "_find_unused_parameters_true": {"find_unused_parameters": True},
@@ -308,8 +300,7 @@ def device_numbers(devices: Any) -> list[str] | None:
 def wrong_precision(given: Arguments) -> str | None:
     """Whether there is no such precision."""
     precision = given.get("precision")
-    names = (*MIXED_PRECISIONS, *TRUE_PRECISIONS)
-    return None if precision is None else _one_of("precision", str(precision), names)
+    return None if precision is None else _one_of("precision", str(precision), PRECISIONS)
 
 
 def wrong_profiler(given: Arguments) -> str | None:

@@ -16,6 +16,7 @@ from trainer.interval import Interval
 from trainer.lightning.pytorch.trainer import Trainer as LightningTrainer
 from trainer.lightning.pytorch.trainer import interval_of
 from trainer.migration.refusals import argument_refusals
+from trainer.migration.values import PRECISIONS
 from trainer.trainer import Trainer
 
 _NATIVE = {*signature(Trainer).parameters} - {"unknown"}
@@ -44,7 +45,6 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {  # values of Trainer's arguments that 
     "sync_batchnorm": (False,),
     "use_distributed_sampler": (True,),
 }
-_PRECISIONS = {"16": "fp16", "16-mixed": "fp16", "bf16": "bf16", "bf16-mixed": "bf16"}
 _IN_FOLDER = {"save_dir": "project_dir"}
 _LOGGERS = {
     "CSVLogger": ("csv", _IN_FOLDER),
@@ -173,8 +173,8 @@ def _of_argument(name: str, given: Mapping[str, Any]) -> Changed:
         changed = [] if _is_limited(given) else [("max_epochs", _ENDLESS)]
     elif name == "accelerator" and value == "cpu":
         changed = [("cpu", "True")]
-    elif name == "precision" and str(value) in _PRECISIONS:
-        changed = [("mixed_precision", f'"{_PRECISIONS[str(value)]}"')]
+    elif name == "precision" and str(value) in PRECISIONS:
+        changed = [(native, f'"{text}"') for native, text in PRECISIONS[str(value)].items()]
     elif name == "profiler" and value == "simple":
         changed = [("profile", None)]
     elif name == "logger" and isinstance(value, bool):

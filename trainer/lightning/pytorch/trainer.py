@@ -11,14 +11,11 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import callbacks as ours
 from callbacks import Callback, GradientAccumulationScheduler, ModelSummary
@@ -47,15 +44,13 @@ from trainer.lightning.pytorch.states import RunningStage, TrainerFn, TrainerSta
 from trainer.lightning.pytorch.strategies import Strategy, strategy_of
 from trainer.migration.refusals import argument_refusals, refuse, uncalled
 from trainer.migration.values import (
-    MIXED_PRECISIONS,
-    TRUE_PRECISIONS,
+    PRECISIONS,
     device_numbers,
     wrong_interval,
     wrong_values,
 )
 from trainer.state import PartialState
 from trainer.trainer import Trainer as NativeTrainer
-from trainer.tree import map_tree
 
 _WORDS = {
     "checkpointing": "enable_checkpointing",
@@ -151,7 +146,7 @@ class Trainer(NativeTrainer):
         profiler: ``"simple"``, ``"pytorch"``, or one of `trainer.lightning.pytorch.profilers`.
         detect_anomaly: See `trainer.Trainer`.
         barebones: See `trainer.Trainer`.
-        sync_batchnorm: Whether to convert batch normalisation to that over all processes.
+        sync_batchnorm: See `trainer.Trainer`.
         reload_dataloaders_every_n_epochs: See `trainer.Trainer`.
         default_root_dir: The folder of ``lightning_logs/version_N``, which is the run's.
         plugins: None, or an empty list.
@@ -226,9 +221,6 @@ class Trainer(NativeTrainer):
         _check_devices(devices, num_nodes, cpu=cpu)
         if benchmark is not None:
             torch.backends.cudnn.benchmark = benchmark
-        self._sync_batchnorm = sync_batchnorm
-        true_precision = TRUE_PRECISIONS.get(str(precision))
-        self._dtype = None if true_precision is None else getattr(torch, true_precision)
         self._nodes = num_nodes
         dry = bool(fast_dev_run) or barebones
         self._loggers: list[Any] = (
@@ -251,7 +243,7 @@ class Trainer(NativeTrainer):
         by_value = gradient_clip_algorithm == "value"
         given: dict[str, Any] = {
             "cpu": cpu,
-            "mixed_precision": None if precision is None else MIXED_PRECISIONS.get(str(precision)),
+            "sync_batchnorm": sync_batchnorm,
             "callbacks": added,
             "fast_dev_run": fast_dev_run,
             "max_epochs": endless if max_epochs == -1 else max_epochs,
@@ -279,6 +271,8 @@ class Trainer(NativeTrainer):
             "log_with": list(map(_tracker_of, [] if dry else self._loggers)) or None,
             "project_dir": self._run_dir(default_root_dir, dry=dry),
         }
+        if precision is not None:
+            given |= {"mixed_precision": "no"} | PRECISIONS[str(precision)]
         given = {name: value for name, value in given.items() if value is not None}
         of_strategy = strategy_of(strategy).arguments
         handlers: list[Any] = list(of_strategy.get("kwargs_handlers", []))
@@ -286,8 +280,6 @@ class Trainer(NativeTrainer):
         both = {"kwargs_handlers": handlers} if handlers else {}
         with _lightnings_words():
             super().__init__(**(given | of_strategy | others | both))
-        if self._dtype is not None:
-            vars(self.accelerator.precision)["autocast"] = partial(_default_dtype, self._dtype)
         for each in self._loggers:
             each.trainer = self
         self._model: Any = None
@@ -388,11 +380,7 @@ class Trainer(NativeTrainer):
                 # Made before another thread asks for it, as under Lightning.
                 getattr(each, "experiment", None)
         try:
-            with (
-                self._converting(module),
-                super()._stage(name, module, datamodule) as hooks,
-            ):
-                self._convert(module)  # layers of setup and configure_model too
+            with super()._stage(name, module, datamodule) as hooks:
                 yield hooks
         except BaseException:
             self._status = TrainerStatus.INTERRUPTED
@@ -415,39 +403,6 @@ class Trainer(NativeTrainer):
         """Return the indices of a batch's samples in the dataset; none if it is a stream."""
         sampler = self._eval_iterators[dataloader_idx].sampler
         return sampler.drawn[batch_idx] if sampler is not None and sampler.drawn else []
-
-    @contextmanager
-    def _converting(self, module: Any) -> Iterator[None]:
-        """Convert a module as `precision` and `sync_batchnorm` ask, and for this time its batches.
-
-        `configure_model` creates tensors of the module's precision.
-        """
-        if isinstance(module, nn.Module):
-            self._convert(module)
-        if self._dtype is None or not isinstance(module, nn.Module):
-            yield
-            return
-        own: Any = module
-        names = ("transfer_batch_to_device", "configure_model")
-        before = {name: vars(module)[name] for name in names if name in vars(module)}
-        move, configure = own.transfer_batch_to_device, own.configure_model
-        own.transfer_batch_to_device = partial(_move_and_convert, self._dtype, move)
-        own.configure_model = _default_dtype(self._dtype)(configure)
-        try:
-            yield
-        finally:
-            for name in names:
-                vars(module).pop(name, None)
-            vars(module).update(before)
-
-    def _convert(self, module: Any) -> None:
-        if self._sync_batchnorm and self.world_size > 1:
-            for part in list(module.modules()):
-                for name, child in list(part.named_children()):
-                    if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
-                        setattr(part, name, nn.SyncBatchNorm.convert_sync_batchnorm(child))
-        if self._dtype is not None:
-            module.to(self._dtype)
 
     def _run_dir(self, root: Any, *, dry: bool) -> Path | None:
         """Return the folder of the run: that of the first logger with files, or a new version."""
@@ -783,13 +738,9 @@ class Trainer(NativeTrainer):
     @property
     def precision(self) -> str:
         """The precision, by Lightning's name."""
-        if self._dtype is not None:
-            return {torch.float64: "64-true", torch.float16: "16-true"}.get(
-                self._dtype, "bf16-true"
-            )
-        return {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}.get(
-            self.accelerator.mixed_precision, self.accelerator.mixed_precision
-        )
+        mixed, dtype = self.accelerator.mixed_precision, self.accelerator.precision.dtype
+        own = {"mixed_precision": mixed} if dtype is None else {"dtype": str(dtype)[6:]}
+        return next((name for name, each in PRECISIONS.items() if each == own), mixed)
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
@@ -844,27 +795,6 @@ def _listed(given: Any) -> list[Any]:
 
 def _has(callbacks: Sequence[Callback], kind: type) -> bool:
     return any(isinstance(each, kind) for each in callbacks)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype, *_: Any) -> Iterator[None]:
-    """Create floating-point tensors in a precision, as Lightning does in steps."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _move_and_convert(dtype: torch.dtype, move: Any, *args: Any) -> Any:
-    """Move a batch, with its floating-point tensors in the module's precision."""
-
-    def converted(leaf: Any) -> Any:
-        floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if floats else leaf
-
-    return map_tree(converted, move(*args))
 
 
 def _on_cpu(accelerator: Any) -> bool:

@@ -180,8 +180,9 @@ class ModelPruning(Callback):
         parameters, kwargs = self._parameters_to_prune, {**self._kwargs, "amount": amount}
         if self._global:
             prune.global_unstructured(parameters, pruning_method=self._method, **kwargs)
-        for part, name in () if self._global else parameters:
-            self._method.apply(part, name, **kwargs)
+        else:
+            for part, name in parameters:
+                self._method.apply(part, name, **kwargs)
         if self._verbose:
             masks = [getattr(part, f"{name}_mask") for part, name in parameters]
             zeros = [int((mask == 0).sum()) for mask in masks]

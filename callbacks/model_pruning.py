@@ -46,9 +46,10 @@ class ModelPruning(Callback):
         amount: The share or the number to prune, or a function of the epoch.
         apply_pruning: Whether to, or a function of the epoch.
         make_pruning_permanent: Whether to remove the masks at the end.
-        use_lottery_ticket_hypothesis: Whether the remaining parameters get their first values
-            again, or a function of the epoch.
-        resample_parameters: Draw other values instead.
+        use_lottery_ticket_hypothesis: Whether the first pruning gives the remaining parameters
+            their first values again, or a function of the epoch. Later ones keep, as in Lightning,
+            what was trained since.
+        resample_parameters: Draw other values instead, each time.
         pruning_dim: The dimension of structured methods.
         pruning_norm: The norm of ``"ln_structured"``.
         verbose: 1 logs how much is pruned, 2 for each parameter too.
@@ -83,11 +84,11 @@ class ModelPruning(Callback):
                 raise ValueError(choice_error("parameter_names", name, self.PARAMETER_NAMES))
         check_counts(0, verbose=verbose)
         check_numbers(**given(pruning_dim=pruning_dim))
-        method = _METHODS.get(pruning_fn, pruning_fn)
-        if not (inspect.isclass(method) and issubclass(method, prune.BasePruningMethod)):
+        self._method: Any = _METHODS.get(pruning_fn, pruning_fn)
+        if prune.BasePruningMethod not in getattr(self._method, "__mro__", ()):
             choices = choice_error("pruning_fn", pruning_fn, _METHODS)
             raise ValueError(f"{choices} A class of torch's BasePruningMethod is possible too.")
-        takes = inspect.signature(method).parameters
+        takes = inspect.signature(self._method).parameters
         self._kwargs: dict[str, Any] = {}
         for key, value in (("dim", pruning_dim), ("n", pruning_norm)):
             if key in takes and value is not None:
@@ -95,11 +96,10 @@ class ModelPruning(Callback):
             elif key in takes and pruning_fn in _METHODS:
                 argument = "pruning_dim" if key == "dim" else "pruning_norm"
                 raise ValueError(f"pruning_fn={pruning_fn!r} needs {argument}=.")
-        if use_global_unstructured and method.PRUNING_TYPE != "unstructured":
+        if use_global_unstructured and self._method.PRUNING_TYPE != "unstructured":
             raise ValueError(
                 f"pruning_fn={pruning_fn!r} is structured: set use_global_unstructured=False."
             )
-        self._method: Any = method
         self._global = use_global_unstructured
         self._given = parameters_to_prune
         self._parameter_names = parameter_names or self.PARAMETER_NAMES

@@ -326,7 +326,8 @@ def strategy_of(given: Any) -> Strategy:
     if (wrong := wrong_strategy({"strategy": str(given)})) is not None:
         raise ValueError(wrong)
     kinds = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "deepspeed": DeepSpeedStrategy}
-    return kinds.get(given.partition("_")[0], Strategy)(**STRATEGIES[given])
+    kind: type[Strategy] = kinds.get(given.partition("_")[0], Strategy)
+    return kind(**STRATEGIES[given])
 
 
 __getattr__ = getter(__name__)

@@ -172,6 +172,7 @@ def test_every_trainer_argument_is_classified_for_barebones():
             "torch_tp_plugin",
         ),
         *("dynamo_backend", "dynamo_plugin", "kwargs_handlers", "parallelism_config", "engine"),
+        *("dtype", "sync_batchnorm"),
     }
     arguments = set(inspect.signature(Trainer).parameters) - {"barebones", "unknown"}
     assert arguments == kept | set(LEFT_OUT)

@@ -241,7 +241,7 @@ def test_missing_and_unexpected_names(caplog):
     assert torch.equal(model.embed.weight, expected["embed.weight"])
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert "weights that the model does not have: more" in caplog.text
-    assert "lacks weights of the model, which keep their values: norm.bias" in caplog.text
+    assert "which keep their values (none on the meta device): norm.bias" in caplog.text
 
 
 def test_load_state_dict_pre_hooks_rename():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer.big_models.hooks import AlignDevicesHook, LayerwiseCastingHook, add_hook_to_module
 from trainer.big_models.offload import PrefixedDataset
-from trainer.big_models.tensors import Device, TiedCopies, nearest
+from trainer.big_models.tensors import Device, TiedCopies, longest_prefix
 
 # They compute with their submodules' weights themselves, or choose by them how they compute.
 PRELOADED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -116,30 +116,26 @@ def attach_align_device_hook_on_blocks(
         preload_module_classes: The same.
         tied_params_map: The same.
     """
-    devices = execution_device if isinstance(execution_device, Mapping) else None
-    offloads = offload if isinstance(offload, Mapping) else None
+    devices = execution_device if isinstance(execution_device, Mapping) else {"": execution_device}
+    offloads = offload if isinstance(offload, Mapping) else {"": offload}
 
-    def place_of(name: str) -> tuple[Device | None, bool]:
-        key = None if devices is None else nearest(name, devices)
-        device = execution_device if devices is None else devices.get(key or "")
-        away = offload if offloads is None else offloads.get(nearest(name, offloads) or "", False)
-        return device, bool(away)  # type: ignore[return-value]  # not the mappings
+    def is_away(name: str) -> bool:
+        return bool(offloads.get(longest_prefix(name, offloads) or ""))
 
     def is_whole(name: str, part: nn.Module) -> bool:
         full = ".".join(filter(None, (module_name, name)))
         names = (f"{full}.{leaf}".removeprefix(".") for leaf, _ in part.named_parameters())
-        return _is_preloaded(part, preload_module_classes) and any(place_of(n)[1] for n in names)
+        return _is_preloaded(part, preload_module_classes) and any(map(is_away, names))
 
     for name, part, whole in _walk(module, is_whole):
         full = ".".join(filter(None, (module_name, name)))
         own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        away = whole or any(place_of(f"{full}.{leaf}".removeprefix("."))[1] for leaf, _ in own)
-        named = full in (devices or {}) or full in (offloads or {})
+        away = whole or any(is_away(f"{full}.{leaf}".removeprefix(".")) for leaf, _ in own)
+        named = full in devices or full in offloads
         if not (name == "" or named or _has_tensors(part)):
             continue
-        device, _ = place_of(full)
         hook = AlignDevicesHook(
-            device,
+            devices.get(longest_prefix(full, devices) or ""),
             away,
             io_same_device=name == "",
             weights_map=_below(weights_map, full) if away else None,

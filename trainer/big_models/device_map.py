@@ -22,8 +22,8 @@ from trainer.big_models.tensors import (
     CustomDtype,
     Device,
     find_tied_parameters,
+    longest_prefix,
     named_module_tensors,
-    nearest,
     non_persistent_buffers,
     parse_dtype,
 )
@@ -415,11 +415,11 @@ class _Plan:
 
     def _largest_layer(self) -> int:
         """Return the bytes of the largest layer that waits, the first module's left out."""
-        while self._layers and nearest(self._layers[0][1], self.places) is not None:
+        while self._layers and longest_prefix(self._layers[0][1], self.places) is not None:
             del self._layers[0]
         first = self.waiting[0][0]
         for size, name in self._layers:
-            if not _is_in(name, first) and nearest(name, self.places) is None:
+            if not _is_in(name, first) and longest_prefix(name, self.places) is None:
                 return size
         return 0
 
@@ -546,7 +546,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
             UserWarning,
             stacklevel=2,
         )
-    if missing := [name for name in model.state_dict() if nearest(name, device_map) is None]:
+    if missing := [name for name in model.state_dict() if longest_prefix(name, device_map) is None]:
         raise ValueError(
             "The device_map provided does not give any device for the following parameters: "
             f"{', '.join(missing)}. It names {', '.join(map(repr, device_map))}; add their "

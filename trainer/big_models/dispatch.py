@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ from trainer.big_models.tensors import (
     as_device,
     find_tensor,
     find_tied_parameters,
+    longest_prefix,
     memory_of,
-    nearest,
     non_persistent_buffers,
     set_module_tensor_to_device,
     set_tensor,
@@ -190,16 +191,17 @@ def dispatch_model(
         The model.
 
     Raises:
-        ValueError: A weight has no place, or no values; or modules are on the disk and there is
-            neither a folder nor an index.
+        ValueError: A weight has no place, or no values; there is no such device; or modules are on
+            the disk and there is neither a folder nor an index.
     """
     check_device_map(model, device_map)
     cpu = torch.device("cpu")
     device_map = {name: "cpu" if place == cpu else place for name, place in device_map.items()}
-    _undo(model)
+    _remove_hooks(model)
     places = dict.fromkeys(device_map.values())
     if len(places) == 1 and DISK not in places and not force_hooks:
-        model.to(next(iter(places)))
+        check_values(model)
+        model.to(as_device(next(iter(places))))
     else:
         main = main_device
         if main is None:
@@ -207,16 +209,16 @@ def dispatch_model(
         host = as_device(main).type in ("cpu", "mps")  # whose memory is the CPU's
         away = {name: place in (HOSTS[1:] if host else HOSTS) for name, place in device_map.items()}
         run_on = {"": main, **{n: main if p in HOSTS else p for n, p in device_map.items()}}
-        spread = _Spread(model, device_map, away, run_on, offload_buffers)
+        tensors = _TensorPlaces(model, device_map, away, run_on, offload_buffers)
         attach_align_device_hook_on_blocks(
             model,
             run_on,
             {"": False, **away},
-            weights_map=spread.weights(state_dict, offload_dir, offload_index),
+            weights_map=tensors.weights(state_dict, offload_dir, offload_index),
             offload_buffers=offload_buffers,
             skip_keys=skip_keys,
             preload_module_classes=preload_module_classes,
-            tied_params_map=spread.tied,
+            tied_params_map=tensors.tied,
         )
         for name in GUARDED:
             if hasattr(type(model), name):
@@ -226,7 +228,7 @@ def dispatch_model(
     return model
 
 
-def _undo(model: nn.Module) -> None:
+def _remove_hooks(model: nn.Module) -> None:
     """Remove the hooks of an earlier map, ours or accelerate's, and give all weights back."""
     hooks = [(part, hook) for part in model.modules() for hook in hooks_of(part)]
     others = [(part, hook) for part, hook in hooks if not hasattr(hook, "execution_device")]
@@ -251,7 +253,7 @@ def _undo(model: nn.Module) -> None:
         add_hook_to_module(part, hook, append=True)
 
 
-class _Spread:
+class _TensorPlaces:
     """What `dispatch_model` decides about single tensors.
 
     Attributes:
@@ -269,14 +271,17 @@ class _Spread:
         self._model, self._map = model, device_map
         self.tied: TiedCopies = {}
         names = _offloadable(model, offload_buffers)
-        self._away = {n: str(self._at(n)) for n in names if away[nearest(n, device_map) or ""]}
+        self._away = {
+            n: str(self._at(n)) for n in names if away[longest_prefix(n, device_map) or ""]
+        }
+        check_values(model, self._away)
         self._in_memory: dict[str, Tensor] = {}
         self._originals: list[Tensor] = []  # keeps the addresses in `tied` from being used again
         for group in find_tied_parameters(model):
             self._keep_tied(group, run_on)
 
     def _at(self, name: str) -> Device:
-        return self._map[nearest(name, self._map) or ""]
+        return self._map[longest_prefix(name, self._map) or ""]
 
     def _keep_tied(self, group: list[str], run_on: Mapping[str, Device]) -> None:
         """Have a tied weight once on each device, and offloaded only if it is under all names."""
@@ -293,7 +298,7 @@ class _Spread:
                 ", ".join(resident),
             )
         for name in resident:
-            place = run_on[nearest(name, run_on) or ""]
+            place = run_on[longest_prefix(name, run_on) or ""]
             set_module_tensor_to_device(
                 self._model, name, place, tied_params_map=self.tied, clear_cache=False
             )
@@ -350,10 +355,23 @@ def _offloadable(model: nn.Module, buffers: bool) -> list[str]:
     return [name for name in names if name not in kept]
 
 
+def check_values(model: nn.Module, elsewhere: Collection[str] = ()) -> None:
+    """Check that all parameters and buffers have values, in the model or elsewhere.
+
+    Raises:
+        ValueError: The names of those without.
+    """
+    parameters = model.named_parameters(remove_duplicate=False)
+    tensors = chain(parameters, model.named_buffers(remove_duplicate=False))
+    if missing := [name for name, each in tensors if each.is_meta and name not in elsewhere]:
+        raise ValueError(_no_values(missing, "the model"))
+
+
 def _no_values(names: list[str], where: str) -> str:
     return (
-        f"{', '.join(names)} are on the meta device and have no values in {where}; load their "
-        "checkpoint first, for example with load_checkpoint_and_dispatch."
+        f"{', '.join(names)} are on the meta device and have no values in {where}: load a "
+        "checkpoint that has them, for example with load_checkpoint_and_dispatch, or make the "
+        "model without init_empty_weights, so that they have initial values."
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.big_models.device_map import Memory, as_device_map
-from trainer.big_models.dispatch import DISK, dispatch_model
+from trainer.big_models.dispatch import DISK, check_values, dispatch_model
 from trainer.big_models.offload import (
     Folder,
     Index,
@@ -25,7 +25,7 @@ from trainer.big_models.offload import (
     offload_weight,
     save_offload_index,
 )
-from trainer.big_models.tensors import Device, as_parameter, nearest, parse_dtype
+from trainer.big_models.tensors import Device, as_device, as_parameter, longest_prefix, parse_dtype
 from trainer.checkpoint.loading import (
     KeyMismatch,
     compare,
@@ -115,6 +115,7 @@ def load_checkpoint_and_dispatch(
         broadcast_from_rank0=broadcast_from_rank0,
     )
     if places is None:
+        check_values(model)
         return model
     return dispatch_model(
         model,
@@ -144,10 +145,10 @@ def load_state_dict(
     loaded: dict[str, Tensor] = {}
     made: dict[int, Tensor] = {}
     for name, (source, _) in _sources(Path(checkpoint_file)).items():
-        place = places.get(nearest(name, places) or "", "cpu")
+        place = places.get(longest_prefix(name, places) or "", "cpu")
         if id(source) not in made:
             tensor = whole(source)
-            device = torch.device("cpu" if place == DISK else place)
+            device = as_device("cpu" if place == DISK else place)
             made[id(source)] = tensor.to(device, copy=tensor is source)
         loaded[name] = made[id(source)]
     return loaded
@@ -215,7 +216,8 @@ def load_checkpoint_in_model(
     devices = None if device_map is None else places_of(model, device_map)
     check_folder(devices or {}, offload_folder)
     here = model.state_dict(keep_vars=True)
-    mismatch = check_checkpoint(model, files, checkpoint, strict=strict)
+    mismatch = check_checkpoint(model, files, checkpoint)
+    check_strict(mismatch, checkpoint, strict)
     empty = any(isinstance(value, Tensor) and value.is_meta for value in here.values())
     if devices is None and wanted is None and not empty:
         found = _fill(model, files)
@@ -229,7 +231,10 @@ def load_checkpoint_in_model(
             disk_buffers=offload_buffers,
         )
         found = place.load(model, files)
-    warn_of_mismatch(found.bare(model) if renames(model) else mismatch, checkpoint, strict=strict)
+    if renames(model):
+        mismatch = found.bare(model)
+        check_strict(mismatch, checkpoint, strict)
+    warn_of_mismatch(mismatch, checkpoint)
 
 
 def _sources(file: Path) -> dict[str, tuple[Tensor | ShardedTensor, str]]:
@@ -361,9 +366,7 @@ def _combined(results: list[Any]) -> KeyMismatch:
     return KeyMismatch(sorted(missing), sorted(unexpected))
 
 
-def check_checkpoint(
-    model: nn.Module, files: Iterable[Path], checkpoint: object, *, strict: bool
-) -> KeyMismatch:
+def check_checkpoint(model: nn.Module, files: Iterable[Path], checkpoint: object) -> KeyMismatch:
     """Return how the names in a checkpoint differ from a model's; see `load_checkpoint_in_model`.
 
     For a model with load hooks that rename keys that is not known.
@@ -379,15 +382,20 @@ def check_checkpoint(
             f"The weight {name!r} has shape {saved} in {checkpoint} and {here} in the model; "
             "create the model as it was when it was saved."
         )
-    if strict and mismatch:
-        raise CheckpointError(_strictly(checkpoint, mismatch))
     return mismatch
 
 
-def warn_of_mismatch(mismatch: KeyMismatch, checkpoint: object, *, strict: bool) -> None:
-    """Log how names differ, or raise a CheckpointError with `strict`."""
+def check_strict(mismatch: KeyMismatch, checkpoint: object, strict: bool) -> None:
+    """Raise a CheckpointError if names differ, with `strict`."""
     if strict and mismatch:
-        raise CheckpointError(_strictly(checkpoint, mismatch))
+        raise CheckpointError(
+            f"{checkpoint} does not fit the model:\n{mismatch}\nCreate the model as it was when "
+            "it was saved, or load what fits with strict=False."
+        )
+
+
+def warn_of_mismatch(mismatch: KeyMismatch, checkpoint: object) -> None:
+    """Log how names differ."""
     if mismatch.unexpected:
         logger.warning(
             "%s holds weights that the model does not have: %s.",
@@ -396,17 +404,10 @@ def warn_of_mismatch(mismatch: KeyMismatch, checkpoint: object, *, strict: bool)
         )
     if mismatch.missing:
         logger.warning(
-            "%s lacks weights of the model, which keep their values: %s.",
+            "%s lacks weights of the model, which keep their values (none on the meta device): %s.",
             checkpoint,
             ", ".join(mismatch.missing),
         )
-
-
-def _strictly(checkpoint: object, mismatch: KeyMismatch) -> str:
-    return (
-        f"{checkpoint} does not fit the model:\n{mismatch}\nCreate the model as it was when it was "
-        "saved, or load what fits with strict=False."
-    )
 
 
 def check_folder(devices: Mapping[str, object], offload_folder: Folder | None) -> None:
@@ -425,12 +426,12 @@ def places_of(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, s
     devices: dict[str, str | torch.device] = {}
     names = model.state_dict(keep_vars=True).keys()
     for bare, name in bare_names(model, zip(names, names, strict=True)):
-        key = nearest(bare, device_map)
+        key = longest_prefix(bare, device_map)
         if key is None:
             raise ValueError(
                 f"{bare} doesn't have any device set: device_map names {sorted(device_map)}. Add "
                 "its module, or '' for all others."
             )
         place = device_map[key]
-        devices[name] = DISK if place == DISK else torch.device(place)
+        devices[name] = DISK if place == DISK else as_device(place)
     return devices

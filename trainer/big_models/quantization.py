@@ -28,7 +28,7 @@ from trainer.big_models.tensors import (
     Device,
     find_tied_parameters,
     init_empty_weights,
-    nearest,
+    longest_prefix,
 )
 from trainer.checkpoint.loading import find_weight_files
 from trainer.checkpoint.sharded_state import ShardedTensor, whole
@@ -142,7 +142,8 @@ def load_and_quantize_model(
     left = [*(config.keep_in_fp32_modules or ())]
     left += [name for name, part in model.named_modules() if isinstance(part, PRELOADED)]
     left += _default_skipped(model) if config.skip_modules is None else config.skip_modules
-    sizes = {f"{name}.weight": config.target_dtype for name in _linear_layers(model, left)}
+    linear = _linear_layers(model, left)
+    sizes = {f"{name}.weight": config.target_dtype for name in linear}
     if device_map is None:
         kind = torch.accelerator.current_accelerator()
         device_map = {"": "cpu" if kind is None else torch.accelerator.current_device_index()}
@@ -151,9 +152,7 @@ def load_and_quantize_model(
     )
     on_device = any(place not in HOSTS for place in places.values())
     away = HOSTS if on_device else (DISK,)
-    chosen = [
-        n for n in _linear_layers(model, left) if places[nearest(n, places) or ""] not in away
-    ]
+    chosen = [name for name in linear if places[longest_prefix(name, places) or ""] not in away]
     if not chosen:
         raise ValueError(
             f"No linear layer of {type(model).__name__} is quantised: skip_modules and "
@@ -161,7 +160,7 @@ def load_and_quantize_model(
             f"{' and '.join(away)}."
         )
     files = [] if weights_location is None else find_weight_files(weights_location)
-    mismatch = check_checkpoint(model, files, weights_location, strict=False) if files else None
+    mismatch = check_checkpoint(model, files, weights_location)
     devices = places_of(model, places)
     check_folder(devices, offload_folder)
     own = {name: model.get_submodule(name) for name in chosen}
@@ -180,10 +179,9 @@ def load_and_quantize_model(
     )
     if files:
         load.load(model, files)
+        warn_of_mismatch(mismatch, weights_location)
     else:
         load.take(model, own)
-    if mismatch is not None and weights_location is not None:
-        warn_of_mismatch(mismatch, weights_location, strict=False)
     vars(model).update(
         {"is_loaded_in_4bit": config.load_in_4bit, "is_loaded_in_8bit": config.load_in_8bit}
     )

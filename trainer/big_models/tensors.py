@@ -206,8 +206,19 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def as_device(device: Device) -> torch.device:
-    """Return a device as tensors on it name theirs: with its index, if it has one."""
-    return torch.empty(0, device=device).device
+    """Return a device as tensors on it name theirs: with its index, if it has one.
+
+    Raises:
+        ValueError: This process has no such device.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError) as error:  # of a torch, or a machine, without it
+        count, kind = torch.accelerator.device_count(), torch.accelerator.current_accelerator()
+        present = ["'cpu'", *(f"'{kind}:{index}'" for index in range(count))]
+        raise ValueError(
+            f"There is no device {device!r} here: it must be one of {', '.join(present)} ({error})."
+        ) from error
 
 
 def set_module_tensor_to_device(
@@ -284,7 +295,7 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return named
 
 
-def nearest(name: str, places: Mapping[str, Any]) -> str | None:
+def longest_prefix(name: str, places: Mapping[str, Any]) -> str | None:
     """Return the key that places a module or tensor: the longest that is it or contains it."""
     while name and name not in places:
         name = name.rpartition(".")[0]

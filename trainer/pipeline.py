@@ -190,8 +190,8 @@ class PipelineParallel:
 
         Raises:
             ValueError: The tensors differ in their number of rows, or it runs under autocast.
-            Exception: An error of `loss_function` or `count_items`, on the last process. The
-                gradients of the batch are then to be dropped.
+            Exception: An error in the forward pass of this process's layers, or on the last process
+                in `loss_function` or `count_items`. Drop the gradients of the batch then.
             RuntimeError: On the other processes; it names the rank that failed and its error.
         """
         with torch.enable_grad():
@@ -266,7 +266,6 @@ class _Loss:
 
     Attributes:
         rebuild: Makes the model's output of what the last stage returns.
-        error: The first error of the user's functions in this batch, on the last stage.
     """
 
     def __init__(
@@ -274,7 +273,6 @@ class _Loss:
     ) -> None:
         self._function, self._count = function, count
         self.rebuild: Callable[[Any], Any] = lambda output: output
-        self.error: Exception | None = None
         self._parts: list[tuple[int, Any, float]] = []
 
     def begin(self, target: Any, rows: int, size: int, number: int) -> None:
@@ -299,16 +297,6 @@ class _Loss:
                 "mean over the items, of shape ()."
             )
         return loss
-
-    def on_last_stage(self, output: Any, which: Tensor) -> Tensor:
-        """Return the same, or zero after an error: the other stages wait for gradients."""
-        if self.error is None:
-            try:
-                return self(output, which)
-            except Exception as error:  # noqa: BLE001 - raised once the schedule has ended
-                self.error = error
-        outputs = (leaf.sum() * 0.0 for leaf in leaves(output) if leaf.is_floating_point())
-        return sum(outputs, start=torch.zeros(()))
 
 
 class _Stages:
@@ -337,6 +325,7 @@ class _Stages:
         self._device = state.device
         self._rank, self._last = state.process_index, state.num_processes - 1
         self._schedules: dict[Any, Any] = {}
+        self._error: Exception | None = None  # the first one of this process in a batch
         named = [
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
@@ -407,6 +396,7 @@ class _Stages:
         schedule, rebuild = self._prepare(plan, size, "output")
         args, kwargs = self._filled(args, kwargs, plan.rows, size)
         output = schedule.eval(*args, **kwargs)
+        exchange(self._error, "pipeline")
         if self._rank < self._last:
             return None
         return slice_tensors(rebuild(output), slice(plan.rows))
@@ -423,16 +413,16 @@ class _Stages:
         args, kwargs = self._filled(args, kwargs, plan.rows, size)
         target = self._sent(plan.target, plan.rows, target)
         losses: list[Tensor] | None = None
-        numbers = loss.error = None
+        numbers = None
         if self._rank == self._last:
             losses, numbers = [], torch.arange(self._number)
             try:
                 loss.begin(target, plan.rows, size, self._number)
             except Exception as error:  # noqa: BLE001 - raised below
-                loss.error = error
+                self._error = error
         run = schedule.step if backward else schedule.eval
         run(*args, target=numbers, losses=losses, return_outputs=False, **kwargs)
-        exchange(loss.error, "PipelineParallel")
+        exchange(self._error, "pipeline")
         total = torch.zeros((), device=self._device)
         if losses:
             total += torch.stack([each.detach().float() for each in losses]).sum()
@@ -464,6 +454,7 @@ class _Stages:
                 "A pipeline does not run under autocast: the stages send float32. Convert the "
                 "model instead: model.to(torch.bfloat16)."
             )
+        self._error = None
         plan: _Plan | Exception | None = None
         if self._rank == 0:
             try:
@@ -562,11 +553,25 @@ class _Stages:
         own = pipe.get_stage_module(self._rank)
         self._put_own_tensors(own)
         _send_contiguous(own)
+        vars(own)["forward"] = self._or_zeros(own.forward, partial(_zero_outputs, own))
         stage = pipe.build_stage(self._rank, self._device)
         kind = getattr(pipelining, _SCHEDULES[self._schedule if what == "gradient" else "GPipe"])
-        loss = None if what == "output" or self._loss is None else self._loss.on_last_stage
+        loss = None if what == "output" else self._or_zeros(self._loss, _zeros)
         rebuild = partial(_rebuilt, skeleton, places)
         return kind(stage, self._number, loss_fn=loss, scale_grads=False), rebuild
+
+    def _or_zeros(self, function: Any, zeros: Callable[[], Any]) -> Callable[..., Any]:
+        """Let a function return zeros after an error: the other stages wait for what it returns."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._error is None:
+                try:
+                    return function(*args, **kwargs)
+                except Exception as error:  # noqa: BLE001 - raised once the schedule has ended
+                    self._error = error
+            return zeros()
+
+        return call
 
     def _check(self, pipe: Any) -> list[int]:
         """Return the place of each tensor of the model's output among those of the last stage.
@@ -668,12 +673,24 @@ def _send_contiguous(stage: Any) -> None:
     for node in (*stage.graph.find_nodes(op="placeholder"), *output.all_input_nodes):
         value = node.meta["val"]
         node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    stage.register_forward_hook(lambda _, __, out: map_tree(Tensor.contiguous, out))
+    stage.register_forward_hook(lambda _, __, out: tuple(leaf.contiguous() for leaf in leaves(out)))
 
 
-def _rebuilt(skeleton: Any, places: list[int], output: Any) -> Any:
-    tensors = list(output) if isinstance(output, (list, tuple)) else [output]
-    found = iter([tensors[place] for place in places])
+def _zero_outputs(stage: Any) -> list[Tensor]:
+    (output,) = stage.graph.find_nodes(op="output")
+    return [_zeros(node.meta["val"]) for node in leaves(output.args)]
+
+
+def _zeros(like: Tensor | None = None) -> Tensor:
+    """Return zeros of a shape, by default (), that backward can begin at."""
+    shape, dtype = ((), torch.float32) if like is None else (like.shape, like.dtype)
+    trained = dtype.is_floating_point and torch.is_grad_enabled()
+    device = PartialState().device
+    return torch.zeros(shape, dtype=dtype, device=device, requires_grad=trained)
+
+
+def _rebuilt(skeleton: Any, places: list[int], output: Sequence[Tensor]) -> Any:
+    found = iter([output[place] for place in places])
     return map_tree(lambda leaf: next(found) if leaf is _TENSOR else leaf, skeleton)
 
 

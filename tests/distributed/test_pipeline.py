@@ -325,6 +325,52 @@ def test_an_error_of_the_loss_is_raised_on_all(ranks2):
         assert own in others
 
 
+class Looks(Net):
+    """Embeds its argument in the first stage, and another one in the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(11, 11)
+
+    def forward(self, tokens: Tensor, places: Tensor) -> dict[str, Tensor]:
+        first = places + 0  # in the first stage
+        output = super().forward(tokens)
+        return {**output, "logits": output["logits"] + self.places(first)}
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_one_stage_is_raised_on_all_and_the_next_batch_runs(ranks2, failing):
+    outside = X.clone()
+    outside[-1] = 11  # in the last micro-batch
+    bad = (outside, X) if failing == 0 else (X, outside)
+
+    def run() -> tuple[list[str], float, Any]:
+        begin()
+        example, found = (X[:3], X[:3]), []
+        pipeline = PipelineParallel(
+            Looks(), loss_of, example, split_points=["blocks.2"], count_items=count
+        )
+        model = prepare_pippy(Looks(), ["blocks.2"], example_args=example)
+        for call in (pipeline.step, pipeline.evaluate, model):
+            target = {} if call is model else {"target": Y}
+            with pytest.raises((IndexError, RuntimeError)) as raised, torch.no_grad():
+                call(*bad, **target)
+            found.append(str(raised.value))
+        with torch.no_grad():
+            output = model(X, X)
+        return found, pipeline.step(X, X, target=Y).item(), output and output["logits"]
+
+    found = ranks2(run)
+    expected = Looks()(X, X)
+    own = "index out of range in self"
+    assert found[failing][0] == [own] * 3
+    others = f"Rank {failing} failed while the others waited for it: IndexError: {own}"
+    assert found[1 - failing][0] == [others] * 3
+    for _, loss, _ in found:
+        assert loss == pytest.approx(loss_of(expected, Y).item(), abs=2e-6)
+    torch.testing.assert_close(found[1][2], expected["logits"].detach(), rtol=0, atol=1e-6)
+
+
 def test_an_error_of_rank_0_is_raised_on_all(ranks2):
     def run() -> None:
         begin()

@@ -15,7 +15,7 @@ from trainer.configuration import check_bool_fields, explains_itself, fill
 
 PREFIX = "MEGATRON_LM_"
 # Fields that stay None unless their variable is set, with the types of their texts.
-_OPTIONAL: dict[str, Callable[[str], Any]] = {
+_OPTIONAL: dict[str, type[Any]] = {
     "decoder_last_pipeline_num_layers": int,
     "recompute_granularity": str,
     "recompute_method": str,
@@ -26,20 +26,18 @@ _OPTIONAL: dict[str, Callable[[str], Any]] = {
     "attention_dropout": float,
     "hidden_dropout": float,
     "seq_length": int,
+    "use_custom_fsdp": bool,
+    "overlap_cpu_optimizer_d2h_h2d": bool,
+    "no_load_optim": bool,
+    "eod_mask_loss": bool,
+    "no_save_optim": bool,
+    "optimizer_cpu_offload": bool,
+    "use_precision_aware_optimizer": bool,
+    "attention_backend": bool,
+    "attention_softmax_in_fp32": bool,
+    "calculate_per_token_loss": bool,
+    "use_rotary_position_embeddings": bool,
 }
-_OPTIONAL_FLAGS = (
-    "use_custom_fsdp",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "no_load_optim",
-    "eod_mask_loss",
-    "no_save_optim",
-    "optimizer_cpu_offload",
-    "use_precision_aware_optimizer",
-    "attention_backend",
-    "attention_softmax_in_fp32",
-    "calculate_per_token_loss",
-    "use_rotary_position_embeddings",
-)
 _CHOICES = {
     "weight_decay_incr_style": ("constant", "linear", "cosine"),
     "lr_decay_style": ("constant", "linear", "cosine"),
@@ -233,13 +231,11 @@ class MegatronLMPlugin:
             recompute_activations=False,
             use_distributed_optimizer=False,
         )
-        for name in (*_OPTIONAL, *_OPTIONAL_FLAGS):
+        for name, kind in _OPTIONAL.items():
             variable = PREFIX + name.upper()
-            if getattr(self, name) is None and environment.read(variable):
-                text = environment.read(variable)
-                flag = name in _OPTIONAL_FLAGS
-                kind = environment.read_flag if flag else _OPTIONAL[name]
-                setattr(self, name, kind(variable if flag else text))  # type: ignore[arg-type]  # set
+            if getattr(self, name) is None and (text := environment.read(variable)):
+                value = environment.read_flag(variable) if kind is bool else kind(text)
+                setattr(self, name, value)
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in (None, *choices):
                 raise ValueError(choice_error(name, value, choices))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer import environment
 from trainer._siblings import DISTRIBUTION, PACKAGES, locate, shadows, version
-from trainer.cli.config import deepspeed, fp8, sharding
+from trainer.cli.config import fp8, sharding
 from trainer.cli.parsing import aligned, command_parser, echo, ended_at_once
 
 # Only the variables that Cadence reads: others may contain secrets.
@@ -21,7 +21,6 @@ VARIABLES = (
     *("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE", "ACCELERATE_DYNAMO_USE_FULLGRAPH"),
     *sharding.VARIABLES,
     *fp8.VARIABLES,
-    *deepspeed.VARIABLES,
     *("ACCELERATE_DYNAMO_USE_DYNAMIC", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
     *("ACCELERATE_BYPASS_DEVICE_MAP", "FORK_LAUNCHED", "ACCELERATE_CPU_AFFINITY"),
     *("ACCELERATE_ENABLE_RICH", "ACCELERATE_USE_SAGEMAKER"),

@@ -19,9 +19,8 @@ from trainer import (
     TrainModule,
 )
 from trainer.cli import env, main
-from trainer.cli.config.deepspeed import DEEPSPEED
 from trainer.cli.config.file import LaunchConfiguration, read_file, write_file
-from trainer.cli.config.sharding import FSDP, MEGATRON, MESH
+from trainer.cli.config.sharding import DEEPSPEED, FSDP, MEGATRON, MESH
 from trainer.environment import patch_environment
 
 # Name: the value as an option, and the argument that it equals.
@@ -218,7 +217,10 @@ def test_options_win_over_the_keys_of_the_file(capsys):
             "--parallelism_config_tp_size belongs to --use_parallelism_config",
         ),
         ("--megatron_lm_tp_degree 2", "--megatron_lm_tp_degree belongs to --use_megatron_lm"),
-        ("--use_fsdp --use_megatron_lm", "leave out --use_fsdp (fsdp_config) and"),
+        (
+            "--use_fsdp --use_megatron_lm",
+            "--use_megatron_lm (megatron_lm_config) cannot be combined with --use_fsdp",
+        ),
         ("--use_megatron_lm", "trains on CUDA devices: leave out --cpu (use_cpu)"),
         ("--use_fsdp --fsdp_offload_params maybe", "'maybe' must be yes or no"),
         ("--use_fsdp --fsdp_version 3", "invalid choice: 3"),

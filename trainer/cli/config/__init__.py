@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli.config.file import LaunchConfiguration, default_place, read_file, write_file
+from trainer.cli.config.sharding import SECTIONS
 from trainer.cli.parsing import CommandError, command_parser, count, echo, ended_at_once, truth
 from trainer.enums import DynamoBackend, PrecisionType
 from trainer.environment import DEFAULT_PORT
@@ -222,42 +223,15 @@ def _ask_sharding(known: LaunchConfiguration, processes: int, *, cpu: bool) -> d
 
     Settings of FSDP without a question are kept if it is chosen again.
     """
-    fsdp, mesh = known.fsdp_config, known.parallelism_config or {}
-    answers: dict[str, Any] = {"fsdp_config": None, "parallelism_config": None}
-    answers |= {"deepspeed_config": None, "megatron_lm_config": None}
-    megatron = known.megatron_lm_config
+    mesh = known.parallelism_config or {}
+    answers: dict[str, Any] = dict.fromkeys(SECTIONS)
     if processes == 1 and known.deepspeed_config is None:
         return answers
-    what = "shard models over the processes, FSDP (yes, no)"
-    if _question(what, fsdp is not None, truth):
-        fsdp = dict(fsdp or {"fsdp_version": 2})
-        for key, asked, usual in (
-            ("fsdp_reshard_after_forward", "release gathered parameters after forward", True),
-            ("fsdp_offload_params", "keep shards in host memory", False),
-            ("fsdp_activation_checkpointing", "recompute activations in backward", False),
-        ):
-            default = fsdp.get(key, usual)
-            default = default if isinstance(default, bool) else truth(str(default))
-            fsdp[key] = _question(f"{asked} (yes, no)", default, truth)
-        classes = "classes to shard by themselves, as Block (none: those that the model names)"
-        key = "fsdp_transformer_layer_cls_to_wrap"
-        fsdp[key] = _question(classes, fsdp.get(key) or "none", str)
-        if fsdp[key] == "none":
-            del fsdp[key]
+    if (fsdp := _ask_fsdp(known.fsdp_config)) is not None:
         answers["fsdp_config"] = fsdp
     elif (chosen := _ask_deepspeed(known.deepspeed_config)) is not None:
         return {**answers, "deepspeed_config": chosen}
-    elif not cpu and _question(
-        "divide a model of megatron-core (yes, no)", megatron is not None, truth
-    ):
-        megatron = dict(megatron or {})
-        for name, asked in (
-            ("tp_degree", "processes that share each layer, tensor parallel"),
-            ("pp_degree", "stages of layers, pipeline parallel"),
-            ("num_micro_batches", "micro-batches of each batch, for the stages"),
-        ):
-            key = f"megatron_lm_{name}"
-            megatron[key] = _question(asked, megatron.get(key) or 1, count)
+    elif not cpu and (megatron := _ask_megatron(known.megatron_lm_config)) is not None:
         return {**answers, "megatron_lm_config": megatron}
     split = _question(
         "processes that share each layer, tensor parallel", mesh.get(_SPLIT) or 1, count
@@ -269,6 +243,39 @@ def _ask_sharding(known: LaunchConfiguration, processes: int, *, cpu: bool) -> d
         rest = _REPLICAS if answers["fsdp_config"] is None else _SHARDS
         answers["parallelism_config"] = {_SPLIT: split, rest: max(1, processes // split)}
     return answers
+
+
+def _ask_fsdp(known: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Ask how FSDP shards a model; None does not. Settings without a question are kept."""
+    if not _question("shard models over the processes, FSDP (yes, no)", known is not None, truth):
+        return None
+    chosen = dict(known or {"fsdp_version": 2})
+    for key, asked, usual in (
+        ("fsdp_reshard_after_forward", "release gathered parameters after forward", True),
+        ("fsdp_offload_params", "keep shards in host memory", False),
+        ("fsdp_activation_checkpointing", "recompute activations in backward", False),
+    ):
+        chosen[key] = _question(f"{asked} (yes, no)", truth(str(chosen.get(key, usual))), truth)
+    what = "classes to shard by themselves, as Block (none: those that the model names)"
+    key = "fsdp_transformer_layer_cls_to_wrap"
+    if (classes := _question(what, chosen.pop(key, None) or "none", str)) != "none":
+        chosen[key] = classes
+    return chosen
+
+
+def _ask_megatron(known: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Ask how Megatron-LM divides a model; None does not. Settings without a question are kept."""
+    if not _question("divide a model of megatron-core (yes, no)", known is not None, truth):
+        return None
+    chosen = dict(known or {})
+    for name, asked in (
+        ("tp_degree", "processes that share each layer, tensor parallel"),
+        ("pp_degree", "stages of layers, pipeline parallel"),
+        ("num_micro_batches", "micro-batches of each batch, for the stages"),
+    ):
+        key = f"megatron_lm_{name}"
+        chosen[key] = _question(asked, chosen.get(key) or 1, count)
+    return chosen
 
 
 def _ask_deepspeed(known: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -18,9 +18,13 @@ import yaml
 
 from trainer import environment
 from trainer.checks import check_bools, check_counts, check_numbers, choice_error
-from trainer.cli.config import deepspeed
 from trainer.cli.config.fp8 import fp8_variables, normalised
-from trainer.cli.config.sharding import check_settings, variables_of
+from trainer.cli.config.sharding import (
+    SECTIONS,
+    check_settings,
+    settings_of_deepspeed,
+    variables_of,
+)
 from trainer.enums import DynamoBackend, PrecisionType
 from trainer.strict_json import dumps
 
@@ -165,16 +169,18 @@ class LaunchConfiguration:
                 f"fp8_config has settings, but mixed_precision is {self.mixed_precision!r}: it "
                 "must be 'fp8', or remove fp8_config."
             )
-        others = self.fsdp_config, self.parallelism_config, self.megatron_lm_config
-        alone = all(each is None for each in others)
-        of_deepspeed = deepspeed.normalised(self.deepspeed_config, alone=alone)
+        of_deepspeed = settings_of_deepspeed(self.deepspeed_config)
         object.__setattr__(self, "deepspeed_config", of_deepspeed)
-        check_settings(*others, self.num_processes, cpu=bool(self.use_cpu))
+        check_settings(self._sections, self.num_processes, cpu=bool(self.use_cpu))
         if self.num_machines > 1 and self.main_process_port == 0:
             raise ValueError(
                 "main_process_port is 0, which finds a free port on a single machine; several "
                 "machines need the same port."
             )
+
+    @property
+    def _sections(self) -> dict[str, dict[str, Any] | None]:
+        return {name: getattr(self, name) for name in SECTIONS}
 
     @property
     def variables(self) -> dict[str, str]:
@@ -191,8 +197,7 @@ class LaunchConfiguration:
             "ACCELERATE_CPU_AFFINITY": self.enable_cpu_affinity,
             "ACCELERATE_DEBUG_MODE": self.debug,
             "OMP_NUM_THREADS": self.num_cpu_threads_per_process,
-            **variables_of(self.fsdp_config, self.parallelism_config, self.megatron_lm_config),
-            **deepspeed.variables_of(self.deepspeed_config),
+            **variables_of(self._sections),
             **fp8_variables(self.fp8_config),
             "CUDA_VISIBLE_DEVICES": None if self.gpu_ids == "all" else self.gpu_ids,
         }

@@ -1,8 +1,8 @@
-"""Settings of FSDP, of the device mesh and of Megatron-LM: options, keys and variables.
+"""Settings of what divides a model over processes: options, keys and environment variables.
 
 A name is the same as an option and as a key: ``--fsdp_offload_params`` and ``fsdp_offload_params``.
-The processes read them from the environment; see `trainer.parallelism` and
-`trainer.megatron_plugin`.
+The processes read them from the environment; see `trainer.parallelism`,
+`trainer.deepspeed_plugin` and `trainer.megatron_plugin`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,18 @@ FSDP: dict[str, tuple[str, str]] = {
     "fsdp_cpu_ram_efficient_loading": ("bool", "only rank 0 reads pretrained weights (false)"),
     "fsdp_sync_module_states": ("bool", "FSDP 1's: true"),
     "fsdp_ignored_modules": ("text", "a regular expression for names of modules not to shard"),
+}
+DEEPSPEED: dict[str, tuple[str, str]] = {
+    "deepspeed_config_file": ("text", "a JSON file with a configuration, in place of the rest"),
+    "zero_stage": ("stage", "1 partitions the optimizer's state, 2 gradients, 3 parameters (2)"),
+    "offload_optimizer_device": ("device", "where the optimizer's state is: none or cpu (none)"),
+    "offload_param_device": ("device", "where parameters of stage 3 are: none or cpu (none)"),
+    "offload_optimizer_nvme_path": ("text", "not used: nvme is not supported"),
+    "offload_param_nvme_path": ("text", "not used: nvme is not supported"),
+    "gradient_clipping": ("limit", "the maximum norm of gradients, or auto: as the script says"),
+    "zero3_init_flag": ("bool", "stage 3 partitions models of transformers on loading (true)"),
+    "zero3_save_16bit_model": ("bool", "save_model writes the weights in 16 bits (false)"),
+    "deepspeed_moe_layer_cls_names": ("text", "experts that stage 3 gathers together"),
 }
 MESH: dict[str, tuple[str, str]] = {
     "parallelism_config_dp_replicate_size": ("count", "replicas of the model (1)"),
@@ -80,64 +92,115 @@ MEGATRON: dict[str, tuple[str, str]] = {
         ("count", "only 1 is supported"),
     ),
 }
-_OTHER_NAMES = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
-_USE_FSDP, _USE_MESH = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
-_USE_MEGATRON = "ACCELERATE_USE_MEGATRON_LM"
+# By section of the file: the option that asks for it, and its settings.
+SECTIONS = {
+    "fsdp_config": ("use_fsdp", FSDP),
+    "deepspeed_config": ("use_deepspeed", DEEPSPEED),
+    "parallelism_config": ("use_parallelism_config", MESH),
+    "megatron_lm_config": ("use_megatron_lm", MEGATRON),
+}
+# Options of DeepSpeed's own launcher for several machines, and the values that mean ours.
+LAUNCHER = {
+    "deepspeed_multinode_launcher": ("standard", "nossh"),
+    "deepspeed_hostfile": (),
+    "deepspeed_exclusion_filter": (),
+    "deepspeed_inclusion_filter": (),
+}
+# What a configuration of DeepSpeed says itself.
+_IN_FILE = [name for name in DEEPSPEED if not name.startswith(("deepspeed_", "zero3_init"))]
+# The variables that do not have the names of the settings.
+_OTHER_NAMES = {
+    "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
+    **{name: f"ACCELERATE_DEEPSPEED_{name.upper()}" for name in DEEPSPEED},
+    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+}
 
 
 def _variable(name: str) -> str:
     return _OTHER_NAMES.get(name, name.upper())
 
 
-VARIABLES = (
-    *(_USE_FSDP, _USE_MESH, _USE_MEGATRON),
-    *map(_variable, [*FSDP, *MESH, *MEGATRON]),
+VARIABLES = tuple(
+    variable
+    for asks, names in SECTIONS.values()
+    for variable in (f"ACCELERATE_{asks.upper()}", *map(_variable, names))
 )
 
 
+def limit(text: str) -> float | str:
+    """Return ``"auto"``, or a number.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    return text if text == "auto" else float(text)
+
+
+def settings_of_deepspeed(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the settings of ``deepspeed_config`` without those of a launcher like ours.
+
+    Raises:
+        ValueError: One belongs to DeepSpeed's own launcher, or is also in the configuration's file.
+    """
+    if settings is None:
+        return None
+    found = {name: value for name, value in settings.items() if value is not None}
+    for name in found.keys() & LAUNCHER.keys():
+        if (value := found.pop(name)) not in LAUNCHER[name]:
+            raise ValueError(
+                f"{name} is {value!r}, of DeepSpeed's own launcher, which is not used: remove it, "
+                "and run trainer launch on each machine, with --machine_rank and "
+                "--main_process_ip, or with --slurm."
+            )
+    if "deepspeed_config_file" in found and (beside := [n for n in _IN_FILE if n in found]):
+        raise ValueError(
+            f"{', '.join(beside)} cannot be set beside deepspeed_config_file, which says the same: "
+            "write it there, or leave the file out."
+        )
+    return found
+
+
 def check_settings(
-    fsdp: Mapping[str, Any] | None,
-    mesh: Mapping[str, Any] | None,
-    megatron: Mapping[str, Any] | None,
-    processes: int | None,
-    *,
-    cpu: bool,
+    sections: Mapping[str, Mapping[str, Any] | None], processes: int | None, *, cpu: bool
 ) -> None:
     """Check the names of settings, and that the sizes fit the number of processes.
 
     Args:
-        fsdp: Settings of FSDP; None does not shard.
-        mesh: Sizes of the device mesh; None has none.
-        megatron: Settings of Megatron-LM; None does not use it.
+        sections: Settings by section; None does not ask for it.
         processes: The number of processes; None if it is not known.
         cpu: Whether they use the CPU.
 
     Raises:
-        ValueError: A name is unknown, the product of the sizes differs, or Megatron-LM is to be
-            used together with the others, or on the CPU.
+        ValueError: A name is unknown, the product of the sizes differs, several sections divide the
+            model, or Megatron-LM is to use the CPU.
         TypeError: A size is not an int.
     """
-    for what, given, known in (
-        ("fsdp_config", fsdp, FSDP),
-        ("parallelism_config", mesh, MESH),
-        ("megatron_lm_config", megatron, MEGATRON),
-    ):
-        for key in (given or {}).keys() - known.keys():
-            raise ValueError(choice_error(f"a key of {what}", key, known))
-    if megatron is not None and (fsdp is not None or mesh is not None):
-        raise ValueError(
-            "Megatron-LM (--use_megatron_lm, megatron_lm_config) divides models by itself: leave "
-            "out --use_fsdp (fsdp_config) and --use_parallelism_config (parallelism_config)."
-        )
-    if megatron is not None and cpu:
+    given = {name: settings for name, settings in sections.items() if settings is not None}
+    for section, settings in given.items():
+        known = SECTIONS[section][1]
+        for key in settings.keys() - known.keys():
+            raise ValueError(choice_error(f"a key of {section}", key, known))
+    options = {section: f"--{SECTIONS[section][0]} ({section})" for section in given}
+    for section in ("deepspeed_config", "megatron_lm_config"):
+        if section in given and len(given) > 1:
+            alone = options.pop(section)
+            raise ValueError(
+                f"{alone} cannot be combined with {' and '.join(options.values())}: each divides "
+                "the model. Choose one."
+            )
+    if "megatron_lm_config" in given and cpu:
         raise ValueError(
             "Megatron-LM (--use_megatron_lm, megatron_lm_config) trains on CUDA devices: leave "
             "out --cpu (use_cpu), or shard with --use_fsdp (fsdp_config) instead."
         )
-    sizes_of = {name: size for name, size in (mesh or {}).items() if name.endswith("_size")}
-    check_counts(1, **{name: size for name, size in sizes_of.items() if size is not None})
-    product = math.prod(size or 1 for size in sizes_of.values())
-    if mesh is not None and processes is not None and product != processes:
+    mesh = given.get("parallelism_config", {})
+    sizes_of = {n: size for n, size in mesh.items() if n.endswith("_size") and size is not None}
+    check_counts(1, **sizes_of)
+    product = math.prod(sizes_of.values())
+    if "parallelism_config" in given and processes is not None and product != processes:
         sizes = ", ".join(f"{name} {size}" for name, size in sizes_of.items())
         raise ValueError(
             f"The sizes of parallelism_config multiply to {product} ({sizes or 'none is given'}); "
@@ -145,26 +208,15 @@ def check_settings(
         )
 
 
-def variables_of(
-    fsdp: Mapping[str, Any] | None,
-    mesh: Mapping[str, Any] | None,
-    megatron: Mapping[str, Any] | None,
-) -> dict[str, bool | str]:
+def variables_of(sections: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
     """Return the environment variables that pass the settings to a process."""
-    found: dict[str, bool | str] = {}
-    if fsdp is not None:
-        found[_USE_FSDP] = True
-    if mesh is not None:
-        found[_USE_MESH] = True
-    if megatron is not None:
-        found[_USE_MEGATRON] = True
-    for name, value in {**(fsdp or {}), **(mesh or {}), **(megatron or {})}.items():
-        if value is not None:
-            found[_variable(name)] = _text(value)
+    found: dict[str, Any] = {}
+    for section, settings in sections.items():
+        if settings is not None:
+            found[f"ACCELERATE_{SECTIONS[section][0].upper()}"] = True
+            found |= {_variable(name): _text(value) for name, value in settings.items()}
     return found
 
 
-def _text(value: Any) -> bool | str:
-    if isinstance(value, (list, tuple)):  # of class names
-        return ",".join(map(str, value))
-    return value if isinstance(value, bool) else str(value)
+def _text(value: Any) -> Any:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value  # of classes

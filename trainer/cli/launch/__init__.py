@@ -20,10 +20,9 @@ from typing import Any
 
 from trainer import environment
 from trainer.cli.config import accelerators, device_count, known_of
-from trainer.cli.config.deepspeed import DEEPSPEED, LAUNCHER
 from trainer.cli.config.file import LaunchConfiguration, default_place
 from trainer.cli.config.fp8 import FP8
-from trainer.cli.config.sharding import FSDP, MEGATRON, MESH
+from trainer.cli.config.sharding import LAUNCHER, SECTIONS
 from trainer.cli.launch.options import REFUSED
 from trainer.cli.launch.options import parser as parser
 from trainer.cli.parsing import CommandError, echo, ended_at_once
@@ -204,12 +203,8 @@ def _take_sharding(
         for each, section in engines.items():
             if not getattr(arguments, each):
                 known.pop(section, None)
-    for key, asks, names in (
-        ("fsdp_config", "use_fsdp", FSDP),
-        ("deepspeed_config", "use_deepspeed", [*DEEPSPEED, *LAUNCHER]),
-        ("parallelism_config", "use_parallelism_config", MESH),
-        ("megatron_lm_config", "use_megatron_lm", MEGATRON),
-    ):
+    for key, (asks, settings) in SECTIONS.items():
+        names = [*settings, *(LAUNCHER if key == "deepspeed_config" else ())]
         chosen = {name: value for name in names if (value := getattr(arguments, name)) is not None}
         if chosen and key not in known and not getattr(arguments, asks):
             raise argparse.ArgumentTypeError(

@@ -8,9 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.config.deepspeed import DEEPSPEED, LAUNCHER, limit
 from trainer.cli.config.fp8 import FP8, three_bools
-from trainer.cli.config.sharding import FSDP, MEGATRON, MESH
+from trainer.cli.config.sharding import LAUNCHER, SECTIONS, limit
 from trainer.cli.parsing import command_parser, count, truth
 from trainer.enums import DynamoBackend, PrecisionType
 
@@ -159,8 +158,9 @@ def _sharding(made: argparse.ArgumentParser) -> None:
     _add(group, "--use_deepspeed", help="partition models and optimizers with DeepSpeed's ZeRO")
     _add(group, "--use_parallelism_config", help="a mesh of replicas, shards and split layers")
     _add(group, "--use_megatron_lm", help="divide a model of megatron-core over the processes")
-    for name, (kind, what) in {**FSDP, **DEEPSPEED, **MESH, **MEGATRON}.items():
-        _add(group, f"--{name}", **_KINDS[kind], help=what)
+    for _, settings in SECTIONS.values():
+        for name, (kind, what) in settings.items():
+            _add(group, f"--{name}", **_KINDS[kind], help=what)
 
 
 def _machines(made: argparse.ArgumentParser) -> None:

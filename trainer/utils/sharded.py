@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from trainer import environment
 from trainer.accelerator import Accelerator
-from trainer.checkpoint.loading import find_weight_files, read_each
+from trainer.checkpoint.loading import find_weight_files, load_into, read_each
 from trainer.checkpoint.objects import load, save
 from trainer.checkpoint.sharded_state import state_like
 from trainer.checkpoint.shards import merge_weights
@@ -158,23 +159,16 @@ def load_fsdp_model(
     The arguments are those of `save_fsdp_model`.
 
     Raises:
-        ValueError: There are no weights, or the model and the files have different names.
+        ValueError: There are no weights.
+        CheckpointError: The model and the files have different names or shapes.
     """
     del fsdp_plugin, use_dcp, accelerator
-    partial = adapter_only and is_peft_model(model)
-    here = dict(bare_names(model, model.state_dict(keep_vars=True).items()))
-    missing = {name for name, own in here.items() if own.requires_grad or not partial}
+    here = model.state_dict(keep_vars=True)
+    if adapter_only and is_peft_model(model):
+        here = {name: own for name, own in here.items() if own.requires_grad}
     folder = _model_folder(input_dir, model_index)
-    for file in find_weight_files(folder):
-        for name, tensor in read_each(file):
-            if name not in here:
-                raise ValueError(f"{file} has {name!r}, which the model does not have.")
-            with torch.no_grad():
-                fill_(here[name], tensor.to(here[name].device))
-            missing.discard(name)
-    tied = {id(here[name]) for name in here.keys() - missing}
-    if lacking := sorted(name for name in missing if id(here[name]) not in tied):
-        raise ValueError(f"{folder} lacks {', '.join(lacking[:5])} of the model's weights.")
+    weights = dict(chain.from_iterable(map(read_each, find_weight_files(folder))))
+    load_into(model, weights, where=folder, here=here)
 
 
 def save_fsdp_optimizer(

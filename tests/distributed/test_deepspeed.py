@@ -31,7 +31,14 @@ from tests.distributed.test_fsdp_promises import (
 )
 from tests.distributed.test_transformers_models import llama
 from tests.helpers.ranks import RankError
-from trainer import Accelerator, DeepSpeedPlugin, Preempted, Trainer, TrainModule
+from trainer import (
+    Accelerator,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    Preempted,
+    Trainer,
+    TrainModule,
+)
 from trainer.checkpoint.weights import load_weights
 from trainer.cli import main
 from trainer.utils import DummyOptim, DummyScheduler
@@ -612,7 +619,12 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
     "window": (ReadsEarly, {"gradient_accumulation_steps": 2}, "read inside a window"),
     "unfrozen": (Unfreezes, {"max_epochs": 2}, "last.weight, last.bias were added, frozen or"),
     "averages": (Net, {"callbacks": [WeightAveraging()]}, "WeightAveraging puts averaged"),
-    "fp16": (Net, {"mixed_precision": "fp16"}, "'fp16', whose loss scaling is not supported"),
+    "fp16": (Net, {"mixed_precision": "fp16"}, "does not support mixed_precision='fp16'"),
+    "communication hook": (
+        Net,
+        {"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="bf16")]},
+        "does not support comm_hook='bf16': leave it out",
+    ),
 }
 
 

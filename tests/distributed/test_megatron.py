@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import runpy
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import Callback, GradientNormMonitor, ModelCheckpoint
 from tests.helpers.megatron import cuda_on_cpu, gpt
 from tests.helpers.ranks import RankError
-from trainer import Accelerator, MegatronLMPlugin, Trainer, TrainModule
+from trainer import Accelerator, MegatronLMPlugin, Preempted, Trainer, TrainModule
 from trainer.utils import MegatronLMDummyScheduler, patch_environment
 
 generator = torch.Generator().manual_seed(0)
@@ -345,6 +347,30 @@ def test_a_resumed_run_is_bit_identical(ranks, layout, precision, tmp_path):
     assert files == {".json", ".safetensors"}
 
 
+class Terminated(Dropout):
+    """One process receives SIGTERM in the fourth update."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if dist.get_rank() == 1 and self.trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_to_one_process_saves_and_ends_all(ranks2, tmp_path):
+    layout, options = LAYOUTS["pp2"][1], {"checkpointing": True, "shuffle": True}
+
+    def preempted() -> Any:
+        whole = run(tmp_path / "whole", layout, Dropout, **options)
+        with pytest.raises(Preempted) as ended:
+            run(tmp_path / "cut", layout, Terminated, **options)
+        saved = [path.name for path in (tmp_path / "cut" / "checkpoints").glob("step-*")]
+        again = run(tmp_path / "cut", layout, Dropout, ckpt_path="auto", **options)
+        return ended.value.code, saved, whole, again
+
+    for code, saved, whole, again in ranks2(preempted):
+        assert (code, saved) == (143, ["step-00000004"])
+        torch.testing.assert_close(again, whole, rtol=0, atol=0)
+
+
 class Adam(Tied):
     configure_optimizers = Dropout.configure_optimizers
 
@@ -633,6 +659,15 @@ class FailsFirst(Fails):
     last = False
 
 
+class FailsEvaluation(Net):
+    """In the layers of the first stage."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.model.pre_process:
+            self.model.embedding.forward = None
+        super().validation_step(batch, batch_idx)
+
+
 class Rounds(Net):
     def count_items(self, batch: Any) -> int:
         return len(batch[0]) // 3
@@ -672,6 +707,12 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any], str]] = {
         LAYOUTS["pp2"][1],
         {},
         "Rank 0 failed while the others waited for it: KeyError: 'of one stage'",
+    ),
+    "an error of a stage in an evaluation": (
+        FailsEvaluation,
+        LAYOUTS["pp2"][1],
+        {},
+        "Rank 0 failed while the others waited for it: TypeError: 'NoneType' object is not call",
     ),
     "sequence length": (
         Net,

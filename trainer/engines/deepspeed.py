@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial, wraps
 from itertools import chain
 from typing import Any
@@ -31,8 +31,8 @@ from trainer.distributed.collectives import broadcast
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import send
 from trainer.engines.base import EngineOptions
-from trainer.engines.driving import DrivesOptimizer, trained
-from trainer.engines.single import STEPS, SingleDevice, attribute_restorer
+from trainer.engines.driving import DrivesOptimizer, Prepared, trained
+from trainer.engines.single import STEPS, attribute_restorer
 from trainer.enums import DistributedType
 from trainer.names import bare_names, unwrapped
 from trainer.optim.optimizer import twin_of
@@ -70,7 +70,7 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-class _Stage(nn.Module):
+class _Root(nn.Module):
     """The module that DeepSpeed wraps: calls any function of the user's module."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -81,21 +81,6 @@ class _Stage(nn.Module):
         return function(*args, **kwargs)
 
 
-class _Prepared(nn.Module):
-    """What an own loop calls: the user's module, run by DeepSpeed once it has an optimizer."""
-
-    wrapped_child = "module"  # see `trainer.names.wrapped_child`
-
-    def __init__(self, module: nn.Module, engine: ZeroRedundancy) -> None:
-        super().__init__()
-        self.module = module
-        vars(self)["engine"] = engine
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        engine: ZeroRedundancy = vars(self)["engine"]
-        return engine.run(self.module, *args, **kwargs)
-
-
 class ZeroRedundancy(DrivesOptimizer):
     """Engine on DeepSpeed; see `trainer.engines.base.Engine` for the methods.
 
@@ -104,6 +89,7 @@ class ZeroRedundancy(DrivesOptimizer):
 
     distributed_type: DistributedType | None = DistributedType.DEEPSPEED
     library, argument = "DeepSpeed", "deepspeed_plugin (--use_deepspeed)"
+    dummy_scheduler = DummyScheduler
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -112,24 +98,12 @@ class ZeroRedundancy(DrivesOptimizer):
         self.stage = self.plugin.stage
         # A backward pass of stages 2 and 3 reduces gradients, in the order in which they arrive.
         self.forward_is_collective = self.stage >= 2
-        if options.mixed_precision == "fp16":
-            raise NotImplementedError(
-                "mixed_precision is 'fp16', whose loss scaling is not supported with DeepSpeed: "
-                "use 'bf16' or 'no'."
-            )
-        if options.mixed_precision == "fp8":
-            raise NotImplementedError(
-                "mixed_precision='fp8' is not supported with DeepSpeed: use 'bf16', or shard with "
-                "fsdp_plugin (--use_fsdp)."
-            )
         self._half = options.mixed_precision == "bf16"
         self._deepspeed = import_deepspeed(options.device)
         self.optimizer_driver = self
         self._engine: Any = None  # DeepSpeed's
-        self._stage: _Stage | None = None
+        self._root: _Root | None = None
         self._linear: Callable[..., Tensor] | None = None  # DeepSpeed's for stage 3
-        self._ended = False  # whether the window's gradients are reduced
-        self._pending = False  # whether there are gradients that no step has used
         self._factor: float | Tensor = 1.0
         self._max_norm = 0.0
 
@@ -157,21 +131,16 @@ class ZeroRedundancy(DrivesOptimizer):
         Raises:
             ValueError: There is a model already.
         """
-        if isinstance(module, _Prepared):
+        if isinstance(module, Prepared):
             return module
         super().prepare_module(module, device=device)
         if evaluation_mode and self.stage < 3:
             return module
-        if self._stage is not None:
-            raise ValueError(
-                f"DeepSpeed trains one model with its optimizer, and has prepared a "
-                f"{type(self._stage.module).__name__} already: use another Accelerator for the "
-                f"{type(module).__name__}, or prepare_model(model, evaluation_mode=True)."
-            )
+        self._check_first(module)
         self._place(module)
         if evaluation_mode:
             self._initialize(None)
-        return _Prepared(module, self)
+        return Prepared(module, partial(self.run, module))
 
     def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
         """Take the module; DeepSpeed partitions it when its optimizer is prepared.
@@ -193,7 +162,7 @@ class ZeroRedundancy(DrivesOptimizer):
         whole = [t for t in (*module.parameters(), *module.buffers()) if not hasattr(t, "ds_id")]
         if dist.is_initialized():
             broadcast(whole)
-        self._owner, self._stage = module, _Stage(module)
+        self._owner, self._root = module, _Root(module)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Partition the model and the optimizer's state.
@@ -211,14 +180,14 @@ class ZeroRedundancy(DrivesOptimizer):
         return optimizer
 
     def _initialize(self, optimizer: Optimizer | None) -> None:
-        assert self._stage is not None
-        config = self.plugin.final_config(self._stage.module, optimizer, bf16=self._half)
+        assert self._root is not None
+        config = self.plugin.final_config(self._root.module, optimizer, bf16=self._half)
         _quieten(config)
         try:
             with environment.patch_environment(**_location()):
                 self._connect()
                 self._engine, *_ = self._deepspeed.initialize(
-                    model=self._stage, config=config, **_optimizer_arguments(optimizer)
+                    model=self._root, config=config, **_optimizer_arguments(optimizer)
                 )
         finally:
             self._linear = _take_back_torch()
@@ -228,15 +197,8 @@ class ZeroRedundancy(DrivesOptimizer):
                 group.update({key: value for key, value in made.items() if key != "params"})
         if self.stage == 3:
             # Parameters that the module uses outside a submodule's forward.
-            for parameter in self._stage.module.parameters(recurse=False):
-                self._deepspeed.zero.register_external_parameter(self._stage, parameter)
-
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Return the configuration's scheduler in the place of `DummyScheduler`."""
-        if not isinstance(scheduler, DummyScheduler):
-            return scheduler
-        self._scheduled = True
-        return scheduler.make(self.plugin, self._client or scheduler.optimizer)
+            for parameter in self._root.module.parameters(recurse=False):
+                self._deepspeed.zero.register_external_parameter(self._root, parameter)
 
     # -- the steps ---------------------------------------------------------------------------------
 
@@ -268,15 +230,6 @@ class ZeroRedundancy(DrivesOptimizer):
         step = getattr(self.module, name)
         return step(*args) if self.stage == 3 else self.run(step, *args)
 
-    def begin_micro_batch(self, *, sync: bool) -> None:  # noqa: ARG002 - an interface
-        """Drop gradients of a window whose update was skipped."""
-        if self._ended:
-            self.optimizer_zero_grad()
-
-    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Do nothing: gradients are reduced when they are needed, or as ZeRO needs it."""
-        return SingleDevice.trigger_sync(self, module)
-
     def backward(
         self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
     ) -> float | Tensor:
@@ -287,10 +240,7 @@ class ZeroRedundancy(DrivesOptimizer):
         self._engine.set_gradient_accumulation_boundary(False)
         with self._linear_of_stage_3():  # checkpointed activations run forward again
             self._engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
-        if stats is None:
-            return 0.0
-        self._end_window()
-        return self.sync_stats(stats)
+        return self._end_micro_batch(stats)
 
     def dummy_step(
         self, rerun: Callable[[], Tensor], stats: StepStats | None = None
@@ -299,10 +249,7 @@ class ZeroRedundancy(DrivesOptimizer):
         if self.forward_is_collective:
             with self.dummy():
                 self.backward(rerun())
-        if stats is None:
-            return 0.0
-        self._end_window()
-        return self.sync_stats(stats)
+        return self._end_micro_batch(stats)
 
     @contextmanager
     def dummy(self) -> Iterator[None]:
@@ -310,8 +257,8 @@ class ZeroRedundancy(DrivesOptimizer):
 
         They are replaced, not multiplied: infinity × 0 is NaN.
         """
-        assert self._stage is not None
-        parameters = [p for p in self._stage.parameters() if id(p) in self._trains]
+        assert self._root is not None
+        parameters = [p for p in self._root.parameters() if id(p) in self._trains]
         handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
         try:
             yield
@@ -329,10 +276,10 @@ class ZeroRedundancy(DrivesOptimizer):
             self._zero.finalize_gradient_accumulation_boundary()
             return
         if self.stage == 1:
-            assert self._stage is not None
+            assert self._root is not None
             self._zero.setup_buckets()
             # Each process reduces the same tensors, whatever its loss depends on.
-            for parameter in self._stage.parameters():
+            for parameter in self._root.parameters():
                 if id(parameter) in self._trains and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         self._engine.allreduce_gradients()
@@ -689,21 +636,6 @@ class ZeroRedundancy(DrivesOptimizer):
             for flat in self._flats().values():
                 flat.grad = None
 
-    def settle(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
-        """Notice gradients that no update has used.
-
-        Raises:
-            RuntimeError: There are some, which DeepSpeed keeps to itself.
-        """
-        if drops_gradients:
-            self.optimizer_zero_grad()
-        elif self._pending:
-            raise RuntimeError(
-                f"{type(module).__name__} has gradients that no update has used, which DeepSpeed "
-                "keeps to itself: save after optimizer.step() at the end of a window, under "
-                "`if accelerator.sync_gradients:`."
-            )
-
     # -- evaluation --------------------------------------------------------------------------------
 
     @contextmanager
@@ -737,8 +669,8 @@ class ZeroRedundancy(DrivesOptimizer):
                 if child not in found:
                     walk(child)
 
-        assert self._stage is not None
-        walk(self._stage)
+        assert self._root is not None
+        walk(self._root)
         return list(found)
 
     def _announce(self, event: int, *_: Any) -> None:
@@ -779,16 +711,15 @@ class ZeroRedundancy(DrivesOptimizer):
 
     def close(self) -> None:
         """Leave the module to other engines; parameters of stage 3 stay partitioned."""
-        while self._undo:
-            self._undo.pop()()
+        super().close()
         _take_back_torch()
         if self._engine is not None:
             if self.stage == 3:
                 from deepspeed.runtime.zero import parameter_offload
 
                 self._offload.get_param_coordinator().reset_step()
-                assert self._stage is not None
-                own, stack = set(self._stage.modules()), parameter_offload.FWD_MODULE_STACK
+                assert self._root is not None
+                own, stack = set(self._root.modules()), parameter_offload.FWD_MODULE_STACK
                 stack[:] = [part for part in stack if part not in own]  # it would keep the model
             self._engine.module_forward_pre_hook.remove()
             self._engine.module_forward_post_hook.remove()

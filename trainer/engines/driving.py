@@ -1,8 +1,9 @@
-"""What engines have in common whose library makes the updates: DeepSpeed's and megatron-core's."""
+"""What the engines on DeepSpeed and on megatron-core share: the library makes the updates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -38,25 +39,61 @@ _NEED_WHOLE_TENSORS = (
 )
 
 
+class Prepared(nn.Module):
+    """What a loop of your own calls: the user's module, run by its engine.
+
+    Args:
+        module: The module.
+        run: Called with the arguments.
+    """
+
+    wrapped_child = "module"  # see `trainer.names.wrapped_child`
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        vars(self)["_run"] = run  # not a submodule
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        return vars(self)["_run"](*args, **kwargs)
+
+
 class DrivesOptimizer(SingleDevice):
     """An engine that has one model and makes the updates of its optimizer.
 
     Attributes:
         library: What makes them, for errors.
         argument: What asks for the library, for errors.
+        dummy_scheduler: The class that stands for the schedule of the plugin.
+        plugin: The settings of the library.
     """
 
     gathers_state = True
     library: str
     argument: str
+    dummy_scheduler: type[Any]
+    plugin: Any
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
+        if problem := self._unsupported(options):
+            raise NotImplementedError(f"{self.argument} does not support {problem}.")
+        self._pending = False  # whether there are gradients that no update has used
+        self._ended = False  # whether those of the window are reduced
         self._owner: nn.Module | None = None  # the user's module, which has the model
         self._client: Optimizer | None = None  # the user's
         self._trains: set[int] = set()  # the ids of its trained parameters
         self._scheduled = False  # whether the schedule of the plugin was prepared
         self._undo: list[Callable[[], Any]] = []
+
+    def _unsupported(self, options: EngineOptions) -> str | None:
+        """Return an option that the engine does not have, and what to do; None without any."""
+        if options.mixed_precision in ("fp16", "fp8"):
+            return f"mixed_precision={options.mixed_precision!r}: use 'bf16' or 'no'"
+        if options.ddp_kwargs is not None and options.ddp_kwargs.comm_hook != "no":
+            return f"comm_hook={options.ddp_kwargs.comm_hook.value!r}: leave it out"
+        return None
 
     def _make_group(self) -> None:
         """Make a process group of one process, which the library needs, if there is none."""
@@ -78,6 +115,27 @@ class DrivesOptimizer(SingleDevice):
                 "let the Trainer optimise."
             )
         super().start(module, step_sync)
+
+    def _check_first(self, module: nn.Module) -> None:
+        """Check that there is no other model.
+
+        Raises:
+            ValueError: There is one.
+        """
+        if self._owner is not None:
+            raise ValueError(
+                f"{self.library} trains one model with its optimizer, and has prepared a "
+                f"{type(self._owner).__name__} already: use another Accelerator for the "
+                f"{type(module).__name__}; one that is only evaluated may be passed to "
+                "prepare_model(model, evaluation_mode=True)."
+            )
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Return the schedule of the plugin in the place of its `dummy_scheduler`."""
+        if not isinstance(scheduler, self.dummy_scheduler):
+            return scheduler
+        self._scheduled = True
+        return scheduler.make(self.plugin, self._client or scheduler.optimizer)
 
     def _take(self, optimizer: Optimizer) -> None:
         """Take the optimizer of the model.
@@ -134,6 +192,47 @@ class DrivesOptimizer(SingleDevice):
         for own, group in zip(stepped.param_groups, self._groups, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
 
+    # -- the window of micro-batches ---------------------------------------------------------------
+
+    def begin_micro_batch(self, *, sync: bool) -> None:  # noqa: ARG002 - an interface
+        """Drop gradients of a window whose update was skipped."""
+        if self._ended:
+            self.optimizer_zero_grad()
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002 - an interface
+        """Do nothing: gradients are reduced at the end of a window, or as the library needs it."""
+        return nullcontext()
+
+    def _end_micro_batch(self, stats: StepStats | None) -> float | Tensor:
+        """End the window if there are step stats; see `Engine.backward`."""
+        if stats is None:
+            return 0.0
+        self._end_window()
+        return self.sync_stats(stats)
+
+    def _end_window(self) -> None:
+        """Reduce the gradients of a window; collective, once a window."""
+        raise NotImplementedError
+
+    def optimizer_zero_grad(self, optimizer: Optimizer | None = None) -> None:
+        """Drop the gradients that no update has used."""
+        raise NotImplementedError
+
+    def settle(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
+        """Notice gradients that no update has used.
+
+        Raises:
+            RuntimeError: There are some, which only the library has.
+        """
+        if drops_gradients:
+            self.optimizer_zero_grad()
+        elif self._pending:
+            raise RuntimeError(
+                f"{type(module).__name__} has gradients that no update has used, in buffers of "
+                f"{self.library}: save after optimizer.step() and optimizer.zero_grad() at the end "
+                "of a window, under `if accelerator.sync_gradients:`."
+            )
+
     def sync_stats(self, stats: StepStats) -> float | Tensor:
         """All-reduce the step stats of a window."""
         total = self.step_sync.sync_vector(stats)
@@ -160,6 +259,12 @@ class DrivesOptimizer(SingleDevice):
     def begin_epoch(self) -> None:
         """See `check_unknown_parameters`."""
         self.check_unknown_parameters()
+
+    def close(self) -> None:
+        """Give the module back what the engine has replaced in it."""
+        super().close()
+        while self._undo:
+            self._undo.pop()()
 
 
 def trained(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -35,8 +35,8 @@ from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import sum_numbers
 from trainer.engines.base import EngineOptions
-from trainer.engines.driving import DrivesOptimizer
-from trainer.engines.single import SingleDevice, attribute_restorer
+from trainer.engines.driving import DrivesOptimizer, Prepared
+from trainer.engines.single import attribute_restorer
 from trainer.enums import DistributedType, DynamoBackend
 from trainer.megatron_plugin import MegatronLMDummyScheduler
 from trainer.names import bare_names
@@ -133,38 +133,21 @@ class _MicroBatch:
 
 @dataclass
 class _Window:
-    """The gradients of a window so far.
+    """What is known of a window so far.
 
     Attributes:
-        pending: Whether there are gradients of the window.
-        ended: Whether they are reduced.
-        clipped: Whether they are clipped.
+        clipped: Whether its gradients are clipped.
         loss: The loss of a batch whose backward passes have run, until the loop runs backward.
         items: What it is a mean over.
         reference: The items of the window's first batch, to which weights are relative.
         scale: What all gradients are multiplied by at the end; None without a schedule.
     """
 
-    pending: bool = False
-    ended: bool = False
     clipped: bool = False
     loss: Tensor | None = None
     items: float = 0.0
     reference: float = 0.0
     scale: Tensor | None = None
-
-
-class _Prepared(nn.Module):
-    """What an own loop calls: the user's module."""
-
-    wrapped_child = "module"  # see `trainer.names.wrapped_child`
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
 
 
 class Megatron(DrivesOptimizer):
@@ -175,13 +158,14 @@ class Megatron(DrivesOptimizer):
 
     distributed_type: DistributedType | None = DistributedType.MEGATRON_LM
     library, argument = "megatron-core", "megatron_lm_plugin"
+    dummy_scheduler = MegatronLMDummyScheduler
     divides_layers = True
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         assert options.megatron_lm_plugin is not None
         self.plugin = options.megatron_lm_plugin
-        _check_options(options)
+        self.plugin.check_supported()
         self._states = import_megatron(options.device)
         self._make_groups()
         states = self._states
@@ -206,6 +190,16 @@ class Megatron(DrivesOptimizer):
         self._logged: list[tuple[Any, ...]] = []
         self._window = _Window()
         self._share_seed()
+
+    def _unsupported(self, options: EngineOptions) -> str | None:
+        """See `DrivesOptimizer`."""
+        if problem := super()._unsupported(options):
+            return problem
+        if (compiler := options.dynamo_plugin) and compiler.backend != DynamoBackend.NO:
+            return f"dynamo_backend={str(compiler.backend).lower()!r}: leave it out"
+        if options.sync_each_batch:
+            return "sync_each_batch=True: gradients are reduced once an update"
+        return None
 
     # -- process groups ----------------------------------------------------------------------------
 
@@ -255,7 +249,7 @@ class Megatron(DrivesOptimizer):
             NotImplementedError: The model has stages, or batches are to be cut.
             ValueError: There is a model already.
         """
-        if isinstance(module, _Prepared):
+        if isinstance(module, Prepared):
             return module
         if self._stages > 1 or self.plugin.num_micro_batches != 1:
             raise NotImplementedError(
@@ -264,15 +258,10 @@ class Megatron(DrivesOptimizer):
                 "those of several micro-batches. Use the Trainer, whose training_step is the step "
                 "of a schedule; or set both to 1."
             )
-        if self._owner is not None and self._owner is not module:
-            raise ValueError(
-                f"megatron_lm_plugin trains one model with its optimizer, and has prepared a "
-                f"{type(self._owner).__name__} already: use another Accelerator for the "
-                f"{type(module).__name__}."
-            )
+        self._check_first(module)
         unwrap_forward(module)  # the model computes in the dtype of its weights
         self._place(module)
-        return _Prepared(module)
+        return Prepared(module, module)
 
     def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
         """Find the model in the module, and make its replicas equal.
@@ -290,7 +279,7 @@ class Megatron(DrivesOptimizer):
         self._check_model()
         if self.options.mixed_precision == "bf16":  # norms and positions are float32 at first
             self._model.to(torch.bfloat16)
-        self._make_equal()
+        self._broadcast_weights()
         self._describe(self._state())
         self._config = config = self._model.config
         kept = ("finalize_model_grads_func", "variable_seq_lengths")
@@ -335,7 +324,7 @@ class Megatron(DrivesOptimizer):
                 "the number of tokens from count_items."
             )
 
-    def _make_equal(self) -> None:
+    def _broadcast_weights(self) -> None:
         """Make the first replica's weights everybody's, and what divided layers have in common."""
         assert self._owner is not None
         states = self._states
@@ -398,26 +387,19 @@ class Megatron(DrivesOptimizer):
         ]
         return optimizer
 
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Return the plugin's schedule in the place of `MegatronLMDummyScheduler`."""
-        if not isinstance(scheduler, MegatronLMDummyScheduler):
-            return scheduler
-        self._scheduled = True
-        return scheduler.make(self.plugin, self._client or scheduler.optimizer)
-
     # -- the steps ---------------------------------------------------------------------------------
 
     @property
-    def _cuts(self) -> bool:
+    def _has_schedule(self) -> bool:
         """Whether batches are cut, and go through a schedule."""
         return self._stages > 1 or self.plugin.num_micro_batches != 1
 
     def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module; a training step also runs its backward passes."""
-        if name != "training_step" or not self._cuts:
+        if name != "training_step" or not self._has_schedule:
             return super().forward(name, *args)
         batch, *others = args
-        micro_batches = self._cut(batch)
+        micro_batches = self._split_batch(batch)
         items = sum(micro.items for micro in micro_batches)
         self._begin_window()
         window, self._logged, self._error = self._window, [], None
@@ -430,11 +412,11 @@ class Megatron(DrivesOptimizer):
         for loss, weight in losses:
             mean = mean + loss.detach().float() * (weight / items)
         if self._stages > 1:
-            mean = self._tell_stages(mean)
+            mean = self._share_loss(mean)
         window.loss, window.items = mean.requires_grad_(), items
         return window.loss
 
-    def _cut(self, batch: Any) -> list[_MicroBatch]:
+    def _split_batch(self, batch: Any) -> list[_MicroBatch]:
         """Cut a batch into micro-batches, and leave out those without items.
 
         Raises:
@@ -505,7 +487,7 @@ class Megatron(DrivesOptimizer):
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """Run ``training_step`` on a micro-batch, as far as this stage goes.
 
-        With stages, an error is kept for `_tell_stages`: others wait for what goes to them.
+        With stages, an error is kept for `_share_loss`: others wait for what goes to them.
 
         Returns:
             What goes to the next stage; on the last one, the weighted loss.
@@ -517,7 +499,7 @@ class Megatron(DrivesOptimizer):
         else:
             try:
                 if self._error is not None:
-                    return self._nothing(), _with_nothing
+                    return self._zero_output(), _without_metrics
                 with (
                     autocast(),
                     isolated_rng(mix(self._seed, micro.number)),
@@ -525,13 +507,13 @@ class Megatron(DrivesOptimizer):
                 ):
                     loss = self._loss(micro, others)
             except _StageEnded as ended:
-                return ended.output, _with_nothing
+                return ended.output, _without_metrics
             except Exception as error:  # noqa: BLE001 - raised on all stages
                 self._error = error
-                return self._nothing(), _with_nothing
+                return self._zero_output(), _without_metrics
         losses.append((loss, micro.items))
         weight = micro.items * number / self._window.reference  # the schedule divides by the number
-        return loss * weight, _with_nothing
+        return loss * weight, _without_metrics
 
     def _loss(self, micro: _MicroBatch, others: Sequence[Any]) -> Tensor:
         """Return the loss of a micro-batch.
@@ -555,7 +537,7 @@ class Megatron(DrivesOptimizer):
             )
         return loss_of(outputs)
 
-    def _nothing(self) -> Tensor:
+    def _zero_output(self) -> Tensor:
         """Return what goes on after an error, with gradients of zero."""
         if self._input is None:  # on the first stage
             assert self._micro is not None
@@ -595,35 +577,39 @@ class Megatron(DrivesOptimizer):
 
         return record
 
-    def _tell_stages(self, mean: Tensor) -> Tensor:
-        """Give all stages the loss of the last one, and log what it has logged.
+    def _share_loss(self, mean: Tensor) -> Tensor:
+        """Give all stages the loss of the last one, and log what it has logged."""
+        own = [(*place, _sendable(value), args, kw) for *place, value, args, kw in self._logged]
+        loss, logged = self._of_last_stage((mean.item(), own), self._error)
+        if self._is_last:
+            return mean
+        module: Any = self.module
+        for name, path, value, args, kwargs in logged:
+            shown = value if path is None else module.get_submodule(path)
+            module.log(name, shown, *args, **kwargs)
+        return torch.full_like(mean, loss)
+
+    def _of_last_stage(self, own: Any, error: Exception | None) -> Any:
+        """Return what the last stage gives here, if no stage has failed.
 
         Raises:
             Exception: The error of this stage.
             RuntimeError: Another stage has failed.
         """
         group = self._states.get_pipeline_model_parallel_group()
-        error = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        report = None if error is None else f"{type(error).__name__}: {error}"
         told: list[Any] = [None] * self._stages
-        own = [(*place, _shown(value), args, kw) for *place, value, args, kw in self._logged]
-        dist.all_gather_object(told, (error, mean.item(), own), group=group)
-        failed = next((stage for stage, (error, *_) in enumerate(told) if error is not None), None)
+        dist.all_gather_object(told, (report, own), group=group)
+        failed = next((stage for stage, (report, _) in enumerate(told) if report is not None), None)
+        if failed is None:
+            return told[-1][1]
         if failed == self._stage:  # the stages after it have got nothing that they could use
-            assert self._error is not None
-            raise self._error
-        if failed is not None:
-            raise RuntimeError(
-                f"Rank {dist.get_global_rank(group, failed)} failed while the others waited for "
-                f"it: {told[failed][0]}"
-            )
-        if self._is_last:
-            return mean
-        _, loss, logged = told[-1]
-        module: Any = self.module
-        for name, path, value, args, kwargs in logged:
-            shown = value if path is None else module.get_submodule(path)
-            module.log(name, shown, *args, **kwargs)
-        return torch.full_like(mean, loss)
+            assert error is not None
+            raise error
+        raise RuntimeError(
+            f"Rank {dist.get_global_rank(group, failed)} failed while the others waited for it: "
+            f"{told[failed][0]}"
+        )
 
     def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the place of the model's ``forward``."""
@@ -656,6 +642,7 @@ class Megatron(DrivesOptimizer):
         """Run all stages outside a schedule, one after the other; all get the last one's output.
 
         Raises:
+            Exception: See `_of_last_stage`.
             RuntimeError: Gradients are asked for.
         """
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -670,31 +657,26 @@ class Megatron(DrivesOptimizer):
         self._config.variable_seq_lengths = True
         between = P2PCommunicator(pp_group=group, config=self._config)
         self._model.set_input_tensor(between.recv_forward([()], self._stage == 0))
-        output = forward(*args, **kwargs)
+        error = None
+        try:
+            output = forward(*args, **kwargs)
+        except Exception as caught:  # noqa: BLE001 - raised on all stages
+            size, dtype = (1, 1, self._config.hidden_size), self._config.pipeline_dtype
+            error, output = caught, torch.zeros(size, dtype=dtype, device=self.options.device)
         between.send_forward([output], self._is_last)
-        source = states.get_pipeline_model_parallel_last_rank()
-        shape: list[Any] = [(output.shape, output.dtype)]
-        dist.broadcast_object_list(shape, src=source, group=group)
+        shape, dtype = self._of_last_stage((output.shape, output.dtype), error)
         if not self._is_last:
-            output = torch.empty(*shape[0][:1], dtype=shape[0][1], device=self.options.device)
+            output = torch.empty(shape, dtype=dtype, device=self.options.device)
         output = output.contiguous()
+        source = states.get_pipeline_model_parallel_last_rank()
         dist.broadcast(output, src=source, group=group)
         return output
-
-    def begin_micro_batch(self, *, sync: bool) -> None:  # noqa: ARG002 - an interface
-        """Drop gradients of a window whose update was skipped."""
-        if self._window.ended:
-            self.optimizer_zero_grad()
-
-    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Do nothing: gradients are reduced when they are needed."""
-        return SingleDevice.trigger_sync(self, module)
 
     def backward(
         self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
     ) -> float | Tensor:
         """Accumulate the gradients of a batch; in a schedule, learn their factor."""
-        if self._window.ended:
+        if self._ended:
             self.optimizer_zero_grad()
         self._begin_window()
         window = self._window
@@ -705,10 +687,7 @@ class Megatron(DrivesOptimizer):
             # The loop's factor for one item, which is the same for all batches of a window.
             window.scale = applied * (window.reference / window.items)
             window.loss = None
-        if stats is None:
-            return 0.0
-        self._end_window()
-        return self.sync_stats(stats)
+        return self._end_micro_batch(stats)
 
     def dummy_step(
         self,
@@ -716,28 +695,25 @@ class Megatron(DrivesOptimizer):
         stats: StepStats | None = None,
     ) -> float | Tensor:
         """Contribute zero gradients."""
-        if stats is None:
-            return 0.0
-        self._begin_window()
-        self._end_window()
-        return self.sync_stats(stats)
+        if stats is not None:
+            self._begin_window()
+        return self._end_micro_batch(stats)
 
     def _begin_window(self) -> None:
         """Drop gradients of the user's own backward passes before the first one of a window."""
-        if not self._window.pending and self._replica is not None:
+        if not self._pending and self._replica is not None:
             self._replica.zero_grad_buffer()
-        self._window.pending = True
+        self._pending = True
 
     def _end_window(self) -> None:
         """Reduce the gradients of a window; collective, once a window."""
-        window = self._window
-        if window.ended:
+        if self._ended:
             return
         from megatron.core.distributed import finalize_model_grads
 
-        window.ended = True
-        if window.scale is not None:
-            self._replica.scale_gradients(window.scale)
+        self._ended = True
+        if self._window.scale is not None:
+            self._replica.scale_gradients(self._window.scale)
         finalize_model_grads([self._replica])
 
     def begin_epoch(self) -> None:
@@ -769,7 +745,7 @@ class Megatron(DrivesOptimizer):
     def _reduced(self, parameters: Iterable[Any]) -> list[Any]:
         """Return trained parameters with reduced gradients; none in a window without a loss."""
         self._end_window()
-        if not self._window.pending and hasattr(self, "step_sync"):  # in a fit
+        if not self._pending and hasattr(self, "step_sync"):  # in a fit
             return []
         return [p for p in parameters if id(p) in self._trains]
 
@@ -847,8 +823,9 @@ class Megatron(DrivesOptimizer):
 
     def optimizer_zero_grad(self, optimizer: Optimizer | None = None) -> None:  # noqa: ARG002 - there is one
         """Drop the gradients."""
-        if self._window.pending:
+        if self._pending and self._replica is not None:
             self._replica.zero_grad_buffer()
+        self._pending = self._ended = False
         self._window = _Window()
 
     # -- state -------------------------------------------------------------------------------------
@@ -929,7 +906,7 @@ class Megatron(DrivesOptimizer):
         dist.reduce(as_bytes(whole), dst=0)  # the bits: exact for any dtype
         return whole.cpu() if self.options.rank == 0 else None
 
-    def _part_of(self, like: Tensor, whole: Tensor) -> Tensor:
+    def _shard_of(self, like: Tensor, whole: Tensor) -> Tensor:
         """Return this process's part of a whole tensor, on the device."""
         part = torch.empty(like.shape, dtype=whole.dtype, device=self.options.device)
         for here, there in self._chunks(like, part, whole):
@@ -964,12 +941,12 @@ class Megatron(DrivesOptimizer):
         """Copy this process's parts of whole weights into the model."""
         for name, tensor in self._state().items():
             if name in weights:
-                part = self._part_of(tensor, weights[name])
+                part = self._shard_of(tensor, weights[name])
                 tensor.copy_(part)
                 if id(tensor) in self._masters:
                     self._masters[id(tensor)].copy_(part)
 
-    def _stepped(self) -> Iterator[tuple[str, Any, Tensor]]:
+    def _named_masters(self) -> Iterator[tuple[str, Any, Tensor]]:
         """Yield the name of each trained parameter, it, and the tensor that is updated."""
         assert self._client is not None
         names = self._names()
@@ -984,7 +961,9 @@ class Megatron(DrivesOptimizer):
         numbers = self._numbers()
         for group, order in zip(state["param_groups"], self._orders, strict=True):
             group["params"] = [numbers[name] for name in order]
-        own = {name: (p, self._twin.state.get(master, {})) for name, p, master in self._stepped()}
+        own = {
+            name: (p, self._twin.state.get(master, {})) for name, p, master in self._named_masters()
+        }
         notes = {
             name: {key: _note(value, p) for key, value in values.items()}
             for name, (p, values) in own.items()
@@ -1027,34 +1006,19 @@ class Megatron(DrivesOptimizer):
         numbers = self._numbers()
         self._twin.state.clear()
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        for name, parameter, master in self._stepped():
+        for name, parameter, master in self._named_masters():
             loaded = {}
             for key, value in state["state"].get(numbers[name], {}).items():
                 loaded[key] = value
                 if not isinstance(value, Tensor):
                     continue
                 if value.ndim and value.shape == self._shapes[name]:
-                    loaded[key] = self._part_of(parameter, value)
+                    loaded[key] = self._shard_of(parameter, value)
                 else:
                     on_host = keeps_on_host(key, groups[id(parameter)])
                     loaded[key] = value.to(value.device if on_host else master.device, copy=True)
             if loaded:
                 self._twin.state[master] = loaded
-
-    def settle(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
-        """Notice gradients that no update has used.
-
-        Raises:
-            RuntimeError: There are some, which are in megatron-core's buffers.
-        """
-        if drops_gradients and self._replica is not None:
-            self.optimizer_zero_grad()
-        elif self._window.pending:
-            raise RuntimeError(
-                f"{type(module).__name__} has gradients that no update has used, in buffers of "
-                "megatron-core: save after optimizer.step() and optimizer.zero_grad() at the end "
-                "of a window, under `if accelerator.sync_gradients:`."
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of megatron-core's own generators."""
@@ -1078,8 +1042,7 @@ class Megatron(DrivesOptimizer):
 
     def close(self) -> None:
         """Leave the model to other engines."""
-        while self._undo:
-            self._undo.pop()()
+        super().close()
         if self._replica is not None:
             self._replica.param_to_bucket_group.clear()  # whose gradients its hooks take
             self._replica.grad_accs.clear()
@@ -1088,11 +1051,11 @@ class Megatron(DrivesOptimizer):
         self._replica = None
 
 
-def _with_nothing(loss: Tensor) -> tuple[Tensor, dict[str, Any]]:
+def _without_metrics(loss: Tensor) -> tuple[Tensor, dict[str, Any]]:
     return loss, {}
 
 
-def _shown(value: Any) -> Any:
+def _sendable(value: Any) -> Any:
     """Return a logged value as it is sent: numbers alone; each stage has its metric objects."""
     if hasattr(value, "compute"):
         return None
@@ -1157,24 +1120,3 @@ def _model_in(module: nn.Module) -> Any:
             "an attribute."
         )
     return models[0]
-
-
-def _check_options(options: EngineOptions) -> None:
-    """Check that nothing is asked for that the engine has not.
-
-    Raises:
-        NotImplementedError: Something is.
-    """
-    assert options.megatron_lm_plugin is not None
-    options.megatron_lm_plugin.check_supported()
-    problem = None
-    if options.mixed_precision in ("fp16", "fp8"):
-        problem = f"mixed_precision={options.mixed_precision!r}: use 'bf16' or 'no'"
-    elif options.ddp_kwargs is not None and options.ddp_kwargs.comm_hook != "no":
-        problem = f"comm_hook={options.ddp_kwargs.comm_hook.value!r}: leave it out"
-    elif (compiler := options.dynamo_plugin) and compiler.backend != DynamoBackend.NO:
-        problem = f"dynamo_backend={str(compiler.backend).lower()!r}: leave it out"
-    elif options.sync_each_batch:
-        problem = "sync_each_batch=True: gradients are reduced once an update"
-    if problem is not None:
-        raise NotImplementedError(f"megatron_lm_plugin does not support {problem}.")

@@ -116,11 +116,13 @@ def attach_align_device_hook_on_blocks(
         preload_module_classes: The same.
         tied_params_map: The same.
     """
-    devices = execution_device if isinstance(execution_device, Mapping) else {"": execution_device}
-    offloads = offload if isinstance(offload, Mapping) else {"": offload}
+    devices: Mapping[str, Device | None] = (
+        execution_device if isinstance(execution_device, Mapping) else {"": execution_device}
+    )
+    offloads: Mapping[str, bool] = offload if isinstance(offload, Mapping) else {"": offload}
 
     def is_away(name: str) -> bool:
-        return bool(offloads.get(longest_prefix(name, offloads) or ""))
+        return offloads.get(longest_prefix(name, offloads) or "", False)
 
     def is_whole(name: str, part: nn.Module) -> bool:
         full = ".".join(filter(None, (module_name, name)))

@@ -30,8 +30,6 @@ from trainer.enums import PrecisionType
 
 _SLURM_GRACE = 120  # seconds before its time limit that a job is signalled
 
-_ENGINES = ("use_fsdp", "use_deepspeed", "use_megatron_lm")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -198,7 +196,7 @@ def _take_sharding(
     Raises:
         argparse.ArgumentTypeError: One is given, but nothing asks to shard.
     """
-    engines = {each: f"{each.removeprefix('use_')}_config" for each in _ENGINES}
+    engines = {asks: key for key, (asks, _) in SECTIONS.items() if key != "parallelism_config"}
     if any(getattr(arguments, each) for each in engines):  # and not the file's
         for each, section in engines.items():
             if not getattr(arguments, each):

@@ -585,7 +585,7 @@ class _Stages:
                 f"{pipe.num_stages} stages, for {self._last + 1} processes. Name modules that "
                 "forward calls once, with layers before each."
             )
-        _relay(pipe, type(self._model).__name__)
+        _relay(pipe)
         (output,) = pipe.split_gm.graph.find_nodes(op="output")
         return [_place(node) for node in leaves(output.args)]
 
@@ -611,16 +611,16 @@ def _place(value: Any) -> int:
     return 0 if value.op == "call_module" else int(value.args[1])
 
 
-def _relay(pipe: Any, model: str) -> None:
+def _relay(pipe: Any) -> None:
     """Let each stage pass on what later ones need of earlier ones.
 
-    Torch sends a value to several stages, but no gradients back, and arguments to the first alone.
-    In the graph of the stages a value is a stage, an item of what it returns, or an argument.
-
-    Raises:
-        ValueError: An argument is used behind the first stage, but not in it.
+    Torch sends a value to several stages, but no gradients back. It passes the model's arguments to
+    the first stage by their position, which takes those that it uses, in the order of their use:
+    here it takes all of them. In the graph of the stages a value is a stage, an item of what it
+    returns, or an argument.
     """
     graph = pipe.split_gm.graph
+    arguments = graph.find_nodes(op="placeholder")
     *stages, output = (node for node in graph.nodes if node.op in ("call_module", "output"))
     returned: dict[Any, list[Any]] = {}  # nodes inside each stage
     for index, stage in enumerate(stages):
@@ -628,24 +628,22 @@ def _relay(pipe: Any, model: str) -> None:
         before = list(graph.nodes)[: list(graph.nodes).index(stage)]
         relayed = [value for value in before if not later.isdisjoint(value.users)]
         taken = dict(zip(stage.args, part.find_nodes(op="placeholder"), strict=True))
-        for value in relayed:
+        for value in relayed if index else arguments:
             if value in taken:
                 continue
-            if value.op == "placeholder":
-                raise ValueError(
-                    f"{model} uses its argument {value.name!r} behind the first stage, but not in "
-                    "it. Split later, or use the argument in the first stage."
-                )
-            source = value if value.op == "call_module" else value.args[0]
-            with part.inserting_after(next(reversed(taken.values()))):
+            with part.inserting_before(next(iter(part.nodes))):
+                if value.op == "placeholder":
+                    taken[value] = part.placeholder(value.target)
+                    taken[value].meta["val"] = value.meta["val"]
+                    continue
+                source = value if value.op == "call_module" else value.args[0]
                 taken[value] = part.placeholder(f"relayed_{value.name}")
-            taken[value].meta["val"] = returned[source][_place(value)].meta["val"]
-            stage.args = (*stage.args, value)
-        if index:  # tensors arrive in the order in which the stage before returns them
-            stage.args = tuple(sorted(stage.args, key=_place))
-            body = next(node for node in part.nodes if node.op != "placeholder")
-            for value in stage.args:
-                body.prepend(taken[value])
+                taken[value].meta["val"] = returned[source][_place(value)].meta["val"]
+        # Tensors arrive in the order in which the stage before returns them.
+        stage.args = tuple(sorted(taken, key=_place) if index else arguments)
+        body = next(node for node in part.nodes if node.op != "placeholder")
+        for value in stage.args:
+            body.prepend(taken[value])
         (inner,) = part.find_nodes(op="output")
         own = inner.args[0]
         returned[stage] = list(own) if isinstance(own, (list, tuple)) else [own]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer import environment
-from trainer.deepspeed_plugin import DummyOptim, DummyScheduler
+from trainer.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import send
@@ -90,6 +90,7 @@ class ZeroRedundancy(DrivesOptimizer):
     distributed_type: DistributedType | None = DistributedType.DEEPSPEED
     library, argument = "DeepSpeed", "deepspeed_plugin (--use_deepspeed)"
     dummy_scheduler = DummyScheduler
+    plugin: DeepSpeedPlugin
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)

@@ -38,7 +38,7 @@ from trainer.engines.base import EngineOptions
 from trainer.engines.driving import DrivesOptimizer, Prepared
 from trainer.engines.single import attribute_restorer
 from trainer.enums import DistributedType, DynamoBackend
-from trainer.megatron_plugin import MegatronLMDummyScheduler
+from trainer.megatron_plugin import MegatronLMDummyScheduler, MegatronLMPlugin
 from trainer.names import bare_names
 from trainer.optim.finite import find_non_finite
 from trainer.optim.optimizer import parameters_of, twin_of
@@ -159,6 +159,7 @@ class Megatron(DrivesOptimizer):
     distributed_type: DistributedType | None = DistributedType.MEGATRON_LM
     library, argument = "megatron-core", "megatron_lm_plugin"
     dummy_scheduler = MegatronLMDummyScheduler
+    plugin: MegatronLMPlugin
     divides_layers = True
 
     def __init__(self, options: EngineOptions) -> None:

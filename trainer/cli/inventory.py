@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +32,7 @@ State = Literal["sound", "damaged", "unreadable", "unfinished", "foreign"]
 
 _RANKING = re.compile(r"\w+\((.+), (min|max)(?:, .+)?\)")
 
-QUIET = 3600.0  # seconds without a write after which no running save owns a leftover
-SET_ASIDE = "set aside by a killed save; the next start restores it"
+_SET_ASIDE = "set aside by a killed save; the next start restores it."
 
 _ASIDE = {
     "damaged": "damaged, set aside by a save of that step; never removed automatically",
@@ -173,7 +171,7 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
     """Return the entry of one checkpoint; None if it vanished meanwhile."""
     state: State = "sound"
     manifest: dict[str, Any] = {}
-    note = None if path.name == _own_name(path) else f"{SET_ASIDE}."
+    note = None if path.name == _own_name(path) else _SET_ASIDE
     try:
         if not _is_unfinished(path):
             manifest = read_manifest(path)  # known even if a file is damaged
@@ -200,20 +198,6 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
         size=size,
         saved=touched,
     )
-
-
-def is_dead(leftover: Leftover) -> bool:
-    """Return whether a leftover, as it is on the disk now, is of a killed save or removal.
-
-    One that was written to within the last hour may belong to a running one.
-    """
-    path = leftover.path
-    match = storage.LEFTOVER.fullmatch(path.name)
-    if storage.ASIDE.fullmatch(path.name):
-        return False
-    if match and match[1] == "replaced" and not is_ours(path.with_name(match[2])):
-        return False  # it may be the only copy of that checkpoint
-    return time.time() - _measure(path)[1] >= QUIET
 
 
 def ranked_by(entries: list[Entry]) -> list[tuple[str, str]]:

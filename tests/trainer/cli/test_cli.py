@@ -6,10 +6,8 @@ import io
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -23,7 +21,6 @@ from trainer import environment
 from trainer.cli import COMMANDS, main, program
 from trainer.cli.env import VARIABLES
 from trainer.cli.launch import entry
-from trainer.cli.parsing import ended_at_once
 
 ROOT = Path(trainer.__file__).parents[1]
 
@@ -87,65 +84,6 @@ def test_characters_that_a_terminal_lacks_are_escaped(monkeypatch):
     with pytest.raises(SystemExit, match="0"):
         program()
     assert b"KEY=VALUE,\\u2026" in shown.getvalue()
-
-
-def test_a_deleted_current_folder_is_an_error(monkeypatch, tmp_path, capsys):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert main(["env"]) == 1
-    assert "trainer env: the current folder no longer exists" in capsys.readouterr().err
-
-
-# Ctrl-C comes while torch is loaded, by code that catches what it raises and goes on.
-LOADING = """
-import importlib.abc, os, signal, sys
-
-class Loading(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == "torch":
-            try:
-                os.kill(os.getpid(), signal.SIGINT)
-                for _ in range(1000):
-                    pass
-            except BaseException:
-                pass
-            print("it went on")
-            os._exit(7)
-
-sys.meta_path.insert(0, Loading())
-from trainer.cli import main
-main(sys.argv[1:])
-"""
-
-
-@pytest.mark.parametrize("words", ["fit base.yaml", "launch --cpu --num_processes 2 train.py"])
-def test_ctrl_c_while_torch_is_loaded_ends_a_command(words):
-    Path("train.py").touch()
-    run = subprocess.run(
-        [sys.executable, "-c", LOADING, *words.split()],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (run.returncode, run.stdout, run.stderr) == (-signal.SIGINT, "", "")
-
-
-def test_the_users_handler_of_ctrl_c_is_kept(monkeypatch):
-    def own(*_: object) -> None:
-        """A handler of the user's."""
-
-    for handler in (signal.SIG_IGN, own):  # the first one is that of a job in the background
-        before = signal.signal(signal.SIGINT, handler)
-        with ended_at_once():
-            assert signal.getsignal(signal.SIGINT) is handler
-        signal.signal(signal.SIGINT, before)
-    with ended_at_once():
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    with suppress(ZeroDivisionError), ended_at_once():
-        _ = 1 / 0
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_exit_codes_are_listed_in_order(capsys):

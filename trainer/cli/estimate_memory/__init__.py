@@ -26,7 +26,6 @@ from trainer.cli.parsing import (
     command_parser,
     count,
     echo,
-    ended_at_once,
     import_from_here,
     import_named,
 )
@@ -123,8 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: The model or the optimizer cannot be found, created or measured.
     """
-    with ended_at_once():
-        from trainer.cli.estimate_memory import footprint
+    from trainer.cli.estimate_memory import footprint
 
     import_from_here()
     prefix = "timm/" if arguments.library_name == "timm" else ""

@@ -25,7 +25,7 @@ from trainer.cli.config.fp8 import FP8
 from trainer.cli.config.sharding import LAUNCHER, SECTIONS
 from trainer.cli.launch.options import REFUSED
 from trainer.cli.launch.options import parser as parser
-from trainer.cli.parsing import CommandError, echo, ended_at_once
+from trainer.cli.parsing import CommandError, echo
 from trainer.enums import PrecisionType
 
 _SLURM_GRACE = 120  # seconds before its time limit that a job is signalled
@@ -321,8 +321,7 @@ def _command(arguments: argparse.Namespace, *, noted: bool) -> list[str]:
 def _start_group(
     arguments: argparse.Namespace, configuration: LaunchConfiguration, plan: Plan
 ) -> int:
-    with ended_at_once():
-        from trainer.cli.launch.group import Group, run_group  # torch: not for a dry run
+    from trainer.cli.launch.group import Group, run_group  # torch: not for a dry run
 
     elastic = plan.machines[0] != plan.machines[1] or configuration.max_restarts > 0
     backend = configuration.rdzv_backend or (

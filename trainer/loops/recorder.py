@@ -14,7 +14,7 @@ from trackers.base import Status
 from trackers.pending import Missed
 from trainer.distributed.transport import HostCopy
 from trainer.errors import module_logger
-from trainer.loops.run_metadata import Listener, RunMetadata, text_of
+from trainer.loops.run_metadata import RunMetadata, text_of
 from trainer.metrics import Value, on_accelerator, stacked, to_floats
 
 logger = module_logger(__name__)
@@ -30,8 +30,8 @@ class Recorder:
         local: The local record, ``metrics.jsonl``; a no-op object if this process does not write.
         trackers: The trackers; empty if this process does not write. A tracker that missed records,
             such as in an outage, reads them from `local` later.
-        run_metadata: Writes the run metadata (start, logged warnings, end) to ``run.json``, on the
-            thread of `local`.
+        run_metadata: Writes the run metadata (start and end) to ``run.json``, on the thread of
+            `local`.
 
     Attributes:
         latest: The last value of every name.
@@ -51,9 +51,7 @@ class Recorder:
         self._local = local
         self._trackers = trackers
         self._about = run_metadata
-        self._listener = Listener(
-            lambda record: self._tell(lambda run_metadata: run_metadata.warn(record))
-        )
+        self._described = False  # whether the start is in ``run.json``
         self._finished = False
         self._end: int | None = None  # the length of the local record, once it is closed
         self._hanging: dict[BackgroundTracker, Future[None]] = {}  # saves do not wait for these
@@ -214,7 +212,7 @@ class Recorder:
                     tracker.missed = Missed(self._local, cut, self.private)
             if run_metadata is not None:
                 self._tell(lambda file: file.begin(dict(run_metadata), step))
-                self._listener.listen()
+                self._described = True
             for tracker in self._trackers:
                 tracker.start()
                 tracker.store_init_configuration(configuration)
@@ -275,7 +273,6 @@ class Recorder:
             status: How the run ended, for the trackers.
             error: The error that ended the run, if any.
         """
-        self._listener.close()
         if self._finished:
             return
         local, synced = self._local, None
@@ -285,7 +282,7 @@ class Recorder:
                 synced = local.submit(lambda record: cast(JsonlTracker, record).sync())
         finally:
             self._finished = True
-            if self._listener.began:
+            if self._described:
                 self._tell(lambda run_metadata: run_metadata.end(status, text_of(error)))
             finish_all([local, *self._trackers], status)
         if synced is not None:

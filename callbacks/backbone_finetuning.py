@@ -148,15 +148,10 @@ class BaseFinetuning(Callback):
         if not self._loaded:
             return
         self._epoch = self._loaded["epoch"]
-        frozen = set(self._loaded["frozen"])
-        # An earlier release had put frozen modules of any kind into evaluation mode.
-        asleep = set(self._loaded.get("asleep", ()))
-        norms = asleep | set(self._loaded.get("norms", ()))
+        frozen, norms = set(self._loaded["frozen"]), set(self._loaded["norms"])
         for name, parameter in self._parameters():
             parameter.requires_grad = name not in frozen
         for name, part in self._parts():
-            if name in asleep:
-                part.training = self._modes.get(part, True)
             if name in norms:
                 self._freeze_statistics(part)
             else:

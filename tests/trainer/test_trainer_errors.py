@@ -419,7 +419,6 @@ FITS = {
         ["is a dict", "list or dict of them"],
     ),
     "number": ({}, {"train": 3}, TypeError, ["int", "DataLoader", "iterable of batches"]),
-    "None in a list": ({}, {"train": [None, loader()]}, TypeError, ["is a list with None in it"]),
     "class": ({}, {"train": DataModule}, TypeError, ["is the class DataModule", "DataModule()"]),
     "tensor": (
         {},

@@ -620,10 +620,6 @@ def find_state(
 
 def _check_folder(target: Path) -> None:
     if not locate(target).is_dir():
-        if target.is_file():
-            raise ValueError(
-                f"{target} is a file; give the path of a folder that save_state wrote."
-            )
         raise ValueError(
             f"Tried to find {target} but folder does not exist. Give the path of a folder that "
             "save_state wrote."
@@ -669,8 +665,7 @@ def _read(reader: Reader, rank: int, processes: int, prepared: Prepared) -> Stor
             )
         return list(ranks.values())
 
-    # Earlier releases saved neither gradients nor states of communication hooks.
-    own_gradients, communication = first.get("gradients"), first.get("communication", [])
+    own_gradients, communication = first["gradients"], first["communication"]
     if own_gradients is not None and saved_by == processes and prepared.mesh is None:
         own_gradients = gradients.given([own_gradients], 0, 1)
     elif own_gradients is not None:
@@ -696,7 +691,7 @@ def _read(reader: Reader, rank: int, processes: int, prepared: Prepared) -> Stor
         first_rng=first["rng"],
         step=first["step"],
         gradients=own_gradients,
-        window_open=first.get("window_open", True),
+        window_open=first["window_open"],
         communication=communication if hooked else [],
         engines=[each.get("engine", {}) for each in ranks.values()] if "engine" in first else [],
         **_read_trees(reader, later=later),

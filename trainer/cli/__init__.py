@@ -34,7 +34,6 @@ COMMANDS = {
     "estimate-memory": ("estimate_memory", "estimate how much memory training a model needs"),
     "merge-weights": ("merge_weights", "merge a checkpoint's shards into one safetensors file"),
     "migrate": ("migrate", "list what of a program for another library will not carry over"),
-    "completion": ("completion", "print a completion script for bash, zsh or fish"),
 }
 
 

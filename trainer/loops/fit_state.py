@@ -747,7 +747,7 @@ def load_run(
     weights = reader.weights(WEIGHTS_NAME, later=later)
     load = partial(_load, run.engine, run.module)
     load(weights, file)
-    if "switches" in state:  # checkpoints of earlier releases do not have it
+    if "switches" in state:  # not in a checkpoint of Lightning
         load_switches(run.module, run.saving.begun, state["switches"], tell=run.rank == 0)
     if differs := reader.has_weights(TRAINED_NAME):
         weights = reader.weights(TRAINED_NAME, later=later)
@@ -921,7 +921,7 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     run.optim.weighting.reference = state["reference"]
     run.recorder.latest.update(state["latest"])
     run.recorder.updates.update((name, state["updates"].get(name, 0)) for name in state["latest"])
-    run.recorder.validated.update(state.get("validated", {}))  # missing in earlier releases
+    run.recorder.validated.update(state.get("validated", {}))
 
 
 def _restore_epoch(run: FitRun, state: Mapping[str, Any]) -> None:
@@ -935,10 +935,9 @@ def _restore_epoch(run: FitRun, state: Mapping[str, Any]) -> None:
         return
     if state["data"] is None:  # a checkpoint of Lightning does not describe them
         return
-    run.data.epoch_iterator.mark = state.get("order")  # missing in checkpoints of earlier releases
-    if "length" in state:  # likewise
-        run.data.epoch_iterator.resume_length(run.counters.epoch, EpochLength(*state["length"]))
-    saved = [*state["data"], None][:3]  # an earlier release did not save the number of batches
+    run.data.epoch_iterator.mark = state["order"]
+    run.data.epoch_iterator.resume_length(run.counters.epoch, EpochLength(*state["length"]))
+    saved = state["data"]
     with run.data.epoch_iterator.isolated_epoch(
         run.counters.epoch
     ):  # the length of the data may depend on the epoch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -72,7 +71,7 @@ def test_a_closed_pipe_ends_a_command_silently(monkeypatch, capfd):
     os.close(reading)
     with open(writing, "w") as stdout:
         monkeypatch.setattr("sys.stdout", stdout)
-        monkeypatch.setattr("sys.argv", ["trainer", "completion", "bash"])
+        monkeypatch.setattr("sys.argv", ["trainer", "env"])
         assert program() == 141
     assert capfd.readouterr().err == ""
 
@@ -209,59 +208,6 @@ def test_the_module_is_the_command(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert rows(run.stdout)["trainer"] == trainer.__file__
-
-
-# Completes its arguments as the words of a command line; the last one is being typed.
-OFFER = """
-source words.bash
-offer() {
-    COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
-    $(complete -p trainer | sed 's/.*-F \\([^ ]*\\).*/\\1/')
-    echo "${COMPREPLY[@]}"
-}
-offer trainer ""
-offer trainer check
-offer trainer launch --mixed_pre
-offer trainer launch --mixed_precision b
-offer trainer launch tra
-offer trainer env --config_file fo
-offer trainer completion ""
-"""
-
-
-def test_bash_completes_commands_options_choices_and_files(capsys, tmp_path):
-    pytest.importorskip("shtab")
-    assert main(["completion", "bash"]) == 0
-    (tmp_path / "words.bash").write_text(capsys.readouterr().out)
-    (tmp_path / "train.py").touch()
-    (tmp_path / "four.yaml").touch()
-    subprocess.run(["bash", "-n", "words.bash"], check=True, timeout=60)
-    run = subprocess.run(["bash", "-c", OFFER], capture_output=True, text=True, timeout=60)
-    assert run.stderr == ""
-    commands, check, option, choice, script, file, shells = run.stdout.splitlines()
-    assert set(COMMANDS) <= set(commands.split())
-    assert check == "checkpoints"
-    assert "--mixed_precision" in option.split()
-    assert choice == "bf16"
-    assert script == "train.py"
-    assert file == "four.yaml"
-    assert shells.split() == ["bash", "zsh", "fish"]
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_have_a_script(capsys, shell):
-    pytest.importorskip("shtab")
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert [name for name in (*COMMANDS, "mixed_precision", "bf16") if name not in script] == []
-    if shutil.which(shell):
-        subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
-
-
-def test_completion_without_shtab_names_the_extra(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "bash"]) == 1
-    assert "pip install 'cadence-trainer[cli]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS)

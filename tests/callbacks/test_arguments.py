@@ -130,7 +130,6 @@ REFUSED = [
     (BackboneFinetuning, "backbone_initial_ratio_lr", 0.0),
     (BackboneFinetuning, "backbone_initial_ratio_lr", None),
     (BackboneFinetuning, "backbone_initial_lr", NAN),
-    (BackboneFinetuning, "lambda_func", 2.0),
     (EarlyStopping, "mode", "auto"),
     (EarlyStopping, "patience", -1),
     (EarlyStopping, "patience", INFINITY),

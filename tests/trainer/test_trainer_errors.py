@@ -198,14 +198,6 @@ CALLS = [
         )
         for word in ("auto", "last", "best")
     ],
-    *[
-        (
-            lambda entry=entry: getattr(make(), entry)(Net(), loader(), ckpt_path=3),
-            TypeError,
-            ["ckpt_path is 3 of type int", "'auto'"],
-        )
-        for entry in ("fit", "validate", "predict")
-    ],
     (
         lambda: Net().log("x", 1.0),
         RuntimeError,

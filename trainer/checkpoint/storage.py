@@ -396,13 +396,7 @@ def _digest(stream: BinaryIO) -> str:
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the folder name of the checkpoint taken after ``step`` updates.
-
-    Raises:
-        ValueError: If ``step`` is negative.
-    """
-    if step < 0:
-        raise ValueError(f"step is {step}; it counts updates, so it must be 0 or more.")
+    """Return the folder name of the checkpoint taken after ``step`` updates."""
     return f"step-{step:08d}"
 
 

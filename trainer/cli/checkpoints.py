@@ -83,11 +83,8 @@ def _listing(
     if notes := [f"{entry.name}: {entry.note}" for entry in entries if entry.note]:
         parts.append("\n".join(notes))
     if leftovers:
-        rows = [
-            (each.name, size_text(each.size), _age(now - each.touched), each.meaning)
-            for each in leftovers
-        ]
-        parts.append("Leftovers:\n" + aligned(rows))
+        rows = [(each.name, size_text(each.size)) for each in leftovers]
+        parts.append("Not checkpoints of the run, or not any more:\n" + aligned(rows))
     return "\n\n".join(parts)
 
 
@@ -133,15 +130,7 @@ def _report(entries: Sequence[Entry], leftovers: Sequence[Leftover]) -> dict[str
             }
             for entry in entries
         ],
-        "leftovers": [
-            {
-                "path": str(each.path),
-                "meaning": each.meaning,
-                "size": each.size,
-                "touched": _time(each.touched),
-            }
-            for each in leftovers
-        ],
+        "leftovers": [{"path": str(each.path), "size": each.size} for each in leftovers],
     }
 
 

@@ -34,17 +34,6 @@ _RANKING = re.compile(r"\w+\((.+), (min|max)(?:, .+)?\)")
 
 _SET_ASIDE = "set aside by a killed save; the next start restores it."
 
-_ASIDE = {
-    "damaged": "damaged, set aside by a save of that step; never removed automatically",
-    "replaced": "replaced, but contains other files; never removed automatically",
-    "abandoned": "the run resumed from an earlier one; never removed automatically",
-}
-_MEANINGS = {
-    "staging": "a running or killed save",
-    "replaced": "replaced by a later save",
-    "trash": "a running or killed removal",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
@@ -99,20 +88,15 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """The folder of a running or killed save or removal, or one that was set aside.
+    """The folder of a running or killed save or removal, or one that a run or save has set aside.
 
     Attributes:
         path: The folder.
-        meaning: What it is.
         size: In bytes.
-        touched: When anything in it was last written, in seconds since 1970; infinite if some of it
-            cannot be read.
     """
 
     path: Path
-    meaning: str
     size: int
-    touched: float
 
     @property
     def name(self) -> str:
@@ -151,18 +135,17 @@ def read_folder(root: Path, *, hashes: bool) -> tuple[list[Entry], list[Leftover
     """
     entries, leftovers = [], []
     for path in sorted(path for path in root.iterdir() if path.is_dir()):
-        name, leftover = _own_name(path), storage.LEFTOVER.fullmatch(path.name)
+        name = _own_name(path)
         stands = name == path.name or not os.path.lexists(root / name)
-        if aside := storage.ASIDE.fullmatch(path.name):
-            leftovers.append(_leftover(path, _ASIDE[aside[1]]))
-        elif stands and _is_candidate(path, name):
+        aside = storage.ASIDE.fullmatch(path.name)
+        if not aside and stands and _is_candidate(path, name):
             if entry := read_entry(path, hashes=hashes):
                 entries.append(entry)
                 inner = path / INNER_STAGING
                 if inner.is_dir() and not _is_unfinished(path):
-                    leftovers.append(_leftover(inner, _MEANINGS["staging"]))
-        elif leftover:
-            leftovers.append(_leftover(path, _MEANINGS[leftover[1]]))
+                    leftovers.append(Leftover(path=inner, size=_size_of(inner)))
+        elif aside or storage.LEFTOVER.fullmatch(path.name):
+            leftovers.append(Leftover(path=path, size=_size_of(path)))
     entries.sort(key=lambda entry: (entry.number is None, not entry.is_step, entry.number or 0))
     return entries, leftovers
 
@@ -183,11 +166,11 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
         state, note = _state_of(path, error), str(error)
     if state == "foreign":
         note = "has no manifest, like those of accelerate; it is neither checked nor removed."
-    size, touched = _measure(path)
     if not path.is_dir():
         return None
+    saved = math.inf
     with suppress(OSError):
-        touched = (path / MANIFEST).stat().st_mtime  # it is written last
+        saved = (path / MANIFEST).stat().st_mtime  # it is written last
     return Entry(
         name=_own_name(path),
         path=path,
@@ -195,8 +178,8 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
         note=note,
         hashed=hashes,
         manifest=manifest,
-        size=size,
-        saved=touched,
+        size=_size_of(path),
+        saved=saved,
     )
 
 
@@ -260,27 +243,14 @@ def _state_of(path: Path, error: CheckpointError) -> State:
     return "unreadable" if storage.is_newer(path) else "damaged"
 
 
-def _leftover(path: Path, meaning: str) -> Leftover:
-    size, touched = _measure(path)
-    return Leftover(path=path, meaning=meaning, size=size, touched=touched)
-
-
-def _measure(folder: Path) -> tuple[int, float]:
-    """Return the bytes of all files in a folder, and when it was last written to.
-
-    A file that cannot be inspected counts as written in the future, so that it never seems old.
-    """
-    size, touched = 0, -math.inf
-    for place, _, names in os.walk(folder):
-        for path in (place, *(os.path.join(place, name) for name in names)):
-            try:
-                found = os.lstat(path)
-            except OSError:
-                touched = math.inf
-                continue
-            size += 0 if path == place else found.st_size
-            touched = max(touched, found.st_mtime)
-    return size, touched if math.isfinite(touched) else math.inf
+def _size_of(folder: Path) -> int:
+    """Return the bytes of all files in a folder."""
+    files = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names)
+    size = 0
+    for file in files:
+        with suppress(OSError):  # it was deleted meanwhile
+            size += os.lstat(file).st_size
+    return size
 
 
 def size_text(count: float) -> str:

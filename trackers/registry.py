@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from trackers.base import GeneralTracker, check_complete, check_installed, is_installed
-from trackers.jsonl import JsonlTracker
 from trainer.checks import choice_error
 
 _REGISTRY: dict[str, type[GeneralTracker]] = {}
@@ -30,15 +29,10 @@ def register_tracker(cls: _Class) -> _Class:
         The class itself.
 
     Raises:
-        TypeError: `cls` is not a subclass of `GeneralTracker`.
         NotImplementedError: a required attribute is missing.
-        ValueError: the name is reserved, or another class is registered under it.
+        ValueError: another class is registered under its name.
     """
-    if not (isinstance(cls, type) and issubclass(cls, GeneralTracker)):
-        raise TypeError(f"register_tracker takes a subclass of GeneralTracker, got {cls!r}.")
     check_complete(cls)
-    if cls.name == _ALL:
-        raise ValueError(f"{cls.__qualname__}.name is {_ALL!r}, which stands for every tracker.")
     other = _REGISTRY.get(cls.name, cls)
     if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ValueError(
@@ -70,7 +64,7 @@ def select_trackers(
         The given instances, and classes, in the order given.
 
     Raises:
-        TypeError: an entry is none of the above, or a class that takes the path of its file.
+        TypeError: an entry is none of the above.
         ValueError: a name is unknown, or a tracker needs a directory and `logging_dir` is None.
         ImportError: the package of a tracker is not installed.
     """
@@ -87,9 +81,6 @@ def select_trackers(
         if isinstance(one, GeneralTracker):
             continue
         check_installed(one)
-        made_by: Any = one.__init__
-        if made_by is JsonlTracker.__init__:  # it would take the run's name as its path
-            raise TypeError(f"log_with takes a {one.__name__} as an instance, with its path.")
         if one.requires_logging_directory and logging_dir is None:
             raise ValueError(
                 f"Logging with {one.name!r} writes files, but logging_dir is None. Pass "

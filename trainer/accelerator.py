@@ -622,10 +622,8 @@ class Accelerator:
             The prepared objects in the same order, as a tuple; the bare object if there is one.
 
         Raises:
-            ValueError: Nothing was passed, or `device_placement` has a different length.
+            ValueError: `device_placement` has a different length.
         """
-        if not args:
-            raise ValueError("prepare() was called without anything to prepare.")
         if device_placement is None:
             device_placement = [self.device_placement] * len(args)
         elif len(device_placement) != len(args):

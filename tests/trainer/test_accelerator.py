@@ -149,7 +149,6 @@ def test_wrong_arguments_are_refused(arguments, error, message):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda a, m: a.prepare(), ValueError, "without anything to prepare"),
         (
             lambda a, m: a.prepare(m, 2, device_placement=[True]),
             ValueError,

@@ -203,13 +203,6 @@ def test_a_validation_that_lacks_data_or_step_is_warned_of(caplog, module, data,
         assert text in messages(caplog)[0]
 
 
-@pytest.mark.parametrize("val_every", ["1 hour", "1e6 items"])
-def test_validation_that_never_became_due_warns_at_the_end(caplog, val_every):
-    quiet_trainer(max_epochs=1, val_every=val_every).fit(Net(), loader(2), loader(1))
-    (text,) = messages(caplog)
-    assert "The run is over, and no validation was due in it" in text
-
-
 def test_checkpoint_that_is_never_ranked_warns(caplog):
     saves = ModelCheckpoint(monitor="val", every="3 steps")
     quiet_trainer(max_steps=4, val_every="2 steps", callbacks=saves, limit_train_batches=5).fit(

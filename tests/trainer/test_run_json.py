@@ -182,13 +182,12 @@ def test_a_full_disk_is_warned_of_and_does_not_stop_the_run(caplog):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"starts": []}'])
-def test_a_damaged_file_is_begun_anew(content, caplog):
+def test_a_damaged_file_is_begun_anew(content):
     with pytest.raises(ZeroDivisionError):
         fit(At(3, fail))
     RUN.write_text(content)
     fit(ckpt_path="auto")
     assert [start["status"] for start in about()["starts"]] == ["finished"]
-    assert "cannot be read and is recreated" in caplog.text
 
 
 def test_every_change_replaces_the_file_whole(tmp_path):

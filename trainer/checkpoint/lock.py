@@ -18,7 +18,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -135,11 +135,9 @@ def _tell(descriptor: int | None, run_id: str | None) -> None:
         return
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "run_id": run_id}
-    try:
+    with suppress(OSError):  # the lock is held nevertheless
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, dumps(owner).encode(), 0)
-    except OSError as error:  # the lock is held nevertheless
-        logger.warning("The holder could not be written to the lock file: %s.", error)
 
 
 def _named(file: Path) -> str:

@@ -120,7 +120,6 @@ def _report(entries: Sequence[Entry], leftovers: Sequence[Leftover]) -> dict[str
                 "kind": entry.kind,
                 "state": entry.state,
                 "note": entry.note,
-                "hashed": entry.hashed,
                 "step": entry.manifest.get("step"),
                 "epoch": entry.manifest.get("epoch"),
                 "metrics": {k: v if math.isfinite(v) else None for k, v in entry.metrics.items()},

@@ -44,7 +44,6 @@ class Entry:
         path: Where it is.
         state: See the module's docstring.
         note: What is wrong with it, and in which file, or is worth knowing; else None.
-        hashed: Whether every byte was read to determine the state.
         manifest: Its manifest; empty if that cannot be read.
         size: In bytes.
         saved: When it was saved, in seconds since 1970; infinite if unknown.
@@ -54,7 +53,6 @@ class Entry:
     path: Path
     state: State
     note: str | None
-    hashed: bool
     manifest: dict[str, Any]
     size: int
     saved: float
@@ -176,7 +174,6 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
         path=path,
         state=state,
         note=note,
-        hashed=hashes,
         manifest=manifest,
         size=_size_of(path),
         saved=saved,

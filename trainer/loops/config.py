@@ -480,15 +480,9 @@ def with_default_callbacks(
 
 
 def callback_list(callbacks: Sequence[Callback] | Callback | None) -> list[Callback]:
-    """Return the user's callbacks as a list.
-
-    Raises:
-        TypeError: It is neither a callback nor a sequence.
-    """
+    """Return the user's callbacks as a list."""
     if isinstance(callbacks, Callback):
         return [callbacks]
-    if not isinstance(callbacks, (Sequence, type(None))):  # Hydra's lists are not Python lists
-        raise TypeError(f"callbacks is {callbacks!r}; it must be a callback or a list of them.")
     return list(callbacks or [])
 
 

@@ -25,7 +25,6 @@ from trainer.loops.module_state import (
     restore_generators,
     switches_of,
 )
-from trainer.loops.preflight import warn_of_missed
 from trainer.loops.profiler import DATA, VALIDATING
 from trainer.loops.state import FitRun
 from trainer.loops.train_step import (
@@ -80,7 +79,6 @@ def fit(run: FitRun) -> None:
     if counters.global_step > run.plan.last_logged:
         record_update(run)  # the last update is always recorded
         run.recorder.flush(arrived=counters.global_step)
-    warn_of_missed(run)
     hooks.on_fit_end()
     for optimizer in free:
         optimizer.eval()  # the module keeps the weights to evaluate

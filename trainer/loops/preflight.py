@@ -255,12 +255,3 @@ def check_one_pass_loaders(run: FitRun, reload_every: int) -> None:
                 f"iterated again, such as a DataLoader or a list, or set limit_{which}_batches to "
                 "read on where the last epoch ended."
             )
-
-
-def warn_of_missed(run: FitRun) -> None:
-    """Warn on rank 0 at the end of the fit if no validation was due, contrary to expectation."""
-    if run.plan.validates and run.counters.validations == 0 and run.rank == 0:
-        logger.warning(
-            "The run is over, and no validation was due in it: val_every is %s.",
-            run.plan.val_schedule.interval,
-        )

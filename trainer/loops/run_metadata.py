@@ -78,10 +78,7 @@ class RunMetadata:
         try:
             document: dict[str, Any] = read_json(self._path)
             return document if document["run_id"] == run_id else {}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s cannot be read and is recreated: %r.", self._path, error)
+        except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged
             return {}
 
     def _write(self, *, sweeps: bool = False) -> None:

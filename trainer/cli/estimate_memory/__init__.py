@@ -158,10 +158,6 @@ def _weights(arguments: argparse.Namespace, make: Callable[[], nn.Module]) -> in
     """Show the bytes of the weights alone, by dtype; return 0."""
     from trainer.cli.estimate_memory import footprint
 
-    unused = ("precision", "input", "batch", "shards", "fsdp", "tp", "wrap")
-    for option in (*unused, "optimizer", "optimizer-init", "activation-checkpointing"):
-        if getattr(arguments, option.replace("-", "_")):
-            raise CommandError(f"--dtypes is about weights alone; leave out --{option}.", code=2)
     rows = []
     for dtype in dict.fromkeys(arguments.dtypes):
         total, layer = _attempt(arguments.model, partial(footprint.weights_in, make, dtype))

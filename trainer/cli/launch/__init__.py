@@ -299,11 +299,9 @@ def _check_devices(arguments: argparse.Namespace, configuration: LaunchConfigura
         return
     option = f"gpu_ids is {ids!r}" if ids else "--multi_gpu asks for accelerators"
     found = f"accelerators {', '.join(sorted(known, key=int))}" if there else "no accelerator"
-    count = f" --num_processes {len(names)}" if len(names) > 1 else ""
-    more = "" if configuration.num_processes else count
     raise argparse.ArgumentTypeError(
         f"{option}, but this machine has {found}. Name existing devices, each once, or leave it "
-        f"out and pass --cpu{more} to use the CPU."
+        "out and pass --cpu to use the CPU."
     )
 
 

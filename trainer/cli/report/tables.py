@@ -16,7 +16,6 @@ from trainer.cli.record import Series
 from trainer.cli.report.folder import Run
 
 _RUNS_OF_BAD = 4  # stretches of values that are not finite, up to which each is listed
-_LISTED = 12  # updates at which skipped ones were noticed
 _METRICS = 6  # of a checkpoint
 _ROWS = 60  # events of a run
 _LARGE = 1e9  # from which on numbers are shown with an exponent
@@ -277,16 +276,10 @@ def _events_of(run: Run) -> Iterator[Markup]:
 
 
 def _skipped(series: Series | None) -> str:
-    """Return when the count of skipped updates has grown."""
     if series is None or not series.finite.any():
         return ""
-    values = series.values[series.finite]
-    grown = series.steps[series.finite][np.diff(values, prepend=0.0) > 0]
-    steps = [f"{step:.0f}" for step in grown]
-    more = f" and {len(steps) - _LISTED} later ones" if len(steps) > _LISTED else ""
-    total = int(values.max())
-    noticed = f"noticed at update {', '.join(steps[:_LISTED])}{more}"
-    return f"{total} update{'s' * (total != 1)} skipped, {noticed}"
+    total = int(series.values[series.finite].max())
+    return f"{total} update{'s' * (total != 1)} skipped" if total else ""
 
 
 def not_finite(series: Series) -> str:

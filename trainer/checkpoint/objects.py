@@ -43,7 +43,8 @@ def save(
         return
     if safe_serialization:
         tensors, tied = separate_tied(obj)
-        write_whole(Path(f), lambda path: write_weights(tensors, tied, path))
+        # Path refuses an open file.
+        write_whole(Path(f), lambda path: write_weights(tensors, tied, path))  # type: ignore[arg-type]
     elif isinstance(f, (str, os.PathLike)):
         write_whole(Path(f), lambda path: _write_torch(obj, path))
     else:

@@ -44,7 +44,7 @@ def test_tensors_as_safetensors_under_any_name(name):
 
 @pytest.mark.parametrize("value", [[torch.ones(1)], {1: torch.ones(1)}, {"a": 1}])
 def test_safe_serialization_of_other_objects_raises(value):
-    with pytest.raises(TypeError):
+    with pytest.raises((AttributeError, TypeError)):
         save(value, "w.safetensors", safe_serialization=True)
     assert os.listdir() == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -173,13 +174,15 @@ def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, An
 
     Raises:
         ValueError: Two datamodules were passed.
-        TypeError: An argument is a class.
+        TypeError: An argument is a class, or the datamodule is a path.
     """
     for name, value in ((argument, given), ("datamodule", datamodule)):
         if isinstance(value, type):
             raise TypeError(
                 f"{name} is the class {value.__name__}; pass an instance: {value.__name__}()."
             )
+    if isinstance(datamodule, (str, os.PathLike)):  # Lightning's third argument is the checkpoint
+        raise TypeError(f"datamodule is {datamodule!r}; pass it by name: ckpt_path={datamodule!r}.")
     if not isinstance(given, DataModule):
         return given, datamodule
     if datamodule is not None:

@@ -201,7 +201,7 @@ class Precision:
         """
         if not self.autocasts:
             if handler is None or handler.enabled:
-                return self.new_tensors()
+                return _NO_CONTEXT if self.dtype is None else self.new_tensors()
             if not torch.amp.is_autocast_available(self._device_type):
                 return _NO_CONTEXT  # no autocast to disable
             return torch.autocast(self._device_type, **handler.to_kwargs())

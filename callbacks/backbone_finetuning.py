@@ -148,10 +148,15 @@ class BaseFinetuning(Callback):
         if not self._loaded:
             return
         self._epoch = self._loaded["epoch"]
-        frozen, norms = set(self._loaded["frozen"]), set(self._loaded["norms"])
+        frozen = set(self._loaded["frozen"])
+        # An earlier release had put frozen modules of any kind into evaluation mode.
+        asleep = set(self._loaded.get("asleep", ()))
+        norms = asleep | set(self._loaded.get("norms", ()))
         for name, parameter in self._parameters():
             parameter.requires_grad = name not in frozen
         for name, part in self._parts():
+            if name in asleep:
+                part.training = self._modes.get(part, True)
             if name in norms:
                 self._freeze_statistics(part)
             else:
@@ -244,6 +249,10 @@ class BackboneFinetuning(BaseFinetuning):
         check_counts(0, unfreeze_backbone_at_epoch=unfreeze_backbone_at_epoch)
         check_positive(backbone_initial_ratio_lr=backbone_initial_ratio_lr)
         check_positive(**given(backbone_initial_lr=backbone_initial_lr))
+        if not callable(lambda_func):  # it is called epochs later
+            raise TypeError(f"lambda_func is {lambda_func!r}; it must be a function of the epoch.")
+        if not backbone:
+            raise ValueError("backbone is empty; it must be the path of a submodule.")
         self.unfreeze_backbone_at_epoch = int(unfreeze_backbone_at_epoch)
         self.lambda_func = lambda_func
         self.backbone_initial_ratio_lr = backbone_initial_ratio_lr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,11 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.names import bare_names
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
+
+# Names of torch operators that are as expensive as the ones with a FLOP formula, for the warning
+# about uncounted operators. Elementwise operators, copies and reductions never count.
+_HEAVY = re.compile(
+    r"^(?!_linalg_check)(.*_)?(mm|bmm|addmm|addbmm|baddbmm|mv|addmv|dot|vdot|addr|linear|transformer"
+    r"|convolution|attention|rnn|lstm|gru|fft|linalg|cholesky|lu|triangular|cdist|trilinear)(_|$)"
+)
+_LIGHT_NAMESPACES = frozenset({"prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor"})
 
 
 @dataclass
@@ -26,10 +37,12 @@ class Flops:
         total: All operations.
         by_module: Operations of each submodule that was called, by its name, including those of its
             own submodules.
+        uncounted: Operators without a formula, which are not in the counts.
     """
 
     total: int = 0
     by_module: dict[str, int] = field(default_factory=dict)
+    uncounted: list[str] = field(default_factory=list)
 
 
 class _NoModules:
@@ -42,6 +55,28 @@ class _NoModules:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+class _Uncounted(TorchDispatchMode):
+    """Records the operators for which the counter has no formula."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, formulas: dict[Any, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._formulas = formulas
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if isinstance(func, OpOverload) and func.overloadpacket not in self._formulas:
+            heavy = func.namespace not in _LIGHT_NAMESPACES
+            if func.namespace == "aten":
+                heavy = _HEAVY.search(func.overloadpacket.__name__) is not None
+            if heavy:
+                self.names.add(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -84,7 +119,10 @@ def flops_of(module: nn.Module) -> Iterator[Flops]:
     flops = Flops()
     seen: dict[str, int] = defaultdict(int)
     with ExitStack() as contexts:
+        # Entered before the counter, which decomposes composite operators.
+        uncounted = contexts.enter_context(_Uncounted({}))
         counter = contexts.enter_context(counting_flops())
+        uncounted._formulas = counter.flop_registry
         for name, part in dict(bare_names(module, module.named_modules())).items():
             before, after = _hooks(seen, name, counter)
             contexts.callback(part.register_forward_pre_hook(before).remove)
@@ -92,6 +130,7 @@ def flops_of(module: nn.Module) -> Iterator[Flops]:
         yield flops
         flops.total = counter.get_total_flops()
     flops.by_module = dict(seen)
+    flops.uncounted = sorted(uncounted.names)
 
 
 def _hooks(seen: dict[str, int], name: str, counter: FlopCounterMode) -> tuple[Any, Any]:

@@ -27,12 +27,14 @@ class GradientAccumulationScheduler(Callback):
             from that epoch on.
 
     Raises:
-        ValueError: An epoch is below 0 or a number of micro-batches below 1; in ``fit``, if the
-            module uses manual optimisation.
+        ValueError: ``scheduling`` is not a dict or is empty, an epoch is below 0 or a number of
+            micro-batches below 1; in ``fit``, if the module uses manual optimisation.
         TypeError: An epoch or a number is no number.
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
+        if not isinstance(scheduling, Mapping) or not scheduling:
+            raise ValueError(f"scheduling is {scheduling!r}; it must be a dict such as {{0: 8}}.")
         for epoch, steps in scheduling.items():
             check_counts(0, **{f"the epoch {epoch!r} of scheduling": epoch})
             check_counts(1, **{f"scheduling[{epoch!r}]": steps})

@@ -108,6 +108,8 @@ def summarize(module: nn.Module, max_depth: int = 1, flops: Flops | None = None)
         lines.append(f"{_count(parts)} of them on this process, {held:,.3f} MB")
     if flops is not None:
         lines.append(f"{flops.total:,} FLOPs in the forward pass of one batch")
+        if flops.uncounted:
+            lines.append(f"not counted: {', '.join(flops.uncounted)}")
     return "\n".join(lines)
 
 
@@ -119,8 +121,8 @@ class ModelSummary(Callback):
         flops: Count the FLOPs of the first batch's forward pass, up to its first backward, in total
             and by module, and print the table after this batch. Nothing runs twice and no result
             changes, but this batch runs without ``torch.compile``. Each process counts its own
-            batch; the main process prints. Only matrix products, convolutions and attention are
-            counted. An operation outside any module's call is only in the total.
+            batch; the main process prints. Custom kernels are not counted, but listed. An operation
+            outside any module's call is only in the total.
 
     Attributes:
         flops: The counts, a :class:`callbacks.flops.Flops`; None before.

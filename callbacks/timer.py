@@ -56,7 +56,13 @@ class Timer(Callback):
         return () if self.duration is None else ("duration", "interval")
 
     def time_elapsed(self, stage: TimedStage = "train") -> float:
-        """Return the seconds spent in a stage so far, over all starts of the run."""
+        """Return the seconds spent in a stage so far, over all starts of the run.
+
+        Raises:
+            ValueError: There is no such stage.
+        """
+        if stage not in self._elapsed:
+            raise ValueError(choice_error("stage", stage, self._elapsed))
         now = time.monotonic()
         return self._elapsed[stage] + now - self._since.get(stage, now)
 

@@ -6,9 +6,9 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from trackers.base import GeneralTracker, Status
+from trackers.masking import masked, masked_texts
 from trackers.media import frozen, size_of
-from trackers.pending import Call, Pending
-from trackers.redaction import redact, redacted_texts
+from trackers.pending import Call, Missed, Pending, log_call
 from trackers.worker import Worker
 from trainer.errors import module_logger
 
@@ -53,7 +53,8 @@ class BackgroundTracker(GeneralTracker):
       pauses. Later calls wait, so that the service gets everything in order.
     * Invalid value: a call that raises one of Python's own errors, such as TypeError, or that keeps
       failing while later calls succeed, is dropped.
-    * Full queue: the oldest record is dropped.
+    * Full queue: the oldest record is dropped. Records of `log_recorded` are later read back from
+      the local record (``metrics.jsonl``).
     * Unsupported type: if the tracker has no method for images, tables and so on, they are dropped
       with one warning.
 
@@ -73,6 +74,7 @@ class BackgroundTracker(GeneralTracker):
 
     Attributes:
         wrapped: the tracker.
+        missed: reads records that a full queue dropped; may be set before `start`.
     """
 
     name = "background"  # each instance takes the wrapped tracker's
@@ -82,7 +84,7 @@ class BackgroundTracker(GeneralTracker):
         self,
         tracker: GeneralTracker,
         *,
-        capacity: int = 100_000,
+        capacity: int = 10_000,
         memory: int = 2**30,
         finish_timeout: float = 30.0,
         first_pause: float = 0.5,
@@ -95,6 +97,7 @@ class BackgroundTracker(GeneralTracker):
         self.requires_logging_directory = tracker.requires_logging_directory
         self.main_process_only = tracker.main_process_only
         self.finish_timeout = finish_timeout
+        self.missed: Missed | None = None
         pending = Pending(capacity, gathering, memory)
         self._worker = Worker(tracker, pending, finish_timeout, (first_pause, longest_pause))
         self._finished = False
@@ -112,6 +115,11 @@ class BackgroundTracker(GeneralTracker):
     def failures(self) -> int:
         """The number of attempts that raised."""
         return self._worker.failures
+
+    @property
+    def replayed(self) -> int:
+        """The number of records that a full queue dropped and that were read back."""
+        return self._worker.replayed
 
     @property
     def tracker(self) -> Any:
@@ -164,7 +172,7 @@ class BackgroundTracker(GeneralTracker):
                 f"The tracker {self.name!r} can be started only once. Make another one."
             )
         self._start_error = TimeoutError(f"The tracker {self.name!r} has not started yet.")
-        self._worker.start(Call("start", self._begin, record=False))
+        self._worker.start(Call("start", self._begin, record=False), self.missed)
 
     def call_at_exit(self, end: Callable[[], object]) -> None:
         """Call `end` when the interpreter exits, before whatever `start` has registered for that.
@@ -174,16 +182,22 @@ class BackgroundTracker(GeneralTracker):
         self.submit(lambda _: atexit.register(end))
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the configuration, on the thread; secrets in it are redacted."""
-        self._queue("store_init_configuration", redact(values))
+        """Store the configuration, on the thread; secrets in it are masked."""
+        self._queue("store_init_configuration", masked(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Queue values to be recorded. None values are left out; secrets in texts are redacted."""
-        self._queue("log", redacted_texts(_without_none(values)), step, **kwargs)
+        """Queue values to be recorded. None values are left out; secrets in texts are masked."""
+        self._queue("log", masked_texts(_without_none(values)), step, **kwargs)
 
-    def log_numbers(self, values: dict[str, float], step: int) -> None:
-        """Queue numbers to be recorded, in a dict that must not change."""
-        self._worker.pending.put(Call("log", lambda tracker: tracker.log(dict(values), step)))
+    def log_recorded(self, values: dict[str, Any], step: int, time: float) -> None:
+        """Queue values that are also in the local record, so that they can be read back if dropped.
+
+        Args:
+            values: names and numbers, in a dict that must not change.
+            step: the number of optimizer updates so far.
+            time: the field `time` of the local record; later than in the previous call.
+        """
+        self._worker.pending.put(log_call(values, step, time))
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Queue images to be recorded."""
@@ -203,7 +217,7 @@ class BackgroundTracker(GeneralTracker):
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
         """Queue texts to be recorded."""
-        self._relay("log_text", redacted_texts(values), step, **kwargs)
+        self._relay("log_text", masked_texts(values), step, **kwargs)
 
     def log_artifact(self, *args: Any, **kwargs: Any) -> None:
         """Queue a file or a folder to be recorded; a full queue does not drop it."""
@@ -267,9 +281,10 @@ class BackgroundTracker(GeneralTracker):
         if self.dropped or self.failures or hangs:
             at = f"`{self._worker.running}` after {self.finish_timeout:g} seconds"
             _logger.warning(
-                "The tracker %r lost %d records and failed in %d calls%s.",
+                "The tracker %r lost %d records%s and failed in %d calls%s.",
                 self.name,
                 self.dropped,
+                f", which are in {self.missed.path}," if self.missed and self.dropped else "",
                 self.failures,
                 f"; it is left behind in {at}" if hangs else "",
             )

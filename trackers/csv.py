@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from trackers.base import GeneralTracker
-from trackers.jsonl import unused_name
+from trackers.jsonl import is_at, unused_name
 from trackers.media import one_level
 from trackers.registry import register_tracker
 from trainer.errors import module_logger
-from trainer.files import hidden_beside, is_at, regular
+from trainer.files import hidden_beside, regular
 
 _logger = module_logger("trackers")
 

@@ -19,9 +19,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import FileWriter, SummaryWriter
 
-from trackers.jsonl import append_whole
+from trackers.jsonl import append_whole, is_at
 from trainer.errors import module_logger
-from trainer.files import is_at, regular
+from trainer.files import regular
 
 _logger = module_logger("trackers")
 

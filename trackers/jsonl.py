@@ -10,7 +10,7 @@ from typing import Any
 
 from trackers.base import GeneralTracker
 from trainer.errors import module_logger
-from trainer.files import is_at, regular
+from trainer.files import regular
 from trainer.strict_json import dumps, from_json
 
 _logger = module_logger("trackers")
@@ -61,6 +61,14 @@ def unused_name(path: Path) -> Path:
     while os.path.lexists(aside := path.with_name(f"{path.stem}.{number}{path.suffix}")):
         number += 1
     return aside
+
+
+def is_at(file: os.stat_result, path: Path) -> bool:
+    """Return whether a file is still at a path, not deleted, moved or replaced."""
+    try:
+        return os.path.samestat(file, os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def append_whole(file: io.FileIO, record: bytes) -> None:

@@ -1,14 +1,21 @@
-"""The queue of calls that wait for a tracker."""
+"""The queue of calls that wait for a tracker, and reading back records that it dropped."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Set
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trackers.base import GeneralTracker
+from trackers.jsonl import FIELDS, parse_record
+from trainer.files import regular
+
+if TYPE_CHECKING:
+    from trackers.background import BackgroundTracker
+
+_PATIENCE = 120.0  # seconds to wait for the local record: twice its longest pause
 
 
 class Call(NamedTuple):
@@ -18,6 +25,8 @@ class Call(NamedTuple):
         what: the name of the method, for messages.
         function: makes the call, given the tracker.
         record: whether a full queue may drop the call.
+        time: the field `time` of the same record in the local record (``metrics.jsonl``), to read
+            it back from there if it is dropped.
         future: the future that the caller waits for.
         size: the approximate memory of its values in bytes; 0 for single numbers, and for calls
             that are no records.
@@ -26,12 +35,29 @@ class Call(NamedTuple):
     what: str
     function: Callable[[GeneralTracker], Any]
     record: bool = True
+    time: float | None = None
     future: Future[Any] | None = None
     size: int = 0
 
 
+def log_call(values: dict[str, Any], step: int, time: float | None = None) -> Call:
+    """Return a call of `log`, with a copy of the values for each tracker."""
+    return Call("log", lambda tracker: tracker.log(dict(values), step), time=time)
+
+
+class Gap(NamedTuple):
+    """Dropped records: the first and last `time`, and their number."""
+
+    first: float
+    last: float
+    size: int
+
+
 class Pending:
-    """The queue of waiting calls, in order; a full queue drops its oldest record.
+    """The queue of waiting calls, in order.
+
+    A full queue drops its oldest record. The dropped records are older than all waiting records, so
+    they form one gap, which is filled (from ``metrics.jsonl``) before the next call.
 
     Args:
         capacity: the maximum number of calls. Another record drops the oldest one.
@@ -41,7 +67,8 @@ class Pending:
             record costs several times as much as the record itself, also in training time.
 
     Attributes:
-        lost: the number of dropped records, and of those that came after the end.
+        fills: whether dropped records can be read back from the local record.
+        lost: the number of dropped records that cannot be read back, or that came after the end.
     """
 
     def __init__(self, capacity: int, gathering: float = 0.0, memory: int = 2**30) -> None:
@@ -49,8 +76,10 @@ class Pending:
         self.memory = memory
         self._size = 0  # bytes of all waiting calls
         self._gathering = gathering
+        self.fills = False
         self.lost = 0
         self._calls: deque[Call] = deque()
+        self._gap: Gap | None = None
         self._ended = False
         self._urgent = False  # wake the thread: a call that is no record, or many records
         self._changed = threading.Condition()
@@ -74,24 +103,29 @@ class Pending:
                 self._changed.notify()
             return True
 
-    def take(self) -> Call:
-        """Wait for the next call; remove and return it."""
+    def take(self) -> Call | Gap:
+        """Wait for the next call, or for the gap before it; remove and return it."""
         with self._changed:
-            if not self._calls:
+            if not self._calls and self._gap is None:
                 self._urgent = False
-                self._changed.wait_for(lambda: self._calls)
+                self._changed.wait_for(lambda: self._calls or self._gap)
                 self._changed.wait_for(lambda: self._urgent, self._gathering)
-            return self._pop(0)
+            gap, self._gap = self._gap, None
+            return gap or self._pop(0)
 
     def take_record(self) -> Call | None:
-        """Remove and return the next record; None if there is none."""
+        """Remove and return the next record; None if there is none or a gap comes first."""
         with self._changed:
-            place = next((at for at, call in enumerate(self._calls) if call.record), None)
+            places = [] if self._gap else range(len(self._calls))
+            place = next((at for at in places if self._calls[at].record), None)
             return None if place is None else self._pop(place)
 
     def put_back(self, call: Call) -> None:
-        """Make a call the next one again."""
+        """Make a call the next one again; it joins a gap, whose records are later."""
         with self._changed:
+            if self._gap and call.time is not None:
+                self._count_dropped(call)
+                return
             self._calls.appendleft(call)
             self._size += call.size
 
@@ -105,12 +139,14 @@ class Pending:
         with self._changed:
             cleared = self._take_all(lambda call: call.what != "finish")
             self.lost += sum(call.record for call in cleared)
+            self.lost += self._gap.size if self._gap else 0
+            self._gap = None
             return cleared
 
-    def lose(self, call: Call) -> None:
-        """Count a call as lost that was taken from the queue, if it is a record."""
+    def lose(self, count: int) -> None:
+        """Count records as lost that were taken from the queue but not logged."""
         with self._changed:
-            self.lost += call.record
+            self.lost += count
 
     def _pop(self, place: int) -> Call:
         call = self._calls[place]
@@ -128,6 +164,66 @@ class Pending:
         """Drop the oldest record, or the oldest one that takes memory."""
         for place, call in enumerate(self._calls):
             if call.record and (call.size or not sized):
-                self._pop(place)
-                self.lost += 1
+                self._count_dropped(self._pop(place))
                 return
+
+    def _count_dropped(self, call: Call) -> None:
+        if call.time is None or not self.fills:
+            self.lost += 1
+        else:
+            gap = self._gap or Gap(call.time, call.time, 0)
+            first, last = min(gap.first, call.time), max(gap.last, call.time)
+            self._gap = Gap(first, last, gap.size + 1)
+
+
+class Missed:
+    """Reads the records of a run between two times, in the order written.
+
+    Each tracker has its own instance, which continues to read where it stopped. So each request
+    must be for later records than the previous request.
+
+    Args:
+        record: the `BackgroundTracker` of the local record, a `JsonlTracker`.
+        begin: a future of the file offset, in bytes, at which this run began.
+        private: names of values logged with ``logger=False``, which trackers do not get.
+    """
+
+    def __init__(self, record: BackgroundTracker, begin: Future[int], private: Set[str]) -> None:
+        self.path = record.wrapped.tracker
+        self._record = record
+        self._begin = begin
+        self._private = private
+        self._offset: int | None = None
+
+    def between(
+        self, first: float, last: float
+    ) -> Generator[tuple[dict[str, Any], int], None, None]:
+        """Read records, after waiting for their writer; call it on the tracker's thread.
+
+        Args:
+            first: the field `time` of the first record.
+            last: the field `time` of the last record.
+
+        Yields:
+            The values, without private ones, and the step.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: a line is not JSON.
+        """
+        self._record.settle(_PATIENCE)
+        if self._offset is None:
+            self._offset = self._begin.result(_PATIENCE)
+        with open(self.path, "rb", opener=regular) as lines:
+            lines.seek(self._offset)
+            for line in lines:
+                if not line.endswith(b"\n"):  # it is being written, so it is later than `last`
+                    return
+                record = parse_record(line, f"{self.path}, byte {self._offset}")
+                if record["time"] > last:
+                    return
+                self._offset += len(line)
+                hidden = FIELDS | self._private
+                values = {name: record[name] for name in record if name not in hidden}
+                if record["time"] >= first and values:
+                    yield values, record["step"]

@@ -1,16 +1,21 @@
-"""The registry of trackers that `log_with` uses."""
+"""The registry of trackers that `log_with` uses, and entry points of other packages."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeAlias, TypeVar
 
 from trackers.base import GeneralTracker, check_complete, check_installed, is_installed
+from trackers.jsonl import JsonlTracker
 from trainer.checks import choice_error
+from trainer.errors import module_logger
 
+_logger = module_logger("trackers")
 _REGISTRY: dict[str, type[GeneralTracker]] = {}
 _ALL = "all"
+_GROUP = "cadence.trackers"
 
 _Class = TypeVar("_Class", bound="type[GeneralTracker]")
 # str last: configuration readers try the types in order, and a class path is a string too.
@@ -29,10 +34,15 @@ def register_tracker(cls: _Class) -> _Class:
         The class itself.
 
     Raises:
+        TypeError: `cls` is not a subclass of `GeneralTracker`.
         NotImplementedError: a required attribute is missing.
-        ValueError: another class is registered under its name.
+        ValueError: the name is reserved, or another class is registered under it.
     """
+    if not (isinstance(cls, type) and issubclass(cls, GeneralTracker)):
+        raise TypeError(f"register_tracker takes a subclass of GeneralTracker, got {cls!r}.")
     check_complete(cls)
+    if cls.name == _ALL:
+        raise ValueError(f"{cls.__qualname__}.name is {_ALL!r}, which stands for every tracker.")
     other = _REGISTRY.get(cls.name, cls)
     if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ValueError(
@@ -43,7 +53,17 @@ def register_tracker(cls: _Class) -> _Class:
 
 
 def available_trackers() -> list[str]:
-    """Return the sorted names of the registered trackers whose package is installed."""
+    """Return the sorted names of the registered trackers whose package is installed.
+
+    They include trackers of other packages, declared as entry points in the group
+    "cadence.trackers" and not under a registered name. A warning is logged for one that cannot be
+    loaded.
+    """
+    for entry in _entries().values():
+        try:
+            _load(entry)
+        except ImportError as error:
+            _logger.warning("%s", error)
     return sorted(name for name, cls in _REGISTRY.items() if is_installed(cls))
 
 
@@ -64,7 +84,7 @@ def select_trackers(
         The given instances, and classes, in the order given.
 
     Raises:
-        TypeError: an entry is none of the above.
+        TypeError: an entry is none of the above, or a class that takes the path of its file.
         ValueError: a name is unknown, or a tracker needs a directory and `logging_dir` is None.
         ImportError: the package of a tracker is not installed.
     """
@@ -81,6 +101,9 @@ def select_trackers(
         if isinstance(one, GeneralTracker):
             continue
         check_installed(one)
+        made_by: Any = one.__init__
+        if made_by is JsonlTracker.__init__:  # it would take the run's name as its path
+            raise TypeError(f"log_with takes a {one.__name__} as an instance, with its path.")
         if one.requires_logging_directory and logging_dir is None:
             raise ValueError(
                 f"Logging with {one.name!r} writes files, but logging_dir is None. Pass "
@@ -147,7 +170,31 @@ def _lookup(entry: Any) -> Sequence[GeneralTracker | type[GeneralTracker]]:
         )
     if entry == _ALL:
         return [_REGISTRY[name] for name in available_trackers()]
+    if entry not in _REGISTRY and entry in (others := _entries()):
+        _load(others[entry])
     if entry not in _REGISTRY:
-        choices = choice_error("log_with", entry, [_ALL, *_REGISTRY])
+        choices = choice_error("log_with", entry, [_ALL, *_REGISTRY, *others])
         raise ValueError(f"{choices} Add a class of your own with register_tracker.")
     return [_REGISTRY[entry]]
+
+
+def _entries() -> dict[str, EntryPoint]:
+    """Return the trackers that only other packages declare, by name, without importing any."""
+    entries = entry_points(group=_GROUP)
+    return {entry.name: entry for entry in entries if entry.name not in _REGISTRY}
+
+
+def _load(entry: EntryPoint) -> None:
+    """Register the tracker of another package.
+
+    Raises:
+        ImportError: the entry point cannot be loaded, or is not a tracker of that name.
+    """
+    where = f"The tracker {entry.name!r}, {entry.value}, cannot be used"
+    try:
+        cls = register_tracker(entry.load())
+    # Another package may raise anything; it must not affect the other trackers.
+    except Exception as error:
+        raise ImportError(f"{where}: {type(error).__name__}: {error}") from error
+    if cls.name != entry.name:
+        raise ImportError(f"{where}: {cls.__qualname__}.name is {cls.name!r}.")

@@ -1,5 +1,6 @@
 """The thread that makes a tracker's calls one after the other, and retries failed ones."""
 
+import contextlib
 import errno
 import random
 import threading
@@ -7,7 +8,7 @@ import time
 from concurrent.futures import Future, wait
 
 from trackers.base import GeneralTracker
-from trackers.pending import Call, Pending
+from trackers.pending import Call, Gap, Missed, Pending, log_call
 from trainer.errors import module_logger
 
 _logger = module_logger("trackers")
@@ -60,27 +61,34 @@ class Worker:
         pauses: the first and the longest pause, in seconds.
 
     Attributes:
+        missed: reads records that `pending` dropped.
         running: the name of the current call.
         thread: the thread, None until `start`.
         failures: the number of attempts that raised.
+        replayed: the number of records from `missed`.
     """
 
     def __init__(
         self, tracker: GeneralTracker, pending: Pending, limit: float, pauses: tuple[float, float]
     ) -> None:
         self.pending = pending
+        self.missed: Missed | None = None
         self.running = ""
         self.thread: threading.Thread | None = None
         self.failures = 0
+        self.replayed = 0
         self._tracker = tracker
         self._limit = limit
         self._pauses = pauses
         self._deadline: float | None = None  # set when the end is requested
+        self._gave_up = False  # whether an outage lasted beyond the end
         self._refused = False  # whether `start` failed for good; later calls are not retried
         self._hurry = threading.Event()  # ends a pause
 
-    def start(self, call: Call) -> None:
+    def start(self, call: Call, missed: Missed | None) -> None:
         """Start the thread with a call that precedes all waiting ones."""
+        self.missed = missed
+        self.pending.fills = missed is not None
         self.thread = threading.Thread(
             target=self._run, args=(call,), name=f"tracker-{self._tracker.name}", daemon=True
         )
@@ -132,9 +140,12 @@ class Worker:
             if call.future is not None:
                 call.future.set_exception(TimeoutError(text))
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: Call | Gap) -> None:
         while True:
-            self._make(call)
+            if isinstance(call, Gap):
+                self._replay(call)
+            else:
+                self._make(call)
             # An idle thread must not keep the tensors of the last record alive.
             del call
             if self.running == "finish":
@@ -156,10 +167,11 @@ class Worker:
             if failed >= _MANY and call.what != "start" and self._next_passes():
                 attempt, passed_over = 0, passed_over + 1
                 if passed_over == _SURE:
-                    self.pending.lose(call)
+                    self.pending.lose(call.record)
                     return
             if not self._pause(attempt):
-                self.pending.lose(call)
+                self._gave_up = True
+                self.pending.lose(call.record)
                 self._abandon()
                 return
             if self._hurry.is_set():
@@ -180,7 +192,7 @@ class Worker:
     def _next_passes(self) -> bool:
         """Try the next record, and return whether the service accepts it and so is available.
 
-        That record is then logged before the failing call.
+        That record is then logged before the failing call, and before some replayed records.
         """
         other = self.pending.take_record()
         if other is None:
@@ -189,6 +201,23 @@ class Worker:
         if error is not None and may_pass(error, other.what):
             self.pending.put_back(other)
         return error is None
+
+    def _replay(self, gap: Gap) -> None:
+        """Let the tracker log the records that a full queue dropped."""
+        assert self.missed is not None  # otherwise there would be no gap
+        self.running = "log"
+        self.pending.lose(gap.size)  # until they are logged, also if the tracker hangs meanwhile
+        try:
+            with contextlib.closing(self.missed.between(gap.first, gap.last)) as records:
+                for values, step in records:
+                    self._make(log_call(values, step))
+                    self.pending.lose(-1)
+                    if self._gave_up:
+                        break
+                    self.replayed += 1
+        # Reading the local record may raise anything, which would end the thread silently.
+        except Exception as error:  # noqa: BLE001
+            self._report("log", error)
 
     def _attempt(self, call: Call) -> BaseException | None:
         """Make a call once; return the error that it raised, or None."""

@@ -5,10 +5,12 @@ Its methods are short; the modules that they call do the work and document it in
 
 from __future__ import annotations
 
+import math
 import os
+import reprlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -91,6 +94,14 @@ _HANDLERS = (
     ProfileKwargs,
     *_RECIPES,
 )
+_KINDS = {
+    "model": "a torch.nn.Module",
+    "optimizer": "an optimizer of torch.optim, or one with its attributes",
+    "scheduler": "a scheduler of torch.optim.lr_scheduler, or one with its attributes",
+    "loss": "a tensor with a graph, which loss.item() and float(loss) lack",
+    "hook": "a function",
+    "joinable": "a model or an optimizer, as prepare returned it",
+}
 
 
 class Accelerator:
@@ -622,15 +633,25 @@ class Accelerator:
             The prepared objects in the same order, as a tuple; the bare object if there is one.
 
         Raises:
-            ValueError: `device_placement` has a different length.
+            ValueError: Nothing was passed, or `device_placement` has a different length.
+            TypeError: `device_placement` holds anything but bools, or is not a list.
         """
+        if not args:
+            raise ValueError("prepare() was called without anything to prepare.")
         if device_placement is None:
             device_placement = [self.device_placement] * len(args)
+        elif not isinstance(device_placement, Sized):
+            raise TypeError(
+                f"device_placement is {device_placement!r}; it must be a list with True or False "
+                f"for each object: {[True] * len(args)}."
+            )
         elif len(device_placement) != len(args):
             raise ValueError(
                 f"device_placement has {len(device_placement)} elements for {len(args)} objects; "
                 "give one for each."
             )
+        for number, place in enumerate(device_placement):
+            check_bools(**given(**{f"device_placement[{number}]": place}))
         self._fill_deepspeed(args)
         # Models first: an engine may replace their parameters, which optimizers hold. Schedulers
         # last: they need their prepared optimizers.
@@ -687,7 +708,11 @@ class Accelerator:
             model: The model; preparing it again returns the same prepared model.
             device_placement: Overrides the constructor's.
             evaluation_mode: The model is only evaluated: no DDP.
+
+        Raises:
+            TypeError: `model` is not a module.
         """
+        _check_argument("prepare_model", "model", model, isinstance(model, nn.Module))
         for known in self._models:
             if model is known or models.unwrap_model(known) is model:
                 return known
@@ -705,7 +730,14 @@ class Accelerator:
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wrap an optimizer to step only at the end of a window, and if gradients are finite."""
+        """Wrap an optimizer to step only at the end of a window, and if gradients are finite.
+
+        Raises:
+            TypeError: `optimizer` is not an optimizer.
+        """
+        _check_argument(
+            "prepare_optimizer", "optimizer", optimizer, hasattr(optimizer, "param_groups")
+        )
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         for known in self._optimizers:
@@ -725,7 +757,13 @@ class Accelerator:
         self,
         scheduler: LRScheduler | DummyScheduler | MegatronLMDummyScheduler | AcceleratedScheduler,
     ) -> AcceleratedScheduler:
-        """Wrap a scheduler to advance with its optimizer's updates; see `scheduler_tick`."""
+        """Wrap a scheduler to advance with its optimizer's updates; see `scheduler_tick`.
+
+        Raises:
+            TypeError: `scheduler` is not a scheduler.
+        """
+        fits = hasattr(scheduler, "optimizer") and not isinstance(scheduler, AcceleratedOptimizer)
+        _check_argument("prepare_scheduler", "scheduler", scheduler, fits)
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         for known in self._schedulers:
@@ -786,12 +824,26 @@ class Accelerator:
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Allow different numbers of batches per process in a block; see `strategies.join`."""
+        """Allow different numbers of batches per process in a block; see `strategies.join`.
+
+        Raises:
+            TypeError: `joinables` is not a list of models and optimizers (also with one process).
+        """
         check_bools(**given(even_batches=even_batches))
-        return join.join_uneven_inputs(list(joinables), self._dataloaders, even_batches, self)
+        if isinstance(joinables, (str, nn.Module)) or not isinstance(joinables, Iterable):
+            raise TypeError(
+                f"joinables is {reprlib.repr(joinables)}; it must be a list of models and "
+                "optimizers: join_uneven_inputs([model])."
+            )
+        joinables = list(joinables)
+        for each in joinables:
+            fits = isinstance(each, (nn.Module, Joinable)) or hasattr(each, "param_groups")
+            _check_argument("join_uneven_inputs", "joinable", each, fits)
+        return join.join_uneven_inputs(joinables, self._dataloaders, even_batches, self)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether a device map has already spread the model over several devices."""
+        _check_argument("verify_device_map", "model", model, isinstance(model, nn.Module))
         return models.verify_device_map(model)
 
     def unwrap_model(
@@ -909,6 +961,7 @@ class Accelerator:
                 return
             with ExitStack() as stack:
                 for model in models:
+                    _check_argument("accumulate", "model", model, isinstance(model, nn.Module))
                     stack.enter_context(self.engine.no_sync(model))
                 yield
         finally:
@@ -923,6 +976,7 @@ class Accelerator:
         """
         with ExitStack() as stack:
             for each in self._models if model is None else [model]:
+                _check_argument("no_sync", "model", each, isinstance(each, nn.Module))
                 stack.enter_context(self.engine.no_sync(each))
             yield
 
@@ -1004,16 +1058,22 @@ class Accelerator:
 
         Raises:
             RuntimeError: With several processes, parameters were unfrozen after `prepare`.
+            TypeError: `loss` is not a tensor.
         """
         if self.sync_gradients:
             self.engine.check_unknown_parameters()
         steps = self.gradient_state.num_steps
         self._steps_at_backward = list(map(_STEPS, self._optimizers))
-        scaled = loss if steps == 1 else loss / steps
-        if "learning_rate" in kwargs and any(map(is_lomo, self._optimizers)):
-            self.lomo_backward(scaled, **kwargs)
-        else:
-            self.engine.backward(self.precision.scale(scaled), **kwargs)
+        try:
+            scaled = loss if steps == 1 else loss / steps
+            if "learning_rate" in kwargs and any(map(is_lomo, self._optimizers)):
+                self.lomo_backward(scaled, **kwargs)
+            else:
+                self.engine.backward(self.precision.scale(scaled), **kwargs)
+        # Of a wrong type? It is checked only after a failure.
+        except (AssertionError, AttributeError, TypeError, ValueError):
+            _check_argument("backward", "loss", loss, hasattr(loss, "backward"))
+            raise
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Run backward with the update fused into it (LOMO); see `trainer.optim.lomo`."""
@@ -1025,9 +1085,13 @@ class Accelerator:
         Raises:
             ValueError: Called inside an accumulation window: later micro-batches would add scaled
                 gradients to unscaled ones.
+            TypeError: `optimizer` is neither an optimizer nor a list of them.
         """
         chosen = self._optimizers if optimizer is None else optimizer
-        ours: list[Any] = [chosen] if hasattr(chosen, "param_groups") else list(chosen)
+        single = isinstance(chosen, (Optimizer, nn.Module, str))
+        ours: list[Any] = [chosen] if single or not isinstance(chosen, Iterable) else list(chosen)
+        for one in ours:
+            _check_argument("unscale_gradients", "optimizer", one, hasattr(one, "param_groups"))
         scaled = self.scaler is not None and self.scaler.is_enabled()
         if scaled and not self.sync_gradients:
             raise ValueError(
@@ -1050,10 +1114,16 @@ class Accelerator:
             The norm before clipping.
 
         Raises:
-            ValueError: `max_norm` is negative or NaN, or `norm_type` is not a number.
-            TypeError: `max_norm` is not a number.
+            ValueError: `max_norm` is negative or NaN, or `norm_type` is 0.
+            TypeError: `max_norm` or `norm_type` is not a number.
         """
         _check_limit("max_norm", max_norm)
+        check_numbers(norm_type=math.inf if norm_type == "inf" else norm_type)
+        if norm_type == 0:
+            raise ValueError(
+                f"norm_type is {norm_type!r}, which counts the elements that are not zero: scaling "
+                "does not change their number. Use another order, such as 2 or 'inf'."
+            )
         parameters = self._unscaled(parameters)
         return self.engine.clip_grad_norm_(parameters, max_norm, float(norm_type))
 
@@ -1134,8 +1204,10 @@ class Accelerator:
         one at a time.
 
         Raises:
+            TypeError: `model` is not a module; raised on every process.
             ValueError: `max_shard_size` is not a size; raised on every process.
         """
+        _check_argument("save_model", "model", model, isinstance(model, nn.Module))
         check_bools(safe_serialization=safe_serialization)
         parse_size(max_shard_size, "max_shard_size")  # a bad size raises on every rank
         options = _bare(model), save_directory, max_shard_size, safe_serialization
@@ -1263,12 +1335,14 @@ class Accelerator:
         Files that the hook writes to `output_dir` become part of the checkpoint. State dicts that
         it removes from `weights` are not saved.
         """
+        _check_argument("register_save_state_pre_hook", "hook", hook, callable(hook))
         handle = RemovableHandle(self._save_hooks)
         self._save_hooks[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` before a load; models that it removes are not loaded."""
+        _check_argument("register_load_state_pre_hook", "hook", hook, callable(hook))
         handle = RemovableHandle(self._load_hooks)
         self._load_hooks[handle.id] = hook
         return handle
@@ -1427,6 +1501,14 @@ class Accelerator:
         return f"Accelerator(\n{self.state})"
 
 
+def _check_argument(method: str, what: str, given: object, fits: bool) -> None:
+    if not fits:
+        raise TypeError(
+            f"{method} was given {reprlib.repr(given)} of type {type(given).__name__} as its "
+            f"{what}; it must be {_KINDS[what]}."
+        )
+
+
 def _bare(model: nn.Module) -> nn.Module:
     return models.unwrap_model(model)
 
@@ -1546,6 +1628,10 @@ def _check_limit(name: str, limit: Any) -> None:
 
 
 def _by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
+    if isinstance(handlers, str) or not isinstance(handlers, Iterable):
+        one = isinstance(handlers, KwargsHandler)
+        shown = f"{type(handlers).__name__}(...)" if one else repr(handlers)
+        raise TypeError(f"kwargs_handlers is {shown}; it must be a list: [{shown}].")
     found: dict[type, Any] = {}
     for handler in handlers:
         if type(handler) not in _HANDLERS:

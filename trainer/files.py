@@ -50,14 +50,6 @@ def regular(path: str | os.PathLike[str], flags: int) -> int:
     return descriptor
 
 
-def is_at(file: os.stat_result, path: Path) -> bool:
-    """Return whether a file is still at a path, not deleted, moved or replaced."""
-    try:
-        return os.path.samestat(file, os.stat(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
 def hidden_beside(file: Path) -> Path:
     """Create an empty hidden temporary file beside `file`, to be renamed to it later."""
     hidden = file.with_name(f"{_HIDDEN}{os.getpid()}-{uuid.uuid4().hex[:12]}-{file.name}")

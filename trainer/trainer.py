@@ -67,6 +67,7 @@ from trainer.loops.setup import (
     RunContext,
     deterministic,
     stage_of,
+    warn_of_concurrent_runs,
 )
 from trainer.loops.state import Counters, FitData, FitRun, Run, Stopping
 from trainer.megatron_plugin import MegatronLMPlugin
@@ -1193,6 +1194,7 @@ class Trainer:
         with (
             self.accelerator.state._in_force(),
             watched(partial(self._place, name)) as note_place,
+            warn_of_concurrent_runs(),
             deterministic(settings.deterministic),
             torch.autograd.set_detect_anomaly(True) if detects_anomaly else nullcontext(),
             stage_of(self._context, name, module, datamodule, finish=self._finish) as hooks,

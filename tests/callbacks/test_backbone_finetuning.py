@@ -279,6 +279,31 @@ def test_a_run_resumes_from_a_checkpoint_saved_after_the_fit():
     assert_same(watches[1].weights, watches[0].weights[12:])
 
 
+def test_a_run_resumes_from_a_checkpoint_of_an_earlier_release(monkeypatch):
+    """There everything in a frozen part was in evaluation mode, dropout too."""
+
+    def sleep(self: Any, trainer: Any, module: Any) -> None:
+        module.backbone.eval()
+
+    def earlier(self: Any) -> dict[str, Any]:
+        return {"epoch": 0, "frozen": list(BODY | NORM), "asleep": asleep} | unfreezing
+
+    names = [name for name, _ in Net().named_modules()]
+    asleep = [name for name in names if name.startswith("backbone")]
+    unfreezing = {"unfrozen": False, "group": None, "fraction": None}
+    with monkeypatch.context() as patched:
+        patched.setattr(BackboneFinetuning, "state_dict", earlier)
+        patched.setattr(BackboneFinetuning, "on_train_epoch_start", sleep)
+        fit(BackboneFinetuning(2), max_epochs=1, project_dir="run", checkpointing=True)
+    looking, module = Looking(), Net()
+    quiet_trainer(max_epochs=3, callbacks=[BackboneFinetuning(2), looking], project_dir="run").fit(
+        module, loader(), ckpt_path="last"
+    )
+    others = set(names) - {"backbone.1", "fixed"}
+    assert looking.training == [others] * 6 + [others | {"backbone.1"}] * 6
+    assert [name for name, part in module.named_modules() if not part.training] == ["fixed"]
+
+
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_module_is_left_as_it_was_found(epochs, fails):

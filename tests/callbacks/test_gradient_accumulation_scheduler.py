@@ -166,8 +166,10 @@ def test_setting_it_without_effect_is_refused():
 @pytest.mark.parametrize(
     ("scheduling", "error", "text"),
     [
+        ({}, ValueError, "must be a dict"),
         ({-1: 2}, ValueError, "the epoch -1 of scheduling is -1; it must be"),
         ({0: 0}, ValueError, r"scheduling\[0\] is 0; it must be a whole number of at least 1"),
+        ([4], ValueError, r"\[4\]; it must be a dict"),
     ],
 )
 def test_invalid_arguments_are_refused(scheduling, error, text):

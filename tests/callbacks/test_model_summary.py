@@ -130,11 +130,15 @@ def test_flops_are_those_of_the_closed_formulas():
     # the third product with the head's weight is outside its calls
     assert flops.total == flops.by_module.pop("") == sum(expected.values()) + head
     assert {name: n for name, n in flops.by_module.items() if "." not in name} == expected
+    assert flops.uncounted == ["aten._fft_r2c", "aten._trilinear", "aten.linalg_inv_ex"]
     lines = summarize(model, flops=flops).splitlines()
     assert lines[0].split() == ["Name", "Type", "Parameters", "Trainable", "FLOPs"]
     column = {line.split()[0]: line.split()[-1] for line in lines[2:8]}
     assert column == {name: f"{n:,}" for name, n in expected.items()} | {"unused": "-"}
-    assert lines[-1] == f"{flops.total:,} FLOPs in the forward pass of one batch"
+    assert lines[-2:] == [
+        f"{flops.total:,} FLOPs in the forward pass of one batch",
+        "not counted: aten._fft_r2c, aten._trilinear, aten.linalg_inv_ex",
+    ]
 
 
 def test_attention_on_the_cpu_counts_forward_and_backward():
@@ -143,13 +147,14 @@ def test_attention_on_the_cpu_counts_forward_and_backward():
         nn.functional.scaled_dot_product_attention(q, k, v).sum().backward()
     product = 2 * (2 * 3 * 16 * 16 * 8)
     assert flops.total == (2 + 5) * product  # the weights are computed a second time
+    assert flops.uncounted == []
 
 
 def test_composite_operations_are_counted():
     layer = nn.Linear(3, 2)
     with torch.inference_mode(), flops_of(layer) as flops:
         layer(torch.ones(4, 3))
-    assert flops.total == 2 * 4 * 3 * 2
+    assert (flops.total, flops.uncounted) == (2 * 4 * 3 * 2, [])
 
 
 def test_counting_leaves_no_hooks_and_no_mode_also_after_an_error():

@@ -189,3 +189,8 @@ def test_the_clock_of_rank_0_decides_for_all(ranks2):
 def test_invalid_arguments_are_refused(arguments, error, text):
     with pytest.raises(error, match=text):
         Timer(*arguments)
+
+
+def test_an_unknown_stage_is_refused():
+    with pytest.raises(ValueError, match=r"stage is 'fit'; it must be one of 'predict'"):
+        Timer().time_elapsed("fit")

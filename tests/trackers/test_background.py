@@ -1,4 +1,5 @@
 import logging
+import math
 import threading
 import weakref
 
@@ -14,6 +15,7 @@ from trackers import (
     worker,
 )
 from trackers.background import finish_all
+from trackers.pending import Missed
 
 
 class Recorder(GeneralTracker):
@@ -704,18 +706,170 @@ def test_submit_does_not_wait_for_the_end_of_an_outage():
     background.finish()
 
 
-def test_each_tracker_gets_its_own_copy_of_values():
+# -- what a full queue dropped ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def local(tmp_path):
+    """A local record with one of an earlier run, whose clock was ahead."""
+    record = BackgroundTracker(JsonlTracker(tmp_path / "metrics.jsonl"), **QUICK)
+    record.start()
+    record.log({"x": -1.0}, 3, time=15.0)
+    yield record
+    record.finish()
+
+
+def begin(tracker, local, **options):
+    background = BackgroundTracker(tracker, **options)
+    offset = local.submit(lambda record: record.offset)
+    background.missed = Missed(local, offset, {"private"})
+    background.start()
+    return background
+
+
+def record_both(local, background, steps):
+    for step in steps:
+        value = math.nan if step == 4 else step / 3
+        local.log({"x": value, "private": 0.0}, step, time=10.0 + step)
+        background.log_recorded({"x": value}, step, 10.0 + step)
+
+
+def logged(tracker):
+    return [(call[2], str(call[1])) for call in tracker.calls if call[0] == "log"]
+
+
+def expected(steps):
+    return [(step, str({"x": math.nan if step == 4 else step / 3})) for step in steps]
+
+
+def test_dropped_records_are_read_back_in_order(local, caplog):
+    tracker = Blocking()
+    background = begin(tracker, local, capacity=3)
+    for steps in (range(20), range(20, 40)):
+        record_both(local, background, steps[:1])
+        tracker.entered.wait()
+        record_both(local, background, steps[1:])
+        assert len(background._worker.pending._calls) == 3
+        tracker.release.set()
+        background.settle(20)
+        tracker.entered.clear()
+        tracker.release.clear()
+    tracker.release.set()
+    background.finish()
+    assert logged(tracker) == expected(range(40))
+    # `settle` is a call too, for which nothing is dropped.
+    assert (background.replayed, background.dropped) == (32, 0)
+    assert not warnings_of(caplog)
+
+
+def overflow(tracker, local, background):
+    """Log 20 records while the tracker waits in the first, so that its queue drops some."""
+    record_both(local, background, [0])
+    tracker.entered.wait()
+    record_both(local, background, range(1, 20))
+    tracker.release.set()
+
+
+class BlockingInReplay(Blocking):
+    """It blocks a second time, at a record that is replayed."""
+
+    def __init__(self):
+        super().__init__()
+        self.replaying, self.go_on = threading.Event(), threading.Event()
+
+    def log(self, values, step, **kwargs):
+        if step == 5:
+            self.replaying.set()
+            self.go_on.wait()
+        super().log(values, step, **kwargs)
+
+
+def test_records_that_come_during_replay_are_not_lost(local):
+    tracker = BlockingInReplay()
+    background = begin(tracker, local, capacity=3)
+    overflow(tracker, local, background)
+    tracker.replaying.wait()
+    record_both(local, background, range(20, 40))
+    tracker.go_on.set()
+    background.finish()
+    assert logged(tracker) == expected(range(40))
+    assert background.dropped == 0
+
+
+def test_records_missed_by_a_hang_during_replay_are_counted(local):
+    tracker = BlockingInReplay()
+    background = begin(tracker, local, capacity=3, finish_timeout=0.2)
+    overflow(tracker, local, background)
+    tracker.replaying.wait()
+    background.finish()
+    assert background.dropped == 15
+    tracker.go_on.set()
+    background._worker.thread.join()
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_an_outage_while_records_are_replayed(local, returns, caplog):
+    class Again(Blocking):
+        def log(self, values, step, **kwargs):
+            if step >= 5 and not self.there:
+                self.there = returns
+                raise ConnectionError("again")
+            super().log(values, step, **kwargs)
+
+    tracker = Again()
+    tracker.there = False
+    background = begin(tracker, local, capacity=3, finish_timeout=30 if returns else 2, **QUICK)
+    overflow(tracker, local, background)
+    background.finish()
+    assert logged(tracker) == expected(range(20 if returns else 5))
+    assert background.dropped == (0 if returns else 15)
+    if not returns:
+        where = f"lost 15 records, which are in {local.tracker}, and failed"
+        assert where in caplog.messages[-1]
+
+
+def test_records_missing_from_the_local_record_are_counted_as_lost(local):
+    tracker = Blocking()
+    background = begin(tracker, local, capacity=3)
+    background.log({}, 0)
+    tracker.entered.wait()
+    record_both(local, background, [1, 2])
+    background.log_recorded({"x": 3.0}, 3, 13.0)  # the disk refused it
+    background.log({"by hand": 1}, 3)
+    record_both(local, background, range(4, 8))
+    tracker.release.set()
+    background.finish()
+    assert [step for step, _ in logged(tracker)] == [0, 1, 2, 4, 5, 6, 7]
+    assert background.dropped == 2
+
+
+def test_an_unreadable_local_record_is_reported_and_ends_nothing(local, caplog):
+    tracker = Blocking()
+    background = begin(tracker, local, capacity=2)
+    record_both(local, background, [0])
+    tracker.entered.wait()
+    record_both(local, background, range(1, 6))
+    local.settle(20)
+    local.tracker.write_text("no json\n" * 100)
+    tracker.release.set()
+    background.finish()
+    assert [step for step, _ in logged(tracker)] == [0, 4, 5]
+    assert (background.dropped, background.failures) == (3, 1)
+    assert "is not JSON" in caplog.text
+
+
+def test_each_tracker_gets_its_own_copy_of_values(local):
     class Taking(Recorder):
         def log(self, values, step, **kwargs):
             super().log(dict(values), step, **kwargs)
             values.clear()
 
     values = {"x": 1.0}
-    trackers = [started(Taking()) for _ in range(2)]
+    trackers = [begin(Taking(), local) for _ in range(2)]
     for background in trackers:
-        background.log_numbers(values, 1)
+        background.log_recorded(values, 1, 11.0)
         background.finish()
-    assert all(("log", {"x": 1.0}, 1, {}) in one.wrapped.calls for one in trackers)
+    assert [logged(one.wrapped) for one in trackers] == [[(1, "{'x': 1.0}")]] * 2
 
 
 def test_a_run_id_that_is_not_known_yet_is_not_waited_for():

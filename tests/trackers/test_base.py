@@ -131,6 +131,80 @@ def test_a_service_with_projects_gets_both_names():
     assert options == {"memory": {"name": "mine", "color": "red"}}
 
 
+PACKAGE = """
+from trackers import GeneralTracker
+
+class Theirs(GeneralTracker):
+    name = "theirs"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self, run_name):
+        self.run_name = run_name
+
+class Alias(Theirs):
+    name = "another"
+
+number = 3
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Installs a package that has the trackers given."""
+
+    def install(**entries):
+        (tmp_path / "site" / "their_package-1.0.dist-info").mkdir(parents=True)
+        about = tmp_path / "site" / "their_package-1.0.dist-info"
+        (about / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n"
+        )
+        lines = [f"{name} = {value}" for name, value in entries.items()]
+        (about / "entry_points.txt").write_text("\n".join(["[cadence.trackers]", *lines, ""]))
+        (tmp_path / "site" / "their_package.py").write_text(PACKAGE)
+        monkeypatch.syspath_prepend(tmp_path / "site")
+
+    yield install
+    sys.modules.pop("their_package", None)
+
+
+def test_a_package_adds_a_tracker_by_an_entry_point(package, registry, caplog):
+    package(theirs="their_package:Theirs")
+    with pytest.raises(ValueError, match="'theirs'"):  # among the choices
+        resolve("unknown")
+    assert "their_package" not in sys.modules  # nobody asked for it
+    for _ in range(2):
+        assert [one.run_name for one in resolve("theirs")] == ["project"]
+    assert "theirs" in trackers.available_trackers()
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ("no_such_module:Theirs", "ModuleNotFoundError"),
+        ("their_package:Missing", "AttributeError"),
+        ("their_package:number", "takes a subclass of GeneralTracker"),
+        ("their_package:Alias", "Alias.name is 'another'"),
+    ],
+)
+def test_a_broken_entry_point_is_reported(package, caplog, value, error):
+    package(broken=value, theirs="their_package:Theirs")
+    assert "theirs" in trackers.available_trackers()
+    (message,) = caplog.messages
+    assert f"The tracker 'broken', {value}, cannot be used" in message
+    assert error in message
+    with pytest.raises(ImportError, match=error):
+        resolve("broken")
+
+
+def test_a_package_cannot_replace_a_built_in(package, tmp_path):
+    package(tensorboard="their_package:Theirs")
+    trackers.available_trackers()
+    (tracker,) = resolve("tensorboard", logging_dir=tmp_path)
+    assert type(tracker) is trackers.TensorBoardTracker
+
+
 def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
     (tmp_path / "a_package_that_nobody_has").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
@@ -195,11 +269,18 @@ def test_wrong_type(wrong):
         resolve(wrong)
 
 
-def test_a_subclass_of_the_jsonl_tracker_names_its_file(tmp_path):
+def test_a_class_that_takes_the_path_of_its_file_is_refused(tmp_path, monkeypatch):
+    class Like(trackers.JsonlTracker):
+        pass
+
     class Own(trackers.JsonlTracker):
         def __init__(self, run_name):
             super().__init__(tmp_path / f"{run_name}.jsonl")
 
+    monkeypatch.chdir(tmp_path)
+    for wrong in (trackers.JsonlTracker, Like):
+        with pytest.raises(TypeError, match=rf"takes a {wrong.__name__} as an instance"):
+            trackers.select_trackers(["csv", wrong], logging_dir=tmp_path)
     (own,) = resolve(Own)
     assert own.path == tmp_path / "project.jsonl"
     assert resolve(own) == [own]
@@ -239,3 +320,10 @@ def test_registering_a_redefined_class_replaces_it():
     trackers.register_tracker(Memory)
     trackers.register_tracker(again)
     assert type(resolve("memory")[0]) is again
+
+
+def test_register_rejects_what_is_no_tracker():
+    with pytest.raises(TypeError, match="subclass of GeneralTracker"):
+        trackers.register_tracker(Memory())
+    with pytest.raises(ValueError, match="stands for every tracker"):
+        trackers.register_tracker(type("Every", (Memory,), {"name": "all"}))

@@ -128,15 +128,18 @@ def test_training_is_unaffected_by_a_tracker_that_raises(check, options, caplog)
     options(finish_timeout=0.2)
     check(fit("run", [Raising(), well := Listed()]))
     assert len(well.messages) == STEPS + 2
-    assert "lost 18 records and failed in" in caplog.text
+    kept = Path("run/metrics.jsonl").absolute()
+    assert f"lost 18 records, which are in {kept}, and failed in" in caplog.text
 
 
-def test_training_is_unaffected_by_a_slow_tracker(check):
+@pytest.mark.parametrize("capacity", [3, 10_000])
+def test_training_is_unaffected_by_a_slow_tracker(check, options, capacity):
     class Sleeping(Listed):
         def log(self, values, step):
             time.sleep(0.01)
             super().log(values, step)
 
+    options(capacity=capacity)
     assert check(fit("run", tracker := Sleeping())) == tracker.messages
 
 
@@ -258,8 +261,11 @@ def service():
     made.close()
 
 
-@pytest.mark.parametrize("when", [5, "end"])
-def test_records_arrive_after_a_server_was_down_at_the_start(check, service, when, caplog):
+@pytest.mark.parametrize(("when", "capacity"), [(5, 3), (5, 10_000), ("end", 3)])
+def test_records_arrive_after_a_server_was_down_at_the_start(
+    check, options, service, when, capacity, caplog
+):
+    options(capacity=capacity)
     tracker = Posting(service.url)
 
     def back():
@@ -271,8 +277,9 @@ def test_records_arrive_after_a_server_was_down_at_the_start(check, service, whe
 
 
 @pytest.mark.parametrize("refused", [2, 9])
-def test_records_arrive_after_an_outage_during_the_run(check, options, service, refused):
-    options(first_pause=0.001, longest_pause=0.1)
+@pytest.mark.parametrize("capacity", [3, 10_000])
+def test_records_arrive_after_an_outage_during_the_run(check, options, service, capacity, refused):
+    options(capacity=capacity, first_pause=0.001, longest_pause=0.1)
     service.open()
     tracker = Posting(service.url)
 

@@ -1,11 +1,38 @@
 import threading
 from time import monotonic
 
-from trackers.pending import Call, Pending
+from trackers.pending import Call, Gap, Pending
 
 
-def record(number):
-    return Call(f"log {number}", print)
+def record(time):
+    return Call("log", print, time=time)
+
+
+def filled(times, capacity=2):
+    pending = Pending(capacity)
+    pending.fills = True
+    for time in times:
+        pending.put(record(time))
+    return pending
+
+
+def taken(pending):
+    pending.put(Call("finish", print, record=False), last=True)
+    found = []
+    while not found or getattr(found[-1], "what", "") != "finish":
+        found.append(pending.take())
+    return [one if isinstance(one, Gap) else one.time for one in found[:-1]]
+
+
+def test_a_record_that_is_put_back_before_a_gap_joins_it():
+    """Otherwise the gap, whose records are later, would be filled first."""
+    pending = filled([1.0, 2.0])
+    first = pending.take_record()
+    for time in (3.0, 4.0):
+        pending.put(record(time))
+    pending.put_back(first)
+    assert taken(pending) == [Gap(1.0, 2.0, 2), 3.0, 4.0]
+    assert pending.lost == 0
 
 
 class Clockless(threading.Condition):
@@ -52,9 +79,9 @@ def taking(pending, number):
 
 def test_the_queue_gathers_each_batch_of_records():
     pending, waits = gathering(7.0)
-    for number in (1, 2):
+    for time in (1.0, 2.0):
         taker, _ = taking(pending, 1)
-        pending.put(record(number))
+        pending.put(record(time))
         taker.join(30)
         assert not taker.is_alive()
     assert waits == [7.0, 7.0]
@@ -62,32 +89,32 @@ def test_the_queue_gathers_each_batch_of_records():
 
 def test_waiting_records_are_taken_without_gathering():
     pending, waits = gathering(7.0)
-    for number in (1, 2):
-        pending.put(record(number))
-    assert [pending.take().what for _ in range(2)] == ["log 1", "log 2"]
+    for time in (1.0, 2.0):
+        pending.put(record(time))
+    assert [pending.take().time for _ in range(2)] == [1.0, 2.0]
     assert waits == []
 
 
 def test_a_call_that_is_no_record_ends_gathering():
     pending = Pending(10, gathering=3600.0)
     taker, found = taking(pending, 3)
-    pending.put(record(1))
-    pending.put(record(2))
+    pending.put(record(1.0))
+    pending.put(record(2.0))
     until_it_waits(pending)
     assert found == []
     pending.put(Call("submit", print, record=False))
     taker.join(30)
-    assert [call.what for call in found] == ["log 1", "log 2", "submit"]
+    assert [call.what for call in found] == ["log", "log", "submit"]
 
 
 def test_a_half_full_queue_ends_gathering():
     pending = Pending(10, gathering=3600.0)
     taker, found = taking(pending, 5)
-    for number in range(4):
-        pending.put(record(number))
+    for time in range(4):
+        pending.put(record(time))
     until_it_waits(pending)
     assert found == []
     pending.put(record(4))
     taker.join(30)
-    assert [call.what for call in found] == [f"log {number}" for number in range(5)]
+    assert [call.time for call in found] == [0, 1, 2, 3, 4]
     assert pending.lost == 0

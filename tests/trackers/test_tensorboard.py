@@ -447,9 +447,10 @@ def test_a_fit_that_begins_anew_has_the_folder_to_itself(tmp_path):
     assert aside.read_bytes() == content
 
 
-def test_the_version_of_the_code(tmp_path, monkeypatch):
-    monkeypatch.setattr("trackers.tensorboard.git_commit", lambda folder: "a" * 40)
+def test_the_version_of_the_code(tmp_path):
     tracker = TensorBoardTracker("run", tmp_path)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "HEAD").write_text("a" * 40)
     tracker.start()
     tracker.store_init_configuration({})
     assert text(read(tracker), "code") == "a" * 40

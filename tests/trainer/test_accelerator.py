@@ -149,17 +149,31 @@ def test_wrong_arguments_are_refused(arguments, error, message):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (lambda a, m: a.prepare(), ValueError, "without anything to prepare"),
         (
             lambda a, m: a.prepare(m, 2, device_placement=[True]),
             ValueError,
             "device_placement has 1 elements for 2 objects",
         ),
         (lambda a, m: a.autocast("fp16"), TypeError, "autocast_handler is 'fp16'; .*AutocastKw"),
+        (lambda a, m: a.verify_device_map(3), TypeError, "was given 3 .*its model; .*nn.Module"),
+        (lambda a, m: a.save(1, 5), TypeError, "f is 5; it must be a path or a file"),
+        (lambda a, m: a.prepare(m, device_placement=True), TypeError, r"is True; .*list.*\[True\]"),
+        (
+            lambda a, m: a.prepare(nn.ReLU(), m, device_placement=[True, "b"]),
+            TypeError,
+            r"device_placement\[1\] is 'b'; it must be True or False",
+        ),
         (lambda a, m: a.prepare_model(m, "cpu"), TypeError, "device_placement is 'cpu'; .* True"),
+        (lambda a, m: a.unscale_gradients(m), TypeError, "given Linear.*its optimizer; it must be"),
+        (lambda a, m: a.unscale_gradients("x"), TypeError, "given 'x' .*its optimizer; it must be"),
+        (lambda a, m: a.unscale_gradients([3]), TypeError, "given 3 .*its optimizer; it must be"),
         (lambda a, m: a.save(1, "f", "no"), TypeError, "safe_serialization is 'no'; .* True or"),
         (lambda a, m: a.save_model(m, "f", "1GB", "no"), TypeError, "safe_serialization is 'no'"),
         (lambda a, m: a.save_state("f", "no"), TypeError, "safe_serialization is 'no'"),
         (lambda a, m: a.save_state(""), ValueError, "output_dir is ''; .*Pass '.'"),
+        (lambda a, m: a.register_save_state_pre_hook(3), TypeError, "given 3 .*hook; .*a function"),
+        (lambda a, m: a.register_load_state_pre_hook(3), TypeError, "given 3 .*hook; .*a function"),
         (
             lambda a, m: setattr(a, "sync_gradients", "x"),
             TypeError,
@@ -170,7 +184,14 @@ def test_wrong_arguments_are_refused(arguments, error, message):
             TypeError,
             "apply_padding is 'x'; it must be True or False",
         ),
+        (
+            lambda a, m: a.clip_grad_norm_(m.parameters(), 1.0, norm_type=0),
+            ValueError,
+            "norm_type is 0, which counts",
+        ),
         (lambda a, m: a.join_uneven_inputs([m], "x"), TypeError, "even_batches is 'x'; .*True or"),
+        (lambda a, m: a.join_uneven_inputs([m, 3]), TypeError, "given 3 .*joinable; .*a model or"),
+        (lambda a, m: a.join_uneven_inputs(m), TypeError, r"joinables is Linear.*inputs\(\[model"),
     ],
 )
 def test_wrong_arguments_of_methods_are_refused(call, error, message):
@@ -453,6 +474,15 @@ def test_backward_divides_by_the_window_and_passes_arguments_on():
     accelerator.backward(loss, retain_graph=True)
     accelerator.backward(loss)
     assert weight.grad.item() == 1.0
+
+
+@pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("loss", [3.0, None, "loss"])
+def test_only_a_tensor_is_a_loss(loss, precision, arguments):
+    accelerator = accelerate(mixed_precision=precision, **arguments)
+    with pytest.raises(TypeError, match=f"backward was given {loss!r} of .*its loss; .* a tensor"):
+        accelerator.backward(loss)
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])

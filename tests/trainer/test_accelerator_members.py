@@ -226,6 +226,8 @@ def test_kwargs_handlers_are_kept_by_their_names():
     ] == handlers
     assert accelerator.ddp_kwargs is accelerator.ddp_handler
     assert accelerate().init_handler is None
+    with pytest.raises(TypeError, match=r"must be a list: \[AutocastKwargs\(\.\.\.\)\]"):
+        accelerate(kwargs_handlers=AutocastKwargs())
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
@@ -335,6 +337,8 @@ def test_each_kind_can_be_prepared_by_itself():
     accelerator.sync_gradients = False
     scheduler.step()  # not with the optimizer, so in the middle of a window too
     assert scheduler.get_last_lr() == [0.5]
+    with pytest.raises(TypeError, match="AcceleratedOptimizer as its scheduler; it must be"):
+        accelerator.prepare_scheduler(optimizer)
 
 
 def test_device_placement_false_leaves_objects_where_they_are():
@@ -411,6 +415,15 @@ def test_unwrap_model_removes_every_wrapper():
 # -- the step ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wrong", ["model", [nn.Linear(1, 1)]])
+def test_accumulate_and_no_sync_take_models_alone(wrong: Any) -> None:
+    accelerator = accelerate(gradient_accumulation_steps=2)
+    with pytest.raises(TypeError, match="accumulate was given"), accelerator.accumulate(wrong):
+        pass
+    with pytest.raises(TypeError, match="no_sync was given"), accelerator.no_sync(wrong):
+        pass
+
+
 def test_trigger_sync_in_backward_on_one_process():
     accelerator = accelerate()
     model = accelerator.prepare(network())
@@ -450,6 +463,22 @@ def test_an_object_is_saved_by_the_main_process_or_that_of_each_machine():
     accelerator = accelerate(project_config=ProjectConfiguration(save_on_each_node=True))
     accelerator.save({}, "other.pt")
     assert Path("other.pt").exists()
+
+
+@pytest.mark.parametrize("given", ["a", 3, nn.Linear, None])
+@pytest.mark.parametrize("kind", ["model", "optimizer", "scheduler"])
+def test_prepare_methods_refuse_other_objects(kind, given):
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(TypeError, match=rf"^prepare_{kind} was given .* as its {kind}; .*torch\."):
+        getattr(accelerator, f"prepare_{kind}")(given)
+    assert accelerator._models == accelerator._optimizers == accelerator._schedulers == []
+
+
+@pytest.mark.parametrize("model", [b"bytes", "folder", None])
+def test_only_a_module_is_saved_as_a_model(model):
+    with pytest.raises(TypeError, match=r"its model; it must be a torch\.nn\.Module"):
+        Accelerator(cpu=True).save_model(model, "weights")
+    assert not Path("weights").exists()
 
 
 def test_a_model_is_saved_under_its_own_names_in_files_of_the_size_asked_for():

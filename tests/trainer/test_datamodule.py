@@ -284,7 +284,7 @@ def test_batch_hooks_receive_the_dataloader_idx():
     torch.testing.assert_close([[b] for b in module.batches], expected(2) + expected(4, 1))
 
 
-def test_a_datamodules_batch_hooks_go_before_the_modules():
+def test_a_datamodules_batch_hooks_go_before_the_modules(caplog):
     class Changing(Net):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return [batch[0] * 0]
@@ -296,6 +296,7 @@ def test_a_datamodules_batch_hooks_go_before_the_modules():
     module = Changing()
     make().fit(module, datamodule=ChangingData(2))
     torch.testing.assert_close(module.batches[0], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert "on_after_batch_transfer of the datamodule is used" in caplog.text
 
 
 def test_items_are_counted_in_the_batch_that_the_step_receives():

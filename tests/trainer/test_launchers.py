@@ -208,6 +208,13 @@ def test_a_function_that_cannot_be_pickled_is_refused():
         ({"num_nodes": 2, "node_rank": 2}, ValueError, "node_rank is 2 and num_nodes 2"),
         ({"mixed_precision": "bf61"}, ValueError, "mixed_precision is 'bf61'.*Did you mean 'bf16'"),
         ({"num_processes": 2, "use_port": "here"}, ValueError, "Port here of 127.0.0.1 cannot be"),
+        ({"function": None}, TypeError, "function is None; give the function itself"),
+        (
+            {"args": 2, "num_processes": 1},
+            TypeError,
+            r"give a tuple .*, for one of them \(value,\)",
+        ),
+        ({"args": "ab", "num_processes": 1}, TypeError, "give a tuple of arguments"),
     ],
 )
 def test_wrong_arguments(arguments, error, message):

@@ -420,6 +420,8 @@ def test_callbacks_may_be_set_as_they_are_given():
     assert trainer.callbacks == [counting]
     trainer.callbacks = None
     assert trainer.callbacks == []
+    with pytest.raises(TypeError, match="must be a callback or a list of them"):
+        trainer.callbacks = 3
 
 
 def adding(callback):

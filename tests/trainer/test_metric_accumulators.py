@@ -99,6 +99,10 @@ def test_an_object_logged_on_steps_alone_is_reset_after_a_resume_too(tmp_path, r
     assert [fresh.total.update_count, fresh.mean.update_count] == [ranks, ranks]
     reduced(resumed)
     assert [fresh.total.update_count, fresh.mean.update_count] == [0, 0]
+    for part in parts:
+        del part["stepwise"]  # as in a checkpoint of an earlier release
+    restore_accumulators(MetricStore(CPU), fresh, parts)
+    assert fresh.total.update_count == ranks
 
 
 def test_a_metric_object_outside_the_module_is_warned_of(caplog):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
 from callbacks import (
@@ -42,6 +43,12 @@ class Net(TrainModule):
 
 class Blind(Net):
     validation_step = TrainModule.validation_step
+
+
+class Plateau(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return {"optimizer": optimizer, "scheduler": ReduceLROnPlateau(optimizer), "monitor": "val"}
 
 
 def loader(batches: int = 10) -> Any:
@@ -112,7 +119,19 @@ def test_scheduled_accumulation_counts_towards_val_every(caplog):
 WATCHERS = {
     "EarlyStopping": lambda: (Net(), EarlyStopping("val")),
     "ModelCheckpoint": lambda: (Net(), ModelCheckpoint(monitor="val")),
+    "ReduceLROnPlateau": lambda: (Plateau(), None),
 }
+
+
+@pytest.mark.parametrize("who", WATCHERS)
+def test_monitor_of_an_unreachable_validation_raises_before_training(who):
+    module, callback = WATCHERS[who]()
+    trainer = quiet_trainer(
+        max_steps=5, val_every="6 steps", callbacks=callback, num_sanity_val_steps=1
+    )
+    with pytest.raises(ValueError, match=rf"{who} monitors 'val'.*val_every is 6 steps\. Choose"):
+        trainer.fit(module, loader(), loader(1))
+    assert trainer.global_step == 0
 
 
 def test_training_metric_can_be_monitored_without_validation():
@@ -201,6 +220,13 @@ def test_a_validation_that_lacks_data_or_step_is_warned_of(caplog, module, data,
         assert messages(caplog) == []
     else:
         assert text in messages(caplog)[0]
+
+
+@pytest.mark.parametrize("val_every", ["1 hour", "1e6 items"])
+def test_validation_that_never_became_due_warns_at_the_end(caplog, val_every):
+    quiet_trainer(max_epochs=1, val_every=val_every).fit(Net(), loader(2), loader(1))
+    (text,) = messages(caplog)
+    assert "The run is over, and no validation was due in it" in text
 
 
 def test_checkpoint_that_is_never_ranked_warns(caplog):

@@ -377,6 +377,8 @@ def test_the_bottleneck_is_named_with_what_to_do(parts, said):
 
 def test_a_stream_without_workers_and_an_evaluation_have_words_of_their_own():
     assert "num_workers" not in report(num_workers=None, data_wait=9).bottleneck()
+    compiled = replace(report(forward=95, data_wait=5), compiles=True)
+    assert "dynamo_backend" not in compiled.bottleneck()  # only what is not in use is advised
     assert report(stage="test", data_wait=9).bottleneck().startswith("The evaluation waits")
 
 
@@ -388,6 +390,20 @@ def test_of_a_few_updates_or_batches_nothing_is_concluded(stage, unit):
     assert replace(slow, steps=9).bottleneck().startswith(f"Too few {few}")
     brief = replace(slow, seconds={"data wait": 0.9, "forward": 0.09})
     assert brief.bottleneck().startswith(f"Too few {few}, or too short")
+
+
+def test_processes_that_wait_for_each_other_are_not_taken_to_compute():
+    parts = {"forward": 15, "backward": 75, "optimizer": 5, "data_wait": 5}
+    waits = replace(report(**parts), processes=2).bottleneck()
+    assert "75 % of the time in backward, most of it probably waiting" in waits
+    assert "SlowRankDetector" in waits
+    assert "95 % of the time computing" in report(**parts).bottleneck()  # alone it cannot wait
+    for others in (
+        {"forward": 30, "backward": 60},
+        {"forward": 5, "backward": 16, "optimizer": 74},
+    ):
+        computes = replace(report(**(parts | others)), processes=2)
+        assert "95 % of the time computing" in computes.bottleneck()
 
 
 class Plain(TrainModule):
@@ -402,13 +418,16 @@ class Plain(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def test_the_report_knows_the_number_of_workers(monkeypatch):
+def test_the_report_knows_how_the_run_was_set_up(monkeypatch):
     reports = []
     monkeypatch.setattr(Report, "text", lambda made: reports.append(made) or "")
-    for workers in (1, 0):
+    settings = {"dynamo_backend": "eager", "mixed_precision": "bf16"}
+    for epochs, workers, options in ((2, 1, settings), (1, 1, {}), (2, 0, {})):
         data = DataLoader(torch.zeros(4, 1), 2, num_workers=workers)
-        trainer_for(max_epochs=1).fit(Plain(), data)
-    assert [made.num_workers for made in reports] == [1, 0]
+        trainer_for(max_epochs=epochs, **options).fit(Plain(), data)
+    assert [made.num_workers for made in reports] == [1, 1, 0]
+    assert [made.compiles for made in reports] == [True, False, False]
+    assert {made.processes for made in reports} == {1}
 
 
 def test_the_table_has_the_mean_the_total_and_the_share():

@@ -238,6 +238,7 @@ def test_a_trial_validates_whatever_the_interval():
         ),
         ("run/checkpoints", "a folder of checkpoints; .* such as .*step-00000004"),
         ("run", "the folder of a run; .* such as .*step-00000004.*auto"),
+        ("", "ckpt_path is ''; it is None, the folder of a checkpoint"),
         ("nowhere", r"^(?!.*rank )There is no checkpoint at "),
     ],
 )

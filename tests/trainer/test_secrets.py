@@ -69,6 +69,7 @@ def test_no_file_of_a_run_holds_a_secret():
         "options": {"fails": False, "credentials": ["***"]},
         "hub_token": "***",
     }
+    assert messages["warnings"][0]["text"] == "Reading postgres://me:***@host/data again."
     assert WORD.encode() not in written()
     assert trainer.module.hparams.api_key == WORD  # the run itself has it
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,3 +80,32 @@ def test_a_module_in_eval_mode_as_a_whole_is_trained():
         module, DataLoader(torch.ones(2, 1), batch_size=2)
     )
     assert all(modes.seen[0].values())
+
+
+class Together(Callback):
+    """Two runs go on when both have begun."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Barrier(2, timeout=60)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.begun.wait()
+
+
+def fit_in_threads(folder: Path, callbacks: Callback | None) -> None:
+    def fit(name: str) -> None:
+        quiet_trainer(max_steps=1, project_dir=folder / name, callbacks=callbacks).fit(
+            Frozen(), DataLoader(torch.ones(2, 1), batch_size=2)
+        )
+
+    with ThreadPoolExecutor(2 if callbacks else 1) as pool:
+        list(pool.map(fit, ["one", "other"]))
+
+
+def test_two_threads_that_run_a_trainer_at_the_same_time_are_warned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit_in_threads(tmp_path / "after", None)
+    assert "Another thread" not in caplog.text
+    fit_in_threads(tmp_path / "beside", Together())
+    assert "Another thread of this process runs a Trainer too" in caplog.text

@@ -17,10 +17,12 @@ from torch.utils.data import (
 
 from callbacks import Callback, EarlyStopping, ModelCheckpoint
 from tests.helpers.line import Line
+from trackers import JsonlTracker
 from trainer import (
     Accelerator,
     DataLoaderConfiguration,
     DataModule,
+    GradientAccumulationPlugin,
     ProjectConfiguration,
     Trainer,
     TrainModule,
@@ -127,6 +129,7 @@ ARGUMENTS = [
             "slurm_requeue",
         )
     ],
+    ({"log_with": JsonlTracker}, TypeError, ["JsonlTracker as an instance"]),
     (
         {"project_config": ProjectConfiguration(total_limit=2)},
         ValueError,
@@ -172,7 +175,7 @@ CALLS = [
     (  # Lightning's third argument is the checkpoint
         lambda: make().test(net(), loader(), "best"),
         TypeError,
-        ["datamodule is 'best'", "ckpt_path="],
+        ["datamodule is 'best' of type str", "ckpt_path="],
     ),
     (lambda: make().test(net(), datamodule=net()), ValueError, ["test has no data"]),
     *[
@@ -194,6 +197,14 @@ CALLS = [
             [f"ckpt_path='{word}'", "project_dir"],
         )
         for word in ("auto", "last", "best")
+    ],
+    *[
+        (
+            lambda entry=entry: getattr(make(), entry)(Net(), loader(), ckpt_path=3),
+            TypeError,
+            ["ckpt_path is 3 of type int", "'auto'"],
+        )
+        for entry in ("fit", "validate", "predict")
     ],
     (
         lambda: Net().log("x", 1.0),
@@ -217,7 +228,22 @@ def test_a_wrong_call_is_refused(call, kind, parts):
     ("options", "parts"),
     [
         ({"log_with": "tensorboard", "project_dir": "there"}, ("log_with to the Trainer",)),
+        ({"device_placement": False}, ("device_placement=False", "Leave it out")),
         ({"split_batches": True}, ("split_batches=True",)),
+        ({"step_scheduler_with_optimizer": False}, ("step_scheduler_with_optimizer=False",)),
+        ({"rng_types": ["torch"]}, ("rng_types=[", "torch")),
+        (
+            {
+                "gradient_accumulation_plugin": GradientAccumulationPlugin(
+                    sync_with_dataloader=False
+                )
+            },
+            ("sync_with_dataloader=False",),
+        ),
+        (
+            {"gradient_accumulation_plugin": GradientAccumulationPlugin(adjust_scheduler=False)},
+            ("adjust_scheduler=False",),
+        ),
         (
             {"project_config": ProjectConfiguration(project_dir="there", total_limit=2)},
             ("total_limit=2",),
@@ -393,6 +419,7 @@ FITS = {
         ["is a dict", "list or dict of them"],
     ),
     "number": ({}, {"train": 3}, TypeError, ["int", "DataLoader", "iterable of batches"]),
+    "None in a list": ({}, {"train": [None, loader()]}, TypeError, ["is a list with None in it"]),
     "class": ({}, {"train": DataModule}, TypeError, ["is the class DataModule", "DataModule()"]),
     "tensor": (
         {},

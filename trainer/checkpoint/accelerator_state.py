@@ -620,6 +620,10 @@ def find_state(
 
 def _check_folder(target: Path) -> None:
     if not locate(target).is_dir():
+        if target.is_file():
+            raise ValueError(
+                f"{target} is a file; give the path of a folder that save_state wrote."
+            )
         raise ValueError(
             f"Tried to find {target} but folder does not exist. Give the path of a folder that "
             "save_state wrote."
@@ -665,7 +669,8 @@ def _read(reader: Reader, rank: int, processes: int, prepared: Prepared) -> Stor
             )
         return list(ranks.values())
 
-    own_gradients, communication = first["gradients"], first["communication"]
+    # Earlier releases saved neither gradients nor states of communication hooks.
+    own_gradients, communication = first.get("gradients"), first.get("communication", [])
     if own_gradients is not None and saved_by == processes and prepared.mesh is None:
         own_gradients = gradients.given([own_gradients], 0, 1)
     elif own_gradients is not None:
@@ -691,7 +696,7 @@ def _read(reader: Reader, rank: int, processes: int, prepared: Prepared) -> Stor
         first_rng=first["rng"],
         step=first["step"],
         gradients=own_gradients,
-        window_open=first["window_open"],
+        window_open=first.get("window_open", True),
         communication=communication if hooked else [],
         engines=[each.get("engine", {}) for each in ranks.values()] if "engine" in first else [],
         **_read_trees(reader, later=later),

@@ -18,13 +18,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 from trainer.errors import module_logger, printable
-from trainer.files import is_at, read_json, regular
+from trainer.files import read_json, regular
 from trainer.strict_json import dumps
 
 LOCK = ".cadence-lock"
@@ -105,7 +105,7 @@ def _take(file: Path) -> int:
         descriptor = _opened(file, os.O_RDWR | os.O_CREAT)
         try:
             _lock(descriptor, exclusive=True)
-            if is_at(os.fstat(descriptor), file):
+            if _is(file, descriptor):
                 return descriptor  # a run that ended did not delete it in between
         except BlockingIOError:
             pass
@@ -122,7 +122,7 @@ def _take(file: Path) -> int:
 
 def _give_up(descriptor: int, file: Path) -> None:
     try:
-        if is_at(os.fstat(descriptor), file):  # otherwise the path is another run's file
+        if _is(file, descriptor):  # otherwise the path is another run's file
             file.unlink()  # while locked, so that a process waiting for the lock sees it is gone
     except OSError as error:
         logger.warning("%s is no longer needed but could not be deleted: %s", file, error)
@@ -135,9 +135,11 @@ def _tell(descriptor: int | None, run_id: str | None) -> None:
         return
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "run_id": run_id}
-    with suppress(OSError):  # the lock is held nevertheless
+    try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, dumps(owner).encode(), 0)
+    except OSError as error:  # the lock is held nevertheless
+        logger.warning("The holder could not be written to the lock file: %s.", error)
 
 
 def _named(file: Path) -> str:
@@ -155,6 +157,14 @@ def _lock(descriptor: int, *, exclusive: bool) -> None:
     except ImportError as error:
         raise OSError(errno.ENOSYS, "this system has no file locks") from error
     fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+
+
+def _is(file: Path, descriptor: int) -> bool:
+    """Return whether the path still refers to the open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _opened(file: Path, flags: int) -> int:

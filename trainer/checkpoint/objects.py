@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,19 +37,29 @@ def save(
         safe_serialization: Write safetensors instead of using ``torch.save``.
 
     Raises:
-        TypeError: If safetensors cannot hold the object.
+        TypeError: If `f` is neither a path nor a file, or an option is not a bool, on every
+            process; or if safetensors cannot hold the object.
     """
+    if not isinstance(f, (str, os.PathLike)) and not hasattr(f, "write"):
+        raise TypeError(f"f is {f!r}; it must be a path or a file opened with 'wb'.")
     check_bools(save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
     if not is_writer_rank(PartialState(), save_on_each_node):
         return
-    if safe_serialization:
-        tensors, tied = separate_tied(obj)
-        # Path refuses an open file.
-        write_whole(Path(f), lambda path: write_weights(tensors, tied, path))  # type: ignore[arg-type]
-    elif isinstance(f, (str, os.PathLike)):
-        write_whole(Path(f), lambda path: _write_torch(obj, path))
-    else:
+    if not isinstance(f, (str, os.PathLike)):
+        if safe_serialization:
+            raise TypeError(f"f is {f!r}; with safe_serialization=True it must be a path.")
         torch.save(obj, f)
+        return
+    if not safe_serialization:
+        write_whole(Path(f), lambda path: _write_torch(obj, path))
+        return
+    if not isinstance(obj, Mapping) or not all(isinstance(name, str) for name in obj):
+        raise TypeError(
+            f"obj is a {type(obj).__name__}; with safe_serialization=True it must be a dict of "
+            "tensors by name."
+        )
+    tensors, tied = separate_tied(obj)
+    write_whole(Path(f), lambda path: write_weights(tensors, tied, path))
 
 
 def _write_torch(obj: Any, path: Path) -> None:

@@ -233,18 +233,6 @@ def stream_tensors(
         TypeError: A tensor is not a plain dense one with data, or has a dtype without a name here.
         OSError: If writing fails.
     """
-    header = tensors_header(described, metadata)
-    with open(file, "wb") as stream:
-        stream.write(header)
-        tensors = iter(values)  # zip would keep the last one while it gets the next
-        for name in described:
-            host = portable(next(tensors).detach(), f"The weight {name!r}").cpu()
-            as_bytes(host).numpy().tofile(stream)
-            del host
-
-
-def tensors_header(described: Mapping[str, Any], metadata: Any = None) -> bytes:
-    """Return the beginning of a safetensors file; the arguments are those of `stream_tensors`."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
     for name, each in described.items():
@@ -253,7 +241,13 @@ def tensors_header(described: Mapping[str, Any], metadata: Any = None) -> bytes:
         header[name]["data_offsets"] = [start, end]
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % 64)  # a mapped file's first tensor then aligns as in memory
-    return struct.pack("<Q", len(text)) + text
+    with open(file, "wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        tensors = iter(values)  # zip would keep the last one while it gets the next
+        for name in described:
+            host = portable(next(tensors).detach(), f"The weight {name!r}").cpu()
+            as_bytes(host).numpy().tofile(stream)
+            del host
 
 
 def aligned(described: Mapping[str, Any]) -> dict[str, Any]:

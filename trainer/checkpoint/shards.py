@@ -77,6 +77,8 @@ def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[
     sharded = (folder / INDEX).is_file() and not (folder / WEIGHTS_NAME).is_file()
     if target.suffix != ".safetensors":
         raise ValueError(f"The output is {os.fspath(output)!r}; it must end in '.safetensors'.")
+    if target.is_dir():
+        raise ValueError(f"The output {target} is a folder; give the path of a file in it.")
     files = sorted(folder.glob(SHARD)) if sharded else _sources(Path(checkpoint))
     if target.exists() and any(target.samefile(file) for file in files):
         raise ValueError(f"The output {target} is one of the files to merge; give another path.")

@@ -396,7 +396,13 @@ def _digest(stream: BinaryIO) -> str:
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the folder name of the checkpoint taken after ``step`` updates."""
+    """Return the folder name of the checkpoint taken after ``step`` updates.
+
+    Raises:
+        ValueError: If ``step`` is negative.
+    """
+    if step < 0:
+        raise ValueError(f"step is {step}; it counts updates, so it must be 0 or more.")
     return f"step-{step:08d}"
 
 

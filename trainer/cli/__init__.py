@@ -16,7 +16,7 @@ from importlib import import_module
 
 from trainer._siblings import version
 from trainer.checks import choice_error
-from trainer.cli.parsing import CommandError, Parser, UsageError, echo
+from trainer.cli.parsing import CommandError, Parser, UsageError, echo, ended_at_once
 
 # command: (its module in this package, what it does)
 COMMANDS = {
@@ -24,7 +24,7 @@ COMMANDS = {
     "launch": ("launch", "run a script in one or more processes, on one or more machines"),
     "test": ("test", "start processes and check that they work together"),
     "env": ("env", "show the versions, the devices, the configuration and the files in use"),
-    "checkpoints": ("checkpoints", "list a folder's checkpoints, and verify them"),
+    "checkpoints": ("checkpoints", "list a folder's checkpoints, verify them or remove old ones"),
     "report": ("report", "write an HTML page about a run, or comparing several"),
     "watch": ("watch", "plot the metrics of runs in the terminal while they are running"),
     "fit": ("fit", "train a model described by configuration files and options"),
@@ -34,6 +34,7 @@ COMMANDS = {
     "estimate-memory": ("estimate_memory", "estimate how much memory training a model needs"),
     "merge-weights": ("merge_weights", "merge a checkpoint's shards into one safetensors file"),
     "migrate": ("migrate", "list what of a program for another library will not carry over"),
+    "completion": ("completion", "print a completion script for bash, zsh or fish"),
 }
 
 
@@ -56,7 +57,8 @@ def program() -> int:
     """Run the command line of a process that exits with the returned code.
 
     Raises:
-        SystemExit: As in `main`; or an error ends the process, see `error_reporting.report`.
+        SystemExit: As in `main`; or an error ends the process, and is reported once however many
+            processes end with it.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it lacks is no failure
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -85,15 +87,19 @@ def _run(argv: list[str]) -> int:
         if not argv[0].startswith("-"):
             _parser().error(choice_error("COMMAND", argv[0], COMMANDS))
         _parser().parse_args(argv[:1])  # shows the help or the version, or raises
-    try:
-        return _run_command(argv[0], argv[1:])
-    except KeyboardInterrupt:
-        return 130
+    return _run_command(argv[0], argv[1:])
 
 
 def _run_command(name: str, argv: list[str]) -> int:
-    command = import_module(f"{__name__}.{COMMANDS[name][0]}")
-    parser = command.parser(f"trainer {name}")
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # importing torch would abort the process
+        raise CommandError(
+            f"trainer {name}: the current folder no longer exists; change to another one."
+        ) from None
+    with ended_at_once():
+        command = import_module(f"{__name__}.{COMMANDS[name][0]}")
+        parser = command.parser(f"trainer {name}")
     try:
         code: int = command.run(parser.parse_args(argv))
         sys.stdout.flush()
@@ -108,6 +114,8 @@ def _run_command(name: str, argv: list[str]) -> int:
         raise CommandError(f"trainer {name}: {error}") from error
     except CommandError as error:
         raise CommandError(f"trainer {name}: {error}", error.code) from error
+    except KeyboardInterrupt:
+        return 130
     return code
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer import environment
 from trainer._siblings import DISTRIBUTION, PACKAGES, locate, shadows, version
 from trainer.cli.config import fp8, sharding
-from trainer.cli.parsing import aligned, command_parser, echo
+from trainer.cli.parsing import aligned, command_parser, echo, ended_at_once
 
 # Only the variables that Cadence reads: others may contain secrets.
 VARIABLES = (
@@ -27,7 +27,7 @@ VARIABLES = (
     "ACCELERATE_INIT_INCLUDE_BUFFERS",
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"),
-    *("TORCHELASTIC_MAX_RESTARTS", "CADENCE_NOTED"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS", "CADENCE_NOTED"),
     *("CADENCE_LAUNCHER", "CADENCE_STORE"),
     *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID"),
     *("SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
@@ -63,7 +63,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; return 1 if a file in this folder shadows one of our packages."""
-    import torch
+    with ended_at_once():
+        import torch
 
     rows = [
         ("cadence", version()),

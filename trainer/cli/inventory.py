@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,19 @@ State = Literal["sound", "damaged", "unreadable", "unfinished", "foreign"]
 
 _RANKING = re.compile(r"\w+\((.+), (min|max)(?:, .+)?\)")
 
-_SET_ASIDE = "set aside by a killed save; the next start restores it."
+QUIET = 3600.0  # seconds without a write after which no running save owns a leftover
+SET_ASIDE = "set aside by a killed save; the next start restores it"
+
+_ASIDE = {
+    "damaged": "damaged, set aside by a save of that step; never removed automatically",
+    "replaced": "replaced, but contains other files; never removed automatically",
+    "abandoned": "the run resumed from an earlier one; never removed automatically",
+}
+_MEANINGS = {
+    "staging": "a running or killed save",
+    "replaced": "replaced by a later save",
+    "trash": "a running or killed removal",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +57,7 @@ class Entry:
         path: Where it is.
         state: See the module's docstring.
         note: What is wrong with it, and in which file, or is worth knowing; else None.
+        hashed: Whether every byte was read to determine the state.
         manifest: Its manifest; empty if that cannot be read.
         size: In bytes.
         saved: When it was saved, in seconds since 1970; infinite if unknown.
@@ -53,6 +67,7 @@ class Entry:
     path: Path
     state: State
     note: str | None
+    hashed: bool
     manifest: dict[str, Any]
     size: int
     saved: float
@@ -86,15 +101,20 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """The folder of a running or killed save or removal, or one that a run or save has set aside.
+    """The folder of a running or killed save or removal, or one that was set aside.
 
     Attributes:
         path: The folder.
+        meaning: What it is.
         size: In bytes.
+        touched: When anything in it was last written, in seconds since 1970; infinite if some of it
+            cannot be read.
     """
 
     path: Path
+    meaning: str
     size: int
+    touched: float
 
     @property
     def name(self) -> str:
@@ -133,17 +153,18 @@ def read_folder(root: Path, *, hashes: bool) -> tuple[list[Entry], list[Leftover
     """
     entries, leftovers = [], []
     for path in sorted(path for path in root.iterdir() if path.is_dir()):
-        name = _own_name(path)
+        name, leftover = _own_name(path), storage.LEFTOVER.fullmatch(path.name)
         stands = name == path.name or not os.path.lexists(root / name)
-        aside = storage.ASIDE.fullmatch(path.name)
-        if not aside and stands and _is_candidate(path, name):
+        if aside := storage.ASIDE.fullmatch(path.name):
+            leftovers.append(_leftover(path, _ASIDE[aside[1]]))
+        elif stands and _is_candidate(path, name):
             if entry := read_entry(path, hashes=hashes):
                 entries.append(entry)
                 inner = path / INNER_STAGING
                 if inner.is_dir() and not _is_unfinished(path):
-                    leftovers.append(Leftover(path=inner, size=_size_of(inner)))
-        elif aside or storage.LEFTOVER.fullmatch(path.name):
-            leftovers.append(Leftover(path=path, size=_size_of(path)))
+                    leftovers.append(_leftover(inner, _MEANINGS["staging"]))
+        elif leftover:
+            leftovers.append(_leftover(path, _MEANINGS[leftover[1]]))
     entries.sort(key=lambda entry: (entry.number is None, not entry.is_step, entry.number or 0))
     return entries, leftovers
 
@@ -152,7 +173,7 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
     """Return the entry of one checkpoint; None if it vanished meanwhile."""
     state: State = "sound"
     manifest: dict[str, Any] = {}
-    note = None if path.name == _own_name(path) else _SET_ASIDE
+    note = None if path.name == _own_name(path) else f"{SET_ASIDE}."
     try:
         if not _is_unfinished(path):
             manifest = read_manifest(path)  # known even if a file is damaged
@@ -164,20 +185,35 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
         state, note = _state_of(path, error), str(error)
     if state == "foreign":
         note = "has no manifest, like those of accelerate; it is neither checked nor removed."
+    size, touched = _measure(path)
     if not path.is_dir():
         return None
-    saved = math.inf
     with suppress(OSError):
-        saved = (path / MANIFEST).stat().st_mtime  # it is written last
+        touched = (path / MANIFEST).stat().st_mtime  # it is written last
     return Entry(
         name=_own_name(path),
         path=path,
         state=state,
         note=note,
+        hashed=hashes,
         manifest=manifest,
-        size=_size_of(path),
-        saved=saved,
+        size=size,
+        saved=touched,
     )
+
+
+def is_dead(leftover: Leftover) -> bool:
+    """Return whether a leftover, as it is on the disk now, is of a killed save or removal.
+
+    One that was written to within the last hour may belong to a running one.
+    """
+    path = leftover.path
+    match = storage.LEFTOVER.fullmatch(path.name)
+    if storage.ASIDE.fullmatch(path.name):
+        return False
+    if match and match[1] == "replaced" and not is_ours(path.with_name(match[2])):
+        return False  # it may be the only copy of that checkpoint
+    return time.time() - _measure(path)[1] >= QUIET
 
 
 def ranked_by(entries: list[Entry]) -> list[tuple[str, str]]:
@@ -240,14 +276,27 @@ def _state_of(path: Path, error: CheckpointError) -> State:
     return "unreadable" if storage.is_newer(path) else "damaged"
 
 
-def _size_of(folder: Path) -> int:
-    """Return the bytes of all files in a folder."""
-    files = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names)
-    size = 0
-    for file in files:
-        with suppress(OSError):  # it was deleted meanwhile
-            size += os.lstat(file).st_size
-    return size
+def _leftover(path: Path, meaning: str) -> Leftover:
+    size, touched = _measure(path)
+    return Leftover(path=path, meaning=meaning, size=size, touched=touched)
+
+
+def _measure(folder: Path) -> tuple[int, float]:
+    """Return the bytes of all files in a folder, and when it was last written to.
+
+    A file that cannot be inspected counts as written in the future, so that it never seems old.
+    """
+    size, touched = 0, -math.inf
+    for place, _, names in os.walk(folder):
+        for path in (place, *(os.path.join(place, name) for name in names)):
+            try:
+                found = os.lstat(path)
+            except OSError:
+                touched = math.inf
+                continue
+            size += 0 if path == place else found.st_size
+            touched = max(touched, found.st_mtime)
+    return size, touched if math.isfinite(touched) else math.inf
 
 
 def size_text(count: float) -> str:

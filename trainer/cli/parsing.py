@@ -6,8 +6,11 @@ import argparse
 import importlib
 import os
 import re
+import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -129,6 +132,24 @@ def truth(text: str) -> bool:
     if text.lower() not in TRUE | FALSE:
         raise argparse.ArgumentTypeError(f"{text!r} must be yes or no")
     return text.lower() in TRUE
+
+
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Inside, Ctrl-C ends the process immediately and silently; for code that imports torch.
+
+    The import takes seconds, and C code in it that imports numpy may swallow ``KeyboardInterrupt``,
+    so that the command would continue.
+    """
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def import_from_here() -> None:

@@ -204,6 +204,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     try:
         begins = [start["begin"] for start in about["starts"]]
         others = [start.get("end") for start in about["starts"]]
+        others += [each.get("time") for each in about.get("warnings", ())]
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"it is damaged, or not ours: {error!r}") from error
     if not all(map(is_date, begins + [time for time in others if time is not None])):

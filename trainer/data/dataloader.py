@@ -313,19 +313,20 @@ class PreparedLoader(DataLoader[Any]):
         self.settings["seed"] = state["seed"]
         self.epoch_iterator.reseed(state["seed"])
         self.set_epoch(state["iteration"])
-        length = state["length"]
+        # States of an earlier release have neither "length" nor "batches".
+        length = state.get("length")
         self.epoch_iterator.resume_length(
             self.iteration, None if length is None else EpochLength(*length)
         )
-        self._resume_at = state["batches"]
+        self._resume_at = state.get("batches", 0)
         if self.settings["stateful"] and self._resume_at % self._batches_per_step:
             raise ValueError(
                 f"The loader was saved after {self._resume_at} batches of a pass, which are no "
                 f"whole number for each of {self.world_size} processes. Resume with another "
                 "number of processes, or save at the end of a pass."
             )
-        self._loaded, self._ended = True, bool(state["ended"])
-        self.epoch_iterator.resume_at(state["stream"])
+        self._loaded, self._ended = True, bool(state.get("ended"))
+        self.epoch_iterator.resume_at(state.get("stream"))
 
     @property
     def _batches_per_step(self) -> int:

@@ -528,6 +528,15 @@ class EpochIterator:
             self._end_workers_of(batches)  # a dataset may have ended the epoch by StopIteration
         if self.world_size > 1:
             yield from absent_batches(shares, self._remaining_batches(total, read))
+        elif shares:
+            logger.warning(
+                "The dataset (%s) ended epoch %d by StopIteration after %d of %s batches: should "
+                "its __len__ be smaller?",
+                type(self._source.dataset).__name__,
+                self.epoch,
+                read,
+                total,
+            )
 
     def _remaining_batches(self, total: int | None, read: int) -> int | None:
         """Return how many global batches are left after `read` of them; None if unknown."""

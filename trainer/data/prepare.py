@@ -274,8 +274,15 @@ def _check_split(dataloader: DataLoader[Any], world_size: int) -> None:
     batches = dataloader.batch_sampler
     size = dataloader.batch_size
     size = getattr(batches, "batch_size", None) if size is None else size
-    if not isinstance(size, int) or size % world_size:
+    if not isinstance(size, int):
+        owner = "a loader without batches" if batches is None else f"a {type(batches).__name__}"
+        raise ValueError(
+            f"split_batches=True needs a batch size to split, and {owner} has batch_size={size!r}. "
+            "Give the loader or its batch sampler an int batch_size, or pass split_batches=False."
+        )
+    if size % world_size:
         raise ValueError(
             f"split_batches=True with batch size {size}, which must be a multiple of the number of "
-            f"processes, {world_size}; or pass split_batches=False."
+            f"processes ({world_size}), such as {world_size * -(-size // world_size)}; or pass "
+            "split_batches=False."
         )

@@ -71,6 +71,7 @@ def notebook_launcher(
         machines.
 
     Raises:
+        TypeError: `function` is not callable, or `args` is not a sequence.
         ValueError: An argument is invalid, the port is taken, or the function uses something that
             cannot be sent to another process, such as an `Accelerator` created outside of it.
         RankFailed: A process failed; the message ends with the traceback of the first one.
@@ -78,11 +79,7 @@ def notebook_launcher(
     """
     if num_processes is None:
         num_processes = max(torch.accelerator.device_count(), 1)
-    check_counts(1, num_processes=num_processes)
-    if not 0 <= node_rank < num_nodes:
-        raise ValueError(
-            f"node_rank is {node_rank} and num_nodes {num_nodes}; machines are counted from 0."
-        )
+    _check(function, args, num_processes, num_nodes, node_rank)
     precision = PrecisionType.parse(mixed_precision, "mixed_precision")
     if num_processes == num_nodes == 1:
         return _run_here(function, args, precision)
@@ -123,17 +120,34 @@ def debug_launcher(
         What rank 0 returned; None if it cannot be pickled (with a warning).
 
     Raises:
+        TypeError: `function` is not callable, or `args` is not a sequence.
         ValueError: An argument is invalid, or the function uses something that cannot be sent to
             another process.
         RankFailed: A process failed; the message ends with the traceback of the first one.
         ImportError: cloudpickle is not installed.
     """
-    check_counts(1, num_processes=num_processes)
+    _check(function, args, num_processes, 1, 0)
     from trainer.launchers.group import machines, start
 
     config = machines(num_nodes=1)
     config |= {"nproc_per_node": num_processes, "run_id": "none", "max_restarts": 0}
     return start(function, args, config, ACCELERATE_MIXED_PRECISION="no", ACCELERATE_USE_CPU=True)
+
+
+def _check(
+    function: object, args: object, num_processes: object, num_nodes: int, node_rank: int
+) -> None:
+    if not callable(function):
+        raise TypeError(
+            f"function is {function!r}; give the function itself, and its arguments in args."
+        )
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise TypeError(f"args is {args!r}; give a tuple of arguments, for one of them (value,).")
+    check_counts(1, num_processes=num_processes)
+    if not 0 <= node_rank < num_nodes:
+        raise ValueError(
+            f"node_rank is {node_rank} and num_nodes {num_nodes}; machines are counted from 0."
+        )
 
 
 def _run_here(function: Callable[..., Any], args: Sequence[Any], precision: str) -> Any:

@@ -21,6 +21,7 @@ from trainer.configuration import (
 )
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.deepspeed_plugin import DeepSpeedPlugin
+from trainer.enums import RNGType
 from trainer.hooks import is_overridden
 from trainer.interval import seconds_of
 from trainer.optim.clipping import validate_limits
@@ -409,11 +410,8 @@ def accelerator_for_trainer(
         raise ValueError(
             f"Pass accelerator, or {', '.join(said)} for the Trainer to make one, not both."
         )
-    elif ready.log_with:
-        raise ValueError(
-            "The Accelerator that was passed has log_with, whose trackers init_trackers starts in "
-            "custom loops; pass log_with to the Trainer."
-        )
+    else:
+        _check_loop_options(ready)
     config = ready.dataloader_config
     for name in ("split_batches", "dispatch_batches"):
         if getattr(config, name):
@@ -439,6 +437,34 @@ def _accelerator_of_ours(**options: Any) -> Accelerator:
     if before.get("_runs"):  # called in a hook of another Trainer
         AcceleratorState._shared_state = before
     return ready
+
+
+def _check_loop_options(ready: Accelerator) -> None:
+    """Raise for options of a user's accelerator that the Trainer would silently ignore.
+
+    Raises:
+        ValueError: It has such an option.
+    """
+    if ready.log_with:
+        raise ValueError(
+            "The Accelerator that was passed has log_with, whose trackers init_trackers starts in "
+            "custom loops; pass log_with to the Trainer."
+        )
+    usual = {
+        "device_placement": (ready.device_placement, True),
+        "step_scheduler_with_optimizer": (ready.step_scheduler_with_optimizer, True),
+        "rng_types": (ready.rng_types, [RNGType.GENERATOR]),
+        "sync_with_dataloader": (ready.gradient_state.sync_with_dataloader, True),
+        "adjust_scheduler": (ready.gradient_state.adjust_scheduler, True),
+    }
+    if ready.engine.mesh is None:  # shards save memory with it
+        usual["sync_each_batch"] = (ready.gradient_state.plugin.sync_each_batch, False)
+    for name, (value, default) in usual.items():
+        if value != default:
+            raise ValueError(
+                f"The Accelerator that was passed has {name}={value!r}, which is for custom loops. "
+                "Leave it out."
+            )
 
 
 def project_dir_of(
@@ -480,9 +506,15 @@ def with_default_callbacks(
 
 
 def callback_list(callbacks: Sequence[Callback] | Callback | None) -> list[Callback]:
-    """Return the user's callbacks as a list."""
+    """Return the user's callbacks as a list.
+
+    Raises:
+        TypeError: It is neither a callback nor a sequence.
+    """
     if isinstance(callbacks, Callback):
         return [callbacks]
+    if not isinstance(callbacks, (Sequence, type(None))):  # Hydra's lists are not Python lists
+        raise TypeError(f"callbacks is {callbacks!r}; it must be a callback or a list of them.")
     return list(callbacks or [])
 
 

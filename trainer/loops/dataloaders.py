@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -174,15 +173,20 @@ def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, An
 
     Raises:
         ValueError: Two datamodules were passed.
-        TypeError: An argument is a class, or the datamodule is a path.
+        TypeError: An argument is a class, or the datamodule has none of a DataModule's methods.
     """
     for name, value in ((argument, given), ("datamodule", datamodule)):
         if isinstance(value, type):
             raise TypeError(
                 f"{name} is the class {value.__name__}; pass an instance: {value.__name__}()."
             )
-    if isinstance(datamodule, (str, os.PathLike)):  # Lightning's third argument is the checkpoint
-        raise TypeError(f"datamodule is {datamodule!r}; pass it by name: ckpt_path={datamodule!r}.")
+    methods = [name for name in vars(DataModule) if not name.startswith("_") and name != "trainer"]
+    if datamodule is not None and not any(hasattr(datamodule, name) for name in methods):
+        raise TypeError(
+            f"datamodule is {datamodule!r} of type {type(datamodule).__name__}, which has none of "
+            f"a DataModule's methods, such as {_STEPS['fit'][1]}. (Weights to load are passed by "
+            "name: ckpt_path=….)"
+        )
     if not isinstance(given, DataModule):
         return given, datamodule
     if datamodule is not None:
@@ -228,6 +232,9 @@ def find_loaders(
             given = call_if_there(module, hook)
         if given is None or (isinstance(given, list) and not given):
             return []
+    several = isinstance(given, (tuple, MutableSequence))  # Hydra's lists are not Python lists
+    if several and any(one is None for one in given):
+        raise TypeError(f"{argument} is a list with None in it; every item must be a loader.")
     if isinstance(given, CombinedLoader) and given.mode == "sequential":
         return given.flattened if argument != "train_dataloaders" else [given]
     if holds_loaders(given):

@@ -208,8 +208,10 @@ def counts_items(module: TrainModule) -> bool:
 def _batch_hook(name: str, module: TrainModule, datamodule: Any) -> Callable[..., Any] | None:
     """Return the datamodule's override of a hook, else the module's override, else None."""
     bases = ((datamodule, DataModule), (module, TrainModule))
-    owner = next((owner for owner, base in bases if is_overridden(owner, name, base)), None)
-    return None if owner is None else getattr(owner, name)
+    owners = [owner for owner, base in bases if is_overridden(owner, name, base)]
+    if len(owners) > 1:
+        logger.warning("%s of the datamodule is used, not that of the module.", name)
+    return getattr(owners[0], name) if owners else None
 
 
 def _unchanged(batch: Any) -> Any:

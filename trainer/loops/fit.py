@@ -25,6 +25,7 @@ from trainer.loops.module_state import (
     restore_generators,
     switches_of,
 )
+from trainer.loops.preflight import check_reachable, warn_of_missed, warn_of_shared_names
 from trainer.loops.profiler import DATA, VALIDATING
 from trainer.loops.state import FitRun
 from trainer.loops.train_step import (
@@ -79,6 +80,7 @@ def fit(run: FitRun) -> None:
     if counters.global_step > run.plan.last_logged:
         record_update(run)  # the last update is always recorded
         run.recorder.flush(arrived=counters.global_step)
+    warn_of_missed(run)
     hooks.on_fit_end()
     for optimizer in free:
         optimizer.eval()  # the module keeps the weights to evaluate
@@ -339,6 +341,8 @@ def validate(run: FitRun) -> None:
     step = run.counters.global_step
     for of_loader in values:
         run.recorder.validated.update({name: (of_loader[name], step) for name in of_loader})
+    if run.counters.validations == 0:
+        warn_of_shared_names(run)
     run.counters.validations += 1
 
 
@@ -366,6 +370,7 @@ def sanity_check(run: FitRun) -> None:
 
     Raises:
         Preempted: A rank received the exit signal.
+        ValueError: A monitored metric is logged by validation, but no validation will be due.
     """
     if not run.data.val_iterators or run.plan.sanity_steps == 0 or run.counters.batches_seen > 0:
         return
@@ -386,6 +391,7 @@ def sanity_check(run: FitRun) -> None:
             evaluate(run, VALIDATION, run.data.val_iterators)
         run.metrics.forget_shown()
         run.recorder.validated = dict.fromkeys(run.metrics.names - names)
+        check_reachable(run, run.recorder.validated)
         run.metrics.names = names  # the sanity check's names do not count as logged
         run.hooks.on_sanity_check_end()
     except EvaluationAbandoned:  # there is nothing to save

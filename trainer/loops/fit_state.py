@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from callbacks import Callback, Interval, Progress
-from trackers.redaction import redact
+from trackers.masking import masked
 from trainer.checkpoint import gradients
 from trainer.checkpoint.accelerator_state import dtypes_of
 from trainer.checkpoint.loading import load_into
@@ -559,7 +559,7 @@ def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any
             if update == run.counters.global_step
         },
         "versions": versions(),
-        "configuration": redact(dict(configuration)),
+        "configuration": masked(dict(configuration)),
         "hyper_parameters": to_manifest(run.module),
     }
 
@@ -747,7 +747,7 @@ def load_run(
     weights = reader.weights(WEIGHTS_NAME, later=later)
     load = partial(_load, run.engine, run.module)
     load(weights, file)
-    if "switches" in state:  # not in a checkpoint of Lightning
+    if "switches" in state:  # checkpoints of earlier releases do not have it
         load_switches(run.module, run.saving.begun, state["switches"], tell=run.rank == 0)
     if differs := reader.has_weights(TRAINED_NAME):
         weights = reader.weights(TRAINED_NAME, later=later)
@@ -921,7 +921,7 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     run.optim.weighting.reference = state["reference"]
     run.recorder.latest.update(state["latest"])
     run.recorder.updates.update((name, state["updates"].get(name, 0)) for name in state["latest"])
-    run.recorder.validated.update(state.get("validated", {}))
+    run.recorder.validated.update(state.get("validated", {}))  # missing in earlier releases
 
 
 def _restore_epoch(run: FitRun, state: Mapping[str, Any]) -> None:
@@ -935,9 +935,10 @@ def _restore_epoch(run: FitRun, state: Mapping[str, Any]) -> None:
         return
     if state["data"] is None:  # a checkpoint of Lightning does not describe them
         return
-    run.data.epoch_iterator.mark = state["order"]
-    run.data.epoch_iterator.resume_length(run.counters.epoch, EpochLength(*state["length"]))
-    saved = state["data"]
+    run.data.epoch_iterator.mark = state.get("order")  # missing in checkpoints of earlier releases
+    if "length" in state:  # likewise
+        run.data.epoch_iterator.resume_length(run.counters.epoch, EpochLength(*state["length"]))
+    saved = [*state["data"], None][:3]  # an earlier release did not save the number of batches
     with run.data.epoch_iterator.isolated_epoch(
         run.counters.epoch
     ):  # the length of the data may depend on the epoch

@@ -237,7 +237,8 @@ def restore_accumulators(
             here = _named(saved["objects"], objects)
             cells.objects.update(here)
             cells.known.update(here)
-        metrics.stepwise.update(_named(part["stepwise"], objects))
+        # Checkpoints of earlier releases do not have "stepwise".
+        metrics.stepwise.update(_named(part.get("stepwise", {}), objects))
         for path, (count, state) in part["states"].items():
             if path in objects:
                 states[path].append((count, to_device(state, metrics.device)))

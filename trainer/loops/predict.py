@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shutil
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.serialization import aligned, portable, tensors_header, write_tensors
+from trainer.checkpoint.serialization import portable, write_tensors
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.distributed.objects import all_gather_object
 from trainer.distributed.process_control import on_main
@@ -36,6 +37,21 @@ from trainer.tree import as_bytes, children, to_host
 
 NAME = "predictions"  # the name of the merged files, and of the column if there is only one
 _PARTS = ".parts"
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 Columns = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # each tensor's dtype and row shape
 Plain = dict[str, list[Any]]
@@ -253,6 +269,8 @@ def columns_of(prediction: Any, batch_number: int) -> tuple[dict[str, Tensor], P
         if isinstance(value, Tensor):
             if value.ndim == 0:
                 raise ValueError(f"{what} has no sample dimension; return one row per sample.")
+            if value.dtype not in _DTYPES:
+                raise TypeError(f"{what} is of type {value.dtype}, which cannot be written.")
             tensors[name] = portable(value, what)
         elif isinstance(value, list):
             try:
@@ -361,20 +379,27 @@ def _in_turn(parts: Sequence[Any], total: int) -> Iterator[Any]:
 def _merge_tensors(
     file: BinaryIO, columns: Columns, rows: Sequence[list[Rows]], parts: Sequence[BinaryIO]
 ) -> None:
-    """Write one safetensors file."""
+    """Write one safetensors file (https://github.com/huggingface/safetensors#format)."""
     names = list(columns)
+    # Dtypes of large items first, as safetensors does, so that each tensor is aligned.
+    order = sorted(names, key=lambda name: (-columns[name][0].itemsize, name))
     row_bytes = [dtype.itemsize * math.prod(shape) for dtype, shape in columns.values()]
-    counts = [
-        sum(column) for column in zip(*(batch for part in rows for batch in part), strict=True)
-    ]
-    described = aligned(
-        {
-            name: torch.empty(count, *shape, dtype=dtype, device="meta")
-            for (name, (dtype, shape)), count in zip(columns.items(), counts, strict=True)
+    header: dict[str, Any] = {}
+    end = 0
+    for name in order:
+        dtype, shape = columns[name]
+        place = names.index(name)
+        count = sum(batch[place] for part in rows for batch in part)
+        begin, end = end, end + count * row_bytes[place]
+        header[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": [count, *shape],
+            "data_offsets": [begin, end],
         }
-    )
-    file.write(tensors_header(described))
-    for name in described:
+    text = dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name in order:
         place = names.index(name)
         chunks = [_chunks(*each, row_bytes, place) for each in zip(parts, rows, strict=True)]
         file.writelines(_in_turn(chunks, sum(map(len, rows))))

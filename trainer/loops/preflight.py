@@ -1,7 +1,8 @@
 """Preflight checks: what processes must agree on, and what would never be due.
 
 Ranks must agree on arguments, optimizers and checkpoint names. Before training, these checks find
-validations that would never run, and loaders that cannot be iterated twice.
+validations that would never run, monitored metrics that would never be logged, and loaders that
+cannot be iterated twice.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from trainer.hooks import is_overridden
 from trainer.loops.config import Length, Settings
 from trainer.loops.state import FitRun
 from trainer.module import TrainModule
+from trainer.optim.configure import SchedulerEntry
 
 logger = module_logger(__name__)
 
@@ -200,6 +202,16 @@ def can_be_due(
     return length.max_steps >= needed + -(-rest // accumulation(whole))
 
 
+def monitors_of(
+    entries: Iterable[SchedulerEntry], callbacks: Iterable[Callback]
+) -> list[tuple[str, str]]:
+    """Return the monitored metrics: pairs (class name of the callback or scheduler, metric)."""
+    watching = [(each, getattr(each, "monitor", None)) for each in callbacks]
+    found = [(each, monitor.name) for each, monitor in watching if isinstance(monitor, Monitor)]
+    found += [(each.scheduler, each.monitor) for each in entries if each.monitor and each.strict]
+    return [(type(each).__name__, name) for each, name in found]
+
+
 def warn_of_no_validation(run: FitRun, settings: Settings) -> None:
     """Warn if no validation will run although the module or the arguments suggest one."""
     if settings.limit_val_batches == 0:
@@ -255,3 +267,45 @@ def check_one_pass_loaders(run: FitRun, reload_every: int) -> None:
                 f"iterated again, such as a DataLoader or a list, or set limit_{which}_batches to "
                 "read on where the last epoch ended."
             )
+
+
+def check_reachable(run: FitRun, logged: Iterable[str]) -> None:
+    """Raise if a monitored metric is logged by validation, but no validation will be due.
+
+    Args:
+        run: The fit.
+        logged: The names that validation logged in the sanity check.
+
+    Raises:
+        ValueError: A callback or scheduler monitors such a metric.
+    """
+    if run.plan.validates:
+        return
+    for who, name in run.plan.monitored:
+        if name in logged:
+            raise ValueError(
+                f"{who} monitors {name!r}, which validation_step logs, but the run ends before a "
+                f"validation is due: val_every is {run.plan.val_schedule.interval}. Choose a "
+                "shorter interval, a longer run, or another metric."
+            )
+
+
+def warn_of_shared_names(run: FitRun) -> None:
+    """Warn on rank 0 of monitored metrics that both training and validation log."""
+    trained = dict(run.metrics.step.names() + run.metrics.epoch("train").names())
+    for name in sorted({name for _, name in run.plan.monitored if name in trained}):
+        if name in run.recorder.validated and run.warns:
+            logger.warning(
+                "training and validation both log %r: monitors of it take the validation's value. "
+                "Different names would also keep the two apart in records and trackers.",
+                name,
+            )
+
+
+def warn_of_missed(run: FitRun) -> None:
+    """Warn on rank 0 at the end of the fit if no validation was due, contrary to expectation."""
+    if run.plan.validates and run.counters.validations == 0 and run.rank == 0:
+        logger.warning(
+            "The run is over, and no validation was due in it: val_every is %s.",
+            run.plan.val_schedule.interval,
+        )

@@ -28,6 +28,7 @@ from trainer.accelerator import Accelerator
 from trainer.checkpoint.storage import write_whole
 from trainer.configuration import ProfileKwargs
 from trainer.data.epoch_iterator import EpochIterator
+from trainer.enums import DynamoBackend
 from trainer.errors import module_logger
 from trainer.loops.config import Profile
 from trainer.loops.state import FitRun, Run
@@ -244,6 +245,9 @@ Begin = Callable[[Run, list[EpochIterator]], None]
 _WORTH_A_WORD = 0.1  # a second part is mentioned from this fraction of the time
 _ENOUGH = 10  # updates; with fewer, the first one, which includes set-up, dominates
 _LONG_ENOUGH = 1.0  # seconds; in less time, one-off work dominates
+# Backward usually takes twice as long as forward. If it takes half of the time and more than four
+# times as long as forward, most of it is waiting for other ranks in the gradient reduction.
+_HALF, _WAITS = 0.5, 4
 _LIMITS = {  # what the report says of each part, and its advice
     DATA: ("waits for data", "{workers}do less for each sample"),
     TRANSFER: (
@@ -296,7 +300,7 @@ def profiling(
             stopwatch = Stopwatch(ledger_for(run.device))
             watch(run, stopwatch)
             loader, before = epoch_iterators[0].loader, run.counters.global_step
-            finish = partial(_report, run, loader, stopwatch, stage, before)
+            finish = partial(_report, accelerator, run, loader, stopwatch, stage, before)
 
     try:
         yield begin
@@ -326,10 +330,13 @@ def _then(function: Callable[..., T], step: Callable[[], None]) -> Callable[...,
     return call
 
 
-def _report(run: Run, loader: Any, stopwatch: Stopwatch, stage: str, before: int) -> Report:
+def _report(
+    accelerator: Accelerator, run: Run, loader: Any, stopwatch: Stopwatch, stage: str, before: int
+) -> Report:
     stopwatch.stop()
     seconds, calls = _sums(stopwatch.ledger.seconds), _sums(stopwatch.calls)
     fits = isinstance(run, FitRun)
+    plugin = accelerator.dynamo_plugin
     return Report(
         stage=stage,
         clock=stopwatch.ledger.name,
@@ -343,6 +350,8 @@ def _report(run: Run, loader: Any, stopwatch: Stopwatch, stage: str, before: int
             if "/" in part
         },
         num_workers=loader.num_workers if isinstance(loader, DataLoader) else None,
+        processes=accelerator.num_processes,
+        compiles=not (plugin.backend == DynamoBackend.NO or plugin.disable),
     )
 
 
@@ -368,6 +377,8 @@ class Report:
         calls: How often each part was entered.
         hooks: The seconds of each hook; their sum is the part "callbacks".
         num_workers: The number of workers of the first loader; None if it is not a DataLoader.
+        processes: The number of processes of the run.
+        compiles: Whether the steps are compiled.
     """
 
     stage: str
@@ -378,6 +389,8 @@ class Report:
     calls: dict[str, int]
     hooks: dict[str, float]
     num_workers: int | None
+    processes: int = 1
+    compiles: bool = False
 
     @property
     def units(self) -> str:
@@ -437,11 +450,16 @@ class Report:
             return f"Too few {self.units}, or too short a time, to tell what limits the run."
         what = "training" if self.unit == "update" else "evaluation"
         largest = max(_LIMITS, key=self.share)
-        computing = self.share(FORWARD, BACKWARD, OPTIMIZER)
+        computing, backward = self.share(FORWARD, BACKWARD, OPTIMIZER), self.share(BACKWARD)
         if computing < self.share(largest):
             return f"The {what} {self._limited_by(largest)}."
-        spent = f"{_percent(computing)} of the time computing"
-        faster = "mixed_precision, dynamo_backend, larger batches or a faster device may help"
+        if self.processes > 1 and backward >= max(_HALF, _WAITS * self.share(FORWARD)):
+            spent = f"{_percent(backward)} of the time in backward, most of it probably waiting"
+            faster = "SlowRankDetector finds a slow process, and larger batches reduce the waiting"
+        else:
+            spent = f"{_percent(computing)} of the time computing"
+            compiling = "" if self.compiles else "dynamo_backend='inductor', "
+            faster = f"mixed_precision, {compiling}larger batches or a faster device may help"
         if self.share(largest) >= _WORTH_A_WORD:
             faster = f"it {self._limited_by(largest)}"
         return f"The {what} spends {spent}: {faster}."

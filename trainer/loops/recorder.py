@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -10,9 +11,10 @@ from typing import Any, cast
 from trackers import BackgroundTracker, GeneralTracker, JsonlTracker
 from trackers.background import finish_all
 from trackers.base import Status
+from trackers.pending import Missed
 from trainer.distributed.transport import HostCopy
 from trainer.errors import module_logger
-from trainer.loops.run_metadata import RunMetadata, text_of
+from trainer.loops.run_metadata import Listener, RunMetadata, text_of
 from trainer.metrics import Value, on_accelerator, stacked, to_floats
 
 logger = module_logger(__name__)
@@ -26,9 +28,10 @@ class Recorder:
 
     Args:
         local: The local record, ``metrics.jsonl``; a no-op object if this process does not write.
-        trackers: The trackers; empty if this process does not write.
-        run_metadata: Writes the run metadata (start and end) to ``run.json``, on the thread of
-            `local`.
+        trackers: The trackers; empty if this process does not write. A tracker that missed records,
+            such as in an outage, reads them from `local` later.
+        run_metadata: Writes the run metadata (start, logged warnings, end) to ``run.json``, on the
+            thread of `local`.
 
     Attributes:
         latest: The last value of every name.
@@ -48,10 +51,13 @@ class Recorder:
         self._local = local
         self._trackers = trackers
         self._about = run_metadata
-        self._described = False  # whether the start is in ``run.json``
+        self._listener = Listener(
+            lambda record: self._tell(lambda run_metadata: run_metadata.warn(record))
+        )
         self._finished = False
         self._end: int | None = None  # the length of the local record, once it is closed
         self._hanging: dict[BackgroundTracker, Future[None]] = {}  # saves do not wait for these
+        self._last = 0.0  # the time of the last record, in seconds since 1970
         self._pending: tuple[dict[str, float], list[str], HostCopy, int, int] | None = None
         self.latest: dict[str, float] = {}
         self.updates: dict[str, int] = {}
@@ -129,11 +135,13 @@ class Recorder:
     ) -> dict[str, float]:
         self.remember(read, step if arrived is None else arrived)
         if read:
-            self._local.log(read, step, epoch=epoch, time=time.time())
+            # Trackers find missed records by their time, so each record has a different time.
+            self._last = max(time.time(), math.nextafter(self._last, math.inf))
+            self._local.log(read, step, epoch=epoch, time=self._last)
             read_values = {name: read[name] for name in read if name not in self.private}
             for tracker in self._trackers if read_values else ():
                 own = {"epoch": epoch, **read_values} if tracker.logs_epoch else read_values
-                tracker.log_numbers(own, step)
+                tracker.log_recorded(own, step, self._last)
         return read
 
     def remember(self, read: Mapping[str, float], step: int) -> None:
@@ -198,19 +206,20 @@ class Recorder:
         """
         try:
             self._local.start()
-            cuts = cut_at is not None or cut_behind is not None
-            cut: Future[None] | None = None
-            if cuts and isinstance(self._local, BackgroundTracker):
+            if isinstance(self._local, BackgroundTracker):
                 cut = self._local.submit(
-                    lambda record: _truncate(cast(JsonlTracker, record), cut_at, cut_behind)
+                    lambda record: _begin(cast(JsonlTracker, record), cut_at, cut_behind)
                 )
+                for tracker in self._trackers:
+                    tracker.missed = Missed(self._local, cut, self.private)
             if run_metadata is not None:
                 self._tell(lambda file: file.begin(dict(run_metadata), step))
-                self._described = True
+                self._listener.listen()
             for tracker in self._trackers:
                 tracker.start()
                 tracker.store_init_configuration(configuration)
-            if cut is not None:
+            cuts = cut_at is not None or cut_behind is not None
+            if cuts and isinstance(self._local, BackgroundTracker):
                 cut.result()
         except BaseException:
             self.finish("failed")
@@ -266,6 +275,7 @@ class Recorder:
             status: How the run ended, for the trackers.
             error: The error that ended the run, if any.
         """
+        self._listener.close()
         if self._finished:
             return
         local, synced = self._local, None
@@ -275,19 +285,20 @@ class Recorder:
                 synced = local.submit(lambda record: cast(JsonlTracker, record).sync())
         finally:
             self._finished = True
-            if self._described:
+            if self._listener.began:
                 self._tell(lambda run_metadata: run_metadata.end(status, text_of(error)))
             finish_all([local, *self._trackers], status)
         if synced is not None:
             self._end = _length(synced, 0.0)  # `finish_all` has waited already
 
 
-def _truncate(record: JsonlTracker, cut_at: int | None, cut_behind: int | None) -> None:
-    """Truncate the record, on its thread."""
+def _begin(record: JsonlTracker, cut_at: int | None, cut_behind: int | None) -> int:
+    """Truncate the record, on its thread, and return its length in bytes."""
     if cut_at is None and cut_behind is not None:
         cut_at = record.offset_behind(cut_behind)
     if cut_at is not None:
         record.truncate(cut_at)
+    return record.offset
 
 
 def _wait_for(

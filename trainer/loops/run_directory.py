@@ -112,6 +112,8 @@ class Project:
         writes: bool,
         on_each_node: bool = False,
     ) -> None:
+        if not isinstance(folder, (str, os.PathLike, type(None))):
+            raise TypeError(f"project_dir is {folder!r}; it must be a path.")
         if folder is None:  # all ranks are here, to agree on a name; it is created when needed
             start = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
             given = Path("runs") / broadcast_object(f"{start}-{uuid.uuid4().hex[:4]}")
@@ -149,9 +151,16 @@ class Project:
             ckpt_path: The argument of `Trainer.fit`, `validate`, `test` or `predict`.
 
         Raises:
-            ValueError: It is a word such as "auto", but without ``project_dir`` every start has a
-                new folder.
+            TypeError: It is not None, a string or a path.
+            ValueError: It is empty; or it is a word such as "auto", but without ``project_dir``
+                every start has a new folder.
         """
+        choices = "it is None, the folder of a checkpoint, 'last', 'best' or 'auto'"
+        if not isinstance(ckpt_path, (str, os.PathLike, type(None))):
+            kind = type(ckpt_path).__name__
+            raise TypeError(f"ckpt_path is {ckpt_path!r} of type {kind}; {choices}.")
+        if ckpt_path == "":
+            raise ValueError(f"ckpt_path is ''; {choices}.")
         # Rank 0's answer: a rank with another working directory may not see the folder.
         found = self._fixed or broadcast_object(self.checkpoints.exists())
         if ckpt_path in WORDS and not found:

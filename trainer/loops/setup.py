@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ from trainer.loops.preflight import (
     check_one_pass_loaders,
     check_optimizer_fingerprints,
     check_rank_consistency,
+    monitors_of,
     warn_of_no_validation,
 )
 from trainer.loops.recorder import Recorder
@@ -77,6 +79,8 @@ _CLIP = (
 )
 
 logger = module_logger(__name__)
+
+_threads: list[threading.Thread] = []  # the threads that run a Trainer at present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +134,23 @@ class RunContext:
             if isinstance(callback, ModelCheckpoint) and callback.monitor is not None
         ]
         return self.project.choose(ckpt_path, self.roots(), monitors, sweeps=sweeps)
+
+
+@contextmanager
+def warn_of_concurrent_runs() -> Iterator[None]:
+    """Warn if another thread runs a Trainer, since both change process-wide settings of torch."""
+    own = threading.current_thread()  # its hooks may run another Trainer: no warning for that
+    _threads.append(own)
+    if any(each is not own and each.is_alive() for each in _threads):  # dead in a forked process
+        logger.warning(
+            "Another thread of this process runs a Trainer too. Both draw from the same random "
+            "generators, so neither run can be repeated or resumed exactly: run each in its own "
+            "process (n_jobs=1 in Optuna, backend='loky' in joblib)."
+        )
+    try:
+        yield
+    finally:
+        _threads.remove(own)
 
 
 @contextmanager
@@ -582,6 +603,7 @@ def make_fit_run(
             log_schedule=Schedule(Interval.parse(settings.log_every)),
             sanity_steps=settings.num_sanity_val_steps,
             validates=bool(data.val_iterators) and _reaches_validation(context, data),
+            monitored=monitors_of(schedulers, context.callbacks),
         ),
         stopping=stopping,
         saving=Saving(

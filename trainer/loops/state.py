@@ -251,6 +251,7 @@ class Plan:
         log_schedule: At which updates logged values are recorded.
         sanity_steps: Batches of each validation loader in the sanity check; -1 for all.
         validates: Whether there is validation data and the run is long enough for a validation.
+        monitored: See `trainer.loops.preflight.monitors_of`.
         log_due: Whether the values of the current update will be recorded.
         last_logged: The latest update whose values were recorded.
     """
@@ -260,6 +261,7 @@ class Plan:
     log_schedule: Final[Schedule]
     sanity_steps: Final[int]
     validates: Final[bool]
+    monitored: Final[list[tuple[str, str]]]
     log_due: bool = False
     last_logged: int = 0
 

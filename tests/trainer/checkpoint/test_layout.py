@@ -50,6 +50,8 @@ def test_checkpoint_names():
     assert [storage.step_of(storage.checkpoint_name(step)) for step in steps] == steps
     for foreign in ("step-1", "step-000000100", "step-00000100.bak", "last", "step-"):
         assert storage.step_of(foreign) is None
+    with pytest.raises(ValueError, match="step is -1"):
+        storage.checkpoint_name(-1)
 
 
 def test_manifest(tmp_path):

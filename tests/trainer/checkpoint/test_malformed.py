@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from trainer.checkpoint.storage import (
     remove,
     verify,
 )
+from trainer.cli import main
 from trainer.errors import CheckpointError
 
 ALONE = SimpleNamespace(
@@ -222,9 +224,10 @@ def test_links_are_not_saved(tmp_path):
 
 @needs_pipes
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder", "replaced"])
-def test_checkpoints_with_other_files_are_not_removed(run, tmp_path, kind):
+def test_checkpoints_with_other_files_are_not_removed(run, tmp_path, capsys, kind):
     shutil.copytree(run, tmp_path / "copy")
-    first = committed(tmp_path / "copy" / "checkpoints")[0]
+    root = tmp_path / "copy" / "checkpoints"
+    first = committed(root)[0]
     if kind == "replaced":  # the user has moved a file to another disk
         (first / "model.safetensors").rename(tmp_path / "moved")
         (first / "model.safetensors").symlink_to(tmp_path / "moved")
@@ -232,7 +235,10 @@ def test_checkpoints_with_other_files_are_not_removed(run, tmp_path, kind):
         plant(kind, first / "mine", tmp_path)
     with pytest.raises(CheckpointError, match="holds files that are not the checkpoint's"):
         remove(first)
-    assert first.is_dir()
+    with pytest.raises(SystemExit):
+        sys.exit(main(["checkpoints", str(root), "--prune", "--keep-last", "1", "--yes"]))
+    left = [path.name for path in root.iterdir() if path.is_dir()]
+    assert sorted(left) == ["step-00000001", "step-00000003"]
 
 
 def test_a_link_to_a_checkpoint_is_not_removed(run, tmp_path):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.checkpoint import accelerator_state as state
 from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
 from trainer.checkpoint.save import save_checkpoint
 from trainer.checkpoint.storage import verify
@@ -132,6 +133,20 @@ def test_file_names_of_a_state(safe):
     manifest = verify(OUT)
     assert manifest["models"] == 2
     assert manifest["world_size"] == 1
+
+
+def test_a_state_of_an_earlier_release_is_loaded(monkeypatch, caplog):
+    since = "gradients", "communication"
+    own_state = state._own_state
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            state,
+            "_own_state",
+            lambda it: {k: v for k, v in own_state(it).items() if k not in since},
+        )
+        save_state(OUT, make(1), ALONE)
+    assert load_state(OUT, make(2, communication=[Custom()]), ALONE) == 1
+    assert "the state of 0 communication hooks, but 1 are registered" in caplog.text
 
 
 def test_a_failed_save_keeps_the_earlier_state():

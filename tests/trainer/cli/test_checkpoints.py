@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shutil
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +20,13 @@ from tests.helpers.line import Line, loader
 from tests.numerics.running import quiet_trainer
 from trainer.checkpoint import storage
 from trainer.checkpoint.accelerator_state import Prepared, save_state
+from trainer.checkpoint.lock import LOCK, alone_in
 from trainer.checkpoint.storage import MANIFEST, files_in, open_staging, write_manifest
 from trainer.cli import main
 from trainer.configuration import ProjectConfiguration
 
 ROOT = Path("run/checkpoints")
+OLD = time.time() - 2 * 3600
 ALONE = SimpleNamespace(
     is_main_process=True,
     is_local_main_process=True,
@@ -38,6 +44,11 @@ def make(name: str | int, *, root: Path = ROOT, content: str = "weights", **fiel
     (staging / "shards" / "0.bin").write_text(content * 2)
     step = {} if isinstance(name, str) else {"step": name}
     return storage.commit(staging, target, {"world_size": 2, **step, **fields})
+
+
+def age(folder: Path, when: float = OLD) -> None:
+    for path in (*folder.rglob("*"), folder):
+        os.utime(path, (when, when))
 
 
 def flip_bit(path: Path) -> None:
@@ -116,6 +127,17 @@ def usage_error(capsys):
     return usage_error
 
 
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> Iterator[None]:
+    """A terminal on which somebody has typed `answer`."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        os.write(ours, answer)
+        yield
+    os.close(ours)
+
+
 # -- what is there ---------------------------------------------------------------------------------
 
 
@@ -167,6 +189,7 @@ def test_json_holds_the_same_for_machines(report):
                 "kind": "trainer",
                 "state": "sound",
                 "note": None,
+                "hashed": False,
                 "step": 7,
                 "epoch": 1,
                 "metrics": {"loss": 0.25, "nan": None, "inf": None},
@@ -177,6 +200,7 @@ def test_json_holds_the_same_for_machines(report):
         ],
         "leftovers": [],
     }
+    assert report("run", "--verify")["checkpoints"][0]["hashed"] is True
 
 
 def test_a_project_its_checkpoints_or_one_of_them(report):
@@ -271,7 +295,7 @@ def test_a_later_format_is_not_called_damaged(states, monkeypatch, table):
 # -- leftovers -------------------------------------------------------------------------------------
 
 
-def test_leftovers_are_listed(report, table):
+def test_leftovers_are_listed_as_what_they_are(report, table):
     make(1)
     staging = storage.open_staging(ROOT / "step-00000002")
     (staging / "model.safetensors").write_text("half")
@@ -279,13 +303,18 @@ def test_leftovers_are_listed(report, table):
         shutil.copytree(ROOT / "step-00000001", ROOT / f".cadence-{kind}-step-0000000{step}")
     found = report("run")
     assert [each["name"] for each in found["checkpoints"]] == ["step-00000001"]
-    assert [Path(each["path"]).name for each in found["leftovers"]] == [
-        ".cadence-replaced-step-00000001",
-        ".cadence-staging-step-00000002",
-        ".cadence-staging-step-00000003",
-        ".cadence-trash-step-00000000",
-    ]
-    assert table("run")[-3].split() == [".cadence-staging-step-00000002", "4", "B"]
+    meanings = {Path(each["path"]).name: each["meaning"] for each in found["leftovers"]}
+    assert meanings == {
+        ".cadence-replaced-step-00000001": "replaced by a later save",
+        ".cadence-staging-step-00000002": "a running or killed save",
+        ".cadence-staging-step-00000003": "a running or killed save",
+        ".cadence-trash-step-00000000": "a running or killed removal",
+    }
+    lines = table("run")
+    assert lines[-5] == "Leftovers:"
+    name, size, unit, *_, meaning = lines[-3].split(maxsplit=5)
+    assert (name, size, unit) == (".cadence-staging-step-00000002", "4", "B")
+    assert meaning == "a running or killed save"
 
 
 def test_quarantined_checkpoints_are_listed_and_stay(report, states):
@@ -296,10 +325,18 @@ def test_quarantined_checkpoints_are_listed_and_stay(report, states):
     (ROOT / "step-00000002" / MANIFEST).unlink()
     make(2)
     storage.quarantine(ROOT / "step-00000003", "abandoned")
-    aside = ["abandoned-step-00000003", "damaged-step-00000002", "replaced-step-00000001"]
+    kept = "never removed automatically"
+    aside = {
+        "abandoned-step-00000003": f"the run resumed from an earlier one; {kept}",
+        "damaged-step-00000002": f"damaged, set aside by a save of that step; {kept}",
+        "replaced-step-00000001": f"replaced, but contains other files; {kept}",
+    }
+    age(ROOT)
     found = report("run")
-    assert [Path(each["path"]).name for each in found["leftovers"]] == aside
+    assert {Path(each["path"]).name: each["meaning"] for each in found["leftovers"]} == aside
     assert [each["step"] for each in found["checkpoints"]] == [1, 2]
+    report("run", "--prune", "--keep-last", 1, "--yes")
+    assert names() == [*aside, "step-00000002"]
     assert states(ROOT / "abandoned-step-00000003", code=0) == {"abandoned-step-00000003": "sound"}
 
 
@@ -316,8 +353,226 @@ def test_a_checkpoint_renamed_by_a_killed_save_is_listed(report, table):
 def test_a_committed_save_that_is_not_moved_yet_is_unfinished(states, report):
     interrupt_a_shared_save(ROOT / "checkpoint_0")
     assert states("run", "--verify", code=0) == {"checkpoint_0": "unfinished"}
-    assert report("run")["leftovers"] == []
+    age(ROOT)
+    found = report("run", "--prune", "--keep-last", 1, "--yes")
+    assert found["leftovers"] == found["prune"]["swept"] == []
     assert names(ROOT / "checkpoint_0") == [".cadence-staging", "notes.txt"]
+
+
+# -- pruning ---------------------------------------------------------------------------------------
+
+
+def test_prune_keeps_the_last(report):
+    for step in (1, 2, 10, 100):
+        make(step)
+    done = report("run", "--prune", "--keep-last", 2, "--yes")["prune"]
+    assert steps() == [10, 100]
+    assert names() == ["step-00000010", "step-00000100"]
+    assert done == {
+        "done": True,
+        "kept": {"step-00000100": "among the last", "step-00000010": "among the last"},
+        "untouched": {},
+        "removed": ["step-00000001", "step-00000002"],
+        "swept": [],
+        "failed": {},
+    }
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("min", [3, 7]), ("max", [4, 7])])
+def test_prune_keeps_the_best(mode, kept):
+    nan, inf = float("nan"), float("inf")
+    for step, loss in enumerate((nan, inf, -inf, 0.0, 1.0, 0.0, 1.0)):  # ties keep the older
+        make(step, metrics={"loss": loss})
+    make(7, metrics={})
+    arguments = ("--prune", "--keep-last", 1, "--keep-best", "loss", "--mode", mode, "--yes")
+    assert call("run", *arguments) == 0
+    assert steps() == kept
+
+
+def test_a_metric_that_no_checkpoint_has_removes_nothing(usage_error):
+    for step in (1, 2):
+        make(step, metrics={"val/loss": 1.0, "loss": float("nan")})
+    for metric in ("val_loss", "loss"):
+        error = usage_error(
+            *("run", "--prune", "--keep-last", 1, "--keep-best", metric, "--mode", "min", "--yes")
+        )
+        assert error.startswith(f"--keep-best {metric}: ")
+        assert "loss, val/loss" in error
+    assert steps() == [1, 2]
+
+
+def test_both_kinds_are_counted_by_themselves_and_named_ones_stay():
+    for name in (1, 2, "checkpoint_8", "checkpoint_9", "checkpoint_10", "final", "exception-step"):
+        make(name)
+    assert call("run", "--prune", "--keep-last", 1, "--yes") == 0
+    assert names() == ["checkpoint_10", "exception-step", "final", "step-00000002"]
+
+
+def test_weights_alone_are_counted_by_themselves_since_no_run_goes_on_from_them():
+    for step in (1, 2, 3, 4):
+        make(step, weights_only=step > 2)
+    assert call("run", "--prune", "--keep-last", 1, "--yes") == 0
+    assert steps() == [2, 4]
+
+
+def test_what_is_kept_is_read_first_and_must_be_sound(report):
+    for step in (1, 2, 3, 4, 5):
+        make(step, metrics={"loss": float(step)})
+    flip_bit(ROOT / "step-00000005")  # sizes alone do not tell
+    flip_bit(ROOT / "step-00000001")
+    truncate(ROOT / "step-00000003")
+    arguments = ("--prune", "--keep-last", 1, "--keep-best", "loss", "--mode", "min")
+    shown = report("run", *arguments, "--dry-run", code=1)
+    states = {each["step"]: (each["state"], each["hashed"]) for each in shown["checkpoints"]}
+    assert states == {
+        1: ("damaged", True),
+        2: ("sound", True),
+        3: ("damaged", False),
+        4: ("sound", True),
+        5: ("damaged", True),
+    }
+    assert call("run", *arguments, "--yes") == 0  # what is left is sound
+    assert steps() == [2, 4]
+
+
+@pytest.mark.parametrize("best", [[], ["--keep-best", "loss", "--mode", "min"]])
+def test_nothing_goes_if_nothing_sound_would_be_left(best, report):
+    for step in (1, 2, 3):
+        flip_bit(make(step, metrics={"loss": 0.0}))
+    if best:
+        make(4)  # sound, but not one with the metric
+    done = report("run", "--prune", "--keep-last", 1, *best, "--yes", code=1)["prune"]
+    assert done["removed"] == []
+    assert steps()[:3] == [1, 2, 3]
+
+
+def test_prune_leaves_what_is_not_ours_with_the_reason(report):
+    (make(1) / "notes.txt").touch()
+    tear_manifest(make(2))
+    make(3)
+    Path(ROOT / "best").symlink_to("step-00000003")
+    make(4).rename(ROOT / ".cadence-replaced-step-00000004")
+    make(5)
+    make(6)
+    (ROOT / "checkpoint_0").mkdir()
+    interrupt_a_shared_save(ROOT / "checkpoint_1")
+    make("checkpoint_2")
+    before = {path: path.lstat().st_ino for path in Path().rglob("*")}
+    done = report("run", "--prune", "--keep-last", 1, "--yes", code=1)["prune"]
+    gone = {path for path in before if not os.path.lexists(path)}
+    assert gone == {path for path in before if ROOT / "step-00000005" in (path, *path.parents)}
+    assert done["removed"] == ["step-00000005"]
+    unclear = "it is unknown which of its files are ours"
+    assert done["untouched"] == {
+        "step-00000001": "it contains notes.txt, which is not part of the checkpoint",
+        "step-00000002": unclear,
+        "step-00000003": "it is a link or the target of one",
+        "step-00000004": "set aside by a killed save; the next start restores it",
+        "checkpoint_0": unclear,
+        "checkpoint_1": unclear,
+        "best": "you named it",
+    }
+
+
+def test_leftovers_of_an_hour_ago_are_swept_younger_ones_are_not(report):
+    make(1)
+    for step in (2, 3):
+        (storage.open_staging(ROOT / f"step-0000000{step}") / "model.safetensors").touch()
+    (ROOT / ".cadence-trash-step-00000000").mkdir()
+    shutil.copytree(ROOT / "step-00000001", ROOT / ".cadence-replaced-step-00000001")
+    (make("checkpoint_0") / ".cadence-staging").mkdir()
+    for name in names():
+        age(ROOT / name)
+    running = ROOT / ".cadence-staging-step-00000003"
+    os.utime(running / "model.safetensors")  # the folder is old, a file in it is not
+    done = report("run", "--prune", "--keep-last", 1, "--yes")["prune"]
+    assert done["swept"] == [
+        ".cadence-replaced-step-00000001",
+        ".cadence-staging-step-00000002",
+        ".cadence-trash-step-00000000",
+        "checkpoint_0/.cadence-staging",
+    ]
+    assert names() == [running.name, "checkpoint_0", "step-00000001"]
+    assert names(ROOT / "checkpoint_0") == ["manifest.json", "model.safetensors", "shards"]
+    assert names(running) == ["model.safetensors"]
+
+
+def test_a_dry_run_shows_and_changes_nothing(table):
+    for step in (1, 2):
+        make(step)
+    age(storage.open_staging(ROOT / "step-00000003"))
+    before = names()
+    lines = table("run", "--prune", "--keep-last", 1, "--dry-run")
+    assert names() == before
+    plan = [line.split(maxsplit=2) for line in lines[-5:-2]]
+    assert plan == [
+        ["sweep", ".cadence-staging-step-00000003", "a running or killed save"],
+        ["remove", "step-00000001", "sound"],
+        ["keep", "step-00000002", "among the last"],
+    ]
+    size = sum(file.stat().st_size for file in files_in(ROOT / "step-00000001"))
+    assert lines[-1] == f"To remove: 1 checkpoint and 1 leftover, {size} B."
+
+
+@pytest.mark.parametrize(
+    ("answer", "left"),
+    [(b"Yes\n", [2]), (b"\n", [1, 2]), (b"\x04", [1, 2])],
+)
+def test_prune_asks_on_a_terminal(answer, left, monkeypatch, capsys):
+    for step in (1, 2):
+        make(step)
+    with terminal(monkeypatch, answer):
+        assert call("run", "--prune", "--keep-last", 1) == 0
+    assert steps() == left
+    out = capsys.readouterr().out
+    assert out.index("remove  step-00000001") < out.index("Remove 1 checkpoint, ")
+    assert ("Nothing was removed." in out) == (left == [1, 2])
+
+
+def test_without_a_terminal_prune_removes_nothing(usage_error, monkeypatch):
+    for step in (1, 2):
+        make(step)
+    with open(os.devnull) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        error = usage_error("run", "--prune", "--keep-last", 1)
+        assert "no terminal" in error
+        assert "--yes" in error
+        assert steps() == [1, 2]
+        assert call("run", "--prune", "--keep-last", 2) == 0  # there is nothing to ask about
+
+
+class Answers:
+    """A terminal on which something happens before the user answers."""
+
+    def __init__(self, meanwhile):
+        self.meanwhile = meanwhile
+
+    def isatty(self):
+        return True
+
+    def readline(self):
+        self.meanwhile()
+        return "y\n"
+
+
+def test_prune_stops_if_a_kept_checkpoint_disappears(monkeypatch, capsys):
+    for step in (1, 2):
+        make(step)
+    monkeypatch.setattr(sys, "stdin", Answers(lambda: storage.remove(ROOT / "step-00000002")))
+    assert call("run", "--prune", "--keep-last", 1) == 1
+    assert steps() == [1]
+    assert "step-00000002: was removed by another process" in capsys.readouterr().err
+
+
+def test_a_failed_removal_is_reported_and_the_rest_goes(report, capsys, monkeypatch):
+    for step in (1, 2, 3):
+        make(step)
+    (ROOT / ".cadence-trash-step-00000001").touch()  # in the way
+    done = report("run", "--prune", "--keep-last", 1, "--yes", code=1)["prune"]
+    assert done["removed"] == ["step-00000002"]
+    assert list(done["failed"]) == ["step-00000001"]
+    assert steps() == [1, 3]
+    assert report("run")["leftovers"] == []  # a file is none of ours
 
 
 # -- usage -----------------------------------------------------------------------------------------
@@ -328,6 +583,14 @@ def test_a_committed_save_that_is_not_moved_yet_is_unfinished(states, report):
     [
         (["nowhere"], "nowhere does not exist"),
         (["file"], "file is a file"),
+        (["run", "--keep-last", "1"], "--keep-last belongs to --prune"),
+        (["run", "--dry-run"], "--dry-run belongs to --prune"),
+        (["run", "--prune", "--yes"], "--prune needs --keep-last N"),
+        (["run", "--prune", "--keep-last", "0", "--yes"], "'0' must be a number of 1 or more"),
+        (["run", "--prune", "--keep-last", "1", "--keep-best", "x"], "go together"),
+        (["run", "--prune", "--keep-last", "1", "--mode", "min"], "go together"),
+        (["run", "--prune", "--keep-last", "1", "--json"], "--json cannot ask"),
+        (["run/checkpoints/step-00000001", "--prune", "--keep-last", "1"], "is one checkpoint"),
     ],
 )
 def test_wrong_usage_is_an_error_and_changes_nothing(arguments, error, usage_error):
@@ -336,3 +599,19 @@ def test_wrong_usage_is_an_error_and_changes_nothing(arguments, error, usage_err
     Path("file").touch()
     assert error in usage_error(*arguments)
     assert steps() == [1, 2]
+
+
+@pytest.mark.parametrize("folder", [ROOT, ROOT.parent])
+def test_nothing_is_pruned_under_a_run(folder, capsys):
+    for step in (1, 2):
+        make(step)
+    before = sorted(ROOT.iterdir())
+    arguments = ["checkpoints", str(ROOT), "--prune", "--keep-last", "1", "--yes"]
+    with alone_in(folder):
+        assert main(arguments) == 2
+        told = capsys.readouterr().err
+        assert f"{folder.resolve()} is in use by process {os.getpid()}" in told
+        main([*arguments[:-1], "--dry-run"])
+        assert sorted(path for path in ROOT.iterdir() if path.name != LOCK) == before
+    main(arguments)
+    assert len(list(ROOT.iterdir())) == 1

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from trainer import environment
 from trainer.cli import COMMANDS, main, program
 from trainer.cli.env import VARIABLES
 from trainer.cli.launch import entry
+from trainer.cli.parsing import ended_at_once
 
 ROOT = Path(trainer.__file__).parents[1]
 
@@ -71,7 +75,7 @@ def test_a_closed_pipe_ends_a_command_silently(monkeypatch, capfd):
     os.close(reading)
     with open(writing, "w") as stdout:
         monkeypatch.setattr("sys.stdout", stdout)
-        monkeypatch.setattr("sys.argv", ["trainer", "env"])
+        monkeypatch.setattr("sys.argv", ["trainer", "completion", "bash"])
         assert program() == 141
     assert capfd.readouterr().err == ""
 
@@ -83,6 +87,65 @@ def test_characters_that_a_terminal_lacks_are_escaped(monkeypatch):
     with pytest.raises(SystemExit, match="0"):
         program()
     assert b"KEY=VALUE,\\u2026" in shown.getvalue()
+
+
+def test_a_deleted_current_folder_is_an_error(monkeypatch, tmp_path, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["env"]) == 1
+    assert "trainer env: the current folder no longer exists" in capsys.readouterr().err
+
+
+# Ctrl-C comes while torch is loaded, by code that catches what it raises and goes on.
+LOADING = """
+import importlib.abc, os, signal, sys
+
+class Loading(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                for _ in range(1000):
+                    pass
+            except BaseException:
+                pass
+            print("it went on")
+            os._exit(7)
+
+sys.meta_path.insert(0, Loading())
+from trainer.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("words", ["fit base.yaml", "launch --cpu --num_processes 2 train.py"])
+def test_ctrl_c_while_torch_is_loaded_ends_a_command(words):
+    Path("train.py").touch()
+    run = subprocess.run(
+        [sys.executable, "-c", LOADING, *words.split()],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_the_users_handler_of_ctrl_c_is_kept(monkeypatch):
+    def own(*_: object) -> None:
+        """A handler of the user's."""
+
+    for handler in (signal.SIG_IGN, own):  # the first one is that of a job in the background
+        before = signal.signal(signal.SIGINT, handler)
+        with ended_at_once():
+            assert signal.getsignal(signal.SIGINT) is handler
+        signal.signal(signal.SIGINT, before)
+    with ended_at_once():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    with suppress(ZeroDivisionError), ended_at_once():
+        _ = 1 / 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_exit_codes_are_listed_in_order(capsys):
@@ -208,6 +271,59 @@ def test_the_module_is_the_command(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert rows(run.stdout)["trainer"] == trainer.__file__
+
+
+# Completes its arguments as the words of a command line; the last one is being typed.
+OFFER = """
+source words.bash
+offer() {
+    COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
+    $(complete -p trainer | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+    echo "${COMPREPLY[@]}"
+}
+offer trainer ""
+offer trainer check
+offer trainer launch --mixed_pre
+offer trainer launch --mixed_precision b
+offer trainer launch tra
+offer trainer env --config_file fo
+offer trainer completion ""
+"""
+
+
+def test_bash_completes_commands_options_choices_and_files(capsys, tmp_path):
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "words.bash").write_text(capsys.readouterr().out)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "four.yaml").touch()
+    subprocess.run(["bash", "-n", "words.bash"], check=True, timeout=60)
+    run = subprocess.run(["bash", "-c", OFFER], capture_output=True, text=True, timeout=60)
+    assert run.stderr == ""
+    commands, check, option, choice, script, file, shells = run.stdout.splitlines()
+    assert set(COMMANDS) <= set(commands.split())
+    assert check == "checkpoints"
+    assert "--mixed_precision" in option.split()
+    assert choice == "bf16"
+    assert script == "train.py"
+    assert file == "four.yaml"
+    assert shells.split() == ["bash", "zsh", "fish"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_have_a_script(capsys, shell):
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert [name for name in (*COMMANDS, "mixed_precision", "bf16") if name not in script] == []
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
+
+
+def test_completion_without_shtab_names_the_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 1
+    assert "pip install 'cadence-trainer[cli]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from trainer.cli import error_reporting, main, program
@@ -15,6 +19,21 @@ from trainer.cli.launch import entry
 from trainer.cli.launch.failure import failures_of
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def launcher(monkeypatch) -> Callable[..., TCPStore]:
+    """Lets this process be one of torchrun's, which has a store that outlives its processes."""
+
+    def be_one_of_its(attempt: int = 0) -> TCPStore:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(store.port))
+        return store
+
+    return be_one_of_its
 
 
 @pytest.fixture
@@ -36,6 +55,46 @@ def test_a_single_process_prints_the_error(capsys, noted):
     assert noted() == {}
 
 
+def test_each_error_is_printed_by_one_process(launcher, monkeypatch, capsys, noted):
+    store = launcher()
+    for text in ("one", "one", "two", "one"):
+        error_reporting.report(text, 2)
+    assert capsys.readouterr().err == "one\ntwo\n"
+    assert noted()["py_callstack"] == "exit code 2, see its message above."
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    error_reporting.report("one", 2)  # another attempt, after other lines
+    assert capsys.readouterr().err == "one\n"
+    del store
+
+
+def test_other_processes_wait_until_it_is_printed(launcher, monkeypatch, capsys):
+    store = launcher()
+    saying, may_say, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def slowly(message: str, *, error: bool) -> None:
+        saying.set()
+        assert may_say.wait(20)
+        sys.stderr.write(message)
+
+    def second() -> None:
+        error_reporting.report("one", 2)
+        ended.set()
+
+    monkeypatch.setattr(error_reporting, "echo", slowly)
+    first, other = (
+        threading.Thread(target=each) for each in (lambda: error_reporting.report("one", 2), second)
+    )
+    first.start()
+    assert saying.wait(20)
+    other.start()
+    assert not ended.wait(0.2)  # its end is that of the first one
+    may_say.set()
+    first.join()
+    other.join()
+    assert capsys.readouterr().err == "one"
+    del store
+
+
 @pytest.mark.parametrize(
     ("code", "restarts", "kind", "said"),
     [
@@ -46,8 +105,9 @@ def test_a_single_process_prints_the_error(capsys, noted):
     ],
 )
 def test_our_launcher_prints_the_noted_error(
-    monkeypatch, capsys, noted, code, restarts, kind, said
+    launcher, monkeypatch, capsys, noted, code, restarts, kind, said
 ):
+    store = launcher()
     monkeypatch.setenv(entry.MARK, str(os.getpid()))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
     error_reporting.report("no", code)
@@ -58,6 +118,7 @@ def test_our_launcher_prints_the_noted_error(
         (found,) = failures_of({0: ended})
         assert (found.exit_code, found.refused, found.text) == (code, code == 2, "no")
     assert capsys.readouterr().err == said
+    del store
 
 
 def test_a_child_process_prints_its_own_errors(monkeypatch, capsys, noted):
@@ -96,14 +157,16 @@ def test_the_program_notes_its_error_for_the_launcher(
     assert (note["kind"], note["code"]) == (kind, code)
 
 
-def test_a_call_of_main_prints_its_error(monkeypatch, capsys, noted):
+def test_a_call_of_main_prints_its_error(launcher, monkeypatch, capsys, noted):
     words, code, said = REFUSED[0]
+    store = launcher()
     monkeypatch.setenv(entry.MARK, str(os.getpid()))
     for _ in range(2):
         assert main(words.split()) == code
     out, err = capsys.readouterr()
     assert (out, err.count(said)) == ("", 2)
     assert noted() == {}
+    del store
 
 
 def test_the_entry_point_is_the_program():
@@ -145,3 +208,23 @@ def test_a_script_that_calls_a_command_fails_for_its_own_reason(capfd):
     text = capfd.readouterr().err
     assert text.endswith("failed first:\nit exited with code 3.\n")
     assert "lanch" not in text
+
+
+def test_under_torchrun_an_error_is_printed_once():
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
+            *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--monitor-interval=1"),
+            *("-m", "trainer", "fit", "--trainer.max_epochz=3"),
+        ],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert ended.returncode == 1  # torchrun's own
+    assert ended.stderr.count("trainer fit: ") == 1
+    assert ended.stderr.count("Did you mean 'max_epochs'?") == 1
+    assert ended.stderr.count("exitcode  : 2 ") >= 1
+    assert ended.stderr.count("traceback : exit code 2, see its message above.") >= 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -223,6 +225,9 @@ def test_the_weights_alone_in_each_dtype(capsys):
     assert [row["largest layer"] for row in rows] == [largest * size // 8 for size in bits.values()]
     assert main(["estimate-memory", "weighed:Tied", "--dtypes", "int4"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["int4", "400", "B"]
+    for option in ("--fsdp=2", "--wrap=Tied", "--optimizer=sgd", "--activation-checkpointing"):
+        said = refused(capsys, "weighed:Tied", "--dtypes", "int4", option, code=2)
+        assert f"--dtypes is about weights alone; leave out {option.partition('=')[0]}." in said
     said = refused(capsys, "weighed:Tied", "--precision", "fp8", "--fsdp", 2, code=2)
     assert "not measured with --fsdp" in said
 
@@ -391,9 +396,9 @@ def test_configure_model_is_called(capsys):
     [
         (["nowhere:Net"], 1, "There is no module 'nowhere'"),
         (["weighed:Tiedd"], 1, "Did you mean 'Tied'?"),
-        (["weighed:Tied", "--init", "widht=3"], 1, "unexpected keyword argument 'widht'"),
+        (["weighed:Tied", "--init", "widht=3"], 2, "weighed:Tied(width=16, vocabulary=50) cannot"),
         (["weighed.Tied"], 2, "Did you mean 'weighed:Tied'?"),
-        (["weighed:F"], 1, "TypeError: 'module' object is not callable"),
+        (["weighed:F"], 1, "it must be a class or a function"),
         (["weighed:Tied", "--optimizer", "adanw"], 2, "Did you mean 'adamw'?"),
         (
             ["weighed"],
@@ -408,11 +413,8 @@ def test_configure_model_is_called(capsys):
         (["weighed:Image", "--optimizer-init", "rl=1"], 1, "unexpected keyword argument 'rl'\nIt"),
         (["weighed:Image", "--optimizer", "torch.optim:LBFGS"], 1, "or choose another with"),
         (["weighed:Image", "--optimizer", "adanw"], 2, "of your own as MODULE:NAME, a class or"),
-        (
-            ["weighed:Image", "--optimizer", "weighed:no_optimizer"],
-            1,
-            "The optimizer cannot be measured",
-        ),
+        (["weighed:Image", "--optimizer", "weighed:F"], 2, "takes MODULE:NAME, a class or func"),
+        (["weighed:Image", "--optimizer", "weighed:no_optimizer"], 1, "is a list, not a torch.opt"),
         (["weighed:Tied", "--input", "7:int46"], 2, "'int64'"),
         (["weighed:Tied", "--wrap", "Linear"], 2, "need --fsdp or --tp"),
         (
@@ -501,6 +503,24 @@ def test_a_configuration_of_transformers(capsys):
     config.save_pretrained("bert")
     (row,) = estimate(capsys, "./bert", "--precision", "no")
     assert row["parameters"] == nbytes(AutoModel.from_config(config).parameters())
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
+    # In a process of its own, since the library goes on trying in a thread.
+    script = (
+        "import sys\n"
+        "from trainer.cli import estimate_memory, main\n"
+        "estimate_memory._PATIENCE = 0.5\n"
+        "sys.exit(main(['estimate-memory', 'somebody/model']))\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        command = [sys.executable, "-c", script]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert ended.returncode == 1
+    assert "the hub did not answer within 0.5 seconds" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_nothing_of_the_process_is_changed(capsys):

@@ -263,11 +263,17 @@ def test_the_configuration_is_kept_with_the_run():
     assert main(["fit", str(saved), "--trainer.project_dir", "runs/again"]) == 0
     assert files_of("runs/again") == files_of("runs/configured")
 
-    # It is that of the latest start, but not of a refused one.
+    # Another start with the same configuration changes nothing.
+    assert main(["fit", "base.yaml", "--trainer.max_epochs=1", "--ckpt_path", "auto"]) == 0
+    assert yaml.safe_load(saved.read_text()) == content | {"ckpt_path": "auto"}
+    # One with another keeps both, and a refused one neither.
     assert main(["fit", "base.yaml", "--trainer.max_epochs=2", "--ckpt_path", "auto"]) == 0
     assert yaml.safe_load(saved.read_text())["trainer"]["max_epochs"] == 2
+    aside = Path("runs/configured/config.1.yaml")
+    assert yaml.safe_load(aside.read_text())["trainer"]["max_epochs"] == 1
     assert main(["fit", "base.yaml", "--trainer.max_epochs=3"]) == 1
     assert yaml.safe_load(saved.read_text())["trainer"]["max_epochs"] == 2
+    assert len(list(Path("runs/configured").glob("config*"))) == 2
 
 
 def test_the_configuration_that_is_kept_has_no_secret(capsys):
@@ -282,7 +288,7 @@ def test_the_configuration_that_is_kept_has_no_secret(capsys):
     saved = Path("runs/configured/config.yaml")
     assert "pa55w0rd" not in saved.read_text()
     told = error_of(capsys, "fit", str(saved))
-    assert "model.init_args.api_key is redacted" in told
+    assert "model.init_args.api_key is masked" in told
     assert "--model.init_args.api_key ..." in told
     given = made(str(saved), "--model.api_key=again", "--model.url=http://me:again@h")
     assert given.trainer.project_dir == saved.parent.absolute()
@@ -313,7 +319,10 @@ def test_validation_test_and_prediction_work_from_the_same_file(capsys):
     assert main(words) == 0
     folder = Path("runs/configured/predictions").absolute()
     assert capsys.readouterr().out == f"The predictions are in {folder}.\n"
-    assert "already has predictions" in error_of(capsys, *words, code=1)
+    shown = error_of(capsys, *words, code=1)
+    (line,) = (each for each in shown.splitlines() if each.startswith("(On the command line: "))
+    again = line.partition(": ")[2].partition(", or ")[0].split()
+    assert main([*words, *again]) == 0  # what it says can be done
 
     fitted = import_module("fitted")
     trainer = Trainer(project_dir="runs/configured", progress_bar=False)
@@ -487,12 +496,13 @@ def test_the_help_teaches(capsys):
         (["--trainer.accelerator=gpu"], ["The device is selected automatically"]),
         (["latin.yaml"], ["'utf-8' codec can't decode byte 0xfc", "latin.yaml"]),
         (["--trainer.seed=3"], ["a key at the top level"]),
+        (["--config=off.yaml"], ["trainer.mixed_precision", "in quotes, 'no'"]),
         (
             ["--seeds=3"],
             ["sections are: seed, ckpt_path, trainer, model, data, links. Did you mean 'seed'"],
         ),
         (["--model=fitted.Lin"], ["model:", "'fitted.Lin'", "Did you mean 'Line'?"]),
-        (["--model=fited.Line"], ["No module named 'fited'"]),
+        (["--model=fited.Line"], ["No module named 'fited'", "in the current folder"]),
         (["--model=trainer.Trainer"], ["model:", "not correspond to a subclass of TrainModule"]),
         (["--model.widht=3"], ["fitted.Line takes: width, optimizer, fails. Did you mean 'width'"]),
         (["--model.width=x"], ["width:", "must be of type int. Got value: x"]),
@@ -502,14 +512,26 @@ def test_the_help_teaches(capsys):
         (["--trainer.log_with=tensorbord"], ["log_with is 'tensorbord'; it must be one of"]),
         (["--trainer.callbacks+=EarlyStop"], ["Did you mean 'callbacks.EarlyStopping'?"]),
         (["nowhere.yaml"], ["File does not exist"]),
+        (["--seed", "1", "torn.yaml"], ["come before all options, or each after --config"]),
         (["modle.yaml"], ["'modle.class_path' is not accepted", "Did you mean 'model'?"]),
+        (["dataset.yaml"], ["write class_path: Loader instead"]),
         (["init.yaml"], ["'init_arg.width' is not", "fitted.Line takes: width"]),
     ],
 )
 def test_an_error_names_the_key_and_the_nearest(capsys, words, texts):
+    Path("torn.yaml").write_text("model: [\n")
     Path("latin.yaml").write_bytes("# für später\n".encode("latin-1"))
+    Path("off.yaml").write_text("trainer: {mixed_precision: no}\n")
     Path("modle.yaml").write_text("modle: {class_path: fitted.Line}\n")
     Path("init.yaml").write_text("model: {class_path: fitted.Line, init_arg: {width: 3}}\n")
+    Path("dataset.yaml").write_text("""
+data:
+  class_path: Loaders
+  init_args:
+    train:
+      class_path: torch.utils.data.DataLoader
+      init_args: {dataset: {class_path: fitted.Rows, init_args: {count: 3}}}
+""")
     shown = error_of(capsys, "fit", "base.yaml", *words)
     assert [text for text in texts if text not in shown] == [], shown
     assert shown.startswith("trainer fit: ")
@@ -534,7 +556,10 @@ def test_a_wrong_argument_in_a_file_is_reported_like_an_option(capsys, argument,
     assert hint in shown
 
 
-def test_a_text_is_no_configuration(capsys):
+def test_a_script_is_no_configuration(capsys):
+    shown = error_of(capsys, "fit", "fitted.py")
+    assert shown.startswith("trainer fit: fitted.py is not a configuration: that is a YAML file ")
+    assert shown.endswith("To run a script, use `trainer launch fitted.py`.\n")
     Path("words.yaml").write_text("only words, and many of them")
     shown = error_of(capsys, "fit", "base.yaml", "words.yaml")
     assert "A file must have the sections seed, ckpt_path, trainer, model, data, links." in shown
@@ -566,6 +591,7 @@ def test_an_error_of_the_trainer_has_no_traceback(capsys):
     assert shown.startswith("trainer fit: Nothing ends this run: max_epochs and max_steps")
     shown = error_of(capsys, "fit", "base.yaml", "--ckpt_path=nowhere", code=1)
     assert "nowhere" in shown
+    assert "--ckpt_path auto" in shown
     assert "Traceback" not in shown
 
 
@@ -575,6 +601,7 @@ def test_missing_sections_name_their_option(capsys, words):
     words = ("fit", "--model=fitted.Line", "--trainer.max_epochs=1", *words)
     shown = error_of(capsys, *words, code=1)
     assert "fit has no data" in shown
+    assert "--data CLASS" in shown
 
 
 def test_an_error_of_the_users_code_has_its_traceback(capsys):

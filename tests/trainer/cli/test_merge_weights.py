@@ -220,11 +220,14 @@ def test_an_index_of_one_file_is_compared_with_it(capsys):
     [
         ("shards", "merged.bin", "must end in '.safetensors'"),
         ("nowhere", "merged.safetensors", "must be a file of weights"),
+        ("shards/model-00001-of-00011.safetensors", "folder.safetensors", "is a folder"),
         ("first.safetensors", "first.safetensors", "one of the files to merge"),
     ],
 )
 def test_wrong_usage_is_refused(shards, capsys, checkpoint, output, text):
+    Path("folder.safetensors").mkdir()
     first = sorted(shards.glob("*.safetensors"))[0]
     Path("first.safetensors").write_bytes(first.read_bytes())
-    assert merge(checkpoint, output, "--force") == 1
+    source = first if "00001" in checkpoint else checkpoint
+    assert merge(source, output, "--force") == 1
     assert text in capsys.readouterr().err

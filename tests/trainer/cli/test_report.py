@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import random
@@ -14,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import ModelCheckpoint
+from callbacks import Callback, ModelCheckpoint
 from tests.helpers.pages import Node, parse
 from trackers.jsonl import read_metrics
 from trainer import Trainer, TrainModule
@@ -45,7 +47,7 @@ def write_run(folder, records, *, about=None, torn=""):
     text = "".join(f"{line}\n" for line in lines) + torn
     (folder / "metrics.jsonl").write_text(text)
     if about is not None:
-        (folder / "run.json").write_text(json.dumps({"run_id": "1", **about}))
+        (folder / "run.json").write_text(json.dumps({"run_id": "1", "warnings": [], **about}))
     return folder
 
 
@@ -118,6 +120,15 @@ class Net(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+IMAGE = torch.arange(6 * 9).reshape(1, 6, 9).to(torch.uint8)
+
+
+class Draw(Callback):
+    def on_validation_end(self, trainer, module):
+        for tracker in () if trainer.sanity_checking else trainer.trackers:
+            tracker.log_images({"sample": IMAGE + trainer.global_step}, trainer.global_step)
+
+
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fitted") / "net"
@@ -131,7 +142,7 @@ def fitted(tmp_path_factory):
         progress_bar=False,
         project_dir=folder,
         log_with="tensorboard",
-        callbacks=[ModelCheckpoint(monitor="val/loss", save_top_k=2, background=False)],
+        callbacks=[ModelCheckpoint(monitor="val/loss", save_top_k=2, background=False), Draw()],
     )
     trainer.fit(Net(), data, data)
     trainer.validate(Net(), data)
@@ -207,6 +218,18 @@ def test_the_checkpoints_the_best_and_the_last_are_marked(fitted):
     assert sorted(marked) == sorted([(best, "best val/loss"), (max(manifests), "last")])
 
 
+def test_images_are_those_that_were_logged(fitted):
+    from PIL import Image
+
+    figures = section(report(fitted), "Images").all("figure")
+    assert [each.text for each in figures] == [f"update {step}" for step in (5, 20, 25, 30)]
+    for figure, step in zip(figures, (5, 20, 25, 30), strict=True):
+        source = figure.all("img")[0]["src"]
+        image = Image.open(io.BytesIO(base64.b64decode(source.partition("base64,")[2])))
+        pixels = np.asarray(image.convert("L"))
+        assert np.array_equal(pixels, (IMAGE[0] + step).numpy())
+
+
 def test_evaluations_outside_the_fit_have_a_part_of_their_own(fitted):
     (record,) = read_metrics(fitted / "evaluations.jsonl")
     (row,) = section(report(fitted), "Evaluations").rows()
@@ -224,7 +247,7 @@ def test_the_page_can_fetch_nothing_and_has_no_script(fitted):
         for name, value in node.attributes.items():
             assert not name.startswith("on")
             if name in ("src", "href"):
-                assert value.startswith("#")
+                assert value.startswith(("data:image/png;base64,", "#"))
             assert "url(" not in (value or "").replace("url(#", "")
     assert "url(" not in html.all("style")[0].text
 
@@ -248,6 +271,7 @@ def test_names_and_texts_of_a_run_are_escaped(tmp_path):
             "module": NASTY,
             "code": NASTY,
             "starts": [start(0, 3, "failed", error=f"ValueError: {NASTY}")],
+            "warnings": [{"time": BEGAN, "logger": "trainer.x", "text": NASTY}],
             "hyper_parameters": {NASTY: {"deep": NASTY}},
         },
     )
@@ -257,7 +281,7 @@ def test_names_and_texts_of_a_run_are_escaped(tmp_path):
     assert "a<b>&c" in section(html, "Runs").text
     assert section(html, "Runs").all("code")[0]["title"] == NASTY
     assert NASTY in section(html, "Other metrics").text
-    assert f"ValueError: {NASTY}" in section(html, "Events").text
+    assert f"ValueError: {NASTY}" in section(html, "Warnings and events").text
     assert f"{NASTY}.deep" in section(html, "Hyper-parameters").text
     assert "<i>" in titles(html)
 
@@ -336,7 +360,7 @@ def test_values_that_are_not_finite_are_marked_and_listed():
     marks = html.all("div", "axis-step")[0].all("g", "bad")
     assert len(marks) == 3  # one of each kind
     assert sum(len(mark.all("use")) for mark in marks) == 3
-    events = section(html, "Events").text
+    events = section(html, "Warnings and events").text
     assert "loss is NaN, Infinity, -Infinity 3 times, at update 10, 40 to 50" in events
     (path,) = lines_of(html, "loss", "raw")
     assert path["d"].count("M") == 2  # a gap between the two that are infinite
@@ -487,7 +511,7 @@ def test_a_run_that_is_under_way_is_running():
     with alone_in(Path("run")):
         html = report("run")
     assert section(html, "Runs").all("b", "status")[0].text == "running"
-    assert "Events" not in titles(html)
+    assert "Warnings and events" not in titles(html)
 
 
 def test_events_are_listed():
@@ -504,9 +528,11 @@ def test_events_are_listed():
                 start(50, 60, "preempted", 20),
                 start(70, 80, "failed", 30, "FloatingPointError: NaN at 41"),
             ],
+            "warnings": [{"time": BEGAN, "logger": "trainer.due", "text": "no validation"}],
+            "more_warnings": 3,
         },
     )
-    lines = section(report("run"), "Events").all("li")
+    lines = section(report("run"), "Warnings and events").all("li")
     shown = [(each.all("b")[0].text, each.all("span")[0].text) for each in lines]
     assert shown == [
         ("killed", "ended without a message: killed, or the machine failed"),
@@ -514,7 +540,9 @@ def test_events_are_listed():
         ("preempted", "ended by a signal"),
         ("start", "start 3, after update 30"),
         ("failed", "FloatingPointError: NaN at 41"),
-        ("skipped", "3 updates skipped"),
+        ("warning", "no validation (trainer.due)"),
+        ("warning", "3 more warnings, which were not kept"),
+        ("skipped", "3 updates skipped, noticed at update 20, 40"),
     ]
 
 
@@ -524,7 +552,7 @@ def test_events_are_listed():
 def test_a_torn_last_line_is_left_out_with_a_warning():
     write_run("run", noisy(3), torn='{"step": 4, "epo')
     html = report("run")
-    assert "line of metrics.jsonl is incomplete" in section(html, "Events").text
+    assert "line of metrics.jsonl is incomplete" in section(html, "Warnings and events").text
     assert data_of(section(html, "Values").rows()[0][2]) == "3"
 
 
@@ -533,7 +561,7 @@ def test_lines_that_are_no_records_are_a_warning():
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('garbage\n[1]\n{"step": 9, "train/loss": 7.5, "text": "hello"}\n')
     html = report("run")
-    events = section(html, "Events").text
+    events = section(html, "Warnings and events").text
     assert "2 lines of metrics.jsonl are not records: 4, 5." in events
     assert "not numbers, left out here: text" in events
     assert data_of(section(html, "Values").rows()[0][1]) == "7.5"
@@ -553,10 +581,10 @@ def test_a_run_without_a_record_yet_has_a_page():
 
 def test_an_unreadable_run_json_is_a_warning():
     folder = write_run("run", noisy(3))
-    for broken in ("{", '{"starts": [{}]}'):
+    for broken in ("{", '{"starts": [{}]}', '{"starts": [], "warnings": null}'):
         (folder / "run.json").write_text(broken)
         html = report("run")
-        assert "run.json cannot be read" in section(html, "Events").text
+        assert "run.json cannot be read" in section(html, "Warnings and events").text
         assert len(section(html, "Values").rows()) == 1
 
 
@@ -570,12 +598,21 @@ def test_checkpoints_alone_make_a_page(fitted, tmp_path):
     rows = section(html, "Checkpoints").rows()
     assert [row[5].text for row in rows][-1] == "damaged"
     assert "last" not in rows[-1][1].text
-    assert "model.safetensors is damaged" in section(html, "Events").text
+    assert "model.safetensors is damaged" in section(html, "Warnings and events").text
     shown = {row[0].text: row[2].text for row in section(html, "Hyper-parameters").rows()}
     assert shown["width"] == "3"
     assert shown["max_epochs"] == "6"
     (row,) = section(html, "Runs").rows()
     assert "unknown" in [cell.text for cell in row]
+
+
+def test_images_without_tensorboard_are_a_warning(fitted, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorboard"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    html = report(fitted)
+    assert "Images" not in titles(html)
+    assert "cadence-trainer[tensorboard]" in section(html, "Warnings and events").text
 
 
 # -- the command -----------------------------------------------------------------------------------

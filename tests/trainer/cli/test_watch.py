@@ -334,11 +334,14 @@ def test_a_record_alone_has_no_state(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "--interval", "soon"], "invalid float value: 'soon'"),
+        (["notes.txt"], "notes.txt is a file; give the folder of a run, or its metrics.jsonl"),
+        (["run", "--interval", "0"], "'0' must be a number of seconds from 0.05 to 3600"),
+        (["run", "--interval", "soon"], "'soon' must be"),
         ([], "RUN_DIR"),
     ],
 )
 def test_wrong_usage(arguments, message, capsys):
+    Path("notes.txt").touch()
     assert call(*arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 

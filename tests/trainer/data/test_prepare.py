@@ -493,13 +493,13 @@ def test_one_batch_is_read_ahead():
             {"split_batches": True, "num_processes": 2},
             ValueError,
             r"split_batches=True with batch size 3, which must be a multiple of the number of "
-            r"processes, 2; or pass",
+            r"processes \(2\), such as 4; or pass",
         ),
         (
             DataLoader(Numbers(4), batch_sampler=[[0], [1]]),
             {"split_batches": True},
             ValueError,
-            r"split_batches=True with batch size None",
+            r"needs a batch size to split, and a list has batch_size=None",
         ),
         (
             DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), num_replicas=2, rank=0)),

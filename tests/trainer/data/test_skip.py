@@ -295,8 +295,7 @@ def test_a_pass_left_at_its_last_batch_has_ended(kind, source):
 def test_resume_of_a_stream_without_a_length():
     source = DataLoader(Stream(6), 2)
     again = prepared(source)
-    fresh = prepared(source).state_dict()
-    again.load_state_dict(fresh | {"iteration": 1, "seed": 3})
+    again.load_state_dict({"iteration": 1, "seed": 3})
     assert list(skip_first_batches(again, 3)) == []
     assert again.iteration == 2
 

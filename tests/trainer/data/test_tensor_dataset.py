@@ -189,6 +189,11 @@ class Ending(Dataset):
 
 
 @pytest.mark.parametrize("size", [2, None])
-def test_stop_iteration_in_a_dataset_ends_the_epoch(size):
+def test_stop_iteration_in_a_dataset_ends_the_epoch_with_a_warning(size, caplog):
     loader = DataLoader(Ending(), size)
-    assert len(batches(loader)) == len(list(loader)) == (2 if size else 4)
+    read, total = (2, 3) if size else (4, 6)
+    assert len(batches(loader)) == len(list(loader)) == read
+    (logged,) = caplog.messages
+    assert logged.startswith(
+        f"The dataset (Ending) ended epoch 1 by StopIteration after {read} of {total} batches"
+    )

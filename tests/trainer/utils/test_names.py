@@ -64,14 +64,18 @@ def test_helpers_that_are_aliases(ranks2):
     assert ranks2(body) == [(expected, expected, True)] * 2
 
 
-def test_a_wrong_option_of_save_is_refused(tmp_path):
+def test_a_wrong_file_or_option_is_refused_by_every_process(tmp_path):
     Accelerator(cpu=True)
     for arguments, text in (
+        ((1, None), "f is None; it must be a path or a file"),
         ((1, tmp_path / "f", "no"), "save_on_each_node is 'no'; it must be True or False"),
         ((1, tmp_path / "f", False, "no"), "safe_serialization is 'no'; it must be True or False"),
     ):
         with pytest.raises(TypeError, match=text):
             utils.save(*arguments)
+    PartialState().__dict__.update(process_index=1, local_process_index=1)
+    with pytest.raises(TypeError, match="f is None"):
+        utils.save(1, None)
     assert not any(tmp_path.iterdir())
 
 

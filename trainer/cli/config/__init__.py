@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.cli.config.file import LaunchConfiguration, default_place, read_file, write_file
 from trainer.cli.config.sharding import SECTIONS
-from trainer.cli.parsing import CommandError, command_parser, count, echo, truth
+from trainer.cli.parsing import CommandError, command_parser, count, echo, ended_at_once, truth
 from trainer.enums import DynamoBackend, PrecisionType
 from trainer.environment import DEFAULT_PORT
 
@@ -126,7 +126,8 @@ def write_basic_config(
 
 def device_count() -> int:
     """Return how many accelerators this machine has of which each process can have its own."""
-    import torch
+    with ended_at_once():
+        import torch
 
     # MPS has no collectives: its one device is for one process.
     return 0 if torch.backends.mps.is_available() else accelerators()
@@ -134,7 +135,8 @@ def device_count() -> int:
 
 def accelerators() -> int:
     """Return how many accelerators of this machine ``CUDA_VISIBLE_DEVICES`` leaves visible."""
-    import torch
+    with ended_at_once():
+        import torch
 
     return torch.accelerator.device_count()
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -22,6 +26,7 @@ from trainer.cli.parsing import (
     command_parser,
     count,
     echo,
+    ended_at_once,
     import_from_here,
     import_named,
 )
@@ -37,6 +42,7 @@ _PRECISIONS = ("no", "fp16", "bf16", "fp8", "pure-bf16")
 _DTYPES = ("float32", "float16", "bfloat16", "fp8", "int8", "int4")
 _INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d+(?:x\d+)*)?(?::(\w+))?")
 _OWN = "MODULE:NAME, a class or function that creates an optimizer from a list of parameters"
+_PATIENCE = 10.0  # seconds in which a hub finds a configuration of a few kilobytes
 _COLUMNS = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activations")
 
 
@@ -117,7 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: The model or the optimizer cannot be found, created or measured.
     """
-    from trainer.cli.estimate_memory import footprint
+    with ended_at_once():
+        from trainer.cli.estimate_memory import footprint
 
     import_from_here()
     prefix = "timm/" if arguments.library_name == "timm" else ""
@@ -158,6 +165,10 @@ def _weights(arguments: argparse.Namespace, make: Callable[[], nn.Module]) -> in
     """Show the bytes of the weights alone, by dtype; return 0."""
     from trainer.cli.estimate_memory import footprint
 
+    unused = ("precision", "input", "batch", "shards", "fsdp", "tp", "wrap")
+    for option in (*unused, "optimizer", "optimizer-init", "activation-checkpointing"):
+        if getattr(arguments, option.replace("-", "_")):
+            raise CommandError(f"--dtypes is about weights alone; leave out --{option}.", code=2)
     rows = []
     for dtype in dict.fromkeys(arguments.dtypes):
         total, layer = _attempt(arguments.model, partial(footprint.weights_in, make, dtype))
@@ -279,6 +290,16 @@ def _maker(model: str, init: dict[str, Any], *, trust: bool) -> Callable[[], nn.
             raise CommandError(f"{model!r} is not MODULE:CLASS. Did you mean {near!r}?", code=2)
         return partial(_of_library, model, init, trust=trust)
     made = import_named(model)
+    if not callable(made):
+        raise CommandError(f"{model} is {made!r}; it must be a class or a function.")
+    try:
+        inspect.signature(made).bind(**init)
+    except TypeError as error:
+        raise CommandError(
+            f"{model}{inspect.signature(made)} cannot be called ({error}): pass its arguments as "
+            "--init NAME=VALUE.",
+            code=2,
+        ) from None
     return partial(_complete, made, init)
 
 
@@ -311,8 +332,23 @@ def _of_library(name: str, init: dict[str, Any], *, trust: bool) -> nn.Module:
             f"installed: pip install {library}."
         ) from None
     code: dict[str, Any] = {"trust_remote_code": True} if trust else {}
+    lookup: Future[Any] = Future()
+
+    def look_up() -> None:
+        try:
+            lookup.set_result(AutoConfig.from_pretrained(name, **code, **init))
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            lookup.set_exception(error)
+
+    # In a thread, since offline the library tries for minutes.
+    threading.Thread(target=look_up, daemon=True).start()
     try:
-        config = AutoConfig.from_pretrained(name, **code, **init)
+        config = lookup.result(_PATIENCE)
+    except FutureTimeoutError:
+        raise CommandError(
+            f"{name!r} was not found on this machine, and the hub did not answer within "
+            f"{_PATIENCE:g} seconds."
+        ) from None
     except OSError as error:
         raise CommandError(f"transformers finds no model {name!r}: {error}") from None
     model: nn.Module = AutoModel.from_config(config, **code)
@@ -325,6 +361,8 @@ def _optimizer(name: str, init: dict[str, Any]) -> tuple[str, Callable[[Any], An
 
     if ":" in name:
         found = import_named(name)
+        if not callable(found):
+            raise CommandError(f"{name} is {found!r}; --optimizer takes {_OWN}.", code=2)
     else:
         known = {
             each.lower(): value
@@ -339,7 +377,7 @@ def _optimizer(name: str, init: dict[str, Any]) -> tuple[str, Callable[[Any], An
         found = known[name.lower()]
         name = f"torch.optim.{found.__name__}"
     given = ", ".join(f"{key}={value!r}" for key, value in init.items())
-    return f"{name}({given})" if given else name, lambda parameters: found(parameters, **init)
+    return f"{name}({given})" if given else name, partial(found, **init)
 
 
 def _attempt(model: str, work: Callable[[], Any]) -> Any:

@@ -285,6 +285,8 @@ def optimizer_state(
         each.grad = torch.empty_like(each)
     try:
         optimizer = make_optimizer(parameters)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"it is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
         if prepare is not None:
             optimizer = prepare(optimizer)
         with _AnyValue():  # type: ignore[no-untyped-call]  # torch leaves its base untyped

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.parsing import CommandError, Parser, aligned, echo, import_from_here
+from trainer.cli.parsing import CommandError, Parser, aligned, echo, ended_at_once, import_from_here
 
 if TYPE_CHECKING:
     from trainer.cli.fit.configured import Made
@@ -24,6 +24,13 @@ _METHODS = {"fit": "fit", "validate": "validate", "test-model": "test", "predict
 _PACKAGES = Path(__file__).parents[3]
 _OURS = tuple(f"{_PACKAGES / name}{os.sep}" for name in ("trainer", "callbacks", "trackers"))
 _LIBRARIES = ("contextlib", "jsonargparse", "torch")  # whose frames may lie between ours
+_HINTS = {
+    ("ckpt_path", "Trainer("): "--ckpt_path auto, --trainer.project_dir runs/other, ...",
+    ("has no data",): "--data CLASS, a DataModule with such a loader, or --data Loaders with a "
+    "loader for each stage; see --data.help Loaders",
+    ("overwrite=True",): "--trainer.callbacks+=PredictionWriter "
+    "--trainer.callbacks.overwrite true, or --trainer.callbacks.dirpath FOLDER",
+}
 _REPORTED = (ArithmeticError, ImportError, OSError, RuntimeError, TypeError, ValueError)
 
 
@@ -52,13 +59,15 @@ def run(arguments: argparse.Namespace) -> int:
     """
     import_from_here()
     try:
-        importlib.import_module("jsonargparse")
+        with ended_at_once():
+            importlib.import_module("jsonargparse")
     except ImportError:
         raise CommandError(
             f"{arguments.prog} reads configurations with jsonargparse, which is not installed: "
             "pip install 'cadence-trainer[cli]'."
         ) from None
-    from trainer.cli.fit import configured
+    with ended_at_once():
+        from trainer.cli.fit import configured
 
     line = configured.ConfiguredLine(arguments.prog, arguments.stage)
     config = line.parse(arguments.words)
@@ -71,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
         if _is_ours(error):
             code = 2 if made is None else 1
-            raise CommandError(str(error), code) from None
+            raise CommandError(_on_the_command_line(str(error)), code) from None
         # Not raised as it is, since the caller takes a missing file for wrong usage. Python prints
         # the message of an exit; `trainer launch` prints it once for all processes.
         own = _without_our_way(error.__traceback__)
@@ -94,6 +103,12 @@ def _work(stage: str, made: Made) -> None:
     for each in made.trainer.callbacks if stage == "predict" else ():
         if isinstance(each, PredictionWriter):
             echo(f"The predictions are in {', '.join(map(str, each.directories))}.")
+
+
+def _on_the_command_line(text: str) -> str:
+    """Return the text of an error with the command-line form of the arguments that it names."""
+    hints = [hint for words, hint in _HINTS.items() if any(word in text for word in words)]
+    return "\n".join([text, *(f"(On the command line: {hint})" for hint in hints)])
 
 
 def _is_ours(error: Exception) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ from itertools import pairwise
 from jsonargparse import ArgumentParser, Namespace
 
 import callbacks
-from trackers.redaction import is_redacted
+from trackers.masking import is_masked
 from trainer.cli.parsing import CommandError
 from trainer.migration.refusals import argument_refusals
 from trainer.trainer import Trainer
@@ -34,7 +35,10 @@ _PROBLEM = re.compile(r"given class_path '([\w.]+)'|Option '([\w.]+)' is not acc
 _IN_GROUP = re.compile(r"Group '([\w.]+)' does not accept option '([^']+)'")
 _ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _NO_PATH = re.compile(r"Expected a dot import path string: (\w+)")
+_BARE_WORD = re.compile(r"<class 'str'>(?s:.*)Given value: (True|False)$")
+_MODULE = re.compile(r"No module named '([\w.]+)'")
 _UNKNOWN = re.compile(r"unrecognized arguments: --([\w.]+)")
+_FILE = re.compile(r"unrecognized arguments: (?:[^-]\S*\.ya?ml)\b")
 _NO_MAPPING = re.compile(r"Unexpected config: (?s:.*)")  # followed by the whole file
 _REQUIRED = re.compile(r"required: (.*)")
 _SECTIONS = ("seed", "ckpt_path", "trainer", "model", "data", "links")
@@ -51,6 +55,12 @@ def explained(message: str, parser: ArgumentParser, words: Sequence[str]) -> Com
     """
     if "Problems parsing config" in message or "can't decode" in message:
         message += f"\nThe files are: {', '.join(files(words))}."
+    for script in (each for each in files(words) if each.endswith(".py")):
+        return CommandError(
+            f"{script} is not a configuration: that is a YAML file with the sections "
+            f"{', '.join(_SECTIONS)}. To run a script, use `trainer launch {script}`.",
+            code=2,
+        )
     for section, base in _BASES.items():
         if f"given class_path '{base}'" in message:
             return _without_class(section)
@@ -64,10 +74,10 @@ def explained(message: str, parser: ArgumentParser, words: Sequence[str]) -> Com
 
 
 def check(config: Namespace) -> None:
-    """Raise if a section names no class of the user's, or a value is a redacted secret.
+    """Raise if a section names no class of the user's, or a value is the mask of a secret.
 
-    Without a class path the parser takes the base class. Secrets are redacted in the
-    ``config.yaml`` of another run.
+    Without a class path the parser takes the base class. A mask comes from the ``config.yaml`` of
+    another run.
 
     Raises:
         CommandError: A section has no class path, or a secret is missing.
@@ -76,9 +86,9 @@ def check(config: Namespace) -> None:
         if (described := config.get(section)) and described.class_path == base:
             raise _without_class(section)
     for key, value in config.items():
-        if is_redacted(value):
+        if is_masked(value):
             raise CommandError(
-                f"{key} is redacted in the configuration: secrets are not saved. Pass it again: "
+                f"{key} is masked in the configuration: secrets are not saved. Pass it again: "
                 f"--{key} ...",
                 code=2,
             )
@@ -111,6 +121,8 @@ def _hints(message: str, parser: ArgumentParser) -> Iterator[str]:
         yield _of_parser(f"{group}.{key}", parser)
     for key in _UNKNOWN.findall(message):
         yield _of_parser(key, parser)
+    if _FILE.search(message):
+        yield "Configuration files come before all options, or each after --config."
     for module, name in _ATTRIBUTE.findall(message):
         there = [each for each in vars(sys.modules[module]) if not each.startswith("_")]
         yield _nearest(name, there) or f"{module} has: {', '.join(there)}."
@@ -119,6 +131,10 @@ def _hints(message: str, parser: ArgumentParser) -> Iterator[str]:
         near = get_close_matches(name, known, n=1)
         hint = f" Did you mean {known[near[0]]!r}?" if near else ""
         yield f"A class path is module.Class.{hint}"
+    if _BARE_WORD.search(message):
+        yield "YAML reads a bare no, off, yes or on as false or true: write it in quotes, 'no'."
+    if _MODULE.search(message):
+        yield f"Modules must be installed or in the current folder, {os.getcwd()}."
     for names in _REQUIRED.findall(message):
         of_class = re.match(r'Parser key "([\w.]+)":', message)
         first = f"{of_class[1]}.{names}" if of_class else names
@@ -132,6 +148,8 @@ def _of_class(path: str, name: str) -> str:
     if made is None:
         return ""
     takes = [each for each in inspect.signature(made).parameters if each not in ("args", "kwargs")]
+    if name in takes:  # how jsonargparse handles the type Dataset[T]
+        return "To describe the dataset of a DataLoader, write class_path: Loader instead."
     near = _nearest(name, takes)
     return f"{path} takes: {', '.join(takes) or 'nothing'}.{near}"
 

@@ -25,7 +25,7 @@ from trainer.cli.config.fp8 import FP8
 from trainer.cli.config.sharding import LAUNCHER, SECTIONS
 from trainer.cli.launch.options import REFUSED
 from trainer.cli.launch.options import parser as parser
-from trainer.cli.parsing import CommandError, echo
+from trainer.cli.parsing import CommandError, echo, ended_at_once
 from trainer.enums import PrecisionType
 
 _SLURM_GRACE = 120  # seconds before its time limit that a job is signalled
@@ -299,9 +299,11 @@ def _check_devices(arguments: argparse.Namespace, configuration: LaunchConfigura
         return
     option = f"gpu_ids is {ids!r}" if ids else "--multi_gpu asks for accelerators"
     found = f"accelerators {', '.join(sorted(known, key=int))}" if there else "no accelerator"
+    count = f" --num_processes {len(names)}" if len(names) > 1 else ""
+    more = "" if configuration.num_processes else count
     raise argparse.ArgumentTypeError(
         f"{option}, but this machine has {found}. Name existing devices, each once, or leave it "
-        "out and pass --cpu to use the CPU."
+        f"out and pass --cpu{more} to use the CPU."
     )
 
 
@@ -319,7 +321,8 @@ def _command(arguments: argparse.Namespace, *, noted: bool) -> list[str]:
 def _start_group(
     arguments: argparse.Namespace, configuration: LaunchConfiguration, plan: Plan
 ) -> int:
-    from trainer.cli.launch.group import Group, run_group  # torch: not for a dry run
+    with ended_at_once():
+        from trainer.cli.launch.group import Group, run_group  # torch: not for a dry run
 
     elastic = plan.machines[0] != plan.machines[1] or configuration.max_restarts > 0
     backend = configuration.rdzv_backend or (

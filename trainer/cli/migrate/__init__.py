@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from warnings import catch_warnings, simplefilter
 
-from trainer.cli.parsing import CommandError, command_parser, count, echo
+from trainer.cli.parsing import CommandError, command_parser, count, echo, ended_at_once
 from trainer.errors import CheckpointError
 
 _YAML = (".yaml", ".yml")
@@ -125,7 +125,9 @@ def _migrate(path: Path, arguments: argparse.Namespace) -> int:
     if path.suffix in _YAML:
         return _migrate_classes(path, arguments)
     try:
-        from libcst import ParserSyntaxError, parse_module
+        with ended_at_once():
+            import torch  # noqa: F401 - slow, and imported by all modules that are asked for names
+            from libcst import ParserSyntaxError, parse_module
     except ModuleNotFoundError as error:
         if error.name != "libcst":
             raise

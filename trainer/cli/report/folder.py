@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from trackers.masking import masked
 from trackers.media import one_level
-from trackers.redaction import redact
 from trainer.checkpoint.lock import holder_of
 from trainer.cli.inventory import Entry, ranked_by, read_folder
 from trainer.cli.parsing import CommandError, named
@@ -18,6 +18,12 @@ from trainer.cli.record import ABOUT, CHECKPOINTS, RECORD, Record, Series, read_
 
 EVALUATIONS = "evaluations.jsonl"
 _SHOWN = 5  # examples named in a message
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_HEAD = 24  # bytes up to the end of its size
+_TAGS = 24
+_STEPS = 4  # images of each tag: the first and the latest
+_LARGEST = 1_000_000  # bytes of an image
 
 
 @dataclass(kw_only=True)
@@ -33,6 +39,7 @@ class Run:
         evaluations: The metrics in `evaluations.jsonl`.
         checkpoints: In order of their steps.
         ranking: Metric and mode of each callback that ranks checkpoints.
+        images: PNG by tag and step.
         problems: Messages about what could not be read.
         holder: The process that locks the folder now.
     """
@@ -45,6 +52,7 @@ class Run:
     evaluations: dict[str, Series] = field(default_factory=dict)
     checkpoints: list[Entry] = field(default_factory=list)
     ranking: list[tuple[str, str]] = field(default_factory=list)
+    images: dict[str, dict[int, bytes]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     holder: str | None = None
 
@@ -125,7 +133,7 @@ class Run:
             values = manifests[-1][kind]
             if kind == "hyper_parameters":  # see `trainer.hparams`
                 values = {**values.get("arguments", {}), **values.get("others", {})}
-        return one_level(redact(values), ".") if isinstance(values, dict) else {}
+        return one_level(masked(values), ".") if isinstance(values, dict) else {}
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -158,6 +166,7 @@ def _read(folder: Path, name: str) -> Run:
         run.checkpoints, _ = read_folder(folder / CHECKPOINTS, hashes=False)
         run.ranking = ranked_by([entry for entry in run.checkpoints if entry.is_step])
         problems += [f"{each.name}: {each.note}" for each in run.checkpoints if each.note]
+    run.images = _read_images(folder, problems)
     return run
 
 
@@ -191,3 +200,43 @@ def _read_record(path: Path, problems: list[str]) -> Record:
         shown = ", ".join(list(record.others)[:_SHOWN])
         problems.append(f"{path.name} has values that are not numbers, left out here: {shown}.")
     return record
+
+
+def _read_images(folder: Path, problems: list[str]) -> dict[str, dict[int, bytes]]:
+    """Return the images in TensorBoard's files: of each tag the first and the latest ones."""
+    files = sorted((folder / "logs").rglob("events.out.tfevents.*"))
+    if not files:
+        return {}
+    try:
+        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+        from tensorboard.compat.proto.event_pb2 import Event
+    except ImportError:
+        problems.append(
+            "Any images in TensorBoard's files are left out: tensorboard is not installed "
+            "(pip install 'cadence-trainer[tensorboard]')."
+        )
+        return {}
+    found: dict[str, dict[int, bytes]] = {}
+    left_out: set[str] = set()
+    for file in files:
+        for raw in RawEventFileLoader(str(file)).Load():
+            if _PNG not in raw:  # most are numbers, which metrics.jsonl has too
+                continue
+            event = Event.FromString(raw)
+            for value in event.summary.value:
+                image = value.image.encoded_image_string  # empty where it is something else
+                if not image.startswith(_PNG) or len(image) < _PNG_HEAD:
+                    continue
+                if len(image) > _LARGEST or (value.tag not in found and len(found) == _TAGS):
+                    left_out.add(value.tag)
+                    continue
+                steps = found.setdefault(value.tag, {})
+                steps[event.step] = image
+                if len(steps) > _STEPS:
+                    del steps[sorted(steps)[1]]
+    if left_out:
+        problems.append(
+            f"Images of more than 1 MB, or of more than {_TAGS} names, are left out: "
+            f"{', '.join(sorted(left_out)[:_SHOWN])}."
+        )
+    return found

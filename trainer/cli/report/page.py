@@ -22,7 +22,7 @@ from trainer.cli.report.charts import (
 from trainer.cli.report.folder import Run
 from trainer.cli.report.tables import Markup, element, number, together
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _SECTIONS = {
     "train": "Training and validation",
     "": "Other metrics",
@@ -55,7 +55,7 @@ def page(runs: Sequence[Run], *, title: str | None = None) -> str:
         title = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} runs"
     parts = [
         ("Runs", tables.overview(runs)),
-        ("Events", tables.events(runs)),
+        ("Warnings and events", tables.events(runs)),
         *(
             (
                 _SECTIONS.get(name, name),
@@ -63,6 +63,7 @@ def page(runs: Sequence[Run], *, title: str | None = None) -> str:
             )
             for name, own in charts.items()
         ),
+        ("Images", tables.images(runs)),
         ("Hyper-parameters", tables.parameters(runs)),
         ("Checkpoints", tables.checkpoints(runs)),
         ("Values", tables.values(runs) if charts else None),

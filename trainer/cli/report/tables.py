@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import struct
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from html import escape
@@ -16,7 +18,9 @@ from trainer.cli.record import Series
 from trainer.cli.report.folder import Run
 
 _RUNS_OF_BAD = 4  # stretches of values that are not finite, up to which each is listed
+_LISTED = 12  # updates at which skipped ones were noticed
 _METRICS = 6  # of a checkpoint
+_SIDE = 320  # pixels: an image is enlarged up to this width, and a quarter of it in height
 _ROWS = 60  # events of a run
 _LARGE = 1e9  # from which on numbers are shown with an exponent
 _NONE = "–"  # noqa: RUF001 - a dash in a table
@@ -244,7 +248,7 @@ def roles_of(run: Run) -> dict[str, list[str]]:
 
 
 def events(runs: Sequence[Run]) -> Markup | None:
-    """Return errors, skipped updates, non-finite values and what cannot be read."""
+    """Return errors, warnings, skipped updates, non-finite values and what cannot be read."""
     shown: list[Markup] = []
     for index, run in enumerate(runs):
         lines = list(_events_of(run))
@@ -266,6 +270,10 @@ def _events_of(run: Run) -> Iterator[Markup]:
             yield _event(status, start.get("error") or "ended by a signal", start.get("end"))
         elif status == "running" and (index < len(run.starts) - 1 or run.status == "killed"):
             yield _event("killed", "ended without a message: killed, or the machine failed")
+    for each in run.about.get("warnings", ()):
+        yield _event("warning", f"{each.get('text')} ({each.get('logger')})", each.get("time"))
+    if more := run.about.get("more_warnings"):
+        yield _event("warning", f"{more} more warnings, which were not kept")
     if text := _skipped(run.metrics.get("skipped_updates")):
         yield _event("skipped", text)
     for name, series in run.metrics.items():
@@ -276,10 +284,16 @@ def _events_of(run: Run) -> Iterator[Markup]:
 
 
 def _skipped(series: Series | None) -> str:
+    """Return when the count of skipped updates has grown."""
     if series is None or not series.finite.any():
         return ""
-    total = int(series.values[series.finite].max())
-    return f"{total} update{'s' * (total != 1)} skipped" if total else ""
+    values = series.values[series.finite]
+    grown = series.steps[series.finite][np.diff(values, prepend=0.0) > 0]
+    steps = [f"{step:.0f}" for step in grown]
+    more = f" and {len(steps) - _LISTED} later ones" if len(steps) > _LISTED else ""
+    total = int(values.max())
+    noticed = f"noticed at update {', '.join(steps[:_LISTED])}{more}"
+    return f"{total} update{'s' * (total != 1)} skipped, {noticed}"
 
 
 def not_finite(series: Series) -> str:
@@ -305,6 +319,39 @@ def _event(kind: str, text: str, when: float | None = None) -> Markup:
         element("span", text),
         element("small", moment(when), class_="soft") if when is not None else None,
     )
+
+
+# -- images ----------------------------------------------------------------------------------------
+
+
+def images(runs: Sequence[Run]) -> Markup | None:
+    """Return the images, those of a tag and a run side by side."""
+    parts = []
+    for tag in sorted({tag for run in runs for tag in run.images}):
+        rows = []
+        for index, run in enumerate(runs):
+            shown = [
+                element(
+                    "figure",
+                    _image(image, f"{tag}, {run.name}, update {step}"),
+                    element("figcaption", f"update {step}"),
+                )
+                for step, image in sorted(run.images.get(tag, {}).items())
+            ]
+            if shown:
+                name = swatch(index, run.name) if len(runs) > 1 else None
+                rows.append(element("div", name, shown, class_="strip"))
+        parts.append(element("section", element("h3", tag), rows))
+    return together(*parts) if parts else None
+
+
+def _image(png: bytes, text: str) -> Markup:
+    """Return an image, enlarged by a whole factor if it is small."""
+    width, height = struct.unpack(">II", png[16:24])  # in its first chunk
+    times = max(1, min(_SIDE // max(width, 1), _SIDE // 4 // max(height, 1)))
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    small = "small" if times > 1 else None
+    return element("img", src=source, alt=text, width=times * width, class_=small)
 
 
 # -- time ------------------------------------------------------------------------------------------

@@ -40,13 +40,23 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("runs", type=Path, nargs="+", metavar="RUN_DIR", help=f"a run's folder, or its {RECORD}")
     add("--metrics", type=_names, metavar="NAME,…", help="only these; * matches anything")
     what = "how often to check for new values (default: 1)"
-    add("--interval", type=float, default=1.0, metavar="SECONDS", help=what)
+    add("--interval", type=_seconds, default=1.0, metavar="SECONDS", help=what)
     add("--once", action="store_true", help="show the current state and exit")
     return made
 
 
 def _names(text: str) -> list[str]:
     return [name for name in (part.strip() for part in text.split(",")) if name]
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.05 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds from 0.05 to 3600")
+    return value
 
 
 class Run:
@@ -63,10 +73,17 @@ class Run:
             `run.json`, or "not running" without one. "" for a record alone.
         error: The error that ended a failed run.
         checkpoint: The newest one in its folder, if any.
+
+    Raises:
+        argparse.ArgumentTypeError: The path is another file.
     """
 
     def __init__(self, path: Path, name: str) -> None:
         alone = path.is_file()
+        if alone and path.suffix != ".jsonl":
+            raise argparse.ArgumentTypeError(
+                f"{path} is a file; give the folder of a run, or its {RECORD}."
+            )
         self.name, self.record = name, Record(path if alone else path / RECORD)
         self._folder = None if alone and path.name != RECORD else self.record.path.parent
         self._look()
@@ -112,6 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         CommandError: rich or plotext is not installed.
+        argparse.ArgumentTypeError: A path is neither a folder nor a record.
         OSError: A record cannot be read.
     """
     if missing := [name for name in ("rich", "plotext") if find_spec(name) is None]:

@@ -1,8 +1,8 @@
-"""Redact secrets, such as API keys, in files about a run and in values for trackers.
+"""Mask secrets, such as API keys, in files about a run and in values for trackers.
 
-Secrets are redacted in `run.json`, the manifests of checkpoints, reports and tracker data, because
+Secrets are masked in `run.json`, the manifests of checkpoints, reports and tracker data, because
 others may read them. A value is a secret if its name suggests it, see `is_secret`. Passwords and
-tokens in URLs are redacted in every text.
+tokens in URLs are masked in every text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from trackers.media import named_values
 
-REDACTED = "***"
+MASK = "***"
 
 # A name whose last word ends in one of these names a secret: "password", "dbpassword".
 _SECRETS = ("password", "passwd", "pwd", "passphrase", "secret", "credential", "authorization")
@@ -35,7 +35,7 @@ _named: dict[str, bool] = {}
 
 
 def name_secrets(*names: str, secret: bool = True) -> None:
-    """Mark additional names as secrets, so that their values are redacted.
+    """Mark additional names as secrets, so that their values are masked.
 
     Call it before the run begins.
 
@@ -72,8 +72,8 @@ def is_secret(name: str, value: Any) -> bool:
     return bool(alone or _WHOSE.fullmatch(whose) or looks_random)
 
 
-def redact(value: Any, name: str = "") -> Any:
-    """Return a value with `REDACTED` in place of secrets; the object itself if there are none.
+def masked(value: Any, name: str = "") -> Any:
+    """Return a value with `MASK` in place of secrets; the object itself if there are none.
 
     Args:
         value: Plain values in mappings, namespaces, dataclasses, lists, tuples and sets. A mapping,
@@ -82,53 +82,53 @@ def redact(value: Any, name: str = "") -> Any:
     """
     if (named := named_values(value)) is not None:
         # All values inside a secret container such as `credentials` are secrets.
-        secret = is_secret(name, REDACTED)
-        items = {key: redact(each, name if secret else str(key)) for key, each in named.items()}
+        secret = is_secret(name, MASK)
+        items = {key: masked(each, name if secret else str(key)) for key, each in named.items()}
         return items if any(items[key] is not named[key] for key in named) else value
     if isinstance(value, (list, tuple, set, frozenset)):
-        parts = [redact(each, name) for each in value]
+        parts = [masked(each, name) for each in value]
         if all(new is old for new, old in zip(parts, value, strict=True)):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if is_secret(name, value):
-        return REDACTED
+        return MASK
     return _without_credentials(value) if isinstance(value, str) else value
 
 
-def redacted_texts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values to be logged, with secrets in texts redacted; numbers are not redacted."""
+def masked_texts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values to be logged, with secrets in texts masked; numbers are not masked."""
     return {
-        name: redact(value, name) if isinstance(value, str) else value
+        name: masked(value, name) if isinstance(value, str) else value
         for name, value in values.items()
     }
 
 
-def is_redacted(value: Any) -> bool:
-    """Return whether a value is, or contains, a secret that `redact` has replaced."""
+def is_masked(value: Any) -> bool:
+    """Return whether a value is, or contains, a secret that `masked` has replaced."""
     if isinstance(value, str):
-        return value == REDACTED or ("://" in value and REDACTED in value)
+        return value == MASK or ("://" in value and MASK in value)
     if isinstance(value, Mapping):
         value = list(value.values())
-    return isinstance(value, (list, tuple)) and any(map(is_redacted, value))
+    return isinstance(value, (list, tuple)) and any(map(is_masked, value))
 
 
 def _without_credentials(text: str) -> str:
-    """Redact the passwords and tokens of the URLs in a text."""
+    """Mask the passwords and tokens of the URLs in a text."""
     if "://" not in text:
         return text
-    found = _QUERY.sub(_redact_query, _USER_INFO.sub(_redact_user_info, text))
+    found = _QUERY.sub(_mask_query, _USER_INFO.sub(_mask_user_info, text))
     return text if found == text else found
 
 
-def _redact_user_info(match: re.Match[str]) -> str:
+def _mask_user_info(match: re.Match[str]) -> str:
     scheme, info = match.groups()
     user, colon, _ = info.partition(":")
     if colon:
-        return f"{scheme}://{user}:{REDACTED}@"
-    return f"{scheme}://{REDACTED}@" if scheme.endswith(("http", "https")) else match[0]
+        return f"{scheme}://{user}:{MASK}@"
+    return f"{scheme}://{MASK}@" if scheme.endswith(("http", "https")) else match[0]
 
 
-def _redact_query(match: re.Match[str]) -> str:
+def _mask_query(match: re.Match[str]) -> str:
     mark, name, value = match.groups()
     secret = is_secret(name, value) or name.lower().endswith(("sig", "signature"))
-    return f"{mark}{name}={REDACTED}" if secret else match[0]
+    return f"{mark}{name}={MASK}" if secret else match[0]

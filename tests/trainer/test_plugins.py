@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from functools import partial
 from math import nan
 from types import SimpleNamespace
 
@@ -329,3 +330,44 @@ def test_the_models_configuration_gets_what_the_plugin_says():
         "recompute_granularity": "selective",
         "hidden_dropout": 0.2,
     }
+
+
+def test_a_plugin_of_deepspeed_is_selected_by_name_and_given_once():
+    one, two = DeepSpeedPlugin(zero_stage=1), DeepSpeedPlugin(zero_stage=2)
+    assert DeepSpeedPlugin.requested({"a": one, "b": two}) == {"a": one, "b": two}
+    for given, several, message in (
+        (one, {"b": two}, "not both"),
+        ({}, None, "deepspeed_plugins is empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DeepSpeedPlugin.requested(given, several)
+    with pytest.raises(ValueError, match="select_deepspeed_plugin"):
+        one.select()
+    with pytest.raises(AttributeError, match="selected = True cannot be set"):
+        one.selected = True
+
+
+def partitions() -> list[bool]:
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    plugin = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=False)
+    with plugin.zero3_init_context_manager(enable=True):
+        inside = [plugin.is_zero3_init_enabled(), is_deepspeed_zero3_enabled()]
+    return [*inside, plugin.is_zero3_init_enabled(), is_deepspeed_zero3_enabled()]
+
+
+def test_models_are_partitioned_while_they_are_loaded_inside_the_context_alone(ranks2):
+    assert ranks2(partitions) == [[True, True, False, False]] * 2
+
+
+def test_a_scheduler_stands_for_a_callable_or_for_that_of_the_configuration():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
+    step = partial(torch.optim.lr_scheduler.StepLR, step_size=3)
+    dummy = DummyScheduler(optimizer, lr_scheduler_callable=step)
+    assert dummy.make(DeepSpeedPlugin(), optimizer).step_size == 3
+    config = {"zero_optimization": {"stage": 1}, "scheduler": {"type": "WarmUpLR", "params": {}}}
+    with pytest.raises(ValueError, match="Did you mean 'WarmupLR'"):
+        DummyScheduler(optimizer).make(DeepSpeedPlugin(hf_ds_config=config), optimizer)
+    plugin = DeepSpeedPlugin(transformer_moe_cls_names="Linear, Expert")
+    with pytest.raises(ValueError, match="'Expert'"):
+        plugin.set_moe_leaf_modules(nn.Sequential(nn.Linear(1, 1)))

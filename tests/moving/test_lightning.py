@@ -197,6 +197,7 @@ def test_what_programs_read_of_the_trainer_is_there(tmp_path):
     assert trainer.logger is trainer.loggers[0]
     assert trainer.log_dir == str(tmp_path / "lightning_logs" / "version_0")
     assert trainer.checkpoint_callback is checkpoint
+    assert str(checkpoint.dirpath) == f"{trainer.log_dir}/checkpoints"
     assert (trainer.num_devices, trainer.num_nodes, trainer.world_size) == (1, 1, 1)
     assert (trainer.device_ids, trainer.node_rank) == ([0], 0)
     assert trainer.early_stopping_callbacks == []

@@ -139,7 +139,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             before: How many callbacks before this one save below `top`.
         """
         given = self._given_folder
-        self.dirpath = folder if given or before else None
+        self.dirpath = folder
         self._top = top
         # The key in checkpoints: the name of the user's folder, and which callback it is there.
         self._folder_name = (

@@ -165,6 +165,11 @@ class ModelCheckpoint(Callback):
         self._folder_name = Path(dirpath).name if dirpath else None  # "" for "."
 
     @property
+    def root(self) -> Path | None:
+        """The folder of the checkpoints: `dirpath`, or one in it; None for the Trainer's folder."""
+        return self._dirpath
+
+    @property
     def best_k_models(self) -> dict[Path, float]:
         """The ranked checkpoints, best first, with their scores (steps if without ``monitor``)."""
         return {self._path(name): score for name, score in self._scores.items()}
@@ -224,7 +229,7 @@ class ModelCheckpoint(Callback):
         """Choose the folder."""
         if stage != "fit":
             return
-        self.directory = self.dirpath or trainer.checkpoint_dir
+        self.directory = self.root or trainer.checkpoint_dir
         for other in trainer.callbacks:
             if (
                 isinstance(other, ModelCheckpoint)
@@ -259,7 +264,8 @@ class ModelCheckpoint(Callback):
         if self.on_save_error == "raise" and not trainer.fast_dev_run:
             assert self.directory is not None  # since `setup`
             trainer.require_space(self.directory)
-        self._handled = self._handled or trainer.progress
+        if self._handled is None or self.every.of_epochs:
+            self._handled = trainer.progress
 
     def monitor_due(self, trainer: Trainer) -> bool:
         """Return whether a save is due."""
@@ -279,7 +285,11 @@ class ModelCheckpoint(Callback):
         if not self.saves_on_preemption or self.save_weights_only or trainer.fast_dev_run:
             return
         name = _name_at(trainer.global_step)
-        path = trainer.save_checkpoint(self._path(name), required=self.on_save_error == "raise")
+        path = trainer.save_checkpoint(
+            self._path(name),
+            required=self.on_save_error == "raise",
+            links=self._links(trainer, name),
+        )
         if path is not None:
             with suppress(OSError):  # Ctrl-C may also have ended the reader of the output
                 trainer.accelerator.print(
@@ -367,9 +377,9 @@ class ModelCheckpoint(Callback):
         if not self.background:
             self._settle(trainer)
 
-    def _links(self, trainer: Trainer, name: str) -> list[Path]:
-        """Return further names of the checkpoint that is about to be saved."""
-        return []
+    def _links(self, trainer: Trainer, name: str) -> dict[Path, bool]:
+        """Return the ``links`` of a checkpoint that is about to be saved."""
+        return {}
 
     def _settle(self, trainer: Trainer) -> None:
         """Wait for the latest save, and undo its decisions if it failed."""

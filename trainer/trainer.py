@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -554,7 +555,7 @@ class Trainer:
         weights_only: bool = False,
         background: bool = False,
         required: bool = True,
-        links: Sequence[Path] = (),
+        links: Mapping[Path, bool] = MappingProxyType({}),
         displaces: Sequence[Path] = (),
     ) -> Path | None:
         """Save a checkpoint of the latest fit; call it on every process.
@@ -575,8 +576,8 @@ class Trainer:
                 continues. One save is in flight at a time; the next save and the end of `fit` wait
                 for it.
             required: True: a failure to write ends the run. False: it is logged.
-            links: Symlinks to it that are made once it is committed. They are removed with it if
-                they are in its folder's folder, or one above.
+            links: Symlinks that point to it once it is committed, if True. Those with False are
+                removed if what they point to is then gone.
             displaces: Checkpoints to remove then.
 
         Returns:
@@ -739,6 +740,11 @@ class Trainer:
             remove_or_warn(Path(path))
 
     # -- state of the run ----------------------------------------------------------------------
+
+    @property
+    def val_every(self) -> Interval:
+        """The constructor's argument `val_every`."""
+        return Interval.parse(self._context.settings.val_every)
 
     @property
     def max_epochs(self) -> int | None:

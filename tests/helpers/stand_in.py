@@ -103,7 +103,7 @@ class TrainerStandIn:
         weights_only: bool = False,
         background: bool = False,
         required: bool = True,
-        links: Sequence[Path] = (),
+        links: Any = None,
         displaces: Sequence[Path] = (),
     ) -> Path | None:
         self.kinds[path.name] = (weights_only, background, required)

@@ -248,42 +248,49 @@ def test_checkpoints_are_saved_when_lightning_saves_them(options, steps, tmp_pat
 BY_EPOCH = ["epoch=0-step=8.ckpt", "epoch=1-step=16.ckpt"]
 
 
-@pytest.mark.parametrize(
-    ("options", "files"),
-    [
-        ([{}], BY_EPOCH[1:]),
-        ([{"save_top_k": -1}], BY_EPOCH),
-        ([{"save_top_k": 0, "save_last": True}], ["last.ckpt"]),
-        ([{"monitor": "val", "filename": "best", "save_last": True}], ["best.ckpt", "last.ckpt"]),
-        (
-            [{"monitor": "val", "filename": "{epoch:02d}-{val:.1f}", "save_weights_only": True}],
-            ["epoch=01-val=0.5.ckpt"],
-        ),
-        (
-            [{"monitor": "val", "filename": "{epoch}_{no}", "auto_insert_metric_name": False}],
-            ["1_0.ckpt"],
-        ),
-        (
-            [
-                {"monitor": "val", "mode": "max", "filename": "worst"},
-                {"every_n_train_steps": 6, "filename": "{step}", "save_top_k": -1},
-            ],
-            ["step=12.ckpt", "step=6.ckpt", "worst.ckpt"],
-        ),
-    ],
-    ids=str,
-)
+SAVERS: list[Any] = [
+    ([{}], BY_EPOCH[1:], {}),
+    ([{"save_top_k": -1}], [BY_EPOCH[0], "epoch=1-step=11.ckpt"], {"max_steps": 11}),
+    ([{"save_top_k": 0, "save_last": True}], ["last.ckpt"], {}),
+    ([{"monitor": "val", "filename": "best", "save_last": True}], ["best.ckpt", "last.ckpt"], {}),
+    (
+        [{"monitor": "val", "filename": "{epoch:02d}-{val:.1f}", "save_weights_only": True}],
+        ["epoch=01-val=0.5.ckpt"],
+        {},
+    ),
+    (
+        [{"monitor": "val", "filename": "{epoch}_{no}", "auto_insert_metric_name": False}],
+        ["1_0.ckpt"],
+        {},
+    ),
+    ([{"every_n_train_steps": 100}], [], {}),
+    (
+        [{"monitor": "val", "save_top_k": -1, "filename": "{step}"}],
+        ["step=12.ckpt", "step=16.ckpt", "step=4.ckpt", "step=8.ckpt"],
+        {"val_check_interval": 0.5},
+    ),
+    (
+        [{"every_n_epochs": 1}, {"every_n_train_steps": 6, "filename": "{step}", "save_top_k": -1}],
+        ["epoch=1-step=16.ckpt", "step=12.ckpt", "step=6.ckpt"],
+        {},
+    ),
+]
+
+
+@pytest.mark.parametrize(("savers", "files", "options"), SAVERS, ids=str)
 @pytest.mark.parametrize("library", ["trainer.lightning", "lightning"])
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 @pytest.mark.usefixtures("lightnings_variables")
-def test_checkpoints_have_the_names_that_lightning_gives_them(library, options, files, tmp_path):
+def test_checkpoints_have_the_names_that_lightning_gives_them(
+    library, savers, files, options, tmp_path
+):
     other = real(library)
     paths = []
     for _ in range(2):  # the second run keeps what the first has saved
         kind = other.pytorch.callbacks.ModelCheckpoint
-        savers = [kind(tmp_path / "saved", **each) for each in options]
-        fit(savers, lambda: make_net(other)(lr=0.01), other, default_root_dir=tmp_path)
-        paths += [Path(each.best_model_path).name for each in savers if each.best_model_path]
+        made = [kind(tmp_path / "saved", **each) for each in savers]
+        fit(made, lambda: make_net(other)(lr=0.01), other, default_root_dir=tmp_path, **options)
+        paths += [Path(each.best_model_path).name for each in made if each.best_model_path]
     second = [f"{name.removesuffix('.ckpt')}-v1.ckpt" for name in files]
     found = sorted(path.name for path in (tmp_path / "saved").glob("*.ckpt"))
     assert found == sorted(files + second)
@@ -311,6 +318,38 @@ def test_a_run_goes_on_from_the_name_of_a_checkpoint_and_keeps_its_folder(tmp_pa
     )
     [found] = parts.validate(ckpt_path="best")
     assert found["val"] == pytest.approx(again.best_model_score)
+
+
+def test_a_resumed_run_mends_links_whatever_the_order_of_its_callbacks(tmp_path):
+    def savers() -> list[ModelCheckpoint]:
+        best = ModelCheckpoint("saved", monitor="val", filename="best", save_last=True)
+        return [best, ModelCheckpoint("saved", every_n_train_steps=8, save_top_k=-1)]
+
+    folder = tmp_path / "saved"
+    fit(savers(), default_root_dir=tmp_path)
+    before = sorted(path.name for path in folder.glob("*.ckpt"))
+    (folder / "best.ckpt").unlink()  # as if killed before it was made
+    (folder / "last.ckpt").unlink()
+    (folder / "old.ckpt").symlink_to("val-min-every-1-epoch/step-00000008")  # … or removed
+    (folder / "users.ckpt").symlink_to("elsewhere")
+    [best, every] = savers()
+    fit([every, best], max_epochs=2, ckpt_path="last", default_root_dir=tmp_path)
+    assert sorted(path.name for path in folder.glob("*.ckpt")) == sorted([*before, "users.ckpt"])
+    assert best.best_model_path == str(folder / "best.ckpt")
+    assert best.best_model_score is not None
+    assert [path.name for path in folder.glob("*/*16")] == ["step-00000016"] * 2
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_goes_on_in_its_folder(tmp_path, caplog):
+    def saver() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / "saved", save_top_k=2)
+
+    fit([saver()], default_root_dir=tmp_path)
+    (tmp_path / "saved" / "step-00000016" / "manifest.json").write_text("{")
+    trainer = fit([saver()], max_epochs=3, ckpt_path="last", default_root_dir=tmp_path)
+    assert trainer.global_step == 24
+    assert "step-00000016 is not used" in caplog.text
+    assert not (tmp_path / "saved" / "version_1").exists()
 
 
 def test_two_intervals_are_an_error():
@@ -342,6 +381,26 @@ def test_all_processes_take_the_version_of_the_first(ranks2, tmp_path):
     found = ranks2(run)
     assert [counted for counted, *_ in found] == [0, 1]
     assert [rest for _, *rest in found] == [[0, str(folder), str(folder / "metrics.csv")]] * 2
+
+
+def test_wrong_checkpoints_are_an_error_on_all_processes(ranks2, tmp_path):
+    def run(case: str) -> str:
+        first = int(os.environ.get("RANK", 0)) == 0
+        savers = [ModelCheckpoint(tmp_path / "a")]
+        if case == "numbers" and first:
+            savers.append(ModelCheckpoint(tmp_path / "b", every_n_train_steps=2))
+        with pytest.raises((ValueError, TypeError)) as caught:
+            fit(
+                savers,
+                devices=2,
+                ckpt_path=5 if case == "type" else None,
+                default_root_dir=tmp_path,
+            )
+        return str(caught.value)
+
+    for case, text in (("type", "ckpt_path is 5"), ("numbers", "ModelCheckpoint")):
+        for message in ranks2(run, case):
+            assert text in message
 
 
 def test_a_logger_of_mlflow_is_its_client_and_run(tmp_path):

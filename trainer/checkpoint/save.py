@@ -15,6 +15,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -228,7 +229,7 @@ def save_checkpoint(
     shared: bool = False,
     on_each_node: bool = False,
     needs: int = 0,
-    links: Iterable[Path] = (),
+    links: Mapping[Path, bool] = MappingProxyType({}),
     displaces: Iterable[Path] = (),
     operation: str = CHECKPOINT,
 ) -> Path:
@@ -248,9 +249,9 @@ def save_checkpoint(
         shared: ``target`` may hold the user's files, which stay.
         on_each_node: The machines share no disk, so each keeps a complete checkpoint.
         needs: The number of bytes that must be free; 0 if unknown.
-        links: Symlinks to make after the commit; see `trainer.checkpoint.storage.link`. A failure
-            is logged.
-        displaces: Checkpoints to remove after that. A failure to remove one is logged.
+        links: Symlinks to make after the commit, if True; see `trainer.checkpoint.storage.link`.
+            Those with False are removed at last, if what they point to is gone.
+        displaces: Checkpoints to remove after the links are made. Failures are logged.
         operation: The public function that the user called, for :func:`run_on_all_ranks`.
 
     Returns:
@@ -311,15 +312,23 @@ def save_checkpoint(
     return target
 
 
-def _link_and_remove(target: Path, links: Iterable[Path], displaces: Iterable[Path]) -> None:
-    """Let the links point to a committed checkpoint; then remove those that it displaces."""
-    for name in links:
-        try:
-            link(target, name)
-        except OSError as error:
-            logger.warning("%s has not got the name %s: %s.", target, name, error)
+def _link_and_remove(target: Path, links: Mapping[Path, bool], displaces: Iterable[Path]) -> None:
+    """Let links point to a committed checkpoint; then remove those that it displaces."""
+    for name in (name for name, wanted in links.items() if wanted):
+        link_or_warn(target, name)
     for path in displaces:
         remove_or_warn(path)
+    for name in (name for name, wanted in links.items() if not wanted):
+        if name.is_symlink() and not name.exists():
+            name.unlink(missing_ok=True)
+
+
+def link_or_warn(target: Path, name: Path) -> None:
+    """Give a checkpoint a further name; a failure is only logged."""
+    try:
+        link(target, name)
+    except OSError as error:
+        logger.warning("%s has not got the name %s: %s.", target, name, error)
 
 
 def remove_or_warn(path: Path) -> None:

@@ -17,8 +17,7 @@ deleted::
     root/replaced-step-00000100/            an old checkpoint whose folder also held other files
     root/abandoned-step-00000100/           a later checkpoint than the one a run resumed from
 
-A checkpoint may have further names, symlinks beside it or beside its folder, which go when it is
-removed or renamed.
+A checkpoint may have further names, symlinks that :func:`link` makes.
 
 An `Accelerator` also saves into a folder that holds the user's files. It cannot be replaced by a
 rename, so the files are moved into it from ``folder/.cadence-staging/``. That save is committed
@@ -519,16 +518,6 @@ def link(target: Path, name: Path) -> None:
     sync(name.parent)
 
 
-def _unlink(path: Path) -> None:
-    """Remove the links to a checkpoint that is no longer there."""
-    gone = os.path.abspath(path)
-    for folder in (path.parent, path.parent.parent):
-        with suppress(PermissionError):  # nothing was linked in a folder that cannot be listed
-            for each in folder.iterdir():
-                if each.is_symlink() and os.path.abspath(folder / os.readlink(each)) == gone:
-                    each.unlink()
-
-
 def locate(path: Path) -> Path:
     """Return ``path``, or its temporary name if a save was killed while replacing it."""
     aside = _replaced_path(path)
@@ -551,7 +540,6 @@ def quarantine(path: Path, why: Literal["damaged", "replaced", "abandoned"] = "d
         number += 1
         target = path.with_name(f"{name}-{number}")
     os.rename(path, target)
-    _unlink(path)
     sync(path.parent)
     return target
 
@@ -604,7 +592,6 @@ def remove(path: Path) -> None:
     try:
         clear(trash)
         os.rename(path, trash)
-        _unlink(path)
         sync(path.parent)
         shutil.rmtree(trash)
     except OSError as error:

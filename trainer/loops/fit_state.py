@@ -11,6 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from numbers import Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -232,7 +233,7 @@ def save_run(
     weights_only: bool = False,
     background: bool = False,
     required: bool = True,
-    links: Sequence[Path] = (),
+    links: Mapping[Path, bool] = MappingProxyType({}),
     displaces: Sequence[Path] = (),
     on_each_node: bool = False,
 ) -> bool:
@@ -249,7 +250,7 @@ def save_run(
             training continues.
         required: Whether to raise if the checkpoint cannot be written; otherwise the error is
             logged.
-        links: Symlinks to make once the checkpoint is committed.
+        links: Symlinks to make (True), or to remove (False), once the checkpoint is committed.
         displaces: Checkpoints to delete then.
         on_each_node: Whether each machine keeps a complete checkpoint, since they share no disk.
 
@@ -315,7 +316,7 @@ def save_run(
             state=state,
             on_each_node=on_each_node,
             needs=needs,
-            links=[path.absolute() for path in links],
+            links={path.absolute(): wanted for path, wanted in links.items()},
             displaces=[path.absolute() for path in displaces],
         ),
         name=target,

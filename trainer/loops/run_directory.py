@@ -172,6 +172,8 @@ class Project:
         own = None
         if ckpt_path is not None and ckpt_path not in WORDS:
             own = absolute_path("ckpt_path", ckpt_path)
+            if own.is_symlink():  # which a save may let point to another one meanwhile
+                own = own.resolve()
         writer_rank = writer_rank_of(PartialState(), self.on_each_node)
         kept = all_gather_object(own)[writer_rank]  # on all ranks: some may have been given a word
         if own is None:

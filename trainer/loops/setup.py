@@ -124,7 +124,7 @@ class RunContext:
     def roots(self) -> list[Path]:
         """Return the folders of `ModelCheckpoint` callbacks that have their own `dirpath`."""
         savers = [one for one in self.callbacks if isinstance(one, ModelCheckpoint)]
-        return [one.dirpath for one in savers if one.dirpath is not None]
+        return [one.root for one in savers if one.root is not None]
 
     def choose(self, ckpt_path: Any, *, sweeps: bool = False) -> Path | None:
         """Resolve ``ckpt_path`` to a checkpoint; see `Project.choose`; collective."""

@@ -21,7 +21,6 @@ from trainer.lightning.pytorch._callbacks import (
     EMAWeightAveraging,
     LearningRateFinder,
     LearningRateMonitor,
-    ModelCheckpoint,
     OnExceptionCheckpoint,
     RichModelSummary,
     RichProgressBar,
@@ -29,6 +28,7 @@ from trainer.lightning.pytorch._callbacks import (
     ThroughputMonitor,
     TQDMProgressBar,
 )
+from trainer.lightning.pytorch._model_checkpoint import ModelCheckpoint
 
 __all__ = [
     "BackboneFinetuning",

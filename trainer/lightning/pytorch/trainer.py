@@ -21,11 +21,15 @@ import callbacks as ours
 from callbacks import Callback, GradientAccumulationScheduler, ModelSummary
 from trackers.base import GeneralTracker, is_installed
 from trainer import environment
-from trainer.checkpoint.resolve import holds_weights_only
+from trainer.checkpoint.resolve import WORDS, holds_weights_only
 from trainer.checkpoint.storage import committed
 from trainer.distributed.objects import broadcast_object
 from trainer.errors import CheckpointError
-from trainer.lightning.pytorch._callbacks import ModelCheckpoint, as_tensor, choose_folders
+from trainer.lightning.pytorch._model_checkpoint import (
+    ModelCheckpoint,
+    as_tensor,
+    choose_folders,
+)
 from trainer.lightning.pytorch.launch import launch
 from trainer.lightning.pytorch.loggers import (
     CSVLogger,
@@ -230,6 +234,7 @@ class Trainer(NativeTrainer):
             added += [] if _has(added, ModelSummary) else [ModelSummary()]
         if enable_checkpointing is not False and not dry and not _has(added, ours.ModelCheckpoint):
             added.append(ModelCheckpoint())
+            added[-1]._is_default = True
         self.profiler = _profiler_of(profiler)
         if isinstance(self.profiler, PyTorchProfiler):
             added.append(self.profiler)
@@ -409,11 +414,7 @@ class Trainer(NativeTrainer):
         for logger in self._loggers:
             folder: Path | None = getattr(logger, "run_dir", None)
             if folder is not None:
-                # An earlier run of the same version keeps its checkpoints, as in Lightning.
-                again = folder / f"version_{next_version(folder)}"
-                return (
-                    again if broadcast_object(bool(committed(folder / "checkpoints"))) else folder
-                )
+                return folder
         if dry:
             return None if root is None else Path(root)
         folder = Path(root or ".").expanduser().absolute() / "lightning_logs"
@@ -434,9 +435,10 @@ class Trainer(NativeTrainer):
         self._attach(model, datamodule)
         self._ckpt_path = ckpt_path
         self._loaders.update(train=train_dataloaders, val=val_dataloaders)
-        if not self.fast_dev_run:
-            choose_folders(self, ckpt_path)
         with _lightnings_words():
+            if not self.fast_dev_run:
+                ckpt_path = self._given_checkpoint(ckpt_path, WORDS)
+                choose_folders(self, ckpt_path)
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
 
     def validate(  # type: ignore[override]  # Lightning's order of arguments
@@ -520,9 +522,14 @@ class Trainer(NativeTrainer):
         self._loaders[stage] = dataloaders
         if given is None and ckpt_path is None and not self.fast_dev_run:
             ckpt_path = "best" if self.checkpoint_callback is not None else None
-        if ckpt_path == "best" and self.checkpoint_callback is not None:
-            monitored = self.checkpoint_callback.monitor is not None
-            ckpt_path = "best" if monitored else "last"
+        saver = self.checkpoint_callback
+        if ckpt_path in WORDS and saver is not None and not self.fast_dev_run:
+            if self._fit is None:
+                choose_folders(self, ckpt_path)
+            elif ckpt_path == "best" and saver.best_model_path:
+                ckpt_path = saver.best_model_path
+            if ckpt_path == "best" and saver.monitor is None:
+                ckpt_path = "last"
         self._ckpt_path = ckpt_path
         return model, dataloaders, datamodule, ckpt_path
 
@@ -539,7 +546,6 @@ class Trainer(NativeTrainer):
         folder = self.project_dir.parent
         versions = folder.glob("version_*/checkpoints")
         earlier = sorted(versions, key=lambda each: (len(each.parts[-2]), each.parts[-2]))
-        earlier.insert(0, folder / "checkpoints")  # of a named version, which another start has too
         found = [
             path for root in earlier for path in committed(root) if not holds_weights_only(path)
         ]

@@ -1,0 +1,387 @@
+"""Lightning's `ModelCheckpoint`: Cadence's own, with Lightning's arguments and names of files."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import callbacks
+from trainer.checkpoint.resolve import WORDS, holds_weights_only
+from trainer.checkpoint.save import link_or_warn, run_on_all_ranks
+from trainer.checkpoint.storage import MANIFEST, committed, run_id_of
+from trainer.distributed.objects import all_gather_object, broadcast_object
+
+
+def as_tensor(value: float) -> torch.Tensor:
+    """Return a metric's value as programs for Lightning expect it, in full precision."""
+    return torch.tensor(value, dtype=torch.float64)
+
+
+class ModelCheckpoint(callbacks.ModelCheckpoint):
+    """`callbacks.ModelCheckpoint` with Lightning's arguments.
+
+    A checkpoint is a folder such as ``step-00000100``, to which links in `dirpath` have the names
+    that Lightning gives its files. The folders are in `dirpath` too, unless it has checkpoints of
+    an earlier run: then in ``dirpath/version_1``, and so on. Several callbacks with one `dirpath`
+    have a folder each in there.
+
+    Args:
+        dirpath: The folder of the checkpoints; None is the run's.
+        filename: The names, with metrics, such as ``"{epoch}-{val_loss:.2f}"``; None is
+            ``"{epoch}-{step}"``. A "/" becomes "_".
+        monitor: The metric that ranks checkpoints.
+        verbose: Has no effect.
+        save_last: Whether to keep the newest one too, as ``last.ckpt``.
+        save_top_k: How many of the best to keep; -1 for all. With 0 and without `save_last`,
+            nothing is saved.
+        save_weights_only: Whether to save the weights alone.
+        mode: Whether ``"min"`` or ``"max"`` is best.
+        auto_insert_metric_name: Whether ``{name}`` becomes ``name=value``, else ``value``.
+        every_n_train_steps: Save after so many updates.
+        train_time_interval: Save after this time.
+        every_n_epochs: Save in every n-th epoch, in each by default. With 0 in all three, only
+            `save_last` saves, at the end.
+        save_on_train_epoch_end: Whether `every_n_epochs` saves at the end of the epoch, after its
+            validation, instead of after each validation. None is True if there is no validation,
+            or one at the end of each epoch.
+        save_on_exception: Whether to save when an exception ends the run.
+        enable_version_counter: Whether a name that another checkpoint has gets ``-v1`` and so on,
+            else takes it over.
+        background: Whether to write while the training continues; see
+            `callbacks.ModelCheckpoint`. The links are made when it is written.
+
+    Raises:
+        ValueError: Two of the three intervals are given.
+    """
+
+    CHECKPOINT_NAME_LAST = "last"
+    FILE_EXTENSION = ".ckpt"
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_weights_only: bool = False,
+        mode: Literal["min", "max"] = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        save_on_exception: bool = False,
+        enable_version_counter: bool = True,
+        *,
+        background: bool = False,
+    ) -> None:
+        intervals = {
+            "every_n_train_steps": every_n_train_steps,
+            "every_n_epochs": every_n_epochs,
+            "train_time_interval": train_time_interval,
+        }
+        given = {name: value for name, value in intervals.items() if value}
+        if len(given) > 1:
+            several = " and ".join(f"{name}={value}" for name, value in given.items())
+            raise ValueError(f"{several}: give one of them, or a ModelCheckpoint for each.")
+        every: Any = every_n_train_steps or f"{every_n_epochs or 1} epochs"
+        if train_time_interval is not None:
+            every = f"{train_time_interval.total_seconds():g} seconds"
+        at_end = not given and any(value is not None for value in intervals.values())
+        never = not save_last and (save_top_k == 0 or at_end)
+        super().__init__(
+            monitor=monitor,
+            mode=mode,
+            every=sys.maxsize if at_end else every,
+            save_top_k=save_top_k,
+            save_last=never or bool(save_last) or (monitor is None and save_top_k != -1),
+            on_exception=save_on_exception,
+            save_weights_only=save_weights_only,
+            background=background,
+            dirpath=dirpath,
+        )
+        self.filename = filename
+        self._interval = str(self.every)
+        by_epoch = not (at_end or every_n_train_steps or train_time_interval)
+        self._epochs = (every_n_epochs or 1) if by_epoch else 0
+        self._at_epoch_end = save_on_train_epoch_end
+        self._inserts_names = auto_insert_metric_name
+        self._counts_versions = enable_version_counter
+        self._has_last = bool(save_last)
+        self._top: Path | None = None  # the folder of the links in a fit
+        self._names: dict[str, str] = {}  # of the links to ranked checkpoints
+        self._last = ""  # the name of the link to the newest
+        if never:
+            hooks = ("on_train_start", "on_boundary", "on_preemption", "on_train_end")
+            vars(self).update(dict.fromkeys(hooks, _nothing), monitor_due=_no)
+
+    # -- the folder --------------------------------------------------------------------------------
+
+    @property
+    def dirpath(self) -> Path | None:
+        """The folder of the links, and of the checkpoints of the first run; None before a fit."""
+        return self._dirpath or self._top
+
+    @dirpath.setter
+    def dirpath(self, dirpath: str | os.PathLike[str] | None) -> None:
+        callbacks.ModelCheckpoint.dirpath.fset(self, dirpath)  # type: ignore[attr-defined]  # a property
+        self._root: Path | None = None
+
+    @property
+    def root(self) -> Path | None:
+        """The folder of the checkpoints; see `choose_folders`."""
+        return self._root or self._dirpath
+
+    @property
+    def state_key(self) -> str:
+        """What identifies the callback: also its interval."""
+        return f"{super().state_key}, every {self._interval}"
+
+    def use_folder(self, folder: Path) -> None:
+        """Save to a folder in the next fit."""
+        self._root = folder
+
+    def top(self, trainer: Any) -> Path:
+        """Return the folder of the links."""
+        folder: Path = self._dirpath or trainer.checkpoint_dir
+        return folder
+
+    def own_name(self) -> str:
+        """Return the name of its folder beside those of other callbacks with the same `dirpath`."""
+        ranked = "newest" if self.monitor is None else f"{self.monitor.name}-{self.monitor.mode}"
+        return re.sub(r"\W+", "-", f"{ranked}-every-{self._interval}")
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Choose the folder."""
+        super().setup(trainer, module, stage)
+        if stage == "fit":
+            self._top = self.top(trainer)
+
+    # -- what is saved, and when -------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the decisions so far, with names relative to the directory."""
+        return super().state_dict() | {"links": self._names, "last": self._last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the decisions in ``state``."""
+        super().load_state_dict(state)
+        self._names, self._last = dict(state.get("links", {})), state.get("last", "")
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Continue with the decisions from the checkpoint; for a new run, reset them."""
+        if trainer.batches_seen == 0 or not self._restored:
+            self._names, self._last = {}, ""
+        if trainer.keeps_checkpoints and not trainer.fast_dev_run:
+            self._mend_links()
+        validates = any(batches != 0 for batches in trainer.num_eval_batches)
+        if self._epochs == 1 and validates and not self._at_epoch_end:
+            self.every = trainer.val_every
+        super().on_train_start(trainer, module)
+
+    def _due_at_end(self, trainer: Any) -> bool:
+        """Return whether to save the final update: where Lightning ends an epoch that it cuts."""
+        within = self._epochs and str(self.every) == self._interval and not trainer.epoch_complete
+        due = within and (trainer.current_epoch + 1) % self._epochs == 0
+        return (due or (self._has_last and not self._newest)) and super()._due_at_end(trainer)
+
+    # -- the names ---------------------------------------------------------------------------------
+
+    def _links(self, trainer: Any, name: str) -> dict[Path, bool]:
+        trainer.wait_for_save()  # whose links are then there
+        gone = [self._names.pop(each, "") for each in self._displaced]
+        values = {**trainer.callback_metrics, "epoch": trainer.current_epoch}
+        values["step"] = trainer.global_step
+        wanted = {}
+        if name in self._scores:
+            wanted["ranked"] = self._format(self.filename or "{epoch}-{step}", values)
+        if self._has_last:
+            wanted["last"] = self._format(self.CHECKPOINT_NAME_LAST, values)
+            gone.append(self._last)
+        # Rank 0's, since others may have other working directories, and values of their own.
+        free = {
+            which: self._free(file, None if which == "last" else {name, *self._displaced})
+            for which, file in (wanted.items() if trainer.is_global_zero else ())
+        }
+        free = broadcast_object(free)
+        if "ranked" in free:
+            self._names = {k: link for k, link in self._names.items() if link != free["ranked"]}
+            self._names[name] = free["ranked"]
+        self._last = free.get("last", "")
+        top = self.top(trainer)
+        return {top / each: False for each in gone if each} | {
+            top / each: True for each in free.values()
+        }
+
+    def _format(self, filename: str, values: Mapping[str, Any]) -> str:
+        def value(field: re.Match[str]) -> str:
+            text = format(values.get(field[1], 0), field[2] or "")
+            return f"{field[1]}={text}" if self._inserts_names else text
+
+        return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", value, filename).replace("/", "_")
+
+    def _free(self, file: str, replaced: set[str] | None) -> str:
+        """Return a name that no other checkpoint has: itself, or with a version.
+
+        Args:
+            file: The name without its extension.
+            replaced: Names of checkpoints of this callback that may lose it; None for any.
+        """
+        for number in itertools.count():
+            path = self._links_folder / f"{file}{f'-v{number}' * bool(number)}{self.FILE_EXTENSION}"
+            target = self._target(path)
+            ours = target is not None and (
+                replaced is None or target.name in replaced or not target.exists()
+            )
+            if ours or not os.path.lexists(path):
+                break
+            if path.is_symlink() and not self._counts_versions:
+                break
+        return path.name
+
+    def _target(self, link: Path) -> Path | None:
+        """Return the checkpoint of this callback that a link points to, even if it is gone."""
+        try:
+            target = Path(os.path.abspath(link.parent / os.readlink(link)))
+        except OSError:  # it is no link
+            return None
+        return target if target.parent == self.directory else None
+
+    def _mend_links(self) -> None:
+        """Make links that a kill has prevented, and remove those to checkpoints that are gone."""
+        top, links = self._links_folder, list(self._names.items())
+        if self._last and self._newest:
+            links.append((self._newest[-1], self._last))
+        for name, link in links:
+            path = top / link
+            if self._path(name).is_dir() and (self._target(path) or not os.path.lexists(path)):
+                link_or_warn(self._path(name), path)
+        for path in top.glob(f"*{self.FILE_EXTENSION}"):
+            if self._target(path) is not None and not path.exists():
+                path.unlink(missing_ok=True)
+
+    @property
+    def _links_folder(self) -> Path:
+        return self._top or self._path("")
+
+    def _named(self, path: Path | None) -> str:
+        """Return the path of a checkpoint, by its link if there is one."""
+        if path is None:
+            return ""
+        link = self._links_folder / self._names.get(path.name, path.name)
+        return str(link if link.is_symlink() else path)
+
+    @property
+    def best_k_models(self) -> dict[Any, Any]:
+        """The ranked checkpoints by path, best first, with their scores."""
+        ranked = super().best_k_models
+        return {self._named(path): as_tensor(score) for path, score in ranked.items()}
+
+    @property
+    def best_model_path(self) -> Any:
+        """The path of the best checkpoint, empty before there is one."""
+        return next(iter(self.best_k_models), "")
+
+    @property
+    def best_model_score(self) -> Any:
+        """The monitored value of the best checkpoint; None without ``monitor``."""
+        score = super().best_model_score
+        return None if score is None else as_tensor(score)
+
+    @property
+    def last_model_path(self) -> Any:
+        """The newest checkpoint; empty without `save_last`, and before there is one."""
+        newest = super().last_model_path if self._has_last else None
+        link = self._links_folder / self._last
+        return str(link) if newest is not None and link.is_symlink() else self._named(newest)
+
+
+def choose_folders(trainer: Any, ckpt_path: Any) -> None:
+    """Give each `ModelCheckpoint` a folder without checkpoints of other runs; collective.
+
+    Args:
+        trainer: The Trainer.
+        ckpt_path: From what the run starts, checked; the folders of that run stay its own.
+
+    Raises:
+        CheckpointError: A folder cannot be read; on all processes.
+    """
+    savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    tops = [each.top(trainer) for each in savers]
+    if len({len(each) for each in all_gather_object(tops)}) > 1:
+        return  # an error of fit
+    others = [each for each in trainer.checkpoint_callbacks if each not in savers]
+    used = [*tops, *(each.root or trainer.checkpoint_dir for each in others)]
+
+    def choose() -> list[Path]:
+        start = None if ckpt_path is None else Path(ckpt_path)
+        if ckpt_path in WORDS:
+            found = [path for top in tops for base in _versions(top) for path in _saved(base)]
+            known = [path for path in found if run_id_of(path) is not None]
+            start = max(known, key=_time, default=None)
+        elif start is not None and holds_weights_only(start):
+            start = None
+        run_id = None if start is None else run_id_of(start)
+        folders = []
+        for saver, top in zip(savers, tops, strict=True):
+            base, own = _base(top, run_id), saver.own_name()
+            shared = used.count(top) > 1 or committed(base / own)
+            folders.append(base / own if shared else base)
+        return folders
+
+    state = trainer.accelerator.state
+    chosen = run_on_all_ranks(
+        "Choosing the folders of checkpoints",
+        lambda: choose() if state.is_main_process else None,
+        state,
+    )
+    for saver, folder in zip(savers, chosen[0] or [], strict=True):
+        saver.use_folder(folder)
+
+
+def _versions(top: Path) -> Iterator[Path]:
+    yield top
+    yield from sorted(top.glob("version_*"))
+
+
+def _saved(base: Path) -> list[Path]:
+    """Return the checkpoints in a folder, and in those of its callbacks."""
+    parts = [each for each in base.glob("*-every-*") if each.is_dir()]
+    return [path for folder in (base, *parts) for path in committed(folder)]
+
+
+def _base(top: Path, run_id: str | None) -> Path:
+    """Return the version of a folder that has the checkpoints of a run, else one without any."""
+    for base in _versions(top) if run_id is not None else ():
+        if run_id in map(run_id_of, _saved(base)):
+            return base
+    numbers = itertools.count(1)
+    base = top
+    while _saved(base):
+        base = top / f"version_{next(numbers)}"
+    return base
+
+
+def _time(path: Path) -> float:
+    try:
+        return (path / MANIFEST).stat().st_mtime
+    except OSError:  # removed meanwhile
+        return 0.0
+
+
+def _nothing(*_: Any) -> None:
+    """In the place of a hook of a callback that never does anything."""
+
+
+def _no(*_: Any) -> bool:
+    return False

@@ -46,9 +46,8 @@ class ModelPruning(Callback):
         amount: The share or the number to prune, or a function of the epoch.
         apply_pruning: Whether to, or a function of the epoch.
         make_pruning_permanent: Whether to remove the masks at the end.
-        use_lottery_ticket_hypothesis: Whether the first pruning gives the remaining parameters
-            their first values again, or a function of the epoch. Later ones keep, as in Lightning,
-            what was trained since.
+        use_lottery_ticket_hypothesis: Whether the remaining parameters get their first values
+            again, or a function of the epoch.
         resample_parameters: Draw other values instead, each time.
         pruning_dim: The dimension of structured methods.
         pruning_norm: The norm of ``"ln_structured"``.
@@ -139,6 +138,21 @@ class ModelPruning(Callback):
             if not hasattr(part, f"{name}_mask"):
                 prune.identity(part, name)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the first values of the parameters, if they may be needed."""
+        if not self._lottery or self._resample_parameters:
+            return {}
+        parts = [
+            getattr(self._originals[id(part)], name) for part, name in self._parameters_to_prune
+        ]
+        return {"first": [each.detach() for each in parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the first values of the run that is resumed."""
+        found = zip(self._parameters_to_prune, state.get("first", ()), strict=False)
+        for (part, name), value in found:
+            getattr(self._originals[id(part)], name).data = value
+
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Prune."""
         if self._on_train_epoch_end:
@@ -201,8 +215,7 @@ class ModelPruning(Callback):
                 if hasattr(source, "reset_parameters"):
                     source.reset_parameters()
         for part, name in self._parameters_to_prune:
-            parameter = getattr(part, f"{name}_orig")
-            parameter.data = getattr(sources[id(part)], name).data.to(parameter)
+            getattr(part, f"{name}_orig").data.copy_(getattr(sources[id(part)], name).data)
 
 
 def _at(value: Any, epoch: int) -> Any:

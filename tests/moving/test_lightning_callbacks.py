@@ -215,7 +215,12 @@ def test_pruned_weights_are_zero_and_a_run_that_resumes_prunes_on(lottery, tmp_p
     whole = fit([pruning()], max_epochs=3, default_root_dir=tmp_path / "whole")
     fit([pruning()], max_epochs=2, default_root_dir=tmp_path / "parts")
     [first] = (tmp_path / "parts").rglob("checkpoints")
-    resumed = fit([pruning()], max_epochs=3, ckpt_path=first / "step-00000016",
+
+    def other_weights() -> Any:
+        torch.rand(1)
+        return make_net()()
+
+    resumed = fit([pruning()], other_weights, max_epochs=3, ckpt_path=first / "step-00000016",
                   default_root_dir=tmp_path / "parts")  # fmt: skip
     torch.testing.assert_close(copy_of(resumed.model), copy_of(whole.model), rtol=0, atol=0)
     zeros = sum(int((each == 0).sum()) for each in whole.model.parameters())

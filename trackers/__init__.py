@@ -5,9 +5,9 @@ from trackers.base import GeneralTracker
 from trackers.comet import CometMLTracker
 from trackers.csv import CSVTracker
 from trackers.jsonl import JsonlTracker, read_metrics
-from trackers.masking import name_secrets
 from trackers.mlflow import MLflowTracker
 from trackers.null import NullTracker
+from trackers.redaction import name_secrets
 from trackers.registry import (
     available_trackers,
     register_tracker,

@@ -6,9 +6,9 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from trackers.base import GeneralTracker, Status
-from trackers.masking import masked, masked_texts
 from trackers.media import frozen, size_of
 from trackers.pending import Call, Missed, Pending, log_call
+from trackers.redaction import redact, redacted_texts
 from trackers.worker import Worker
 from trainer.errors import module_logger
 
@@ -182,12 +182,12 @@ class BackgroundTracker(GeneralTracker):
         self.submit(lambda _: atexit.register(end))
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the configuration, on the thread; secrets in it are masked."""
-        self._queue("store_init_configuration", masked(values))
+        """Store the configuration, on the thread; secrets in it are redacted."""
+        self._queue("store_init_configuration", redact(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Queue values to be recorded. None values are left out; secrets in texts are masked."""
-        self._queue("log", masked_texts(_without_none(values)), step, **kwargs)
+        """Queue values to be recorded. None values are left out; secrets in texts are redacted."""
+        self._queue("log", redacted_texts(_without_none(values)), step, **kwargs)
 
     def log_recorded(self, values: dict[str, Any], step: int, time: float) -> None:
         """Queue values that are also in the local record, so that they can be read back if dropped.
@@ -217,7 +217,7 @@ class BackgroundTracker(GeneralTracker):
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
         """Queue texts to be recorded."""
-        self._relay("log_text", masked_texts(values), step, **kwargs)
+        self._relay("log_text", redacted_texts(values), step, **kwargs)
 
     def log_artifact(self, *args: Any, **kwargs: Any) -> None:
         """Queue a file or a folder to be recorded; a full queue does not drop it."""

@@ -7,7 +7,7 @@ plain data. A checkpoint's manifest stores them as::
         "arguments": {"width": 64, "betas": {"$": "tuple", "items": [0.9, 0.99]}},
         "others": {"lr": 0.1},       # recorded, but not arguments of the class itself
         "namespaces": [],            # arguments that were an argparse.Namespace
-        "masked": []                 # arguments with a masked secret, see trackers.masking
+        "masked": []                 # arguments with a redacted secret, see trackers.redaction
         "unsaved": []                # arguments that are not plain data, where these are allowed
     }
 
@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from trackers.masking import masked
+from trackers.redaction import redact
 from trainer.checkpoint.serialization import decode_tree, encode_tree
 from trainer.checks import choice_error
 from trainer.errors import CheckpointError, module_logger
@@ -153,7 +153,7 @@ def logged(owner: object) -> dict[str, Any]:
 def to_manifest(owner: object) -> dict[str, Any]:
     """Return an object's current hyper-parameters in JSON form; an empty dict if it has none.
 
-    Secrets are masked.
+    Secrets are redacted.
 
     Raises:
         TypeError: A value that was set later is not plain data.
@@ -174,15 +174,15 @@ def to_manifest(owner: object) -> dict[str, Any]:
     for name in lost:
         arguments.pop(name, None)  # a dict of which a part is lost
     parts |= {"namespaces": sorted(kept.namespaces - lost), "unsaved": sorted(lost)}
-    hidden = masked(arguments)
-    parts |= {"arguments": hidden, "others": masked(parts["others"])}
+    hidden = redact(arguments)
+    parts |= {"arguments": hidden, "others": redact(parts["others"])}
     parts["masked"] = [name for name in arguments if hidden[name] is not arguments[name]]
     tree: dict[str, Any] = json.loads(encode_tree(parts, "hyper_parameters")[0])["tree"]
     return tree
 
 
 def saved_arguments(saved: Any, where: object) -> dict[str, Any]:
-    """Return the saved constructor arguments by name, without masked secrets.
+    """Return the saved constructor arguments by name, without redacted secrets.
 
     Args:
         saved: The result of `to_manifest`.
@@ -218,12 +218,12 @@ def make(
             arguments cover all of its own. False leaves such arguments out with a warning.
 
     Raises:
-        TypeError: An argument is missing, or was masked as a secret and is not given.
+        TypeError: An argument is missing, or was redacted as a secret and is not given.
         CheckpointError: The class does not take a saved argument, or the arguments cannot be read.
     """
     arguments = saved_arguments(saved, where)
-    masked_names = set(saved.get("masked", ()))
-    hidden = masked_names | set(saved.get("unsaved", ()))
+    redacted_names = set(saved.get("masked", ()))
+    hidden = redacted_names | set(saved.get("unsaved", ()))
     parameters = inspect.signature(cls).parameters
     takes = _parameters(cls)
     variadic = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -245,7 +245,7 @@ def make(
     needed = {n for n in takes if parameters[n].default is inspect.Parameter.empty} | hidden
     wanted = takes + sorted(hidden.difference(takes)) * variadic
     if missing := [name for name in wanted if name in needed and name not in arguments]:
-        secrets = [name for name in missing if name in masked_names]
+        secrets = [name for name in missing if name in redacted_names]
         raise TypeError(
             f"{cls.__name__} cannot be created: {where} does not hold its {_listed(missing)}. "
             + f"Secrets are not saved ({', '.join(secrets)}). " * bool(secrets)

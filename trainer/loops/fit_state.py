@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from callbacks import Callback, Interval, Progress
-from trackers.masking import masked
+from trackers.redaction import redact
 from trainer.checkpoint import gradients
 from trainer.checkpoint.accelerator_state import dtypes_of
 from trainer.checkpoint.loading import load_into
@@ -560,7 +560,7 @@ def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any
             if update == run.counters.global_step
         },
         "versions": versions(),
-        "configuration": masked(dict(configuration)),
+        "configuration": redact(dict(configuration)),
         "hyper_parameters": to_manifest(run.module),
     }
 

@@ -12,7 +12,7 @@
 
 Times are seconds since 1970. Each start that resumes the run is added to ``starts``. A start that
 was killed has no end and stays ``"running"``. Resuming a run needs nothing from this file. Secrets
-are masked, see `trackers.masking`.
+are redacted, see `trackers.redaction`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 from trackers.base import Status
 from trackers.code import git_commit
-from trackers.masking import masked
+from trackers.redaction import redact
 from trainer.checkpoint.storage import write_whole
 from trainer.errors import module_logger
 from trainer.files import read_json, sweep_hidden
@@ -103,7 +103,7 @@ class RunMetadata:
             return {}
 
     def _write(self, *, sweeps: bool = False) -> None:
-        text = dumps(masked(self._document), indent=1)
+        text = dumps(redact(self._document), indent=1)
         try:
             if sweeps:
                 sweep_hidden(self._path)

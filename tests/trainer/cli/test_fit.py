@@ -288,7 +288,7 @@ def test_the_configuration_that_is_kept_has_no_secret(capsys):
     saved = Path("runs/configured/config.yaml")
     assert "pa55w0rd" not in saved.read_text()
     told = error_of(capsys, "fit", str(saved))
-    assert "model.init_args.api_key is masked" in told
+    assert "model.init_args.api_key is redacted" in told
     assert "--model.init_args.api_key ..." in told
     given = made(str(saved), "--model.api_key=again", "--model.url=http://me:again@h")
     assert given.trainer.project_dir == saved.parent.absolute()

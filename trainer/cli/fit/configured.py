@@ -19,7 +19,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_pa
 
 from callbacks import Callback, PredictionWriter
 from trackers.jsonl import unused_name
-from trackers.masking import masked
+from trackers.redaction import redact
 from trainer.checkpoint.storage import read_manifest, write_whole
 from trainer.cli.fit import readable
 from trainer.cli.fit.loaders import Loaders  # noqa: F401 - so that its class path may be short
@@ -314,12 +314,12 @@ class SavedConfiguration(Callback):
     ``config.1.yaml`` and so on: a run may resume with another configuration.
 
     Args:
-        text: The configuration, as YAML. Secrets in it are masked.
+        text: The configuration, as YAML. Secrets in it are redacted.
     """
 
     def __init__(self, text: str) -> None:
         config = yaml.safe_load(text)
-        if (shown := masked(config)) is not config:
+        if (shown := redact(config)) is not config:
             text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
         self._text = text
 

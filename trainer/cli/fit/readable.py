@@ -13,7 +13,7 @@ from itertools import pairwise
 from jsonargparse import ArgumentParser, Namespace
 
 import callbacks
-from trackers.masking import is_masked
+from trackers.redaction import is_redacted
 from trainer.cli.parsing import CommandError
 from trainer.migration.refusals import argument_refusals
 from trainer.trainer import Trainer
@@ -86,9 +86,9 @@ def check(config: Namespace) -> None:
         if (described := config.get(section)) and described.class_path == base:
             raise _without_class(section)
     for key, value in config.items():
-        if is_masked(value):
+        if is_redacted(value):
             raise CommandError(
-                f"{key} is masked in the configuration: secrets are not saved. Pass it again: "
+                f"{key} is redacted in the configuration: secrets are not saved. Pass it again: "
                 f"--{key} ...",
                 code=2,
             )

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from trackers.masking import masked
 from trackers.media import one_level
+from trackers.redaction import redact
 from trainer.checkpoint.lock import holder_of
 from trainer.cli.inventory import Entry, ranked_by, read_folder
 from trainer.cli.parsing import CommandError, named
@@ -133,7 +133,7 @@ class Run:
             values = manifests[-1][kind]
             if kind == "hyper_parameters":  # see `trainer.hparams`
                 values = {**values.get("arguments", {}), **values.get("others", {})}
-        return one_level(masked(values), ".") if isinstance(values, dict) else {}
+        return one_level(redact(values), ".") if isinstance(values, dict) else {}
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:

@@ -190,7 +190,7 @@ class LightningArgumentParser(ArgumentParser):
 class SaveConfigCallback(SavedConfiguration):
     """Writes the configuration to the folder of the run when it starts.
 
-    A different file of an earlier start is kept beside it. Secrets are masked.
+    A different file of an earlier start is kept beside it. Secrets are redacted.
 
     Args:
         parser: The parser of the configuration.

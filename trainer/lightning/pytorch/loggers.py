@@ -15,8 +15,8 @@ import yaml
 from trackers.base import GeneralTracker
 from trackers.comet import CometMLTracker
 from trackers.csv import CSVTracker
-from trackers.masking import masked
 from trackers.mlflow import MLflowTracker
+from trackers.redaction import redact
 from trackers.tensorboard import TensorBoardTracker
 from trackers.wandb import WandBTracker
 from trainer.distributed.objects import broadcast_object
@@ -176,7 +176,7 @@ class Logger:
         if self._is_within:
             getattr(self, method)(*args, **options)
         elif self.trainer is None or self.trainer.stage_name is None:
-            self._early.append((method, masked(args), options))
+            self._early.append((method, redact(args), options))
             if running is not None:
                 _logger.warning("A run is over: %s is sent when the next one starts.", args[0])
         elif running is not None:

@@ -1,8 +1,8 @@
 """Mask secrets, such as API keys, in files about a run and in values for trackers.
 
-Secrets are masked in `run.json`, the manifests of checkpoints, reports and tracker data, because
+Secrets are redacted in `run.json`, the manifests of checkpoints, reports and tracker data, because
 others may read them. A value is a secret if its name suggests it, see `is_secret`. Passwords and
-tokens in URLs are masked in every text.
+tokens in URLs are redacted in every text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _named: dict[str, bool] = {}
 
 
 def name_secrets(*names: str, secret: bool = True) -> None:
-    """Mark additional names as secrets, so that their values are masked.
+    """Mark additional names as secrets, so that their values are redacted.
 
     Call it before the run begins.
 
@@ -72,7 +72,7 @@ def is_secret(name: str, value: Any) -> bool:
     return bool(alone or _WHOSE.fullmatch(whose) or looks_random)
 
 
-def masked(value: Any, name: str = "") -> Any:
+def redact(value: Any, name: str = "") -> Any:
     """Return a value with `MASK` in place of secrets; the object itself if there are none.
 
     Args:
@@ -83,10 +83,10 @@ def masked(value: Any, name: str = "") -> Any:
     if (named := named_values(value)) is not None:
         # All values inside a secret container such as `credentials` are secrets.
         secret = is_secret(name, MASK)
-        items = {key: masked(each, name if secret else str(key)) for key, each in named.items()}
+        items = {key: redact(each, name if secret else str(key)) for key, each in named.items()}
         return items if any(items[key] is not named[key] for key in named) else value
     if isinstance(value, (list, tuple, set, frozenset)):
-        parts = [masked(each, name) for each in value]
+        parts = [redact(each, name) for each in value]
         if all(new is old for new, old in zip(parts, value, strict=True)):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -95,21 +95,21 @@ def masked(value: Any, name: str = "") -> Any:
     return _without_credentials(value) if isinstance(value, str) else value
 
 
-def masked_texts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values to be logged, with secrets in texts masked; numbers are not masked."""
+def redacted_texts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values to be logged, with secrets in texts redacted; numbers are not redacted."""
     return {
-        name: masked(value, name) if isinstance(value, str) else value
+        name: redact(value, name) if isinstance(value, str) else value
         for name, value in values.items()
     }
 
 
-def is_masked(value: Any) -> bool:
-    """Return whether a value is, or contains, a secret that `masked` has replaced."""
+def is_redacted(value: Any) -> bool:
+    """Return whether a value is, or contains, a secret that `redact` has replaced."""
     if isinstance(value, str):
         return value == MASK or ("://" in value and MASK in value)
     if isinstance(value, Mapping):
         value = list(value.values())
-    return isinstance(value, (list, tuple)) and any(map(is_masked, value))
+    return isinstance(value, (list, tuple)) and any(map(is_redacted, value))
 
 
 def _without_credentials(text: str) -> str:

@@ -1,7 +1,7 @@
 import pytest
 
-from trackers import masking, name_secrets
-from trackers.masking import masked, masked_texts
+from trackers import name_secrets, redaction
+from trackers.redaction import redact, redacted_texts
 
 SECRETS = """
     password db_password dbPassword DBPASSWORD password2 db_pwd passphrase secret client_secret
@@ -16,31 +16,31 @@ OTHERS = """
 
 @pytest.mark.parametrize("name", SECRETS.split())
 def test_values_with_secret_names_are_masked(name):
-    assert masked({name: "hunter2"}) == {name: "***"}
-    assert masked({"deep": [({name: b"x"},)]}) == {"deep": [({name: "***"},)]}
+    assert redact({name: "hunter2"}) == {name: "***"}
+    assert redact({"deep": [({name: b"x"},)]}) == {"deep": [({name: "***"},)]}
     for nothing in (None, True, ""):
-        assert masked({name: nothing}) == {name: nothing}
+        assert redact({name: nothing}) == {name: nothing}
 
 
 @pytest.mark.parametrize("name", OTHERS.split())
 def test_values_with_other_names_are_not_masked(name):
     values = {name: "<|text_0|>", "n": {name: 3}}
-    assert masked(values) is values
+    assert redact(values) is values
 
 
 def test_random_looking_keys_are_masked():
-    assert masked("9f8e7d6c5b4a39281706", "vendor_key") == "***"
-    assert masked("vk-Q7gT1mZr9LpX4sWd0KcB", "vendor_key") == "***"
-    assert masked("<|reserved_special_token_250|>", "pad_token").startswith("<|")
-    assert masked("reserved_special_token_250", "pad_token").startswith("reserved")
-    assert masked("observation.images.top_camera_1", "image_key").startswith("observation")
+    assert redact("9f8e7d6c5b4a39281706", "vendor_key") == "***"
+    assert redact("vk-Q7gT1mZr9LpX4sWd0KcB", "vendor_key") == "***"
+    assert redact("<|reserved_special_token_250|>", "pad_token").startswith("<|")
+    assert redact("reserved_special_token_250", "pad_token").startswith("reserved")
+    assert redact("observation.images.top_camera_1", "image_key").startswith("observation")
 
 
 def test_numbers_are_secrets_of_passwords_alone_and_never_metrics():
     values = {"password": 1234, "token": 3, "credentials": {"user": "me", "ids": [1, 2]}}
     hidden = {"user": "***", "ids": ["***", "***"]}
-    assert masked(values) == {"password": "***", "token": 3, "credentials": hidden}
-    assert masked_texts({"password": 0.5, "api_key": "x"}) == {"password": 0.5, "api_key": "***"}
+    assert redact(values) == {"password": "***", "token": 3, "credentials": hidden}
+    assert redacted_texts({"password": 0.5, "api_key": "x"}) == {"password": 0.5, "api_key": "***"}
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_numbers_are_secrets_of_passwords_alone_and_never_metrics():
     ],
 )
 def test_credentials_in_urls_are_masked_in_any_text(text, expected):
-    assert masked({"note": text}) == {"note": expected or text}
+    assert redact({"note": text}) == {"note": expected or text}
 
 
 def test_name_secrets_adds_and_excepts_names(monkeypatch):
-    monkeypatch.setattr(masking, "_named", {})
+    monkeypatch.setattr(redaction, "_named", {})
     name_secrets("PIN")
     name_secrets("primary_key", "key", secret=False)
     values = {"pin": 12, "primary_key": "a1b2c3d4e5f6g7h8i9j0k1", "key": "x", "api_key": "x"}
-    assert masked(values) == {**values, "pin": "***", "api_key": "***"}
+    assert redact(values) == {**values, "pin": "***", "api_key": "***"}

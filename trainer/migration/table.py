@@ -98,7 +98,10 @@ CALLBACK_HOOKS = {
     "on_init_end": "use setup",
     "on_before_accelerator_backend_setup": "use setup",
     "on_configure_sharded_model": "use setup",
-    "on_keyboard_interrupt": "use on_exception, which is told a KeyboardInterrupt too",
+    "on_keyboard_interrupt": (
+        "use on_preemption, called where the first Ctrl-C ends a fit; a second one, or one in "
+        "validate or test, is a KeyboardInterrupt for on_exception"
+    ),
     "write_on_batch_end": "use on_predict_batch_end",
     "write_on_epoch_end": (
         "use on_predict_batch_end, which gets the outputs of each batch, or read the files of a "

@@ -456,12 +456,17 @@ def test_what_lightnings_trainer_does_by_default_is_written_out(capsys):
     ],
 )
 def test_a_trainer_without_a_translation_stays_and_with_it_all_others(capsys, given, said):
-    program = f"from lightning import Trainer\n\nTrainer({given})\nTrainer(max_epochs=1)\n"
+    program = (
+        "from lightning import Trainer\nfrom lightning.pytorch.callbacks import ModelCheckpoint\n\n"
+        f"trainer = Trainer({given})\n"
+        "Trainer(max_epochs=1, callbacks=[ModelCheckpoint(filename='{step}', save_last=True)])\n"
+        "trainer.callback_metrics['loss'].item()\n"
+    )
     code, findings, text = migrate(capsys, program, "--native")
     assert code == 1
     assert text == program.replace("from lightning", "from trainer.lightning")
     [(line, told)] = findings
-    assert (line, told.startswith("Lightning's Trainer stays: ")) == (3, True)
+    assert (line, told.startswith("Lightning's Trainer stays: ")) == (4, True)
     assert said in told
 
 

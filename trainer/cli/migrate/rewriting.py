@@ -188,7 +188,9 @@ class _Names(cst.CSTTransformer):
         native = None if path is None else native_name(path)
         if native is None or native.rpartition(".")[2] in self._taken:
             return None
-        return native if native != "trainer.Trainer" or self._trainer else None
+        # Ours has no `filename`: with Lightning's Trainer, Lightning's ModelCheckpoint stays.
+        stays = native in ("trainer.Trainer", "callbacks.ModelCheckpoint") and not self._trainer
+        return None if stays else native
 
     def visit_Import(self, node: cst.Import) -> bool:  # noqa: ARG002 - as libcst calls it
         return False
@@ -230,7 +232,7 @@ class _Names(cst.CSTTransformer):
         if isinstance(func, cst.Attribute) and func.attr.value == "item" and not original_node.args:
             value = updated_node.func
             of = dotted(original_node.func).partition("[")[0]
-            if of.endswith("trainer.callback_metrics"):  # floats
+            if of.endswith("trainer.callback_metrics") and self._trainer:  # floats
                 return value.value if isinstance(value, cst.Attribute) else updated_node
         if not isinstance(func, (cst.Name, cst.Attribute)) or self._renamed(func) is None:
             return updated_node

@@ -742,11 +742,6 @@ class Trainer:
     # -- state of the run ----------------------------------------------------------------------
 
     @property
-    def val_every(self) -> Interval:
-        """The constructor's argument `val_every`."""
-        return Interval.parse(self._context.settings.val_every)
-
-    @property
     def max_epochs(self) -> int | None:
         """The constructor's argument `max_epochs`."""
         return self._context.settings.max_epochs

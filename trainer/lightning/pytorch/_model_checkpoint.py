@@ -186,7 +186,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             self._mend_links()
         validates = any(batches != 0 for batches in trainer.num_eval_batches)
         if self._epochs == 1 and validates and not self._at_epoch_end:
-            self.every = trainer.val_every
+            self.every = trainer._context.settings.val_every
         super().on_train_start(trainer, module)
 
     def _due_at_end(self, trainer: Any) -> bool:

@@ -610,7 +610,7 @@ class Trainer:
                 weights_only=weights_only,
                 background=background,
                 required=required,
-                links=links,
+                links=dict(links),
                 displaces=displaces,
             )
             return target

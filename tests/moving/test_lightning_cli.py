@@ -216,3 +216,38 @@ def test_a_callback_that_saves_the_configuration_elsewhere_has_the_loggers(tmp_p
     made = run(["fit", *logger], save_config_callback=Saves)
     events = b"".join(path.read_bytes() for path in Path(made.trainer.log_dir).glob("events*"))
     assert b"width: 4" in events
+
+
+def test_optimizers_and_callbacks_may_be_linked_to_arguments_of_the_module(tmp_path):
+    net, data, _ = make_program(L, ours)
+
+    class Described(net):  # type: ignore[misc, valid-type]
+        def __init__(self, optimizer: dict[str, Any]) -> None:
+            super().__init__()
+            self.described = optimizer
+
+        def configure_optimizers(self) -> Any:
+            return ours.instantiate_class(self.parameters(), self.described)
+
+    class Program(ours.LightningCLI):
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            parser.add_lightning_class_args(L.pytorch.callbacks.EarlyStopping, "early")
+            parser.set_defaults({"early.monitor": "val_loss"})
+            parser.add_optimizer_args(torch.optim.SGD, "own", link_to="model.optimizer")
+
+    options = {"early": {"patience": 5}, "own": {"lr": 0.3}}
+    made = Program(
+        Described, data, trainer_defaults=QUIET, args={"subcommand": "fit", "fit": options}
+    )
+    assert made.trainer.early_stopping_callback.patience == 5
+    assert made.trainer.optimizers[0].param_groups[0]["lr"] == 0.3
+    assert made.model.described["class_path"] == "torch.optim.sgd.SGD"
+
+
+def test_a_schedule_that_waits_for_a_metric_is_given_by_name(tmp_path):
+    words = ["--optimizer=torch.optim.SGD", "--optimizer.lr=0.1", "--trainer.max_epochs=4"]
+    plateau = ["ReduceLROnPlateau", "monitor=val_loss", "factor=0.5", "patience=0", "threshold=10"]
+    first, *rest = plateau
+    words += [f"--lr_scheduler={first}", *(f"--lr_scheduler.{each}" for each in rest)]
+    made = run(["fit", *words])
+    assert made.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**4)

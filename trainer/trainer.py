@@ -11,7 +11,6 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -555,7 +554,7 @@ class Trainer:
         weights_only: bool = False,
         background: bool = False,
         required: bool = True,
-        links: Mapping[Path, bool] = MappingProxyType({}),
+        links: Mapping[Path, bool] | None = None,
         displaces: Sequence[Path] = (),
     ) -> Path | None:
         """Save a checkpoint of the latest fit; call it on every process.
@@ -610,7 +609,7 @@ class Trainer:
                 weights_only=weights_only,
                 background=background,
                 required=required,
-                links=dict(links),
+                links=links,
                 displaces=displaces,
             )
             return target

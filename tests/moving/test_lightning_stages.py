@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainer.lightning as L
 from tests.helpers.services import comet_runs, wandb_runs
 from tests.moving.running import real
-from tests.moving.test_lightning_callbacks import X, Y, fit, make_net
+from tests.moving.test_lightning_callbacks import PRUNING, X, Y, fit, make_net
 from tests.numerics.running import copy_of
 from trainer.lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, RichProgressBar
 from trainer.lightning.pytorch.loggers import CometLogger, WandbLogger
@@ -135,20 +135,10 @@ def test_a_logger_of_comet_is_its_experiment(tmp_path):
 
 @pytest.mark.parametrize("lottery", [False, True])
 def test_pruning_is_that_of_a_loop_by_hand(lottery, tmp_path, caplog):
-    options: Any = (
-        {"pruning_fn": "l1_unstructured", "amount": 0.3}
-        if lottery
-        else {
-            "pruning_fn": "ln_structured",
-            "amount": 1,
-            "use_global_unstructured": False,
-            "use_lottery_ticket_hypothesis": False,
-            "pruning_dim": 0,
-            "pruning_norm": 1,
-        }
-    )
+    structured = PRUNING[2]
+    options: Any = {"pruning_fn": "l1_unstructured", "amount": 0.3} if lottery else structured
     caplog.set_level("INFO")
-    pruning = ModelPruning(**options, parameter_names=["weight"], verbose=2)
+    pruning = ModelPruning(**options | {"parameter_names": ["weight"], "verbose": 2})
     trained = fit([pruning], default_root_dir=tmp_path).model
     L.seed_everything(3)
     plain = make_net()()

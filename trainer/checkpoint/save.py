@@ -15,7 +15,6 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -229,7 +228,7 @@ def save_checkpoint(
     shared: bool = False,
     on_each_node: bool = False,
     needs: int = 0,
-    links: Mapping[Path, bool] = MappingProxyType({}),
+    links: Mapping[Path, bool] | None = None,
     displaces: Iterable[Path] = (),
     operation: str = CHECKPOINT,
 ) -> Path:
@@ -308,7 +307,7 @@ def save_checkpoint(
             discard(staging)
         raise
     if is_writer:
-        _link_and_remove(place, links, displaces)
+        _link_and_remove(place, links or {}, displaces)
     return target
 
 

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -233,7 +232,7 @@ def save_run(
     weights_only: bool = False,
     background: bool = False,
     required: bool = True,
-    links: Mapping[Path, bool] = MappingProxyType({}),
+    links: Mapping[Path, bool] | None = None,
     displaces: Sequence[Path] = (),
     on_each_node: bool = False,
 ) -> bool:
@@ -316,7 +315,7 @@ def save_run(
             state=state,
             on_each_node=on_each_node,
             needs=needs,
-            links={path.absolute(): wanted for path, wanted in links.items()},
+            links={path.absolute(): wanted for path, wanted in (links or {}).items()},
             displaces=[path.absolute() for path in displaces],
         ),
         name=target,

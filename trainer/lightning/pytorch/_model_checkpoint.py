@@ -147,10 +147,6 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         """What identifies the callback: also its interval."""
         return f"{super().state_key}, every {self._interval}"
 
-    def use_folder(self, folder: Path) -> None:
-        """Save to a folder in the next fit."""
-        self._root = folder
-
     def top(self, trainer: Any) -> Path:
         """Return the folder of the links."""
         folder: Path = self._dirpath or trainer.checkpoint_dir
@@ -218,7 +214,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             self._names = {k: link for k, link in self._names.items() if link != free["ranked"]}
             self._names[name] = free["ranked"]
         self._last = free.get("last", "")
-        top = self.top(trainer)
+        top = self._links_folder
         return {top / each: False for each in gone if each} | {
             top / each: True for each in free.values()
         }
@@ -346,7 +342,7 @@ def choose_folders(trainer: Any, ckpt_path: Any) -> None:
         state,
     )
     for saver, folder in zip(savers, chosen[0] or [], strict=True):
-        saver.use_folder(folder)
+        saver._root = folder
 
 
 def _versions(top: Path) -> Iterator[Path]:

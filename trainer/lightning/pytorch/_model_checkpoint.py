@@ -111,7 +111,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             dirpath=dirpath,
         )
         self.filename = filename
-        self._interval = str(self.every)
+        self._given_every = self.every
         by_epoch = not (at_end or every_n_train_steps or train_time_interval)
         self._epochs = (every_n_epochs or 1) if by_epoch else 0
         self._at_epoch_end = save_on_train_epoch_end
@@ -145,7 +145,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     @property
     def state_key(self) -> str:
         """What identifies the callback: also its interval."""
-        return f"{super().state_key}, every {self._interval}"
+        return f"{super().state_key}, every {self._given_every}"
 
     def top(self, trainer: Any) -> Path:
         """Return the folder of the links."""
@@ -155,7 +155,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     def own_name(self) -> str:
         """Return the name of its folder beside those of other callbacks with the same `dirpath`."""
         ranked = "newest" if self.monitor is None else f"{self.monitor.name}-{self.monitor.mode}"
-        return re.sub(r"\W+", "-", f"{ranked}-every-{self._interval}")
+        return re.sub(r"\W+", "-", f"{ranked}-every-{self._given_every}")
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Choose the folder."""
@@ -181,13 +181,13 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if trainer.keeps_checkpoints and not trainer.fast_dev_run:
             self._mend_links()
         validates = any(batches != 0 for batches in trainer.num_eval_batches)
-        if self._epochs == 1 and validates and not self._at_epoch_end:
-            self.every = trainer._context.settings.val_every
+        by_validation = self._epochs == 1 and validates and not self._at_epoch_end
+        self.every = trainer._context.settings.val_every if by_validation else self._given_every
         super().on_train_start(trainer, module)
 
     def _due_at_end(self, trainer: Any) -> bool:
         """Return whether to save the final update: where Lightning ends an epoch that it cuts."""
-        within = self._epochs and str(self.every) == self._interval and not trainer.epoch_complete
+        within = self._epochs and self.every == self._given_every and not trainer.epoch_complete
         due = within and (trainer.current_epoch + 1) % self._epochs == 0
         return (due or (self._has_last and not self._newest)) and super()._due_at_end(trainer)
 

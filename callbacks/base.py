@@ -130,7 +130,7 @@ class Callback:
         """
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the metrics of the epoch were reduced."""
+        """After the metrics of the epoch were reduced; those logged here are reduced after it."""
 
     def on_train_step_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Before the first micro-batch of a gradient accumulation window."""
@@ -199,7 +199,10 @@ class Callback:
         """Before the first batch of a validation."""
 
     def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the last batch of a validation and the reduction of its metrics."""
+        """After the last batch of a validation and the reduction of its metrics.
+
+        Those logged here are reduced after it.
+        """
 
     def on_validation_batch_start(
         self,
@@ -232,7 +235,10 @@ class Callback:
         """Before the first batch of a test."""
 
     def on_test_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the last batch of a test and the reduction of its metrics."""
+        """After the last batch of a test and the reduction of its metrics.
+
+        Those logged here are reduced after it.
+        """
 
     def on_test_batch_start(
         self,

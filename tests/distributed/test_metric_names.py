@@ -48,10 +48,21 @@ class Logs(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class AtEnds(Callback):
+    """Makes the module log in the callbacks' epoch-end hooks."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.at("callback.on_train_epoch_end")
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.at("callback.on_validation_epoch_end")
+
+
 def outcome(place: str, name: Callable[[int], str | None], options: dict[str, Any]) -> str:
     data = DataLoader(torch.zeros(4, 1))
     try:
-        quiet_trainer(max_epochs=1).fit(Logs(place, name, **options), data, data)
+        trainer = quiet_trainer(max_epochs=1, callbacks=[AtEnds()])
+        trainer.fit(Logs(place, name, **options), data, data)
     except MetricError as error:
         return str(error)
     return "nothing"
@@ -73,6 +84,8 @@ NAMES = {  # of ranks 0 and 1
         ("on_train_epoch_end", {}),
         ("validation_step", {}),
         ("on_validation_epoch_end", {}),
+        ("callback.on_train_epoch_end", {}),
+        ("callback.on_validation_epoch_end", {}),
     ],
 )
 def test_names_that_differ_between_ranks_raise_on_all(ranks2, place, options, kind):

@@ -5,6 +5,7 @@ The references are computed from the whole dataset at once.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from callbacks import Callback, EarlyStopping
 from tests.numerics.running import on_processes, quiet_trainer
 from trackers import read_metrics
 from trainer import TrainModule
@@ -323,12 +325,76 @@ def test_predictions_keep_the_order_without_duplicates(ranks, world, samples, si
     assert others == [None] * (world - 1)
 
 
+class Spread(Callback):
+    """Logs at the ends of epochs what it makes of its own process's samples and of the epoch."""
+
+    def __init__(self) -> None:
+        self.rows: list[Tensor] = []
+        self.seen: list[float] = []
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *batch: Any) -> None:
+        self.rows.append(batch[0][0])
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append(trainer.callback_metrics["mean"])
+        rows = torch.cat(self.rows) if self.rows else torch.empty(0, CLASSES)
+        module.log("rows", float(len(rows)), reduce="sum")
+        module.log("largest", rows.max() if len(rows) else -math.inf, reduce="max")
+        self.rows.clear()
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("epochs", trainer.current_epoch + 1.0)
+
+
+def logged_by_callbacks(samples: int) -> list[Any]:
+    """What is read after each epoch, recorded, returned and monitored."""
+    spread, data = Spread(), DataLoader(numbers(samples), batch_size=2)
+    stop = EarlyStopping("epochs", mode="min", patience=2)
+    trainer = quiet_trainer(callbacks=[spread, stop], max_epochs=9)
+    trainer.fit(Measuring(), data, data)
+    latest = {name: trainer.callback_metrics[name] for name in ("rows", "largest", "epochs")}
+    recorded = [
+        (record["epoch"], name, record[name])
+        for record in (read_metrics("run/metrics.jsonl") if trainer.global_rank == 0 else ())
+        for name in latest
+        if name in record
+    ]
+    (returned,) = trainer.validate(Measuring(), data)
+    return [trainer.current_epoch, latest, recorded, spread.seen, returned]
+
+
+@every_world
+def test_what_callbacks_log_at_the_end_of_an_epoch(ranks, world):
+    values = numbers(5).tensors[0]
+    rows, largest = 5.0, float(values.max())
+    for epoch, latest, recorded, seen, returned in on_processes(
+        ranks, world, logged_by_callbacks, 5
+    ):
+        assert epoch == 2  # the third value was not better than the first: stopped
+        assert latest == {"rows": rows, "largest": largest, "epochs": 3.0}
+        assert seen == pytest.approx([float(values[:, 0].mean())] * 4)
+        assert {name: returned[name] for name in ("rows", "largest")} == {
+            "rows": rows,
+            "largest": largest,
+        }
+        if recorded:
+            assert recorded == [
+                each
+                for number in range(3)
+                for each in (
+                    (number, "rows", rows),
+                    (number, "largest", largest),
+                    (number, "epochs", number + 1.0),
+                )
+            ]
+
+
 def wide_total() -> float:
     store = MetricStore(torch.device("cpu"), world_size=dist.get_world_size())
     store.scope = TRAIN_STEP
     store.begin_batch(1)
     store.log("n", 2.0**24 + 1, on_step=False, on_epoch=True, reduce="sum")
-    return float(store.reduce_epoch("train")["n"])
+    return float(store.reduce_epoch(TRAIN_STEP)["n"])
 
 
 def test_totals_are_summed_in_float64(ranks2):

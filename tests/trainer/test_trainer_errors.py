@@ -684,10 +684,8 @@ def test_log_where_nothing_can_be_recorded(hook):
     fails(run, MetricError, "log('lost')", "inside a step")
 
 
-@pytest.mark.parametrize(
-    "hook", ["on_boundary", "on_train_epoch_end", "on_validation_epoch_end", "on_train_end"]
-)
-def test_a_callback_cannot_log_behind_the_reduction(hook):
+@pytest.mark.parametrize("hook", ["on_boundary", "on_validation_end", "on_train_end"])
+def test_a_callback_cannot_log_after_the_last_reduction(hook):
     """It would be taken for a value of the next epoch, or lost."""
 
     class Late(Callback):

@@ -83,7 +83,7 @@ def evaluate(run: Run, phase: str, epoch_iterators: list[EpochIterator]) -> list
         EvaluationAbandoned: A rank received the exit signal, in a fit.
         ValueError: A loader gave no batch, or ended on some ranks before the others.
     """
-    hooks, metrics, counters = run.hooks, run.metrics, run.counters
+    hooks, metrics = run.hooks, run.metrics
     scope_before = metrics.scope
     run.eval_lengths = [epoch_iterator.num_own_batches for epoch_iterator in epoch_iterators]
     with evaluation_mode(run.module):
@@ -99,20 +99,35 @@ def evaluate(run: Run, phase: str, epoch_iterators: list[EpochIterator]) -> list
                 for index, epoch_iterator in enumerate(epoch_iterators)
             ]
         check_all_have_batches(run, phase, global_batches)
-        metrics.scope = Scope(phase, None)
-        metrics.begin_epoch_values()
-        with computing(run.module, counts=run.engine.counts_values):
-            getattr(hooks, f"on_{phase}_epoch_end_module")()
-        values = metrics.reduce_epoch(phase)
-        if run.sanity_checking:
-            read = {}
-        else:
-            read = run.recorder.record(values, step=counters.global_step, epoch=counters.epoch)
-        metrics.scope = None  # already reduced: a later value would count for the next epoch
-        getattr(hooks, f"on_{phase}_epoch_end_callbacks")()
+        read = record_epoch(run, phase)
         getattr(hooks, f"on_{phase}_end")()
     metrics.scope = scope_before
     return by_loader(read, len(epoch_iterators), metrics.loader_of)
+
+
+def record_epoch(run: Run, phase: str) -> dict[str, float]:
+    """Call the epoch-end hooks of a phase and record what was logged over the epoch; collective.
+
+    The values are reduced between the module's hook and those of the callbacks, which thus see
+    them. What the callbacks log is reduced and recorded after their hooks.
+
+    Returns:
+        The recorded values by name; none in a sanity check.
+    """
+    metrics, counters, read = run.metrics, run.counters, dict[str, float]()
+    for by_callbacks in (False, True):
+        hook = f"on_{phase}_epoch_end_{'callbacks' if by_callbacks else 'module'}"
+        if by_callbacks and not run.hooks.has(hook):
+            break  # on all ranks alike
+        metrics.scope = Scope(phase, None, by_callbacks)
+        metrics.begin_epoch_values()
+        with computing(run.module, counts=run.engine.counts_values):
+            getattr(run.hooks, hook)()
+        values = metrics.reduce_epoch(metrics.scope)
+        if not run.sanity_checking:
+            read |= run.recorder.record(values, step=counters.global_step, epoch=counters.epoch)
+    metrics.scope = None  # already reduced: a later value would count for the next epoch
+    return read
 
 
 def evaluate_loader(

@@ -15,7 +15,13 @@ from trainer.distributed.objects import all_gather_object
 from trainer.errors import Preempted
 from trainer.loops.buffers import sync_buffers
 from trainer.loops.dataloaders import check_same_length, reload_if_due
-from trainer.loops.evaluate import ENDED_EARLY, VALIDATION, EvaluationAbandoned, evaluate
+from trainer.loops.evaluate import (
+    ENDED_EARLY,
+    VALIDATION,
+    EvaluationAbandoned,
+    evaluate,
+    record_epoch,
+)
 from trainer.loops.module_state import (
     generators_of,
     isolated_training_metrics,
@@ -36,7 +42,6 @@ from trainer.loops.train_step import (
     train_window,
 )
 from trainer.metrics import TRAIN_EPOCH
-from trainer.metrics.computing import computing
 from trainer.optim.schedule_free import evaluation_weights, schedule_free
 
 
@@ -348,19 +353,10 @@ def validate(run: FitRun) -> None:
 
 def end_epoch(run: FitRun) -> None:
     """Call the epoch-end hooks, record the epoch's metrics and tick the epoch-wise schedulers."""
-    counters = run.counters
     reduce_update(run)
-    run.metrics.scope = TRAIN_EPOCH
-    run.metrics.begin_epoch_values()
-    with computing(run.module, counts=run.engine.counts_values):
-        run.hooks.on_train_epoch_end_module()
-    run.recorder.record(
-        run.metrics.reduce_epoch("train"), step=counters.global_step, epoch=counters.epoch
-    )
-    run.metrics.scope = None  # already reduced: a later value would count for the next epoch
-    run.hooks.on_train_epoch_end_callbacks()
+    record_epoch(run, "train")
     if run.module.automatic_optimization:
-        tick(run, "epoch", counters.epoch + 1)
+        tick(run, "epoch", run.counters.epoch + 1)
 
 
 def sanity_check(run: FitRun) -> None:

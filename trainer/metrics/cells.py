@@ -27,10 +27,13 @@ class Scope(NamedTuple):
         phase: ``"train"``, ``"validation"``, ``"test"`` or ``"predict"``.
         on_step: The default of the argument `on_step` of `log`; None outside steps, where values
             are accumulated over the epoch.
+        by_callbacks: Whether these are the callbacks' epoch-end hooks. They run when the epoch's
+            values are reduced, so that they see them; what they log is reduced by itself.
     """
 
     phase: str
     on_step: bool | None
+    by_callbacks: bool = False
 
 
 TRAIN_STEP = Scope("train", True)

@@ -154,6 +154,9 @@ class MetricStore:
             cells = self.epochs[phase] = Cells()
         return cells
 
+    def _epoch_of(self, scope: Scope) -> Cells:
+        return self.epoch(f"{scope.phase}, callbacks" if scope.by_callbacks else scope.phase)
+
     # -- logging -------------------------------------------------------------------------------
 
     def log(
@@ -174,9 +177,8 @@ class MetricStore:
         if scope is None:
             raise MetricError(
                 f"log({name!r}) was called where no value can be recorded. Call it inside a step, "
-                "in a hook before or after one, or in the module's own on_train_epoch_end, "
-                "on_validation_epoch_end or on_test_epoch_end: callbacks' epoch-end hooks run "
-                "after the epoch's values were reduced."
+                "in a hook before or after one, or in on_train_epoch_end, "
+                "on_validation_epoch_end or on_test_epoch_end."
             )
         if reduce not in KINDS:
             raise ValueError(choice_error(f"reduce of the metric {name!r}", reduce, KINDS))
@@ -220,7 +222,7 @@ class MetricStore:
         if on_step and scope.phase == "train":  # evaluations record epoch values only
             places.append(_Place(self.step, name + kinds[0] + suffix))
         if on_epoch:
-            places.append(_Place(self.epoch(scope.phase), name + kinds[1] + suffix))
+            places.append(_Place(self._epoch_of(scope), name + kinds[1] + suffix))
         return places
 
     @contextmanager
@@ -295,9 +297,13 @@ class MetricStore:
         self.step.ran.clear()
         self.items, self.loader_suffix = 1.0, ""
 
-    def reduce_epoch(self, phase: str) -> dict[str, Value]:
+    def reduce_epoch(self, scope: Scope) -> dict[str, Value]:
         """Return a phase's epoch values, reduced over all ranks, and reset them; collective."""
-        cells = self.epoch(phase)
+        cells, phase = self._epoch_of(scope), scope.phase
+        if scope.by_callbacks:
+            cells.ran.add("")  # every rank calls these hooks, and so logs the same names
+        else:
+            self.loader_of = {}
         values = self._reduction.reduce(cells, f"this epoch of {phase}")
         shown = [name for name, cell in cells.cells.items() if cell.prog_bar]
         shown += self._objects_shown.intersection(cells.objects)
@@ -345,7 +351,7 @@ class MetricStore:
                 "different name, or leave the argument out."
             )
         parts = [key.partition(_HIDDEN) for key in values]
-        self.loader_of = {name: suffix for name, _, suffix in parts if suffix}
+        self.loader_of |= {name: suffix for name, _, suffix in parts if suffix}
         return renamed
 
     def forget(self, phase: str) -> None:

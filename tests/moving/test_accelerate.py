@@ -23,7 +23,7 @@ from trainer.accelerate.table import PLACES, find, value_of, why_not
 
 needs_accelerate = pytest.mark.skipif(
     find_spec("accelerate") is None,
-    reason="accelerate is missing: pip install -r benchmarks/peers.txt",
+    reason="accelerate is missing: pip install -e '.[peers]'",
 )
 
 

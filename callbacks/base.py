@@ -182,7 +182,7 @@ class Callback:
         """Return whether ``on_boundary`` will use ``self.monitor`` now; the same on all ranks.
 
         If so, the values of this update are reduced first, even if ``log_every`` does not make them
-        due. It is called only on callbacks with a ``monitor``.
+        due. It is called only on callbacks with a ``monitor``, the name of a metric.
         """
         return False
 

@@ -45,7 +45,7 @@ class EarlyStopping(MonitorCallback):
 
     _STATE = ("best_score", "wait_count", "stopped_step", "stopped_epoch", "reason")
     decides_by: ClassVar[tuple[str, ...]] = (  # must be the same on all processes
-        *("monitor", "min_delta", "patience", "check_finite"),
+        *("monitor", "mode", "min_delta", "patience", "check_finite"),
         *("stopping_threshold", "divergence_threshold"),
     )
 
@@ -74,7 +74,8 @@ class EarlyStopping(MonitorCallback):
             stopping_threshold=stopping_threshold, divergence_threshold=divergence_threshold
         )
         check_numbers(**thresholds)
-        self.monitor = Monitor(monitor, mode)
+        self._monitor = Monitor(monitor, mode)
+        self.monitor, self.mode = monitor, mode
         self.min_delta = min_delta
         self.patience = patience
         self.check_finite = check_finite
@@ -92,13 +93,13 @@ class EarlyStopping(MonitorCallback):
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
         """Check the metric if it was just reduced."""
-        value = self.monitor.read(trainer)
+        value = self._monitor.read(trainer)
         if value is None:
             return
         best, step = self.best_score, trainer.global_step
         reason = self._judge(value)
         if self.verbose and self.best_score != best:
-            trainer.accelerator.print(f"Step {step}: {self.monitor.name} improved to {value}.")
+            trainer.accelerator.print(f"Step {step}: {self.monitor} improved to {value}.")
         if reason is not None:
             if not trainer.should_stop:  # min_epochs may continue the run
                 trainer.accelerator.print(f"Step {step}: EarlyStopping asks to stop: {reason}.")
@@ -109,21 +110,21 @@ class EarlyStopping(MonitorCallback):
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Warn if there was no value of the metric."""
         if self.best_score is None and self.reason is None:
-            self.monitor.warn_of_no_value(trainer, type(self).__name__)
+            self._monitor.warn_of_no_value(trainer, type(self).__name__)
 
     def _judge(self, value: float) -> str | None:
         """Count ``value``; return the reason to stop, or None to continue."""
-        name, goal, limit = self.monitor.name, self.stopping_threshold, self.divergence_threshold
+        name, goal, limit = self.monitor, self.stopping_threshold, self.divergence_threshold
         if self.check_finite and not math.isfinite(value):
             return f"{name} = {value} is not finite"
         best = math.nan if self.best_score is None else self.best_score  # any number beats NaN
-        if self.monitor.is_better(value, best, self.min_delta):
+        if self._monitor.is_better(value, best, self.min_delta):
             self.best_score, self.wait_count = value, 0
         else:
             self.wait_count += 1
-        if goal is not None and (value == goal or self.monitor.is_better(value, goal)):
+        if goal is not None and (value == goal or self._monitor.is_better(value, goal)):
             return f"{name} = {value} reached the stopping threshold {goal}"
-        if limit is not None and self.monitor.is_better(limit, value):
+        if limit is not None and self._monitor.is_better(limit, value):
             return f"{name} = {value} is worse than the divergence threshold {limit}"
         if self.wait_count >= max(self.patience, 1):
             return (

@@ -80,6 +80,7 @@ class ModelCheckpoint(Callback):
     runs_last: ClassVar[bool] = True
     decides_by: ClassVar[tuple[str, ...]] = (  # must be the same on all processes
         "monitor",
+        "mode",
         "every",
         "save_top_k",
         "save_last",
@@ -131,8 +132,8 @@ class ModelCheckpoint(Callback):
             )
         if on_save_error not in ("raise", "warn"):
             raise ValueError(f"on_save_error must be 'raise' or 'warn', got {on_save_error!r}.")
-        ranking = Monitor("step" if monitor is None else monitor, mode)
-        self.monitor = None if monitor is None else ranking
+        self._monitor = Monitor("step" if monitor is None else monitor, mode)
+        self.monitor, self.mode = monitor, mode
         self.every = Interval.given("every", every)
         self.save_top_k = int(save_top_k)
         self.save_last = int(save_last)
@@ -192,7 +193,7 @@ class ModelCheckpoint(Callback):
     @property
     def state_key(self) -> str:
         """The class name, the metric and the folder's name, which identify the instance."""
-        ranked = f"{self.monitor.name}, {self.monitor.mode}" if self.monitor else "newest"
+        ranked = f"{self.monitor}, {self.mode}" if self.monitor else "newest"
         # Not the folder's whole path, because a project folder can be moved.
         folder = "" if self._folder_name is None else f", in {self._folder_name}"
         return f"{super().state_key}({ranked}{folder})"
@@ -275,7 +276,7 @@ class ModelCheckpoint(Callback):
         """Save if due."""
         before, self._handled = self._handled or Progress(), trainer.progress
         if self.monitor is not None:  # also if no save is due, to find a wrong name early
-            self.monitor.read(trainer)
+            self._monitor.read(trainer)
         if self.every.due(before, self._handled):
             self._save(trainer, self._score(trainer))
 
@@ -316,12 +317,12 @@ class ModelCheckpoint(Callback):
             self._displaced = []
         saved = trainer.global_step > 0 and not trainer.fast_dev_run
         if self.monitor and self.save_top_k and not self._scores and saved:
-            why = self.monitor.never_logged(trainer) or self.monitor.never_reduced(trainer)
+            why = self._monitor.never_logged(trainer) or self._monitor.never_reduced(trainer)
             why = why or (
                 f"It was never reduced when a save was due (every {self.every}), or it was not "
                 "finite. Make every a multiple of val_every."
             )
-            logger.warning("No checkpoint was ranked by %r. %s", self.monitor.name, why)
+            logger.warning("No checkpoint was ranked by %r. %s", self.monitor, why)
 
     def _due_at_end(self, trainer: Trainer) -> bool:
         return trainer.global_step > 0 and _name_at(trainer.global_step) not in self._newest[-1:]
@@ -334,14 +335,14 @@ class ModelCheckpoint(Callback):
     def _rank(self, scores: dict[str, float]) -> dict[str, float]:
         """Return the scores sorted best first; of equal ones the older first, as it is on disk."""
         by_age = sorted(scores.items())
-        falling = self.monitor is None or self.monitor.mode == "max"
+        falling = self.monitor is None or self.mode == "max"
         return dict(sorted(by_age, key=lambda entry: entry[1], reverse=falling))
 
     def _score(self, trainer: Trainer) -> float | None:
         """Return the score of a checkpoint of this update, or None if it cannot be ranked."""
         if self.monitor is None:
             return float(trainer.global_step)
-        value = self.monitor.read(trainer)
+        value = self._monitor.read(trainer)
         return value if value is not None and math.isfinite(value) else None
 
     def _save(self, trainer: Trainer, score: float | None) -> None:

@@ -101,7 +101,9 @@ class Monitor:
 class MonitorCallback(Callback):
     """A callback that judges each new value of a metric; its findings are its state."""
 
-    monitor: Monitor
+    monitor: str
+    mode: Mode
+    _monitor: Monitor
     _STATE: ClassVar[tuple[str, ...]]  # attributes that a checkpoint stores
 
     def _begin(self) -> None:
@@ -111,7 +113,7 @@ class MonitorCallback(Callback):
     @property
     def state_key(self) -> str:
         """The name of the class with the monitored metric."""
-        return f"{super().state_key}({self.monitor.name}, {self.monitor.mode})"
+        return f"{super().state_key}({self.monitor}, {self.mode})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the findings so far."""

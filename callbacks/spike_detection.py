@@ -16,7 +16,7 @@ logger = module_logger(__name__)
 
 Action = Literal["log", "stop"]
 _STOPS_BY = (
-    *("monitor", "window", "warmup", "deviations"),
+    *("monitor", "mode", "window", "warmup", "deviations"),
     *("rtol", "atol", "check_finite", "patience"),
 )
 _SIGMA = 1.4826  # standard deviation ÷ MAD of a normal distribution
@@ -85,7 +85,8 @@ class SpikeDetection(MonitorCallback):
             raise ValueError("deviations, rtol and atol are all 0; set at least one above 0.")
         if action not in get_args(Action):
             raise ValueError(choice_error("action", action, get_args(Action)))
-        self.monitor = Monitor(monitor, mode)
+        self._monitor = Monitor(monitor, mode)
+        self.monitor, self.mode = monitor, mode
         self.window = int(window)
         self.warmup = warmup
         self.deviations = deviations
@@ -115,7 +116,7 @@ class SpikeDetection(MonitorCallback):
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
         """Check the metric if it was just reduced."""
-        value = self.monitor.read(trainer)
+        value = self._monitor.read(trainer)
         if value is None:
             return
         reason = self._judge(value)
@@ -138,14 +139,14 @@ class SpikeDetection(MonitorCallback):
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Warn if there was no value of the metric."""
-        if not self.window_values and self.monitor.name not in trainer.metric_updates:
-            self.monitor.warn_of_no_value(trainer, type(self).__name__)
+        if not self.window_values and self.monitor not in trainer.metric_updates:
+            self._monitor.warn_of_no_value(trainer, type(self).__name__)
 
     def _judge(self, value: float) -> str | None:
         """Return why the value is a spike, or None if it is not."""
         from statistics import median  # imported here to keep `import trainer` fast
 
-        name = self.monitor.name
+        name = self.monitor
         if not math.isfinite(value):
             return f"{name} = {value} is not finite" if self.check_finite else None
         if len(self.window_values) < self.warmup:
@@ -153,7 +154,7 @@ class SpikeDetection(MonitorCallback):
         middle = median(self.window_values)
         spread = median(abs(each - middle) for each in self.window_values)
         bound = max(self.deviations * _SIGMA * spread, self.rtol * abs(middle), self.atol)
-        if not self.monitor.is_better(middle, value, bound):
+        if not self._monitor.is_better(middle, value, bound):
             return None
         return (
             f"{name} = {value:.6g} is a spike: more than {bound:.3g} worse than {middle:.6g}, the "

@@ -239,10 +239,6 @@ class HookTable:
         self._table = table
         self.__dict__.update(table)
 
-    def has(self, name: str) -> bool:
-        """Return whether any hook of this name is overridden."""
-        return self._table[name] is not _nothing
-
     def overridden(self) -> Iterator[tuple[str, Hook]]:
         """Return the name and the function of each overridden hook."""
         return ((name, hook) for name, hook in self._table.items() if hook is not _nothing)

@@ -70,13 +70,14 @@ def data() -> DataLoader[Any]:
 class Judge(Callback):
     """Judges a metric of steps once within the stretch; one process reads what there is."""
 
-    monitor = Monitor("loss_step", "min")
+    monitor = "loss_step"
+    metric = Monitor(monitor, "min")
 
     def monitor_due(self, trainer: Trainer) -> bool:
         return trainer.global_step in (3, 10)  # the names are exchanged the first time
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
-        assert not self.monitor_due(trainer) or self.monitor.read(trainer) is not None
+        assert not self.monitor_due(trainer) or self.metric.read(trainer) is not None
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.accelerator.is_main_process:

@@ -81,7 +81,11 @@ def test_differing_ckpt_paths_raise_on_all_ranks(ranks2):
 @pytest.mark.parametrize(
     ("own", "others", "shown"),
     [
-        (lambda: ModelCheckpoint(every=2), lambda: Timer(None), "ModelCheckpoint(every=2 steps"),
+        (
+            lambda: ModelCheckpoint(every=2),
+            lambda: Timer(None),
+            "ModelCheckpoint(mode=min, every=2 steps",
+        ),
         (
             lambda: ModelCheckpoint(every=2),
             lambda: ModelCheckpoint(every=2, on_preemption=False),
@@ -90,12 +94,12 @@ def test_differing_ckpt_paths_raise_on_all_ranks(ranks2):
         (
             lambda: EarlyStopping("loss"),
             lambda: EarlyStopping("loss", mode="max"),
-            "EarlyStopping(monitor=loss max",
+            "EarlyStopping(monitor=loss, mode=max",
         ),
         (
             lambda: SpikeDetection("loss", action="log"),
             lambda: SpikeDetection("loss", action="stop"),
-            "rank 1: SpikeDetection(monitor=loss min, window=50",
+            "rank 1: SpikeDetection(monitor=loss, mode=min, window=50",
         ),
         (
             lambda: Timer({"seconds": 3600.001}),
@@ -254,7 +258,7 @@ def test_dirpath_on_one_rank_alone_raises_on_all(ranks2):
 def test_every_deciding_argument_of_a_callback_is_compared(callback, of_a_process):
     arguments = set(inspect.signature(type(callback)).parameters)
     compared = {name.removeprefix("saves_") for name in callback.decides_by}
-    assert compared == arguments - {"mode"} - of_a_process  # which is of the monitor
+    assert compared == arguments - of_a_process
     for name in callback.decides_by:
         getattr(callback, name)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback, Monitor
+from callbacks import Callback
 from tests.helpers import layouts
 from tests.helpers.line import Line
 from trainer import Accelerator, DataModule, DistributedDataParallelKwargs, Trainer
@@ -484,7 +484,7 @@ def test_prepared_models_with_tensors_of_any_memory_layout(ranks2):
 class Latest(Callback):
     """What `callback_metrics` shows of a metric that nothing records, at every turn."""
 
-    monitor = Monitor("x", "min")
+    monitor = "x"
 
     def __init__(self):
         self.seen = []

@@ -14,9 +14,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 def real(library: str) -> Any:
     """Return another library to compare with, or skip the test."""
-    return pytest.importorskip(
-        library, reason=f"{library} is missing: pip install -e '.[peers]'"
-    )
+    return pytest.importorskip(library, reason=f"{library} is missing: pip install -e '.[peers]'")
 
 
 def load(name: str, text: str) -> dict[str, Any]:

@@ -434,7 +434,7 @@ def test_several_callbacks_of_a_module_replace_those_of_their_class_and_its_base
             return [*best, EarlyStopping("val_loss")]
 
     trainer = fit(tmp_path, Brings())
-    assert [each.monitor.name for each in trainer.checkpoint_callbacks] == ["val_loss", "val_acc"]
+    assert [each.monitor for each in trainer.checkpoint_callbacks] == ["val_loss", "val_acc"]
     saves = [isinstance(each, ModelCheckpoint) for each in trainer.callbacks]
     assert saves == sorted(saves)  # a checkpoint holds what the others have decided
 

@@ -130,13 +130,14 @@ def test_recording_every_update_reads_only_what_arrived_before(monkeypatch):
 class Judge(Callback):
     """Judges a metric of steps every four updates, and reads none in between."""
 
-    monitor = Monitor("loss_step", "min")
+    monitor = "loss_step"
+    metric = Monitor(monitor, "min")
 
     def monitor_due(self, trainer):
         return trainer.global_step % 4 == 0
 
     def on_boundary(self, trainer, module):
-        assert (self.monitor.read(trainer) is not None) == self.monitor_due(trainer)
+        assert (self.metric.read(trainer) is not None) == self.monitor_due(trainer)
 
 
 def test_a_decision_waits_once_where_it_is_due(monkeypatch):

@@ -109,7 +109,8 @@ def record_epoch(run: Run, phase: str) -> dict[str, float]:
     """Call the epoch-end hooks of a phase and record what was logged over the epoch; collective.
 
     The values are reduced between the module's hook and those of the callbacks, which thus see
-    them. What the callbacks log is reduced and recorded after their hooks.
+    them. What the callbacks log is reduced and recorded after their hooks, even if this rank has
+    none: a progress bar may be on one rank alone.
 
     Returns:
         The recorded values by name; none in a sanity check.
@@ -117,8 +118,6 @@ def record_epoch(run: Run, phase: str) -> dict[str, float]:
     metrics, counters, read = run.metrics, run.counters, dict[str, float]()
     for by_callbacks in (False, True):
         hook = f"on_{phase}_epoch_end_{'callbacks' if by_callbacks else 'module'}"
-        if by_callbacks and not run.hooks.has(hook):
-            break  # on all ranks alike
         metrics.scope = Scope(phase, None, by_callbacks)
         metrics.begin_epoch_values()
         with computing(run.module, counts=run.engine.counts_values):

@@ -21,7 +21,6 @@ from callbacks import (
     SpikeDetection,
     Timer,
 )
-from callbacks.monitor import Monitor
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.datamodule import DataModule
 from trainer.distributed.objects import all_gather_object
@@ -153,11 +152,7 @@ def _differences(gathered: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, s
 def _decides_by(callback: _Decider) -> str:
     """Format the callback's class with the settings that decide when it acts."""
     named = [(name, getattr(callback, name)) for name in callback.decides_by]
-    parts = [
-        f"{name}={f'{value.name} {value.mode}' if isinstance(value, Monitor) else value}"
-        for name, value in named
-        if value is not None
-    ]
+    parts = [f"{name}={value}" for name, value in named if value is not None]
     return f"{type(callback).__name__}({', '.join(parts)})"
 
 
@@ -206,8 +201,8 @@ def monitors_of(
     entries: Iterable[SchedulerEntry], callbacks: Iterable[Callback]
 ) -> list[tuple[str, str]]:
     """Return the monitored metrics: pairs (class name of the callback or scheduler, metric)."""
-    watching = [(each, getattr(each, "monitor", None)) for each in callbacks]
-    found = [(each, monitor.name) for each, monitor in watching if isinstance(monitor, Monitor)]
+    watching: list[tuple[Any, Any]] = [(each, getattr(each, "monitor", None)) for each in callbacks]
+    found = [(each, name) for each, name in watching if isinstance(name, str)]
     found += [(each.scheduler, each.monitor) for each in entries if each.monitor and each.strict]
     return [(type(each).__name__, name) for each, name in found]
 

@@ -129,7 +129,7 @@ class RunContext:
     def choose(self, ckpt_path: Any, *, sweeps: bool = False) -> Path | None:
         """Resolve ``ckpt_path`` to a checkpoint; see `Project.choose`; collective."""
         monitors = [
-            (callback.monitor.name, callback.monitor.mode)
+            (callback.monitor, callback.mode)
             for callback in self.callbacks
             if isinstance(callback, ModelCheckpoint) and callback.monitor is not None
         ]

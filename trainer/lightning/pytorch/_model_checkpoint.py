@@ -154,7 +154,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     def own_name(self) -> str:
         """Return the name of its folder beside those of other callbacks with the same `dirpath`."""
-        ranked = "newest" if self.monitor is None else f"{self.monitor.name}-{self.monitor.mode}"
+        ranked = "newest" if self.monitor is None else f"{self.monitor}-{self.mode}"
         return re.sub(r"\W+", "-", f"{ranked}-every-{self._given_every}")
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:

@@ -431,9 +431,8 @@ def entropy(counts: Counter[str]) -> float:
 
 
 @pytest.mark.timeout(900)  # a minute and a half, on a machine that may be busy with others
-def test_language_model_learns_more_than_frequencies_and_writes_the_same_again(tmp_path):
-    options = ("language_model.py", "--max-steps", 32, "--project-dir", "runs/lm")
-    output = run(*options)
+def test_language_model_learns_more_than_frequencies(tmp_path):
+    output = run("language_model.py", "--max-steps", 32, "--project-dir", "runs/lm")
     bits = {
         name: float(printed(output, name).split()[0])
         for name in ("unigram", "bigram", "untrained", "trained")
@@ -455,11 +454,6 @@ def test_language_model_learns_more_than_frequencies_and_writes_the_same_again(t
     averages, weights = (load_file(newest / f"{n}.safetensors") for n in ("model", "trained"))
     assert not torch.equal(averages["positions.weight"], weights["positions.weight"])
     assert output.count("-" * 80) == 3
-
-    again = run(*options)
-    assert again.startswith(f"Resuming from {tmp_path}/runs/lm/checkpoints/step-00000032")
-    assert results(again) == results(output)
-    assert series(folder, "val/loss") == [*losses, losses[-1]]  # it was evaluated once more
 
 
 # -- large models ----------------------------------------------------------------------------------
@@ -532,14 +526,11 @@ ZERO = ("--use_deepspeed", "--zero_stage", "3", "--offload_optimizer_device", "c
 
 @pytest.mark.timeout(900)  # a minute, on a machine that may be busy with others
 def test_zero_trains_by_deepspeed_as_on_one_process_and_plain_pytorch_reads_it(tmp_path):
-    def run_zero(processes: int, epochs: int, *options: str) -> str:
-        words = ("--max-epochs", epochs, "--batch-size", 32 // processes)
-        folder = ("--project-dir", processes)
-        return launch("zero.py", *words, *folder, processes=processes, options=options)
+    def run_zero(processes: int, *options: str) -> str:
+        words = ("--max-epochs", 2, "--batch-size", 32 // processes, "--project-dir", processes)
+        return launch("zero.py", *words, processes=processes, options=options)
 
-    one, _ = run_zero(1, 2), run_zero(2, 1, *ZERO)
-    two = run_zero(2, 2, *ZERO)
-    assert f"Resuming from {tmp_path}/2/checkpoints/step-" in two  # DeepSpeed speaks too
+    one, two = run_zero(1), run_zero(2, *ZERO)
     assert (printed(one, "trained by"), printed(two, "trained by")) == ("NO", "DEEPSPEED")
     for output in (one, two):
         assert printed(output, "plain").split()[0] == printed(output, "accuracy")
@@ -561,8 +552,6 @@ def test_finetune_lora_adapts_to_code_alike_on_two_processes(tmp_path):
         assert sum(value.numel() for value in adapters.values()) == int(trained)
     assert found[1] == pytest.approx(found[0], abs=2e-3)
     assert found[0][1] < found[0][0] - 0.1
-    again = launch("finetune_lora.py", *options, processes=2)
-    assert [float(printed(again, name).split()[0]) for name in ("base", "adapted")] == found[1]
 
 
 # -- fp8 and pipelines -----------------------------------------------------------------------------

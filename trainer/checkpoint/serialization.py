@@ -25,7 +25,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from errno import EIO
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -233,6 +233,20 @@ def stream_tensors(
         TypeError: A tensor is not a plain dense one with data, or has a dtype without a name here.
         OSError: If writing fails.
     """
+    with open(file, "wb") as stream:
+        write_header(stream, described, metadata)
+        tensors = iter(values)  # zip would keep the last one while it gets the next
+        for name in described:
+            host = portable(next(tensors).detach(), f"The weight {name!r}").cpu()
+            as_bytes(host).numpy().tofile(stream)
+            del host
+
+
+def write_header(stream: BinaryIO, described: Mapping[str, Any], metadata: Any = None) -> None:
+    """Write the header of a safetensors file (https://github.com/huggingface/safetensors#format).
+
+    The bytes of the tensors follow it without gaps. The arguments are those of `stream_tensors`.
+    """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
     for name, each in described.items():
@@ -241,13 +255,7 @@ def stream_tensors(
         header[name]["data_offsets"] = [start, end]
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % 64)  # a mapped file's first tensor then aligns as in memory
-    with open(file, "wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        tensors = iter(values)  # zip would keep the last one while it gets the next
-        for name in described:
-            host = portable(next(tensors).detach(), f"The weight {name!r}").cpu()
-            as_bytes(host).numpy().tofile(stream)
-            del host
+    stream.write(struct.pack("<Q", len(text)) + text)
 
 
 def aligned(described: Mapping[str, Any]) -> dict[str, Any]:

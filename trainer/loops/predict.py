@@ -13,18 +13,17 @@ import json
 import math
 import os
 import shutil
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.serialization import portable, write_tensors
+from trainer.checkpoint.serialization import aligned, portable, write_header, write_tensors
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.distributed.objects import all_gather_object
 from trainer.distributed.process_control import on_main
@@ -37,23 +36,16 @@ from trainer.tree import as_bytes, children, to_host
 
 NAME = "predictions"  # the name of the merged files, and of the column if there is only one
 _PARTS = ".parts"
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
-Columns = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # each tensor's dtype and row shape
+
+class Column(NamedTuple):
+    """The dtype of a tensor, and the shape of one row or of all."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+Columns = dict[str, Column]  # with the shape of one row
 Plain = dict[str, list[Any]]
 Rows = tuple[int, ...]  # the number of rows of each tensor in one batch
 
@@ -201,7 +193,7 @@ class PredictionFiles:
     def _note(self, tensors: dict[str, Tensor], plain: Plain, number: int) -> None:
         """Check that a batch has the columns of the earlier ones, and record its sizes."""
         columns = {
-            name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in tensors.items()
+            name: Column(tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in tensors.items()
         }
         index = self._index
         if index.columns is None:
@@ -269,8 +261,6 @@ def columns_of(prediction: Any, batch_number: int) -> tuple[dict[str, Tensor], P
         if isinstance(value, Tensor):
             if value.ndim == 0:
                 raise ValueError(f"{what} has no sample dimension; return one row per sample.")
-            if value.dtype not in _DTYPES:
-                raise TypeError(f"{what} is of type {value.dtype}, which cannot be written.")
             tensors[name] = portable(value, what)
         elif isinstance(value, list):
             try:
@@ -379,28 +369,18 @@ def _in_turn(parts: Sequence[Any], total: int) -> Iterator[Any]:
 def _merge_tensors(
     file: BinaryIO, columns: Columns, rows: Sequence[list[Rows]], parts: Sequence[BinaryIO]
 ) -> None:
-    """Write one safetensors file (https://github.com/huggingface/safetensors#format)."""
-    names = list(columns)
-    # Dtypes of large items first, as safetensors does, so that each tensor is aligned.
-    order = sorted(names, key=lambda name: (-columns[name][0].itemsize, name))
+    """Write one safetensors file."""
+    places = {name: place for place, name in enumerate(columns)}
     row_bytes = [dtype.itemsize * math.prod(shape) for dtype, shape in columns.values()]
-    header: dict[str, Any] = {}
-    end = 0
-    for name in order:
-        dtype, shape = columns[name]
-        place = names.index(name)
-        count = sum(batch[place] for part in rows for batch in part)
-        begin, end = end, end + count * row_bytes[place]
-        header[name] = {
-            "dtype": _DTYPES[dtype],
-            "shape": [count, *shape],
-            "data_offsets": [begin, end],
+    described = aligned(
+        {
+            name: Column(dtype, (sum(b[places[name]] for part in rows for b in part), *shape))
+            for name, (dtype, shape) in columns.items()
         }
-    text = dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
-    for name in order:
-        place = names.index(name)
+    )
+    write_header(file, described)
+    for name in described:
+        place = places[name]
         chunks = [_chunks(*each, row_bytes, place) for each in zip(parts, rows, strict=True)]
         file.writelines(_in_turn(chunks, sum(map(len, rows))))
 

@@ -397,6 +397,18 @@ class Written(BasePredictionWriter):
         self.whole, self.indices = torch.cat(predictions), batch_indices
 
 
+def test_a_value_that_would_be_the_x_axis_of_the_others_is_dropped_with_a_warning(tmp_path, caplog):
+    class Module(make_classifier(L)):  # type: ignore[misc]
+        def on_train_epoch_end(self) -> None:
+            self.log_dict({"step": float(self.current_epoch), "ends": 1.0})
+
+    trainer = L.Trainer(max_epochs=2, default_root_dir=tmp_path, accelerator="cpu")
+    trainer.fit(Module(), loaders()[0])
+    assert caplog.text.count('log("step", ...) has no effect') == 1
+    assert trainer.callback_metrics["ends"] == 1
+    assert "step" not in trainer.callback_metrics
+
+
 def test_modules_may_bring_callbacks_and_data_modules_be_made_of_datasets(tmp_path):
     class Brings(make_classifier(L)):  # type: ignore[misc]
         def configure_callbacks(self) -> Any:

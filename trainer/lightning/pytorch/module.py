@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,11 +15,22 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trainer.datamodule import DataModule
+from trainer.errors import module_logger
 from trainer.hparams import keep
 from trainer.module import TrainModule
 from trainer.tree import detach
 
 M = TypeVar("M", bound="LightningModule")
+
+logger = module_logger(__name__)
+
+
+@cache
+def _warn_of_step() -> None:
+    logger.warning(
+        'log("step", ...) has no effect: the x axis of every curve is the update. Each record has '
+        "its epoch too."
+    )
 
 
 class LightningModule(TrainModule):
@@ -75,7 +87,13 @@ class LightningModule(TrainModule):
         In `training_step`, a metric object is logged on the step by default, as a number is. What
         is logged on the step and on the epoch has its epoch value under the plain name too, for
         monitors and `callback_metrics`; trackers do not get that.
+
+        A value called ``"step"`` is dropped with a warning: Lightning's loggers would draw the
+        others over it, and ours draw them over the update.
         """
+        if name == "step":
+            _warn_of_step()
+            return
         metrics = self.trainer.metrics
         scope = metrics.scope
         if scope is not None:

@@ -321,7 +321,7 @@ REFUSED = [
     (lambda x, n: {"a": [object(), object()]}, TypeError, "'a' .* cannot be written as JSON"),
     (lambda x, n: {"a": ["x"], "b": ["x", "y"]}, ValueError, "'a': 1, 'b': 2"),
     (lambda x, n: {"a.b": x, "a": {"b": x}}, ValueError, "'a.b' .* occurs twice"),
-    (lambda x, n: x.to(torch.complex64), TypeError, "complex64"),
+    (lambda x, n: x.to(torch.complex128), TypeError, "complex128"),
     (lambda x, n: x.repeat(1, n + 1), ValueError, r"batch 1 .* \['predictions: .*\(2,\)'\], not"),
     (lambda x, n: x.to([torch.float32, torch.int8][n]), ValueError, "torch.int8"),
     (lambda x, n: [{"a": x}, {"b": x}][n], ValueError, r"are \['b: .*'\], not \['a: "),

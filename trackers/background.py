@@ -106,6 +106,11 @@ class BackgroundTracker(GeneralTracker):
         self._start_error: BaseException | None = None  # of the last attempt
         self._prepare: Callable[[], None] | None = None  # before `start`
 
+    @property  # type: ignore[misc]  # it can be set elsewhere
+    def __class__(self) -> Any:
+        """The wrapped tracker's class, of which `isinstance` takes this object to be one."""
+        return type(self.wrapped)
+
     @property
     def dropped(self) -> int:
         """The number of records lost so far: in a full queue, in an outage, or after `finish`."""

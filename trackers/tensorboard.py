@@ -3,6 +3,7 @@
 import contextlib
 import os
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ class TensorBoardTracker(ServiceTracker):
         self._anew = False
         self._file: Any = None  # set with the writer
         self._success: Any = None
+        # Its packages import each other in circles: two threads that import them may deadlock.
+        import_module("trackers.event_file")
 
     @property
     def writer(self) -> Any:

@@ -33,7 +33,9 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # g
             level: A level of the ``logging`` module.
             msg: The message, with placeholders for `args`.
             *args: The arguments of the message.
-            **kwargs: Arguments of ``logging.Logger.log``, `main_process_only` and `in_order`.
+            **kwargs: Arguments of ``logging.Logger.log``, `main_process_only` (True by default) and
+                `in_order`, which logs on all processes whatever `main_process_only` is; every
+                process must make that call.
 
         Raises:
             RuntimeError: There is no `Accelerator` or `PartialState` yet, so the rank is unknown.
@@ -47,7 +49,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # g
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the caller's line, not this one
-        if main_process_only or not in_order:
+        if not in_order:
             if state.is_main_process or not main_process_only:
                 self.logger.log(level, msg, *args, **kwargs)
             return

@@ -38,7 +38,7 @@ def find_executable_batch_size(
 
         train(model)
 
-    Every call begins with `starting_batch_size`; each out-of-memory error halves it. Allocate
+    Every call begins with `starting_batch_size`; each out-of-memory error reduces it. Allocate
     everything that holds memory inside the function. Each process finds its own size: with several
     processes, the function must fail on all of them or on none.
 
@@ -46,7 +46,7 @@ def find_executable_batch_size(
         function: A function whose first argument is the batch size. None returns a decorator.
         starting_batch_size: The batch size of the first attempt.
         reduce_batch_size_fn: Called without arguments after an out-of-memory error; returns the
-            next size, 0 if there is none. By default, half of the last one.
+            next size, 0 if there is none. By default, nine tenths of the last one, rounded down.
 
     Raises:
         TypeError: When called: the arguments do not fit `function`, for example because the batch
@@ -75,7 +75,7 @@ def find_executable_batch_size(
             # The exception and the frames that held the tensors are released by now.
             free_caches()
             logger.info("A batch size of %d does not fit into memory.", batch_size)
-            batch_size = reduce_batch_size_fn() if reduce_batch_size_fn else batch_size // 2
+            batch_size = reduce_batch_size_fn() if reduce_batch_size_fn else batch_size * 9 // 10
         raise RuntimeError(f"No executable batch size found, reached zero.{reason}")
 
     return search

@@ -997,11 +997,11 @@ class Trainer:
         """The number of optimizer steps of the whole fit; None if unknown before reading data."""
         iterator = self._training_data
         global_batches = None if iterator is None else iterator.num_global_batches
-        limits = [self.max_steps]
-        if global_batches is not None and self.max_epochs is not None:
-            windows = (
-                -(-global_batches // self.accumulation_in(n)) for n in range(self.max_epochs)
-            )
+        settings = self._context.settings
+        limits = [settings.max_steps]
+        if global_batches is not None and settings.max_epochs is not None:
+            epochs = range(settings.max_epochs)
+            windows = (-(-global_batches // self.accumulation_in(epoch)) for epoch in epochs)
             limits.append(sum(windows))
         return min((limit for limit in limits if limit is not None), default=None)
 
@@ -1042,7 +1042,10 @@ class Trainer:
 
     @property
     def num_eval_batches(self) -> list[int | None]:
-        """This process's number of batches of each loader in the current evaluation."""
+        """This process's number of batches of each loader in the current evaluation.
+
+        In a fit, those of the validation until the first one begins.
+        """
         return [] if self._run is None else self._run.eval_lengths
 
     @property

@@ -912,3 +912,10 @@ def test_a_figure_that_cannot_be_drawn_is_left_out_and_reported(caplog):
     assert background.failures == 3  # none was tried again
     assert "cannot be copied or drawn" in caplog.messages[0]
     assert "Error" in caplog.text  # with matplotlib's own
+
+
+def test_it_is_an_instance_of_its_trackers_class_too():
+    background = BackgroundTracker(Recorder())
+    assert isinstance(background, Recorder)
+    assert isinstance(background, BackgroundTracker)
+    assert not isinstance(background, Failing)

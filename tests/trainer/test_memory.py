@@ -21,18 +21,18 @@ OUT_OF_MEMORY = [
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
-def test_the_size_is_halved_until_it_fits(error):
+def test_the_size_is_reduced_until_it_fits(error):
     tried = []
 
     @find_executable_batch_size(starting_batch_size=100)
     def train(batch_size, a, *, b):
         tried.append((batch_size, a, b))
-        if batch_size > 12:
+        if batch_size > 60:
             raise error
         return batch_size + 1
 
-    assert train("a", b="b") == 13
-    assert [each[0] for each in tried] == [100, 50, 25, 12]
+    assert train("a", b="b") == 58
+    assert [each[0] for each in tried] == [100, 90, 81, 72, 64, 57]
     assert {each[1:] for each in tried} == {("a", "b")}
 
 

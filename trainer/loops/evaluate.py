@@ -16,7 +16,7 @@ from trainer.data.epoch_iterator import EpochIterator, GlobalBatch
 from trainer.distributed.objects import all_gather_object
 from trainer.loops.device_transfer import items_of, without_collectives
 from trainer.loops.state import FitRun, Run
-from trainer.metrics import Scope
+from trainer.metrics import Scope, to_floats
 from trainer.metrics.computing import computing
 
 # The phases; these words are part of the names of hooks and steps.
@@ -123,7 +123,9 @@ def record_epoch(run: Run, phase: str) -> dict[str, float]:
         with computing(run.module, counts=run.engine.counts_values):
             getattr(run.hooks, hook)()
         values = metrics.reduce_epoch(metrics.scope)
-        if not run.sanity_checking:
+        if run.sanity_checking:
+            run.recorder.remember(to_floats(values), counters.global_step)
+        else:
             read |= run.recorder.record(values, step=counters.global_step, epoch=counters.epoch)
     metrics.scope = None  # already reduced: a later value would count for the next epoch
     return read

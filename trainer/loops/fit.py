@@ -60,6 +60,7 @@ def fit(run: FitRun) -> None:
         optimizer.train()
     hooks.on_fit_start()
     sanity_check(run)
+    run.eval_lengths = [each.num_own_batches for each in run.data.val_iterators]
     metrics.scope = TRAIN_EPOCH
     # If the root is in train mode, submodules that the user has set to eval() stay so.
     if not run.module.training:
@@ -362,7 +363,7 @@ def end_epoch(run: FitRun) -> None:
 def sanity_check(run: FitRun) -> None:
     """Run a few validation batches before training, so that an error in them shows at once.
 
-    RNG states and metric objects are restored afterwards, and the values are dropped.
+    RNG states, metric objects and the latest values are restored afterwards, nothing is recorded.
 
     Raises:
         Preempted: A rank received the exit signal.
@@ -372,6 +373,7 @@ def sanity_check(run: FitRun) -> None:
         return
     limits = [epoch_iterator.limit for epoch_iterator in run.data.val_iterators]
     generators, names = generators_of(run), set(run.metrics.names)
+    latest, updates = dict(run.recorder.latest), dict(run.recorder.updates)
     metrics = metric_states(run.module)
     run.sanity_checking = True
     try:
@@ -394,6 +396,7 @@ def sanity_check(run: FitRun) -> None:
         raise preempted(run) from None
     finally:
         run.sanity_checking = False
+        run.recorder.latest, run.recorder.updates = latest, updates
         for epoch_iterator, limit in zip(run.data.val_iterators, limits, strict=True):
             epoch_iterator.limit = limit
         load_generators(run, generators)

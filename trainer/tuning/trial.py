@@ -86,7 +86,8 @@ def make_trial(
         **dict.fromkeys(("min_epochs", "min_steps", "max_time")),
         **settings,
     }
-    if trainer.max_epochs is None and trainer.max_steps is None:
+    length = trainer._context.settings.length
+    if length.max_epochs is None and length.max_steps is None:
         changes["max_steps"] = steps
     accelerator = TrialAccelerator(trainer.accelerator, alone=alone)
     return trainer._trial(accelerator, [callback], steps, **changes)

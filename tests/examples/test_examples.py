@@ -499,26 +499,22 @@ def test_large_language_model_is_killed_resumed_merged_and_used_in_plain_pytorch
     options = ("--max-steps", 24, "--save-every", 8, "--project-dir")
     killed = tmp_path / "killed/checkpoints/step-00000008"
     launch(name, *options, "killed", "--batch-size", 8, processes=2, kill_at=killed)
-    for folder, processes in (("one", 1), ("two", 2), ("killed", 2)):
+    for folder, processes in (("one", 1), ("killed", 2)):
         batch_size = ("--batch-size", 16 // processes)
         outputs[folder] = launch(name, *options, folder, *batch_size, processes=processes)
     assert outputs["killed"].startswith(f"Resuming from {tmp_path}/killed/checkpoints/step-0000")
     losses = {folder: series(tmp_path / folder, "val/loss") for folder in outputs}
-    assert len(losses["two"]) == 4  # three of the fit, one of the end
-    assert losses["killed"] == losses["two"] == pytest.approx(losses["one"], rel=1e-4)
-    assert losses["two"][2] < losses["two"][0] - 0.1
-    whole, here = re.findall(r"\d+,\d+", printed(outputs["two"], "parameters"))
+    assert len(losses["one"]) == 4  # three of the fit, one of the end
+    assert losses["killed"] == pytest.approx(losses["one"], rel=1e-4)
+    assert losses["one"][2] < losses["one"][0] - 0.1
+    whole, here = re.findall(r"\d+,\d+", printed(outputs["killed"], "parameters"))
     assert int(here.replace(",", "")) == int(whole.replace(",", "")) / 2
 
-    texts = []
-    for folder in ("two", "killed"):
-        merge, generate = (
-            shlex.split(printed(outputs[folder], each)) for each in ("merge", "generate")
-        )
-        subprocess.run([sys.executable, "-m", *merge], check=True, capture_output=True, timeout=240)
-        texts.append(run(name, *generate[2:]))
-    assert texts[0] == texts[1]
-    assert len(texts[0]) > 200  # what was generated, after the prompt
+    merge, generate = (
+        shlex.split(printed(outputs["killed"], each)) for each in ("merge", "generate")
+    )
+    subprocess.run([sys.executable, "-m", *merge], check=True, capture_output=True, timeout=240)
+    assert len(run(name, *generate[2:])) > 200  # what was generated, after the prompt
 
 
 ZERO = ("--use_deepspeed", "--zero_stage", "3", "--offload_optimizer_device", "cpu")

@@ -210,6 +210,12 @@ def test_what_programs_read_of_the_trainer_is_there(tmp_path):
     assert trainer.strategy.broadcast(3) == 3
     best = type(module).load_from_checkpoint(checkpoint_path=checkpoint.best_model_path)
     assert best.hparams.lr == 0.1
+    assert (checkpoint.monitor, checkpoint.mode) == ("val_loss", "min")
+    assert checkpoint.kth_best_model_path == checkpoint.best_model_path  # of one
+    assert checkpoint.kth_value == checkpoint.best_model_score <= checkpoint.current_score
+    assert (trainer.max_steps, trainer.min_epochs, trainer.fast_dev_run) == (-1, 0, False)
+    assert trainer.num_val_batches == [len(loaders()[1])]
+    assert not trainer.interrupted
     rows = (Path(trainer.log_dir) / "metrics.csv").read_text().splitlines()
     assert len(rows) > 12
     trainer.save_checkpoint(filepath=tmp_path / "mine.ckpt")
@@ -395,6 +401,31 @@ class Written(BasePredictionWriter):
 
     def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
         self.whole, self.indices = torch.cat(predictions), batch_indices
+
+
+class Logs(L.Callback):
+    """Logs as callbacks of Lightning do, and reads what there is at once."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[bool, list[int | None], bool]] = []
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.log("of_callback", float(trainer.callback_metrics["val_loss"]) + 1.0)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        logged = trainer.callback_metrics
+        known = bool(logged["of_callback"] == logged["val_loss"] + 1.0)
+        self.seen.append((trainer.sanity_checking, trainer.num_val_batches, known))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        assert trainer.num_val_batches == [4]
+        assert not trainer.callback_metrics
+
+
+def test_callbacks_log_and_read_what_was_logged_in_the_sanity_check_too(tmp_path):
+    logs = Logs()
+    trainer, _ = ours(tmp_path, [logs])
+    assert logs.seen == [(True, [2], True), *[(False, [4], True)] * trainer.current_epoch]
 
 
 def test_a_value_that_would_be_the_x_axis_of_the_others_is_dropped_with_a_warning(tmp_path, caplog):

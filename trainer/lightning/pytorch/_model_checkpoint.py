@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,12 +58,18 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         background: Whether to write while the training continues; see
             `callbacks.ModelCheckpoint`. The links are made when it is written.
 
+    Attributes:
+        current_score: The monitored value at the latest save; None before it.
+
     Raises:
         ValueError: Two of the three intervals are given.
     """
 
+    CHECKPOINT_JOIN_CHAR = "-"
+    CHECKPOINT_EQUALS_CHAR = "="
     CHECKPOINT_NAME_LAST = "last"
     FILE_EXTENSION = ".ckpt"
+    STARTING_VERSION = 1
 
     def __init__(
         self,
@@ -110,12 +116,13 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             background=background,
             dirpath=dirpath,
         )
-        self.filename = filename
+        self.filename, self.verbose = filename, verbose
+        self.current_score: torch.Tensor | None = None
         self._given_every = self.every
         by_epoch = not (at_end or every_n_train_steps or train_time_interval)
         self._epochs = (every_n_epochs or 1) if by_epoch else 0
         self._at_epoch_end = save_on_train_epoch_end
-        self._inserts_names = auto_insert_metric_name
+        self.auto_insert_metric_name = auto_insert_metric_name
         self._counts_versions = enable_version_counter
         self._has_last = bool(save_last)
         self._top: Path | None = None  # the folder of the links in a fit
@@ -185,6 +192,10 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         self.every = trainer._context.settings.val_every if by_validation else self._given_every
         super().on_train_start(trainer, module)
 
+    def _save(self, trainer: Any, score: float | None) -> None:
+        self.current_score = None if score is None else as_tensor(score)
+        super()._save(trainer, score)
+
     def _due_at_end(self, trainer: Any) -> bool:
         """Return whether to save the final update: where Lightning ends an epoch that it cuts."""
         within = self._epochs and self.every == self._given_every and not trainer.epoch_complete
@@ -200,7 +211,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         values["step"] = trainer.global_step
         wanted = {}
         if name in self._scores:
-            wanted["ranked"] = self._format(self.filename or "{epoch}-{step}", values)
+            wanted["ranked"] = self._format(self.filename or self._default_name, values)
         if self._has_last:
             wanted["last"] = self._format(self.CHECKPOINT_NAME_LAST, values)
             gone.append(self._last)
@@ -219,10 +230,18 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             top / each: True for each in free.values()
         }
 
+    @property
+    def _default_name(self) -> str:
+        return f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+
     def _format(self, filename: str, values: Mapping[str, Any]) -> str:
         def value(field: re.Match[str]) -> str:
             text = format(values.get(field[1], 0), field[2] or "")
-            return f"{field[1]}={text}" if self._inserts_names else text
+            return (
+                f"{field[1]}{self.CHECKPOINT_EQUALS_CHAR}{text}"
+                if self.auto_insert_metric_name
+                else text
+            )
 
         return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", value, filename).replace("/", "_")
 
@@ -233,8 +252,9 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             file: The name without its extension.
             replaced: Names of checkpoints of this callback that may lose it; None for any.
         """
-        for number in itertools.count():
-            path = self._links_folder / f"{file}{f'-v{number}' * bool(number)}{self.FILE_EXTENSION}"
+        versions = (f"{self.CHECKPOINT_JOIN_CHAR}v{n}" for n in count(self.STARTING_VERSION))
+        for version in chain([""], versions):
+            path = self._links_folder / f"{file}{version}{self.FILE_EXTENSION}"
             target = self._target(path)
             ours = target is not None and (
                 replaced is None or target.name in replaced or not target.exists()
@@ -293,6 +313,16 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         """The monitored value of the best checkpoint; None without ``monitor``."""
         score = super().best_model_score
         return None if score is None else as_tensor(score)
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The path of the worst checkpoint that `save_top_k` keeps; empty before there is one."""
+        return next(reversed(self.best_k_models), "")
+
+    @property
+    def kth_value(self) -> Any:
+        """The monitored value of that checkpoint; None before there is one."""
+        return self.best_k_models.get(self.kth_best_model_path)
 
     @property
     def last_model_path(self) -> Any:
@@ -361,7 +391,7 @@ def _base(top: Path, run_id: str | None) -> Path:
     for base in _versions(top) if run_id is not None else ():
         if run_id in map(run_id_of, _saved(base)):
             return base
-    numbers = itertools.count(1)
+    numbers = count(1)
     base = top
     while _saved(base):
         base = top / f"version_{next(numbers)}"

@@ -297,6 +297,7 @@ class Trainer(NativeTrainer):
         self._root = os.path.normpath(os.path.expanduser(default_root_dir or Path.cwd()))
         self._arguments = {
             "check_val_every_n_epoch": check_val_every_n_epoch,
+            "fast_dev_run": fast_dev_run,
             "gradient_clip_algorithm": gradient_clip_algorithm,
             "gradient_clip_val": gradient_clip_val,
             "limit_predict_batches": 1.0
@@ -306,7 +307,8 @@ class Trainer(NativeTrainer):
             "limit_train_batches": 1.0 if limit_train_batches is None else limit_train_batches,
             "limit_val_batches": 1.0 if limit_val_batches is None else limit_val_batches,
             "log_every_n_steps": 50 if log_every_n_steps is None else log_every_n_steps,
-            "min_epochs": min_epochs,
+            "max_steps": max_steps,
+            "min_epochs": min_epochs or 0,
             "min_steps": min_steps,
             "num_sanity_val_steps": 2 if num_sanity_val_steps is None else num_sanity_val_steps,
             "overfit_batches": overfit_batches,
@@ -315,6 +317,7 @@ class Trainer(NativeTrainer):
         }
 
     check_val_every_n_epoch = _Argument()
+    fast_dev_run: Any = _Argument()
     gradient_clip_algorithm = _Argument()
     gradient_clip_val = _Argument()
     limit_predict_batches = _Argument()
@@ -322,6 +325,7 @@ class Trainer(NativeTrainer):
     limit_train_batches = _Argument()
     limit_val_batches = _Argument()
     log_every_n_steps = _Argument()
+    max_steps: Any = _Argument()
     min_epochs = _Argument()
     min_steps = _Argument()
     num_sanity_val_steps = _Argument()
@@ -480,12 +484,14 @@ class Trainer(NativeTrainer):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> Any:
-        """Return a model's predictions; see `trainer.Trainer.predict`."""
+        """Return a model's predictions, all of them on rank 0; see `trainer.Trainer.predict`."""
         taken = self._evaluated(model, dataloaders, datamodule, ckpt_path, "predict")
         with _lightnings_words():
-            return super().predict(
+            found = super().predict(
                 taken[0], taken[1], taken[2], taken[3], return_predictions=return_predictions
             )
+        kept = return_predictions is not False
+        return [] if found is None and kept and not self.is_global_zero else found
 
     def _attach(self, model: Any, datamodule: Any) -> None:
         """Keep the model, and take its callbacks.
@@ -504,6 +510,8 @@ class Trainer(NativeTrainer):
             replaced = tuple(kind for kind in kinds if any(isinstance(each, kind) for each in own))
             kept = [each for each in self.callbacks if type(each) not in replaced]
             self.callbacks = kept + own  # each stage puts those that save behind the others
+        for each in self.callbacks:
+            each.log, each.log_dict = model.log, model.log_dict  # type: ignore[attr-defined]
 
     def _evaluated(
         self, model: Any, dataloaders: Any, datamodule: Any, ckpt_path: Any, stage: str
@@ -687,6 +695,11 @@ class Trainer(NativeTrainer):
         return self.stage_name == "predict"
 
     @property
+    def interrupted(self) -> bool:
+        """Whether an exception or a signal has ended the latest stage."""
+        return self._status == TrainerStatus.INTERRUPTED
+
+    @property
     def evaluating(self) -> bool:
         """Whether a validation, a sanity check or a test is running."""
         return self.validating or self.testing or self.sanity_checking
@@ -701,8 +714,12 @@ class Trainer(NativeTrainer):
 
     @property
     def num_val_batches(self) -> list[int | None]:
-        """This process's batches of each loader of the validation."""
-        return self.num_eval_batches
+        """This process's batches of each loader of the current evaluation.
+
+        In a fit and after it, those of the validation.
+        """
+        fit = self._fit
+        return fit.eval_lengths if self._run is None and fit is not None else self.num_eval_batches
 
     num_sanity_val_batches = num_test_batches = num_predict_batches = num_val_batches
 

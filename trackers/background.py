@@ -3,9 +3,11 @@
 import atexit
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from importlib import import_module
 from typing import Any, TypeVar
 
-from trackers.base import GeneralTracker, Status
+from trackers.base import GeneralTracker, ServiceTracker, Status
 from trackers.media import frozen, size_of
 from trackers.pending import Call, Missed, Pending, log_call
 from trackers.redaction import redact, redacted_texts
@@ -176,6 +178,9 @@ class BackgroundTracker(GeneralTracker):
             raise RuntimeError(
                 f"The tracker {self.name!r} can be started only once. Make another one."
             )
+        if isinstance(self.wrapped, ServiceTracker) and self.wrapped.imports_early:
+            with suppress(Exception):  # `start` will log it
+                import_module(self.wrapped.imports_early)
         self._start_error = TimeoutError(f"The tracker {self.name!r} has not started yet.")
         self._worker.start(Call("start", self._begin, record=False), self.missed)
 

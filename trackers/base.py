@@ -6,7 +6,7 @@ import importlib.util
 import os
 import random
 import sys
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 # Attributes that a tracker class must define, with an example for the error message.
 _REQUIRED = {
@@ -256,6 +256,7 @@ class ServiceTracker(GeneralTracker):
     """A tracker of one SDK object, `_opened`, from `start` to `finish`."""
 
     _opened: Any = None
+    imports_early: ClassVar[str | None] = None  # a module to import before the thread starts
 
     @property
     def tracker(self) -> Any:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import warnings
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +73,8 @@ class TensorBoardTracker(ServiceTracker):
     name = "tensorboard"
     requires_logging_directory = True
     requires_package = "tensorboard"
+    # Its packages import each other in circles, so two threads that import them may deadlock.
+    imports_early = "trackers.event_file"
 
     def __init__(
         self,
@@ -90,8 +91,6 @@ class TensorBoardTracker(ServiceTracker):
         self._anew = False
         self._file: Any = None  # set with the writer
         self._success: Any = None
-        # Its packages import each other in circles: two threads that import them may deadlock.
-        import_module("trackers.event_file")
 
     @property
     def writer(self) -> Any:

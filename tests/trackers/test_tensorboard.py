@@ -3,6 +3,8 @@ import io
 import itertools
 import math
 import resource
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -493,3 +495,18 @@ def test_the_page_of_hyper_parameters_compares_runs_by_their_metrics(tmp_path):
     statuses = {name: run.sessions[0].status for name, run in runs.items()}
     unknown = dict.fromkeys(settings, api_pb2.STATUS_UNKNOWN)
     assert statuses == unknown | {"one": api_pb2.STATUS_SUCCESS}
+
+
+def test_the_program_may_import_tensorboard_while_the_tracker_starts():
+    program = (
+        "import trackers\n"
+        "(one,) = trackers.resolve_trackers('tensorboard', project_name='p', logging_dir='d')\n"
+        "background = trackers.BackgroundTracker(one)\n"
+        "background.start()\n"
+        "from torch.utils.tensorboard import SummaryWriter\n"
+        "assert isinstance(background.writer, SummaryWriter)\n"
+        "background.finish()\n"
+        "print(background.failures)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("0\n", "")

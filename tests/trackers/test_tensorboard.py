@@ -499,10 +499,11 @@ def test_the_page_of_hyper_parameters_compares_runs_by_their_metrics(tmp_path):
 
 def test_the_program_may_import_tensorboard_while_the_tracker_starts():
     program = (
-        "import trackers\n"
+        "import time, torch, trackers\n"
         "(one,) = trackers.resolve_trackers('tensorboard', project_name='p', logging_dir='d')\n"
         "background = trackers.BackgroundTracker(one)\n"
         "background.start()\n"
+        "time.sleep(0.05)\n"
         "from torch.utils.tensorboard import SummaryWriter\n"
         "assert isinstance(background.writer, SummaryWriter)\n"
         "background.finish()\n"

@@ -33,6 +33,7 @@ from trainer.lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from trainer.lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from trainer.lightning.pytorch.module import _warn_of_global_step, _warn_of_step
 from trainer.lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -428,7 +429,32 @@ def test_callbacks_log_and_read_what_was_logged_in_the_sanity_check_too(tmp_path
     assert logs.seen == [(True, [2], True), *[(False, [4], True)] * trainer.current_epoch]
 
 
+def test_several_optimizers_by_hand_give_one_warning_about_global_step(tmp_path, caplog):
+    _warn_of_global_step.cache_clear()
+
+    class Two(make_classifier(L)):  # type: ignore[misc]
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.net(batch[0]).square().mean())
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [
+                torch.optim.SGD(layer.parameters(), 0.1) for layer in (self.net[0], self.net[2])
+            ]
+
+    trainer = L.Trainer(max_epochs=1, default_root_dir=tmp_path, accelerator="cpu")
+    trainer.fit(Two(), loaders()[0])
+    assert trainer.global_step == 8
+    assert caplog.text.count("Lightning counts the steps of all optimizers") == 1
+
+
 def test_a_value_that_would_be_the_x_axis_of_the_others_is_dropped_with_a_warning(tmp_path, caplog):
+    _warn_of_step.cache_clear()
+
     class Module(make_classifier(L)):  # type: ignore[misc]
         def on_train_epoch_end(self) -> None:
             self.log_dict({"step": float(self.current_epoch), "ends": 1.0})

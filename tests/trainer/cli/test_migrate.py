@@ -302,7 +302,9 @@ def migrate(capsys, text: str, *options: str) -> tuple[int, list[tuple[int, str]
     file.write_bytes(text.encode())
     code = main(["migrate", "script.py", *options])
     findings = []
-    for line in capsys.readouterr().out.splitlines():
+    out, err = capsys.readouterr()
+    assert ("script.py: rewritten" in err) == (file.read_bytes() != text.encode())
+    for line in out.splitlines():
         name, number, told = line.split(":", 2)
         assert name == "script.py"
         findings.append((int(number), told.strip()))

@@ -154,6 +154,7 @@ def _migrate(path: Path, arguments: argparse.Namespace) -> int:
         except SyntaxError as error:
             raise CommandError(f"{path} stays as it is; changed, it would end in {error}") from None
         path.write_bytes(changed)
+        echo(f"{path}: rewritten", error=True)
     imports = not (arguments.write or arguments.native)
     findings = find(program, imports=imports, native=arguments.native)
     for finding in findings:

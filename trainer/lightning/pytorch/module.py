@@ -33,6 +33,14 @@ def _warn_of_step() -> None:
     )
 
 
+@cache
+def _warn_of_global_step() -> None:
+    logger.warning(
+        "global_step counts the batches in which an optimizer has stepped; Lightning counts the "
+        "steps of all optimizers. A condition on global_step comes true later than there."
+    )
+
+
 class LightningModule(TrainModule):
     """A `TrainModule` with the attributes that programs for Lightning read.
 
@@ -106,6 +114,16 @@ class LightningModule(TrainModule):
                 metrics.private.add(name + metrics.loader_suffix)
                 super().log(name, value, **{**kwargs, "on_step": False, "on_epoch": True})
         super().log(name, value, prog_bar, **kwargs)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the prepared optimizers; see `TrainModule.optimizers`.
+
+        Several in manual optimisation give a warning, once: Lightning counts each one's steps.
+        """
+        found = super().optimizers(use_pl_optimizer)
+        if isinstance(found, list) and not self.automatic_optimization:
+            _warn_of_global_step()
+        return found
 
     def _outputs_of_step(self, outputs: Any, micro_batches: int) -> dict[str, Any]:
         """Return Lightning's dict; its loss is divided by the batches of an update."""

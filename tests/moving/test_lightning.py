@@ -418,7 +418,14 @@ class Logs(L.Callback):
         known = bool(logged["of_callback"] == logged["val_loss"] + 1.0)
         self.seen.append((trainer.sanity_checking, trainer.num_val_batches, known))
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        assert trainer.training
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        assert not trainer.training
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        assert trainer.training
         assert trainer.num_val_batches == [4]
         assert not trainer.callback_metrics
 

@@ -679,6 +679,12 @@ class Trainer(NativeTrainer):
         return self._ckpt_path
 
     @property
+    def training(self) -> bool:
+        """Whether a fit is running, its set-up too, and is not validating."""
+        fits = self.stage_name == "fit" and not self.sanity_checking
+        return fits and (self._fitting is None or super().training)
+
+    @property
     def validating(self) -> bool:
         """Whether a validation is running, other than the sanity check."""
         within = self.stage_name == "fit" and self._fitting is not None and not self.training

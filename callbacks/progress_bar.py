@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from numbers import Real
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
 
 from callbacks.base import Callback
 from callbacks.progress_board import Board, Lines
@@ -131,6 +134,11 @@ class _CellView(_TqdmView):
         self._output.show({"text/plain": "" if gone else text})
 
 
+def _text(value: Any) -> str:
+    rounded = isinstance(value, (Real, Tensor)) and not isinstance(value, int)
+    return f"{value:.4g}" if rounded else str(value)
+
+
 class _NoBar:
     """A bar that shows nothing."""
 
@@ -156,7 +164,7 @@ class _Bar(_NoBar):
     def __init__(
         self,
         view: View,
-        values: Callable[..., dict[str, float]],
+        values: Callable[..., dict[str, Any]],
         seconds: float,
         lose: Callable[[OSError], None],
     ) -> None:
@@ -174,8 +182,8 @@ class _Bar(_NoBar):
     def draw(self, *, last: bool = False) -> None:
         if not self.done:
             return
-        values = self._values(wait=last)  # the final text shows up-to-date values
-        text = printable(", ".join(f"{name}={value:.4g}" for name, value in values.items()))
+        values = self._values(wait=last)
+        text = printable(", ".join(f"{name}={_text(value)}" for name, value in values.items()))
         try:
             self._view.show(self.done, text)
         except OSError as error:
@@ -193,11 +201,11 @@ class _Bar(_NoBar):
 class ProgressBar(Callback):
     """Show a progress bar for each epoch, with metrics, speed and remaining time.
 
-    Each validation, test and prediction has its own bar. It shows values logged with
-    ``prog_bar=True``. The bar of a finished epoch stays on the screen; the bar of a validation
-    inside an epoch is removed. Only the main process shows bars. In a notebook a finished bar
-    becomes text. If standard error is not a terminal (a log file, CI), each finished bar that stays
-    is a line of plain text, and an unfinished bar prints a line every minute.
+    Each validation, test and prediction has its own bar. It shows what `get_metrics` returns. The
+    bar of a finished epoch stays on the screen; the bar of a validation inside an epoch is removed.
+    Only the main process shows bars. In a notebook a finished bar becomes text. If standard error
+    is not a terminal (a log file, CI), each finished bar that stays is a line of plain text, and an
+    unfinished bar prints a line every minute.
 
     Args:
         refresh_rate: The maximum number of redraws per second; 0 shows nothing.
@@ -211,6 +219,7 @@ class ProgressBar(Callback):
         check_numbers(0, refresh_rate=refresh_rate)
         self.refresh_rate = refresh_rate
         self._open_view: OpenView | None = None
+        self._wait = False  # whether the next text is a bar's last, which shows up-to-date values
         self._train = _NoBar()
         self._evaluation = _NoBar()
 
@@ -244,7 +253,17 @@ class ProgressBar(Callback):
             )
         )
 
-    def _open(self, trainer: Trainer, name: str, total: int | None, *, leave: bool) -> _NoBar:
+    def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, Any]:
+        """Return the values that the bar shows: those logged with ``prog_bar=True``.
+
+        It is called when a bar is redrawn, on the main process alone. Override it to show others:
+        floats are shown with four digits, everything else as its ``str``.
+        """
+        return dict(trainer.progress_values(wait=self._wait))
+
+    def _open(
+        self, trainer: Trainer, module: TrainModule, name: str, total: int | None, *, leave: bool
+    ) -> _NoBar:
         if self._open_view is None:
             return _NoBar()
         try:
@@ -252,16 +271,22 @@ class ProgressBar(Callback):
         except OSError as error:
             self._lose(error)
             return _NoBar()
-        # the bar of an evaluation inside an epoch does not show the training metrics
-        values = trainer.progress_values if leave else lambda **_: {}
+
+        def values(*, wait: bool) -> dict[str, Any]:
+            self._wait = wait
+            # the bar of an evaluation inside an epoch does not show the training metrics
+            return self.get_metrics(trainer, module) if leave else {}
+
         return _Bar(view, values, 1 / self.refresh_rate, self._lose)
 
-    def _open_evaluation(self, trainer: Trainer, name: str, *, leave: bool) -> None:
+    def _open_evaluation(
+        self, trainer: Trainer, module: TrainModule, name: str, *, leave: bool
+    ) -> None:
         self._train.draw()  # show its current position, since it stops meanwhile
         totals = trainer.num_eval_batches
         known = [total for total in totals if total is not None]
         total = sum(known) if len(known) == len(totals) else None
-        self._evaluation = self._open(trainer, name, total, leave=leave)
+        self._evaluation = self._open(trainer, module, name, total, leave=leave)
 
     def _close(self) -> None:
         """Close the open bars, innermost first."""
@@ -282,7 +307,7 @@ class ProgressBar(Callback):
         self._close()
         of = "" if trainer.max_epochs is None else f"/{trainer.max_epochs}"
         name = f"epoch {trainer.current_epoch + 1}{of}"
-        self._train = self._open(trainer, name, trainer.num_training_batches, leave=True)
+        self._train = self._open(trainer, module, name, trainer.num_training_batches, leave=True)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -309,18 +334,18 @@ class ProgressBar(Callback):
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Open the bar of the validation, below the epoch's if there is one."""
         if trainer.sanity_checking:
-            self._open_evaluation(trainer, "sanity check", leave=False)
+            self._open_evaluation(trainer, module, "sanity check", leave=False)
         else:
             inside = isinstance(self._train, _Bar)
-            self._open_evaluation(trainer, "validate", leave=not inside)
+            self._open_evaluation(trainer, module, "validate", leave=not inside)
 
     def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Open the bar of the test."""
-        self._open_evaluation(trainer, "test", leave=True)
+        self._open_evaluation(trainer, module, "test", leave=True)
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Open the bar of the prediction."""
-        self._open_evaluation(trainer, "predict", leave=True)
+        self._open_evaluation(trainer, module, "predict", leave=True)
 
     def on_validation_batch_end(
         self,

@@ -3,6 +3,7 @@ import sys
 import threading
 
 import pytest
+import torch
 from tqdm import tqdm
 
 from callbacks import ProgressBar, RichProgressBar
@@ -101,6 +102,24 @@ def test_metrics_are_read_only_when_the_bar_is_redrawn(terminal, kind):
     loop.call("on_train_epoch_end")
     assert loop.trainer.bar_values_read == 2
     assert shows(terminal.screen()[0], "epoch 1", "10/10")
+
+
+@both_kinds
+def test_the_bar_shows_what_an_override_of_get_metrics_returns(terminal, kind):
+    class Own(kind):
+        def get_metrics(self, trainer, pl_module):
+            items = super().get_metrics(trainer, pl_module)
+            del items["loss"]
+            return {**items, "run": 12345, "name": "a", "lr": torch.tensor(1 / 3)}
+
+    loop = terminal.loop(kind=Own)
+    loop.trainer.bar_values = {"loss": 0.5, "acc": 0.2}
+    loop.call("on_train_epoch_start")
+    loop.batches(range(10))
+    loop.call("on_train_epoch_end")
+    values = "acc=0.2, run=12345, name=a, lr=0.3333"
+    assert shows(terminal.screen()[0], "epoch 1", "10/10", values)
+    assert loop.trainer.bar_values == {"loss": 0.5, "acc": 0.2}
 
 
 @both_kinds

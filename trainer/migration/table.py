@@ -119,7 +119,6 @@ HOOKS_OF_CALLBACKS = {
     "ModelCheckpoint.format_checkpoint_name": (
         "a folder is named after its update, and its manifest.json has the metrics"
     ),
-    "ProgressBar.get_metrics": _BAR,
     "ProgressBar.init_sanity_tqdm": _BAR,
     "ProgressBar.init_train_tqdm": _BAR,
     "ProgressBar.init_validation_tqdm": _BAR,

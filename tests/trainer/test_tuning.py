@@ -789,7 +789,8 @@ def test_the_plot_shows_the_curve_and_marks_the_suggestion():
 
     matplotlib.use("agg")
     losses = [5.0] * 12 + [4.0, 2.0, 1.9, 1.8]
-    figure = made(losses).plot(suggest=True)
+    assert made(losses).results == {"lr": [10.0**i for i in range(16)], "loss": losses}
+    figure = made(losses).plot(True)
     (axes,) = figure.axes
     curve, mark = axes.lines
     assert curve.get_xydata().tolist() == [[10.0**i, loss] for i, loss in enumerate(losses)]

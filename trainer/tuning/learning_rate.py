@@ -52,6 +52,11 @@ class LearningRateTest:
     scales: list[float | None]
     diverged: bool
 
+    @property
+    def results(self) -> dict[str, list[float]]:
+        """`lrs` and `losses` as ``"lr"`` and ``"loss"``, Lightning's names."""
+        return {"lr": self.lrs, "loss": self.losses}
+
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return half the rate at which the loss has fallen halfway to its lowest value.
 
@@ -100,7 +105,7 @@ class LearningRateTest:
             return None
         return self.lrs[skip_begin + fallen] / 2
 
-    def plot(self, *, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
         """Draw the smoothed loss over the rate.
 
         Args:

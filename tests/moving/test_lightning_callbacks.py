@@ -444,14 +444,34 @@ def test_lightnings_tuner_sets_what_it_finds_and_returns_the_size():
 
 
 def test_modules_without_a_file_have_the_names_of_another_and_refused_ones_say_why():
+    from trainer.lightning.fabric.utilities.rank_zero import rank_zero_only
+    from trainer.lightning.fabric.utilities.seed import seed_everything
+    from trainer.lightning.fabric.utilities.types import _PATH
     from trainer.lightning.pytorch.callbacks.early_stopping import EarlyStopping
     from trainer.lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
     from trainer.lightning.pytorch.callbacks.progress.tqdm_progress import TQDMProgressBar
     from trainer.lightning.pytorch.core.module import LightningModule
+    from trainer.lightning.pytorch.core.optimizer import LightningOptimizer
     from trainer.lightning.pytorch.loggers.wandb import WandbLogger
     from trainer.lightning.pytorch.utilities.exceptions import MisconfigurationException
     from trainer.lightning.pytorch.utilities.grads import grad_norm
+    from trainer.lightning.pytorch.utilities.parsing import AttributeDict
 
+    asked: list[Any] = []
+
+    class Asking(L.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            asked.append(module.optimizers())
+
+    assert rank_zero_only is L.pytorch.utilities.rank_zero_only
+    assert seed_everything is L.seed_everything is L.fabric.seed_everything
+    assert AttributeDict is L.pytorch.utilities.AttributeDict
+    assert _PATH is Any
+    assert AttributeDict(a=1).a == 1
+    fit([Asking()], max_epochs=1)
+    assert isinstance(asked.pop(), LightningOptimizer)
+    with pytest.raises(ImportError, match=r"lightning\.Fabric is not in Cadence: use trainer.Acc"):
+        from trainer.lightning.fabric import Fabric  # noqa: F401 - there is none
     assert EarlyStopping is L.pytorch.callbacks.EarlyStopping
     assert TQDMProgressBar is L.pytorch.callbacks.TQDMProgressBar
     assert WandbLogger is L.pytorch.loggers.WandbLogger

@@ -24,10 +24,18 @@ _MODULES = {
     "pytorch.strategies": "ddp deepspeed fsdp single_device strategy",
     "pytorch.trainer": "states trainer",
     "pytorch.tuner": "tuning",
-    "pytorch.utilities": "exceptions grads seed",
+    "pytorch.utilities": "exceptions grads parsing seed",
 }
 _PARENTS = {
     f"{parent}.{name}": parent for parent, names in _MODULES.items() for name in names.split()
+} | {
+    "pytorch.core.optimizer": "pytorch.module",
+    "fabric": "",
+    "fabric.utilities": "pytorch.utilities",
+    "fabric.utilities.exceptions": "pytorch.utilities",
+    "fabric.utilities.rank_zero": "pytorch.utilities.rank_zero",
+    "fabric.utilities.seed": "pytorch.utilities",
+    "fabric.utilities.types": "pytorch.utilities.types",
 }
 """Module of Lightning that has no file here: the one that has its names."""
 
@@ -44,7 +52,7 @@ def with_class_paths(text: str) -> str:
 
 
 def _value_in(parent: str, name: str) -> Any:
-    return getattr(import_module(_PREFIX + parent), name)
+    return getattr(import_module((_PREFIX + parent).rstrip(".")), name)
 
 
 def _refusal(name: str) -> str | None:
@@ -60,3 +68,4 @@ def install() -> None:
         module = import_module(_PREFIX + name)
         if not hasattr(module, "__path__"):
             module.__path__ = []
+    import_module(f"{_PREFIX}fabric.utilities.seed")  # programs read L.fabric without an import

@@ -431,7 +431,6 @@ _MEASURED = "use profiler='simple', or PyTorchProfiler"
 _INTERNAL = "it is not for programs; write it yourself if you need it"
 LIGHTNING_NAMES = {
     "Fabric": _FABRIC,
-    "fabric": _FABRIC,
     "app": "Lightning's apps are not part of training; keep that import",
     "data": "import litdata itself",
     "pytorch.accelerators": _DEVICE,
@@ -453,7 +452,6 @@ LIGHTNING_NAMES = {
     "pytorch.strategies.ModelParallelStrategy": "use trainer.Trainer(parallelism_config=...)",
     "pytorch.strategies.ParallelStrategy": "use DDPStrategy, FSDPStrategy or DeepSpeedStrategy",
     "pytorch.strategies.XLAStrategy": "XLA devices are not supported",
-    "pytorch.utilities.AttributeDict": "use types.SimpleNamespace, or self.hparams",
     "pytorch.utilities.GradClipAlgorithmType": "write 'norm' or 'value'",
     "pytorch.utilities.LightningEnum": "use enum.Enum",
     "pytorch.utilities.disable_possible_user_warnings": "use warnings.filterwarnings",
@@ -468,6 +466,11 @@ LIGHTNING_NAMES = {
     "pytorch.utilities.suggested_max_num_workers": "use os.cpu_count",
 }
 LIGHTNING_MODULES = {
+    "fabric": _FABRIC,
+    "fabric.utilities": _INTERNAL,
+    "fabric.utilities.apply_func": "use trainer.utils.send_to_device",
+    "fabric.utilities.cloud_io": "use fsspec and torch.load",
+    "fabric.utilities.throughput": "use the callback ThroughputMonitor",
     "pytorch": _INTERNAL,
     "pytorch.callbacks": "write a Callback with its hooks",
     "pytorch.loggers": "use a logger of lightning.pytorch.loggers",

@@ -51,7 +51,7 @@ from trainer.module import TrainModule
 from trainer.trainer import Trainer
 
 _PAGE = "see docs/migrating.md"
-_LISTED = ("lightning_fabric", "transformers")  # their imports are not changed
+_LISTED = ("transformers",)  # its imports are not changed
 _KINDS = (
     ("module", TrainModule),
     ("datamodule", DataModule),
@@ -179,8 +179,6 @@ class _Finder(cst.CSTVisitor):
             if instead := HUGGING_FACE_NAMES.get(name):
                 self._add(node, f"{path}: {instead} ({_PAGE}).")
             return
-        if path.startswith("lightning_fabric"):
-            path = path.replace("lightning_fabric", "lightning.fabric", 1)
         try:
             value_of(moved(path))
         except (ImportError, AttributeError) as error:

@@ -14,6 +14,7 @@ MOVED = {
     "lightning_utilities.core.rank_zero": "trainer.lightning.pytorch.utilities.rank_zero",
     "accelerate": "trainer.accelerate",
     "lightning": "trainer.lightning",
+    "lightning_fabric": "trainer.lightning.fabric",
     "pytorch_lightning": "trainer.lightning.pytorch",
 }
 """Package: where its names are here."""
@@ -47,7 +48,7 @@ def original(path: str) -> str:
 def name_in(path: str) -> str:
     """Return a path without its package, as it is in the table: ``pytorch.callbacks.Timer``."""
     package, _, inner = original(path).partition(".")
-    return f"pytorch.{inner}" if package == "pytorch_lightning" else inner
+    return {"lightning_fabric": "fabric.", "pytorch_lightning": "pytorch."}.get(package, "") + inner
 
 
 def value_of(path: str) -> Any:

@@ -18,9 +18,11 @@ from trainer.datamodule import DataModule
 from trainer.errors import module_logger
 from trainer.hparams import keep
 from trainer.module import TrainModule
+from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.tree import detach
 
 M = TypeVar("M", bound="LightningModule")
+LightningOptimizer = AcceleratedOptimizer
 
 logger = module_logger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn, stack
 
 from trainer.data.combined import CombinedLoader
+from trainer.hparams import HyperParameters as AttributeDict
 from trainer.lightning.missing import getter
 from trainer.lightning.pytorch.utilities import combined_loader, rank_zero, types
 from trainer.lightning.pytorch.utilities.rank_zero import (
@@ -20,6 +21,7 @@ from trainer.rng import set_seed
 MisconfigurationException = ValueError
 
 __all__ = [
+    "AttributeDict",
     "CombinedLoader",
     "MisconfigurationException",
     "combined_loader",

@@ -16,3 +16,7 @@ LRSchedulerTypeTuple = Any
 OptimizerConfig = Any
 OptimizerLRSchedulerConfig = Any
 _METRIC = Any
+_DEVICE = Any
+_MAP_LOCATION_TYPE = Any
+_PARAMETERS = Any
+_PATH = Any

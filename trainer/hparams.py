@@ -73,6 +73,7 @@ class Kept:
 
     Attributes:
         values: The values by name.
+        initial: Those at the end of the latest `keep`; plain data is copied.
         places: For each value, the constructor argument that held it: the argument of that name, or
             a dict argument that contains it. A value without an entry was not passed to the class.
         namespaces: Names of arguments that were an ``argparse.Namespace``.
@@ -82,6 +83,7 @@ class Kept:
     """
 
     values: HyperParameters = field(default_factory=HyperParameters)
+    initial: HyperParameters = field(default_factory=HyperParameters)
     places: dict[str, str] = field(default_factory=dict)
     namespaces: set[str] = field(default_factory=set)
     private: set[str] = field(default_factory=set)
@@ -137,6 +139,7 @@ def keep(
         places = {name: name for name in values if name in outermost}
     chosen = {name: value for name, value in values.items() if name not in skipped}
     kept.values.update(_all_plain(chosen) if plain_only else chosen | _plain_of(chosen))
+    kept.initial = HyperParameters(kept.values | _plain_of(kept.values))
     kept.private.difference_update(chosen)
     kept.places.update({name: place for name, place in places.items() if name in chosen})
     if private:

@@ -247,6 +247,10 @@ def test_hyperparameters_that_are_no_plain_data_are_kept_and_must_be_given_again
             return self.hparams.make(self.parameters())
 
     net, make = nn.Linear(8, 2), partial(torch.optim.SGD, lr=0.5)
+    module = Takes([2], net, make)
+    module.hparams.width.append(3)
+    assert module.hparams_initial.width == [2]
+    assert module.hparams_initial.net is net
     trainer = fit(tmp_path, Takes(3, net, make))
     assert trainer.model.hparams.net is net
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from trainer.datamodule import DataModule
 from trainer.errors import module_logger
-from trainer.hparams import keep
+from trainer.hparams import HyperParameters, keep, kept_by
 from trainer.module import TrainModule
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.tree import detach
@@ -66,6 +66,11 @@ class LightningModule(TrainModule):
         """
         caller = sys._getframe(1)
         keep(self, names, caller, ignore=ignore, private=not logger, plain_only=False)
+
+    @property
+    def hparams_initial(self) -> HyperParameters:
+        """`hparams` as `save_hyperparameters` left them; what is plain data is copied."""
+        return HyperParameters(kept_by(self).initial)
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]  # Lightning's name of the path
@@ -238,6 +243,11 @@ class LightningDataModule(DataModule):
         """Keep the arguments of ``__init__``; see `LightningModule.save_hyperparameters`."""
         caller = sys._getframe(1)
         keep(self, names, caller, ignore=ignore, private=not logger, plain_only=False)
+
+    @property
+    def hparams_initial(self) -> HyperParameters:
+        """`hparams` as `save_hyperparameters` left them; what is plain data is copied."""
+        return HyperParameters(kept_by(self).initial)
 
     @classmethod
     def from_datasets(

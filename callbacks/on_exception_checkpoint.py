@@ -50,10 +50,15 @@ class OnExceptionCheckpoint(Callback):
         self._training = False
 
 
-def save_weights_at(exception: BaseException, trainer: Trainer, folder: Path) -> None:
-    """Save this process's weights, unless it was interrupted and should end at once."""
+def save_weights_at(exception: BaseException, trainer: Trainer, folder: Path) -> Path | None:
+    """Save this process's weights, and return where.
+
+    None are saved if it was interrupted, as it should end at once.
+    """
     if not isinstance(exception, Exception) or trainer.fast_dev_run:
-        return
+        return None
     rank = trainer.accelerator.process_index
     path = folder / f"exception-{trainer.global_step:08d}-rank-{rank:05d}"
-    logger.warning("The weights at the exception are in %s.", trainer.save_own_weights(path))
+    saved = trainer.save_own_weights(path)
+    logger.warning("The weights at the exception are in %s.", saved)
+    return saved

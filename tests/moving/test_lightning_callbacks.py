@@ -125,6 +125,21 @@ def test_the_largest_batch_is_found_before_the_loaders_are_made(tmp_path):
         L.Trainer(accelerator="cpu", logger=False, **quiet).fit(module, module.train_dataloader())
 
 
+def test_the_weights_at_an_exception_have_the_name_that_was_given(tmp_path):
+    class Fails(make_net()):  # type: ignore[misc]
+        def on_train_batch_end(self, *args: Any) -> None:
+            raise ArithmeticError("the user's own")
+
+    for _ in range(2):  # a later one replaces the link
+        module = Fails()
+        with pytest.raises(ArithmeticError):
+            fit([OnExceptionCheckpoint(tmp_path, "failed")], lambda module=module: module)
+    found = make_net().load_from_checkpoint(tmp_path / "failed.ckpt")
+    torch.testing.assert_close(copy_of(found), copy_of(module), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="needs a filename"):
+        OnExceptionCheckpoint(tmp_path, "")
+
+
 def test_defaults_are_lightnings():
     class Frozen(BaseFinetuning):
         def freeze_before_training(self, module: Any) -> None:
@@ -158,7 +173,6 @@ def test_defaults_are_lightnings():
     assert TQDMProgressBar(refresh_rate=0).refresh_rate == 0
     assert EMAWeightAveraging("cpu", False).decay == 0.999
     assert ThroughputMonitor(len, available_flops=1e12).peak_flops == 1e12
-    assert OnExceptionCheckpoint("folder", "name").dirpath.name == "folder"
     with pytest.raises(ValueError, match=r"min_delta is -0.1; it must be a number of at least 0"):
         EarlyStopping("val", min_delta=-0.1)
 

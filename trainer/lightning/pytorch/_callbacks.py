@@ -14,6 +14,8 @@ from typing import Any, Literal
 import callbacks
 from callbacks import Callback, ModelSummary, WeightAveraging
 from callbacks.backbone_finetuning import multiplicative
+from callbacks.on_exception_checkpoint import save_weights_at
+from trainer.checkpoint.save import link_or_warn
 from trainer.errors import module_logger
 from trainer.lightning.pytorch._model_checkpoint import as_tensor
 from trainer.tuning import LearningRateTest, Tuner
@@ -179,10 +181,25 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
 
 class OnExceptionCheckpoint(callbacks.OnExceptionCheckpoint):
-    """`callbacks.OnExceptionCheckpoint`; `filename` has no effect."""
+    """`callbacks.OnExceptionCheckpoint`, to which a link named `filename` points.
+
+    Raises:
+        ValueError: The `filename` is empty.
+    """
+
+    FILE_EXTENSION = ".ckpt"
 
     def __init__(self, dirpath: str | Path | None = None, filename: str = "on_exception") -> None:
+        if not filename:
+            raise ValueError("OnExceptionCheckpoint needs a filename.")
         super().__init__(dirpath)
+        self.filename = filename
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        """Save this process's weights, and make the link, which the last to fail replaces."""
+        folder = self.dirpath or trainer.checkpoint_dir
+        if self._training and (saved := save_weights_at(exception, trainer, folder)):
+            link_or_warn(saved, folder / f"{self.filename}{self.FILE_EXTENSION}")
 
 
 class BaseFinetuning(callbacks.BaseFinetuning):

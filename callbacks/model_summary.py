@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
 
 
-def _numel(parameter: nn.Parameter) -> int:
+def numel(parameter: nn.Parameter) -> int:
     """Return a parameter's number of elements; 0 for an uninitialised lazy parameter."""
     if is_lazy(parameter):
         return 0
@@ -31,7 +31,7 @@ def _numel(parameter: nn.Parameter) -> int:
 
 def _count(parameters: Iterable[nn.Parameter]) -> str:
     parameters = list(parameters)
-    total = f"{sum(map(_numel, parameters)):,}"
+    total = f"{sum(map(numel, parameters)):,}"
     lazy = sum(map(is_lazy, parameters))
     return f"{total} + {lazy} uninitialised" if lazy else total
 
@@ -96,7 +96,7 @@ def summarize(module: nn.Module, max_depth: int = 1, flops: Flops | None = None)
         rule = "-" * max(map(len, lines))
         lines = [lines[0], rule, *lines[1:], rule]
     parameters = list(module.parameters())  # each once, however often it is used
-    size = sum(_numel(parameter) * parameter.dtype.itemsize for parameter in parameters) / 1e6
+    size = sum(numel(parameter) * parameter.dtype.itemsize for parameter in parameters) / 1e6
     lines += [
         f"{_count(p for p in parameters if p.requires_grad)} trainable parameters",
         f"{_count(p for p in parameters if not p.requires_grad)} frozen parameters",

@@ -457,6 +457,21 @@ def test_lightnings_tuner_sets_what_it_finds_and_returns_the_size():
         tuner.lr_find(module, method="validate")
 
 
+def test_the_table_of_a_model_needs_no_trainer():
+    from trainer.lightning.pytorch.utilities.model_summary.model_summary import summarize as same
+
+    from trainer.lightning.pytorch.utilities.model_summary import ModelSummary, summarize
+
+    assert summarize is same
+    model = make_net()()
+    model.net[0].requires_grad_(False)
+    summary = summarize(model, max_depth=-1)
+    assert isinstance(summary, ModelSummary)
+    assert "net.0" in str(summary)
+    assert "net.0" not in str(ModelSummary(model))
+    assert (summary.total_parameters, summary.trainable_parameters) == (178, 34)
+
+
 def test_modules_without_a_file_have_the_names_of_another_and_refused_ones_say_why():
     from trainer.lightning.fabric.utilities.rank_zero import rank_zero_only
     from trainer.lightning.fabric.utilities.seed import seed_everything

@@ -25,6 +25,7 @@ _MODULES = {
     "pytorch.trainer": "states trainer",
     "pytorch.tuner": "tuning",
     "pytorch.utilities": "exceptions grads parsing seed",
+    "pytorch.utilities.model_summary": "model_summary",
 }
 _PARENTS = {
     f"{parent}.{name}": parent for parent, names in _MODULES.items() for name in names.split()

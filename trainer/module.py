@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from trainer.files import with_home
 from trainer.hparams import HyperParameters, keep, kept_by, make
 from trainer.metrics import Kind
 from trainer.metrics.log_arguments import log_arguments
+from trainer.migration.hook_argument import told_to_load
 from trainer.migration.table import NO_LOGGER
 from trainer.optim.optimizer import parameters_of
 from trainer.tree import count_samples, detach, map_tree, to_device
@@ -101,6 +102,7 @@ class TrainModule(nn.Module):
 
     automatic_optimization: bool = True
     strict_loading: bool = True
+    _hooks_have_weights: ClassVar[bool] = False  # as "state_dict", for programs for Lightning
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +180,7 @@ class TrainModule(nn.Module):
                 created it.
             strict: Require all weights to match by name and shape, and the class to take all saved
                 arguments (unless these and `kwargs` cover all of its own). False loads what matches
-                and logs the others. None takes the class's `strict_loading`.
+                and logs the others. None takes `strict_loading`.
             **kwargs: Arguments for the class; they override saved ones.
 
         Raises:
@@ -191,14 +193,14 @@ class TrainModule(nn.Module):
         folder = _checkpoint_at(path)
         reader = Reader(folder, verify(folder))
         manifest = reader.manifest
-        strict = cls.strict_loading if strict is None else strict
-        module = make(cls, manifest.get("hyper_parameters", {}), kwargs, folder, strict=strict)
+        fits = cls.strict_loading if strict is None else strict
+        module = make(cls, manifest.get("hyper_parameters", {}), kwargs, folder, strict=fits)
+        strict = module.strict_loading if strict is None else strict
         module.configure_model()
-        if f"{_TRAINER}.json" in manifest["files"]:  # before the weights: it may replace submodules
-            saved = reader.tree(_TRAINER)
-            module.on_load_checkpoint(saved["extra"])
-        module.to(device)
         weights = reader.weights(WEIGHTS_NAME)
+        if f"{_TRAINER}.json" in manifest["files"]:  # before the weights: it may replace submodules
+            _, weights = told_to_load(module, reader.tree(_TRAINER)["extra"], weights)
+        module.to(device)
         load_into(module, weights, where=folder / WEIGHTS_NAME, strict=strict)
         return module
 

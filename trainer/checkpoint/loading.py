@@ -333,7 +333,7 @@ def load_into(
             f"{os.fspath(where)} does not fit the module, a {type(module).__name__}:\n"
             f"{named}\nCreate the module as it was when the file was saved, or load what fits: "
             "load_from_checkpoint(…, strict=False), or strict_loading = False in the module, which "
-            "does not count where fit resumes a run."
+            "counts where fit resumes a run only for a LightningModule."
         )
     if load is not None:
         fitting = _without(weights, (*mismatch.misshaped, *mismatch.unexpected))

@@ -66,6 +66,7 @@ from trainer.loops.module_state import (
 from trainer.loops.preflight import NUMBER
 from trainer.loops.run_metadata import versions
 from trainer.loops.state import Counters, FitRun
+from trainer.migration.hook_argument import HookArgument, edited_alike, told_to_load
 from trainer.module import TrainModule
 from trainer.names import bare_names, bare_state_dict
 from trainer.optim.configure import SchedulerEntry
@@ -219,6 +220,7 @@ def check_schedules(options: Mapping[str, str], saved: Mapping[str, str], schedu
             )
 
 
+_Weights = tuple[Mapping[str, object], Mapping[str, object] | None]
 OPTIMIZER, TRAINER, RECORD, DATA = "optimizer", "trainer", "record", "datamodule"
 
 
@@ -262,7 +264,7 @@ def save_run(
     """
     _settle(run)
     state = PartialState()
-    extra = {} if weights_only else _state_from_hooks(run, trainer, callbacks, target)
+    extra, edited = _state_from_hooks(run, trainer, callbacks, target, weights_only)
     shared: list[StatePart] = []
     own: list[Encoded] = []
     is_writer = is_writer_rank(state, on_each_node)
@@ -271,12 +273,15 @@ def save_run(
     gathered, optimizers = _gathered(run, weights_only)
 
     def capture() -> Encoded | None:
-        others, trained = _weights_of(run, trainer, callbacks, gathered)
+        others, trained = edited or _weights_of(run, trainer, callbacks, gathered)
         if shards is not None:
             shards.add_weights(others)
         elif is_writer:
             shared.append(weights_part(others))
         if weights_only:
+            if run.module._hooks_have_weights:
+                part = tree_part({"extra": extra}, TRAINER, shards)
+                shared.extend([part] if is_writer else [])
             return None
         if is_writer or shards is not None:
             parts = _shared_parts(run, callbacks, trained, extra, shards, optimizers)
@@ -345,26 +350,44 @@ def _settle(run: FitRun) -> None:
 
 
 def _state_from_hooks(
-    run: FitRun, trainer: Any, callbacks: Sequence[Callback], target: Path
-) -> dict[str, Any]:
+    run: FitRun,
+    trainer: Any,
+    callbacks: Sequence[Callback],
+    target: Path,
+    weights_only: bool,
+) -> tuple[dict[str, Any], _Weights | None]:
     """Return what the ``on_save_checkpoint`` hooks add to the checkpoint; collective.
+
+    Where they have the weights, return these too, as they are after the hooks; see `_weights_of`.
+    Of weights alone only a module that has them is told.
 
     Raises:
         CheckpointError: A hook failed on one of several ranks; raised on all ranks. With a single
             process, the hook's own error is raised.
     """
-    extra: dict[str, Any] = {"epoch": run.counters.epoch, "global_step": run.counters.global_step}
+    if weights_only and not run.module._hooks_have_weights:
+        return {}, None
+    extra = HookArgument(epoch=run.counters.epoch, global_step=run.counters.global_step)
+    edited: _Weights | None = None
 
     def ask() -> None:
-        for callback in callbacks:
+        nonlocal edited
+        weights: Mapping[str, object] = {}
+        if has_weights := run.module._hooks_have_weights and not run.engine.gathers_state:
+            weights, trained = _weights_of(run, trainer, callbacks, None)
+            extra["state_dict"] = dict(weights)
+        for callback in () if weights_only else callbacks:
             callback.on_save_checkpoint(trainer, run.module, extra)
         run.module.on_save_checkpoint(extra)
+        if has_weights:
+            left = extra.pop("state_dict", {})
+            edited = left, None if trained is None else edited_alike(left, weights, trained)
 
     if run.world_size == 1:
         ask()
     else:
         run_on_all_ranks(f"Saving {target}", ask, PartialState(), run.saving.writer.group)
-    return extra
+    return dict(extra), edited
 
 
 def _shared_parts(
@@ -511,7 +534,7 @@ def _weights_of(
     trainer: Any,
     callbacks: Sequence[Callback],
     gathered: Mapping[str, Any] | None,
-) -> tuple[Mapping[str, object], Mapping[str, object] | None]:
+) -> _Weights:
     """Return the weights of the model's file and, if they differ, the trained weights.
 
     A callback such as weight averaging, or a schedule-free optimizer, may give the weights for use
@@ -736,21 +759,22 @@ def load_run(
     ranks = [reader.tree(rank_stem(rank)) for rank in range(reader.manifest["world_size"])]
     trained = set(map(id, parameters_of(run.optim.optimizers)))
     trained &= set(map(id, run.module.parameters()))
-    run.module.on_load_checkpoint(state["extra"])  # before the weights: it may resize buffers
+    saved = reader.weights(WEIGHTS_NAME, later=later)
+    # Before the weights are loaded: it may resize buffers.
+    checkpoint, weights = told_to_load(run.module, state["extra"], saved)
     if not trained <= set(map(id, run.module.parameters())):
         raise CheckpointError(
             f"on_load_checkpoint of {type(run.module).__name__} has replaced parameters that are "
             "trained, but the optimizers have the old ones: create them in __init__ or "
             "configure_model. Buffers and frozen parameters may be replaced."
         )
-    file = path / WEIGHTS_NAME
-    weights = reader.weights(WEIGHTS_NAME, later=later)
-    load = partial(_load, run.engine, run.module)
-    load(weights, file)
+    strict = run.module.strict_loading or not run.module._hooks_have_weights
+    load = partial(_load, run.engine, run.module, strict=strict)
+    load(weights, path / WEIGHTS_NAME)
     if "switches" in state:  # checkpoints of earlier releases do not have it
         load_switches(run.module, run.saving.begun, state["switches"], tell=run.rank == 0)
     if differs := reader.has_weights(TRAINED_NAME):
-        weights = reader.weights(TRAINED_NAME, later=later)
+        weights = edited_alike(weights, saved, reader.weights(TRAINED_NAME, later=later))
     with reading(path / f"{OPTIMIZER}.json", _UNFIT):
         _restore_optimizers(run, path, state, optimizers, weights)
     restored = options_of(run.optim.names, run.optim.optimizers, run.optim.schedulers)
@@ -765,7 +789,7 @@ def load_run(
     if differs:
         load(weights, path / TRAINED_NAME)
     for callback in callbacks:
-        callback.on_load_checkpoint(trainer, run.module, state["extra"])
+        callback.on_load_checkpoint(trainer, run.module, checkpoint)
     with reading(f"The states of the processes in {path}", _UNFIT):
         _restore_ranks(run, path, ranks, reader.manifest.get("data_size", len(ranks)))
     run.stopping.now = stays_stopped and state["should_stop"]
@@ -1005,9 +1029,9 @@ def load_weights(module: TrainModule, path: Path, engine: Engine | None = None) 
         CheckpointError: The checkpoint is damaged or does not match the module.
     """
     reader = _open(path)
-    if f"{TRAINER}.json" in reader.files:  # missing in a weights-only checkpoint
-        module.on_load_checkpoint(reader.tree(TRAINER)["extra"])
     weights, file = reader.weights(WEIGHTS_NAME), reader.path / WEIGHTS_NAME
+    if f"{TRAINER}.json" in reader.files:  # missing in a weights-only checkpoint
+        _, weights = told_to_load(module, reader.tree(TRAINER)["extra"], weights)
     if engine is None:
         load_into(module, weights, where=file, strict=module.strict_loading)
     else:

@@ -603,6 +603,18 @@ ACCELERATE_CALLS = dict.fromkeys(
 LIGHTNING_CALLS = dict.fromkeys(("log", "log_dict", "save_checkpoint", "all_gather"), _ON_ALL)
 """Methods that may not stand below ``if trainer.is_global_zero:``."""
 
+CHECKPOINT_ENTRIES = {
+    "state_dict": "leave weights out in state_dict() of the module, and take what is missing in "
+    "load_state_dict(); a LightningModule of trainer.lightning has it here, except in saves with "
+    "DeepSpeed or Megatron",
+    "callbacks": "a callback gives its state in state_dict() and takes it in load_state_dict()",
+    "hyper_parameters": "use self.hparams",
+    "loops": 'use "epoch" and "global_step"',
+    "lr_schedulers": "use trainer.schedulers",
+    "optimizer_states": "use trainer.optimizers, on loading in on_train_start",
+}
+"""Entries of Lightning that the dict of `on_save_checkpoint` and `on_load_checkpoint` lacks."""
+
 # -- names of Hugging Face -------------------------------------------------------------------------
 
 _TRAIN_MODULE = "write a trainer.TrainModule with a training_step, and use trainer.Trainer"
@@ -658,6 +670,11 @@ TABLES = (
     Table("Lightning", "methods of a logger", LOGGER_METHODS),
     Table("Lightning", "arguments of self.log", LOG_ARGUMENTS),
     Table("Lightning", "methods below if trainer.is_global_zero:", LIGHTNING_CALLS),
+    Table(
+        "Lightning",
+        "entries of the dict of on_save_checkpoint and on_load_checkpoint",
+        CHECKPOINT_ENTRIES,
+    ),
     Table("Lightning", "names in lightning", LIGHTNING_NAMES),
     Table("Lightning", "other modules in these of lightning", LIGHTNING_MODULES),
     Table("Lightning", "arguments of trainer.Trainer", LIGHTNING_ARGUMENTS),

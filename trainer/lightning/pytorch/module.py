@@ -46,12 +46,18 @@ def _warn_of_global_step() -> None:
 class LightningModule(TrainModule):
     """A `TrainModule` with the attributes that programs for Lightning read.
 
+    What `on_save_checkpoint` and `on_load_checkpoint` change of ``checkpoint["state_dict"]``, under
+    the module's own names, counts for the weights that are saved and loaded. `strict_loading`
+    counts where a run resumes, too. Engines that gather the weights to save (DeepSpeed, Megatron)
+    have no ``"state_dict"`` there when they save; with FSDP it has the shards.
+
     Attributes:
         example_input_array: An example of what ``forward`` takes, for `to_onnx` and
             `to_torchscript`; None if there is none.
     """
 
     example_input_array: Any = None
+    _hooks_have_weights = True
 
     def save_hyperparameters(
         self,

@@ -358,6 +358,28 @@ def test_what_of_lightning_will_not_carry_over_is_listed(capsys):
     )
 
 
+@pytest.mark.parametrize(("option", "listed"), [("--write", [8]), ("--native", [6, 8])])
+def test_what_a_checkpoint_does_not_have_for_hooks_is_listed(capsys, option, listed):
+    text = """\
+import lightning as L
+
+
+class Module(L.LightningModule):
+    def on_save_checkpoint(self, checkpoint):
+        weights = checkpoint["state_dict"]
+        checkpoint["mine"], self.checkpoint["callbacks"] = weights, {}
+        checkpoint["optimizer_states"].clear()
+
+    def other(self, checkpoint):
+        checkpoint["optimizer_states"]
+"""
+    _, findings, _ = migrate(capsys, text, option)
+    assert [line for line, _ in findings] == listed
+    assert findings[-1][1].endswith(
+        "not there: use trainer.optimizers, on loading in on_train_start."
+    )
+
+
 def test_what_of_the_hugging_face_trainer_takes_another_form_is_listed(capsys):
     code, findings, text = migrate(capsys, HUGGING_FACE, "--write")
     assert code == 1

@@ -40,6 +40,7 @@ from trainer.migration.refusals import (
 )
 from trainer.migration.table import (
     ACCELERATE_CALLS,
+    CHECKPOINT_ENTRIES,
     EVALUATION_ARGUMENTS,
     HUGGING_FACE_NAMES,
     LIGHTNING_CALLS,
@@ -66,6 +67,7 @@ _ON_ONE = {
     "is_global_zero": LIGHTNING_CALLS,
 }
 _EVALUATIONS = ("validate", "test", "predict")
+_OF_CHECKPOINTS = ("on_save_checkpoint", "on_load_checkpoint")
 
 
 class Finding(NamedTuple):
@@ -108,11 +110,13 @@ class _Scope(NamedTuple):
         kind: Of the class that it is or is in; None for one that is none of ours.
         trainers: The parameters that are Trainers.
         native: Whether the class is a TrainModule, and not Lightning's.
+        checkpoint: The name of the checkpoint's dict in a hook that gets it.
     """
 
     kind: str | None
     trainers: frozenset[str]
     native: bool = False
+    checkpoint: str | None = None
 
 
 class _Finder(cst.CSTVisitor):
@@ -202,6 +206,16 @@ class _Finder(cst.CSTVisitor):
             theirs = Trainer if owner in self._native else LightningTrainer
             if ": " in hint and not hasattr(theirs, name):
                 self._add(node, hint)
+
+    def visit_Subscript(self, node: cst.Subscript) -> None:
+        scope, index = self._scopes[-1], node.slice[0].slice
+        if scope.checkpoint is None or dotted(node.value) != scope.checkpoint:
+            return
+        key = literal(index.value) if isinstance(index, cst.Index) else None
+        if not isinstance(key, str) or key not in CHECKPOINT_ENTRIES:
+            return
+        if scope.native or key != "state_dict":
+            self._add(node, f"{scope.checkpoint}[{key!r}] is not there: {CHECKPOINT_ENTRIES[key]}.")
 
     def _is_trainer(self, owner: str) -> bool:
         if owner == "self.trainer":
@@ -335,7 +349,7 @@ class _Finder(cst.CSTVisitor):
         self._enter(node.body, node.test)
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        kind, outer, native = self._scopes[-1]
+        kind, outer, native, checkpoint = self._scopes[-1]
         own = set(outer)
         for each in (*node.params.posonly_params, *node.params.params, *node.params.kwonly_params):
             annotation = each.annotation and each.annotation.annotation
@@ -346,7 +360,9 @@ class _Finder(cst.CSTVisitor):
                 own.add("trainer")  # of a callback's hook
             else:
                 own.discard(each.name.value)
-        self._scopes.append(_Scope(kind, frozenset(own), native))
+        if kind in ("module", "callback") and node.name.value in _OF_CHECKPOINTS:
+            checkpoint = node.params.params[-1].name.value if node.params.params else None
+        self._scopes.append(_Scope(kind, frozenset(own), native, checkpoint))
         for decorator in node.decorators:
             if (path_of(self, decorator.decorator) or "").endswith(".rank_zero_only"):
                 self._one.append((node.body, "", LIGHTNING_CALLS))

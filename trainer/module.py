@@ -26,7 +26,7 @@ from trainer.files import with_home
 from trainer.hparams import HyperParameters, keep, kept_by, make
 from trainer.metrics import Kind
 from trainer.metrics.log_arguments import log_arguments
-from trainer.migration.hook_argument import told_to_load
+from trainer.migration.hook_argument import call_on_load_checkpoint
 from trainer.migration.table import NO_LOGGER
 from trainer.optim.optimizer import parameters_of
 from trainer.tree import count_samples, detach, map_tree, to_device
@@ -199,7 +199,7 @@ class TrainModule(nn.Module):
         module.configure_model()
         weights = reader.weights(WEIGHTS_NAME)
         if f"{_TRAINER}.json" in manifest["files"]:  # before the weights: it may replace submodules
-            _, weights = told_to_load(module, reader.tree(_TRAINER)["extra"], weights)
+            _, weights = call_on_load_checkpoint(module, reader.tree(_TRAINER)["extra"], weights)
         module.to(device)
         load_into(module, weights, where=folder / WEIGHTS_NAME, strict=strict)
         return module

@@ -66,7 +66,7 @@ from trainer.loops.module_state import (
 from trainer.loops.preflight import NUMBER
 from trainer.loops.run_metadata import versions
 from trainer.loops.state import Counters, FitRun
-from trainer.migration.hook_argument import HookArgument, edited_alike, told_to_load
+from trainer.migration.hook_argument import HookArgument, apply_edits, call_on_load_checkpoint
 from trainer.module import TrainModule
 from trainer.names import bare_names, bare_state_dict
 from trainer.optim.configure import SchedulerEntry
@@ -381,7 +381,7 @@ def _state_from_hooks(
         run.module.on_save_checkpoint(extra)
         if has_weights:
             left = extra.pop("state_dict", {})
-            edited = left, None if trained is None else edited_alike(left, weights, trained)
+            edited = left, None if trained is None else apply_edits(left, weights, trained)
 
     if run.world_size == 1:
         ask()
@@ -761,7 +761,7 @@ def load_run(
     trained &= set(map(id, run.module.parameters()))
     saved = reader.weights(WEIGHTS_NAME, later=later)
     # Before the weights are loaded: it may resize buffers.
-    checkpoint, weights = told_to_load(run.module, state["extra"], saved)
+    checkpoint, weights = call_on_load_checkpoint(run.module, state["extra"], saved)
     if not trained <= set(map(id, run.module.parameters())):
         raise CheckpointError(
             f"on_load_checkpoint of {type(run.module).__name__} has replaced parameters that are "
@@ -774,7 +774,7 @@ def load_run(
     if "switches" in state:  # checkpoints of earlier releases do not have it
         load_switches(run.module, run.saving.begun, state["switches"], tell=run.rank == 0)
     if differs := reader.has_weights(TRAINED_NAME):
-        weights = edited_alike(weights, saved, reader.weights(TRAINED_NAME, later=later))
+        weights = apply_edits(weights, saved, reader.weights(TRAINED_NAME, later=later))
     with reading(path / f"{OPTIMIZER}.json", _UNFIT):
         _restore_optimizers(run, path, state, optimizers, weights)
     restored = options_of(run.optim.names, run.optim.optimizers, run.optim.schedulers)
@@ -1031,7 +1031,7 @@ def load_weights(module: TrainModule, path: Path, engine: Engine | None = None) 
     reader = _open(path)
     weights, file = reader.weights(WEIGHTS_NAME), reader.path / WEIGHTS_NAME
     if f"{TRAINER}.json" in reader.files:  # missing in a weights-only checkpoint
-        _, weights = told_to_load(module, reader.tree(TRAINER)["extra"], weights)
+        _, weights = call_on_load_checkpoint(module, reader.tree(TRAINER)["extra"], weights)
     if engine is None:
         load_into(module, weights, where=file, strict=module.strict_loading)
     else:

@@ -17,7 +17,7 @@ class HookArgument(dict[str, Any]):
         raise KeyError(f"This checkpoint has no {key!r} for hooks: {CHECKPOINT_ENTRIES[key]}.")
 
 
-def told_to_load(
+def call_on_load_checkpoint(
     module: Any, extra: Mapping[str, Any], weights: dict[str, Any]
 ) -> tuple[HookArgument, dict[str, Any]]:
     """Call a module's `on_load_checkpoint`; return what it was given, and the weights to load.
@@ -34,7 +34,7 @@ def told_to_load(
     return checkpoint, checkpoint.get("state_dict", {}) if module._hooks_have_weights else weights
 
 
-def edited_alike(
+def apply_edits(
     edited: Mapping[str, Any], before: Mapping[str, Any], others: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Make the changes of a hook to other weights of the same names.

@@ -50,8 +50,9 @@ def flags_of(library: Any, folder: Path) -> Any:
     loader = DataLoader(TensorDataset(X, Y), 32)
     trainer.validate(trainer.model, loader, verbose=False)
     trainer.test(trainer.model, loader, verbose=False)
+    assert trainer.test_dataloaders is loader
     trainer.predict(trainer.model, loader)
-    assert trainer.test_dataloaders is trainer.predict_dataloaders is loader
+    assert trainer.predict_dataloaders is loader
     return seen
 
 

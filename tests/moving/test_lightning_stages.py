@@ -50,9 +50,9 @@ def flags_of(library: Any, folder: Path) -> Any:
     loader = DataLoader(TensorDataset(X, Y), 32)
     trainer.validate(trainer.model, loader, verbose=False)
     trainer.test(trainer.model, loader, verbose=False)
-    assert trainer.test_dataloaders is loader
+    assert trainer.test_dataloaders.dataset is loader.dataset
     trainer.predict(trainer.model, loader)
-    assert trainer.predict_dataloaders is loader
+    assert trainer.predict_dataloaders.dataset is loader.dataset
     return seen
 
 

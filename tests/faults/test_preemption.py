@@ -98,14 +98,20 @@ def record(folder: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in each.items() if key != "time"} for each in records]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of an uninterrupted run on one process without workers."""
+    folder = tmp_path_factory.mktemp("whole")
+    code, _, errors = finish(start(folder, 0, -1, "run", "fork"))
+    assert code == 0, errors
+    return folder / "run"
+
+
 @pytest.mark.parametrize(
     ("number", "workers", "context"),
-    [(signal.SIGTERM, 0, "fork"), (signal.SIGINT, 2, "fork"), (signal.SIGTERM, 2, "spawn")],
+    [(signal.SIGTERM, 0, "fork"), (signal.SIGINT, 2, "fork"), (signal.SIGTERM, 1, "spawn")],
 )
-def test_a_signal_saves_and_the_next_start_resumes(tmp_path, number, workers, context):
-    code, _, errors = finish(start(tmp_path, workers, -1, "whole", context))
-    assert code == 0, errors
-
+def test_a_signal_saves_and_the_next_start_resumes(tmp_path, whole, number, workers, context):
     first = start(tmp_path, workers, 17, "run", context)  # inside the second of four epochs
     wait_for(first, "now")
     os.killpg(first.pid, number)  # its workers too
@@ -121,11 +127,10 @@ def test_a_signal_saves_and_the_next_start_resumes(tmp_path, number, workers, co
     code, output, errors = finish(start(tmp_path, workers, -1, "run", context))
     assert code == 0, errors
     assert f"Resuming from {tmp_path}/run/checkpoints/step-00000018" in output
-    assert record(tmp_path / "run") == record(tmp_path / "whole")
+    assert record(tmp_path / "run") == record(whole)
     # What was saved for the restart alone is gone, what was due is there.
     names = [
-        {path.name for path in (tmp_path / run / "checkpoints").iterdir()}
-        for run in ("run", "whole")
+        {path.name for path in (run / "checkpoints").iterdir()} for run in (tmp_path / "run", whole)
     ]
     assert names[0] == names[1]
 

@@ -45,7 +45,8 @@ class Callback:
                 on_train_step_end [m c] · on_before_zero_grad [c m] · zero_grad
                 log if due · validate if due (below)
                 the last window of the epoch:
-                    on_train_epoch_end [m] · metrics reduced · on_train_epoch_end [c]
+                    on_train_epoch_end [m] · metrics reduced · on_train_epoch_end [c] ·
+                    theirs reduced
                 on_boundary [c]                          # save or stop here
                   or on_preemption [c] after an update, if a signal came: save, the run ends here
         on_train_end [m c] · on_fit_end [m c] · teardown("fit")
@@ -54,7 +55,8 @@ class Callback:
             on_validation_start [c m] · on_validation_epoch_start [c m]
             for each batch:
                 on_validation_batch_start [c m] · validation_step · on_validation_batch_end [m c]
-            on_validation_epoch_end [m] · metrics reduced · on_validation_epoch_end [c]
+            on_validation_epoch_end [m] · metrics reduced · on_validation_epoch_end [c] ·
+            theirs reduced
             on_validation_end [m c]
 
         save: state_dict, on_save_checkpoint [c]

@@ -75,7 +75,6 @@ class EarlyStopping(MonitorCallback):
         )
         check_numbers(**thresholds)
         self._monitor = Monitor(monitor, mode)
-        self.monitor, self.mode = monitor, mode
         self.min_delta = min_delta
         self.patience = patience
         self.check_finite = check_finite

@@ -133,7 +133,7 @@ class ModelCheckpoint(Callback):
         if on_save_error not in ("raise", "warn"):
             raise ValueError(f"on_save_error must be 'raise' or 'warn', got {on_save_error!r}.")
         self._monitor = Monitor("step" if monitor is None else monitor, mode)
-        self.monitor, self.mode = monitor, mode
+        self._ranks_by_step = monitor is None
         self.every = Interval.given("every", every)
         self.save_top_k = int(save_top_k)
         self.save_last = int(save_last)
@@ -154,6 +154,16 @@ class ModelCheckpoint(Callback):
         self._handled: Progress | None = None  # at the last boundary
         self._restored = False
         self._training = False
+
+    @property
+    def monitor(self) -> str | None:
+        """The name of the metric that ranks checkpoints; None without one."""
+        return None if self._ranks_by_step else self._monitor.name
+
+    @property
+    def mode(self) -> Mode:
+        """Whether its smallest (``min``) or largest (``max``) value is best."""
+        return self._monitor.mode
 
     @property
     def dirpath(self) -> Path | None:

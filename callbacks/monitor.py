@@ -101,10 +101,18 @@ class Monitor:
 class MonitorCallback(Callback):
     """A callback that judges each new value of a metric; its findings are its state."""
 
-    monitor: str
-    mode: Mode
     _monitor: Monitor
     _STATE: ClassVar[tuple[str, ...]]  # attributes that a checkpoint stores
+
+    @property
+    def monitor(self) -> str:
+        """The name of the metric."""
+        return self._monitor.name
+
+    @property
+    def mode(self) -> Mode:
+        """Whether its smallest (``min``) or largest (``max``) value is best."""
+        return self._monitor.mode
 
     def _begin(self) -> None:
         """Set the state to that before the first value."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from numbers import Real
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -135,8 +134,9 @@ class _CellView(_TqdmView):
 
 
 def _text(value: Any) -> str:
-    rounded = isinstance(value, (Real, Tensor)) and not isinstance(value, int)
-    return f"{value:.4g}" if rounded else str(value)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class _NoBar:

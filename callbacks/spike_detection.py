@@ -86,7 +86,6 @@ class SpikeDetection(MonitorCallback):
         if action not in get_args(Action):
             raise ValueError(choice_error("action", action, get_args(Action)))
         self._monitor = Monitor(monitor, mode)
-        self.monitor, self.mode = monitor, mode
         self.window = int(window)
         self.warmup = warmup
         self.deviations = deviations

@@ -236,8 +236,12 @@ class HookTable:
             table["on_boundary"] = self.boundary
         table["on_preemption"] = _all_before_an_error(of_callbacks("on_preemption"))
         table["on_exception"] = _each_whatever_others_raise(of_callbacks("on_exception"))
-        self._table = table
+        self._table, self._callbacks = table, callbacks
         self.__dict__.update(table)
+
+    def attributes_of_callbacks(self) -> Iterator[object]:
+        """Return the attributes of all callbacks, such as metric objects."""
+        return (value for callback in self._callbacks for value in vars(callback).values())
 
     def overridden(self) -> Iterator[tuple[str, Hook]]:
         """Return the name and the function of each overridden hook."""

@@ -98,7 +98,20 @@ def test_edits_of_the_weights_count_as_they_do_under_lightning(tmp_path):
     torch.testing.assert_close(found, dict(expected), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [make_student(L), Lenient])
+class Copies(Lenient):
+    """Its hooks make copies of all weights, as ``.cpu()`` does on a GPU."""
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        super().on_save_checkpoint(checkpoint)
+        self.on_load_checkpoint(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        checkpoint["state_dict"] = {
+            name: value.clone() for name, value in checkpoint["state_dict"].items()
+        }
+
+
+@pytest.mark.parametrize("kind", [make_student(L), Lenient, Copies])
 @pytest.mark.parametrize("averages", [False, True])
 def test_a_run_resumes_from_weights_that_hooks_have_edited(tmp_path, kind, averages):
     def options() -> Any:

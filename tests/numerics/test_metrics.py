@@ -340,6 +340,7 @@ class Spread(Callback):
         rows = torch.cat(self.rows) if self.rows else torch.empty(0, CLASSES)
         module.log("rows", float(len(rows)), reduce="sum")
         module.log("largest", rows.max() if len(rows) else -math.inf, reduce="max")
+        module.log("error", 1.0 - float(module.accuracy.compute()))
         self.rows.clear()
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -351,42 +352,36 @@ def logged_by_callbacks(samples: int) -> list[Any]:
     spread, data = Spread(), DataLoader(numbers(samples), batch_size=2)
     stop = EarlyStopping("epochs", mode="min", patience=2)
     trainer = quiet_trainer(callbacks=[spread, stop], max_epochs=9)
-    trainer.fit(Measuring(), data, data)
-    latest = {name: trainer.callback_metrics[name] for name in ("rows", "largest", "epochs")}
+    trainer.fit(Measuring(objects=True), data, data)
+    names = ("rows", "largest", "error", "epochs")
+    latest = {name: trainer.callback_metrics[name] for name in names}
     recorded = [
         (record["epoch"], name, record[name])
         for record in (read_metrics("run/metrics.jsonl") if trainer.global_rank == 0 else ())
         for name in latest
         if name in record
     ]
-    (returned,) = trainer.validate(Measuring(), data)
+    (returned,) = trainer.validate(Measuring(objects=True), data)
     return [trainer.current_epoch, latest, recorded, spread.seen, returned]
 
 
 @every_world
 def test_what_callbacks_log_at_the_end_of_an_epoch(ranks, world):
-    values = numbers(5).tensors[0]
-    rows, largest = 5.0, float(values.max())
-    for epoch, latest, recorded, seen, returned in on_processes(
-        ranks, world, logged_by_callbacks, 5
-    ):
+    values, labels = numbers(5).tensors
+    wrong = pytest.approx(float((values.argmax(-1) != labels).double().mean()))
+    of_epoch = {"rows": 5.0, "largest": float(values.max()), "error": wrong}
+    results = on_processes(ranks, world, logged_by_callbacks, 5)
+    for rank, (epoch, latest, recorded, seen, returned) in enumerate(results):
         assert epoch == 2  # the third value was not better than the first: stopped
-        assert latest == {"rows": rows, "largest": largest, "epochs": 3.0}
+        assert latest == {**of_epoch, "epochs": 3.0}
         assert seen == pytest.approx([float(values[:, 0].mean())] * 4)
-        assert {name: returned[name] for name in ("rows", "largest")} == {
-            "rows": rows,
-            "largest": largest,
-        }
-        if recorded:
-            assert recorded == [
-                each
-                for number in range(3)
-                for each in (
-                    (number, "rows", rows),
-                    (number, "largest", largest),
-                    (number, "epochs", number + 1.0),
-                )
-            ]
+        assert {name: returned[name] for name in of_epoch} == of_epoch
+        expected = [
+            (number, name, value)
+            for number in range(3)
+            for name, value in {**of_epoch, "epochs": number + 1.0}.items()
+        ]
+        assert recorded == (expected if rank == 0 else [])
 
 
 def wide_total() -> float:

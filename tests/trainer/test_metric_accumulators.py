@@ -52,7 +52,9 @@ def saved(values: list[float], folder: Any) -> dict[str, Any]:
 
 
 def reduced(store: MetricStore) -> dict[str, float]:
-    return {name: float(value) for name, value in store.reduce_epoch(TRAIN_STEP).items()}
+    values = {name: float(value) for name, value in store.reduce_epoch(TRAIN_STEP).items()}
+    store.reset_objects()
+    return values
 
 
 def test_accumulators_of_one_rank_continue_after_a_resume(tmp_path):

@@ -120,7 +120,8 @@ def record_epoch(run: Run, phase: str) -> dict[str, float]:
         hook = f"on_{phase}_epoch_end_{'callbacks' if by_callbacks else 'module'}"
         metrics.scope = Scope(phase, None, by_callbacks)
         metrics.begin_epoch_values()
-        with computing(run.module, counts=run.engine.counts_values):
+        owners = run.hooks.attributes_of_callbacks() if by_callbacks else ()
+        with computing(run.module, *owners, counts=run.engine.counts_values):
             getattr(run.hooks, hook)()
         values = metrics.reduce_epoch(metrics.scope)
         if run.sanity_checking:
@@ -128,6 +129,7 @@ def record_epoch(run: Run, phase: str) -> dict[str, float]:
         else:
             read |= run.recorder.record(values, step=counters.global_step, epoch=counters.epoch)
     metrics.scope = None  # already reduced: a later value would count for the next epoch
+    metrics.reset_objects()
     return read
 
 

@@ -370,7 +370,7 @@ def _state_from_hooks(
     extra = HookArgument(epoch=run.counters.epoch, global_step=run.counters.global_step)
     edited: _Weights | None = None
 
-    def ask() -> None:
+    def ask() -> list[str]:
         nonlocal edited
         weights: Mapping[str, object] = {}
         if has_weights := run.module._hooks_have_weights and not run.engine.gathers_state:
@@ -382,11 +382,18 @@ def _state_from_hooks(
         if has_weights:
             left = extra.pop("state_dict", {})
             edited = left, None if trained is None else apply_edits(left, weights, trained)
+        return [] if edited is None else sorted(edited[0])
 
     if run.world_size == 1:
         ask()
     else:
-        run_on_all_ranks(f"Saving {target}", ask, PartialState(), run.saving.writer.group)
+        group = run.saving.writer.group
+        names = run_on_all_ranks(f"Saving {target}", ask, PartialState(), group)
+        if any(each != names[0] for each in names):
+            raise CheckpointError(
+                f"Saving {target} failed: on_save_checkpoint left other names in "
+                'checkpoint["state_dict"] on some processes. Make the same changes on all.'
+            )
     return dict(extra), edited
 
 

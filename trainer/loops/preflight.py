@@ -21,6 +21,7 @@ from callbacks import (
     SpikeDetection,
     Timer,
 )
+from callbacks.monitor import MonitorCallback
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.datamodule import DataModule
 from trainer.distributed.objects import all_gather_object
@@ -201,8 +202,13 @@ def monitors_of(
     entries: Iterable[SchedulerEntry], callbacks: Iterable[Callback]
 ) -> list[tuple[str, str]]:
     """Return the monitored metrics: pairs (class name of the callback or scheduler, metric)."""
-    watching: list[tuple[Any, Any]] = [(each, getattr(each, "monitor", None)) for each in callbacks]
-    found = [(each, name) for each, name in watching if isinstance(name, str)]
+    judging = (
+        each
+        for each in callbacks
+        if isinstance(each, MonitorCallback) or is_overridden(each, "monitor_due", Callback)
+    )
+    watching: list[tuple[Any, Any]] = [(each, getattr(each, "monitor", None)) for each in judging]
+    found = [(each, name) for each, name in watching if name is not None]
     found += [(each.scheduler, each.monitor) for each in entries if each.monitor and each.strict]
     return [(type(each).__name__, name) for each, name in found]
 

@@ -93,6 +93,7 @@ class MetricStore:
         self._arriving: tuple[dict[str, Tensor], Any] | None = None  # copies in flight, and event
         self._objects_shown: set[str] = set()  # metric objects that the progress bar shows
         self.stepwise: dict[str, Any] = {}
+        self._computed: list[Any] = []  # metric objects to be reset
         self.held: dict[int, int] = {}
         self.step_reduced = False
         self._first = (False, False)  # whether the batch is the first of its update and epoch
@@ -298,7 +299,10 @@ class MetricStore:
         self.items, self.loader_suffix = 1.0, ""
 
     def reduce_epoch(self, scope: Scope) -> dict[str, Value]:
-        """Return a phase's epoch values, reduced over all ranks, and reset them; collective."""
+        """Return a phase's epoch values, reduced over all ranks, and reset them; collective.
+
+        Metric objects are reset by `reset_objects`, since callbacks may still compute them.
+        """
         cells, phase = self._epoch_of(scope), scope.phase
         if scope.by_callbacks:
             cells.ran.add("")  # every rank calls these hooks, and so logs the same names
@@ -308,20 +312,24 @@ class MetricStore:
         shown = [name for name, cell in cells.cells.items() if cell.prog_bar]
         shown += self._objects_shown.intersection(cells.objects)
         self._kept.update({_public_name(name): values[name] for name in shown if name in values})
-        for name, kind in self._reduction.pairs(cells):
-            if kind == "object":
-                cells.known[name].reset()
-        if phase == "train":
+        pairs = self._reduction.pairs(cells)
+        self._computed += [cells.known[name] for name, kind in pairs if kind == "object"]
+        if phase == "train" and not scope.by_callbacks:
             self._keep_last(cells, values)
-            for metric in self.stepwise.values():
-                metric.reset()
+            self._computed += self.stepwise.values()
             self.stepwise.clear()
-        else:
+        if phase != "train":
             self._outdated.update(map(_public_name, values))
         cells.cells.clear()
         cells.objects.clear()
         cells.ran.clear()
         return self._renamed(values)
+
+    def reset_objects(self) -> None:
+        """Reset the metric objects of the epochs that were reduced."""
+        for metric in self._computed:
+            metric.reset()
+        self._computed.clear()
 
     def _keep_last(self, cells: Cells, values: dict[str, Value]) -> None:
         """Replace the metric objects of the epoch's last update by their values.

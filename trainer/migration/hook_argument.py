@@ -42,7 +42,8 @@ def apply_edits(
     Args:
         edited: Weights after the hook.
         before: The same before it.
-        others: What is left out or renamed there is so here; what is new there is taken.
+        others: What is left out or renamed there is so here; what is new there is taken. A copy
+            under its name counts as the same weight.
     """
     names = {id(value): name for name, value in before.items()}
-    return {name: others.get(names.get(id(value), ""), value) for name, value in edited.items()}
+    return {name: others.get(names.get(id(value), name), value) for name, value in edited.items()}

@@ -193,7 +193,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         super().on_train_start(trainer, module)
 
     def _save(self, trainer: Any, score: float | None) -> None:
-        self.current_score = None if score is None else as_tensor(score)
+        judged = None if self.monitor is None else score
+        self.current_score = None if judged is None else as_tensor(judged)
         super()._save(trainer, score)
 
     def _due_at_end(self, trainer: Any) -> bool:
@@ -321,8 +322,9 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     @property
     def kth_value(self) -> Any:
-        """The monitored value of that checkpoint; None before there is one."""
-        return self.best_k_models.get(self.kth_best_model_path)
+        """The monitored value of that checkpoint; None without ``monitor``."""
+        ranked = self.best_k_models if self.monitor is not None else {}
+        return ranked.get(self.kth_best_model_path)
 
     @property
     def last_model_path(self) -> Any:

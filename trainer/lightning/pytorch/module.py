@@ -49,7 +49,8 @@ class LightningModule(TrainModule):
     What `on_save_checkpoint` and `on_load_checkpoint` change of ``checkpoint["state_dict"]``, under
     the module's own names, counts for the weights that are saved and loaded. `strict_loading`
     counts where a run resumes, too. Engines that gather the weights to save (DeepSpeed, Megatron)
-    have no ``"state_dict"`` there when they save; with FSDP it has the shards.
+    have no ``"state_dict"`` there when they save. With FSDP it has the shards; while loading,
+    ``torch.clone(value)`` reads a whole weight.
 
     Attributes:
         example_input_array: An example of what ``forward`` takes, for `to_onnx` and

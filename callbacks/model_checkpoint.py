@@ -285,7 +285,7 @@ class ModelCheckpoint(Callback):
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
         """Save if due."""
         before, self._handled = self._handled or Progress(), trainer.progress
-        if self.monitor is not None:  # also if no save is due, to find a wrong name early
+        if not self._ranks_by_step:  # also if no save is due, to find a wrong name early
             self._monitor.read(trainer)
         if self.every.due(before, self._handled):
             self._save(trainer, self._score(trainer))

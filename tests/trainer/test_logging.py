@@ -285,7 +285,7 @@ def test_a_step_is_the_mean_of_what_a_metric_object_returned_in_its_window():
     counts = []
 
     class Watch(Callback):
-        def on_train_epoch_end(self, trainer, module):
+        def on_train_epoch_start(self, trainer, module):
             counts.append(module.accuracy.update_count)
 
     def log(module, batch, batch_idx):

@@ -511,7 +511,7 @@ class Trainer(NativeTrainer):
             kept = [each for each in self.callbacks if type(each) not in replaced]
             self.callbacks = kept + own  # each stage puts those that save behind the others
         for each in self.callbacks:
-            each.log, each.log_dict = model.log, model.log_dict  # type: ignore[attr-defined]
+            each.log, each.log_dict = model.log, model.log_dict  # type: ignore[attr-defined]  # as under Lightning
 
     def _evaluated(
         self, model: Any, dataloaders: Any, datamodule: Any, ckpt_path: Any, stage: str

@@ -193,8 +193,8 @@ class TrainModule(nn.Module):
         folder = _checkpoint_at(path)
         reader = Reader(folder, verify(folder))
         manifest = reader.manifest
-        fits = cls.strict_loading if strict is None else strict
-        module = make(cls, manifest.get("hyper_parameters", {}), kwargs, folder, strict=fits)
+        of_class = cls.strict_loading if strict is None else strict
+        module = make(cls, manifest.get("hyper_parameters", {}), kwargs, folder, strict=of_class)
         strict = module.strict_loading if strict is None else strict
         module.configure_model()
         weights = reader.weights(WEIGHTS_NAME)

@@ -1044,7 +1044,7 @@ class Trainer:
     def num_eval_batches(self) -> list[int | None]:
         """This process's number of batches of each loader in the current evaluation.
 
-        In a fit, those of the validation until the first one begins.
+        In a fit, those of the validation; in its sanity check, those of that.
         """
         return [] if self._run is None else self._run.eval_lengths
 

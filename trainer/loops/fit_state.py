@@ -359,7 +359,7 @@ def _state_from_hooks(
     """Return what the ``on_save_checkpoint`` hooks add to the checkpoint; collective.
 
     Where they have the weights, return these too, as they are after the hooks; see `_weights_of`.
-    Of weights alone only a module that has them is told.
+    A weights-only save calls no hooks but those of a module that may edit the weights.
 
     Raises:
         CheckpointError: A hook failed on one of several ranks; raised on all ranks. With a single

@@ -202,15 +202,14 @@ def monitors_of(
     entries: Iterable[SchedulerEntry], callbacks: Iterable[Callback]
 ) -> list[tuple[str, str]]:
     """Return the monitored metrics: pairs (class name of the callback or scheduler, metric)."""
-    judging = (
+    monitoring: list[Any] = [
         each
         for each in callbacks
         if isinstance(each, MonitorCallback) or is_overridden(each, "monitor_due", Callback)
-    )
-    watching: list[tuple[Any, Any]] = [(each, getattr(each, "monitor", None)) for each in judging]
-    found = [(each, name) for each, name in watching if name is not None]
-    found += [(each.scheduler, each.monitor) for each in entries if each.monitor and each.strict]
-    return [(type(each).__name__, name) for each, name in found]
+    ]
+    found = [(each, getattr(each, "monitor", None)) for each in monitoring]
+    found += [(each.scheduler, each.monitor) for each in entries if each.strict]
+    return [(type(each).__name__, name) for each, name in found if name]
 
 
 def warn_of_no_validation(run: FitRun, settings: Settings) -> None:

@@ -212,7 +212,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         values["step"] = trainer.global_step
         wanted = {}
         if name in self._scores:
-            wanted["ranked"] = self._format(self.filename or self._default_name, values)
+            default = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+            wanted["ranked"] = self._format(self.filename or default, values)
         if self._has_last:
             wanted["last"] = self._format(self.CHECKPOINT_NAME_LAST, values)
             gone.append(self._last)
@@ -231,18 +232,11 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             top / each: True for each in free.values()
         }
 
-    @property
-    def _default_name(self) -> str:
-        return f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
-
     def _format(self, filename: str, values: Mapping[str, Any]) -> str:
         def value(field: re.Match[str]) -> str:
             text = format(values.get(field[1], 0), field[2] or "")
-            return (
-                f"{field[1]}{self.CHECKPOINT_EQUALS_CHAR}{text}"
-                if self.auto_insert_metric_name
-                else text
-            )
+            inserted = f"{field[1]}{self.CHECKPOINT_EQUALS_CHAR}"
+            return f"{inserted}{text}" if self.auto_insert_metric_name else text
 
         return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", value, filename).replace("/", "_")
 

@@ -196,3 +196,33 @@ def test_several_processes_leave_out_what_hooks_delete(ranks2, tmp_path, strateg
 
     assert ranks2(run, timeout=120) == [True, True]
     Lenient.load_from_checkpoint(tmp_path / "a.ckpt")  # its hook looks at the names
+
+
+class DropsOnRank0(make_student(L)):  # type: ignore[misc]
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        if torch.distributed.get_rank() == 0:
+            del checkpoint["state_dict"]["teacher.bias"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_writer_edits_whole_weights_and_all_processes_those_in_shards(
+    ranks2, tmp_path, strategy
+):
+    def run() -> str:
+        checkpointing = {"enable_checkpointing": False}
+        options = {"devices": 2, "strategy": strategy, **checkpointing}
+        trainer = fit(tmp_path / "a", made(DropsOnRank0), 1, **options)
+        try:
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+        except CheckpointError as error:
+            return str(error)
+        return "saved"
+
+    for said in ranks2(run, timeout=120):
+        if strategy == "ddp":
+            assert said == "saved"
+        else:
+            assert "other names" in said
+    assert (tmp_path / "a.ckpt").exists() == (strategy == "ddp")
+    if strategy == "ddp":
+        assert "teacher.bias" not in load_file(tmp_path / "a.ckpt" / "model.safetensors")

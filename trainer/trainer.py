@@ -1122,7 +1122,7 @@ class Trainer:
         if run.step.is_dummy:
             reduced_later = run.engine.reduce_gradients is not None
             with gradients_kept(run.optim.parameters) if reduced_later else nullcontext():
-                run.engine.backward(run.precision.scale(loss), None, *args, **kwargs)
+                run.engine.backward(run.precision.scale(loss * 0.0), None, *args, **kwargs)
             return
         run.step.hooks.on_before_backward(loss)
         run.engine.backward(run.precision.scale(loss), None, *args, **kwargs)

@@ -60,13 +60,15 @@ class GlobalBatch:
 
     Attributes:
         present: Whether this process has a batch.
-        batch: This process's batch, on the device; None if it has none.
+        batch: This process's batch, on the device. If it has none, `trainer.loops.device_transfer`
+            puts a dummy batch here, and it is None before.
         samples: The number of samples in this process's batch.
         global_samples: The number of samples in the global batch; None if only a reduction over the
             processes could tell.
         real_samples: The number of samples in the global batch without padding; None if unknown.
         batches: The number of processes with a batch.
         last: Whether this is the last global batch of the epoch.
+        next_missing: Whether this process has no batch in the next global batch.
         ended: Whether this process should have a batch, but its dataset has ended the epoch early
             by raising ``StopIteration``.
         place: The position of a stream after this global batch; None for a map-style dataset.
@@ -80,6 +82,7 @@ class GlobalBatch:
     real_samples: int | None
     batches: int
     last: bool = False
+    next_missing: bool = False
     ended: bool = False
     place: Place | None = None
     real_batches: int | None = None
@@ -479,6 +482,7 @@ class EpochIterator:
         """
         for current, following in ahead(self.read(transfer)):
             current.last = following is None
+            current.next_missing = following is not None and not following.present
             self.used(current.place, last=current.last)
             yield current
 

@@ -85,8 +85,7 @@ class Engine(Protocol):
         counts_values: Whether the logged values of this process count. False if another process,
             with another part of the same layers, logs the same values.
         mesh: The device mesh of all processes, if tensors of modules are sharded over it.
-        forward_is_collective: Whether a forward pass waits for the other processes, so that one
-            without a batch must run a dummy batch.
+        forward_is_collective: Whether a forward pass is known to wait for the other processes.
         distributed_type: What `Accelerator.distributed_type` is; None if the processes say it.
         gathers_state: Whether `full_state_dict` and the optimizer's ``state_dict`` are collective,
             and give everything to rank 0 alone: a checkpoint is not sharded.
@@ -192,8 +191,13 @@ class Engine(Protocol):
     def begin_epoch(self) -> None:
         """Notice parameters that were frozen or unfrozen, before an epoch's first window."""
 
-    def begin_micro_batch(self, *, sync: bool) -> None:
-        """Announce, before the forward pass, whether the next backward ends its window."""
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
+        """Announce a micro-batch, before the forward pass.
+
+        Args:
+            sync: Whether the next backward ends the window.
+            complete: Whether every process has a batch; the same on all of them.
+        """
 
     def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by name, such as ``training_step``."""
@@ -215,15 +219,16 @@ class Engine(Protocol):
         """
 
     def dummy_step(
-        self, rerun: Callable[[], Tensor], stats: StepStats | None = None
+        self, rerun: Callable[[], Tensor | None] | None, stats: StepStats | None = None
     ) -> float | Tensor:
         """Take the place of forward and backward, on a process without a batch or without items.
 
-        Its gradients are zero.
+        Its gradients are zero. See `trainer.engines.lockstep`.
 
         Args:
-            rerun: Runs the forward pass of a dummy batch and returns the loss. An engine calls it
-                only where its forward is collective.
+            rerun: Runs the forward pass of a dummy batch; returns the loss times 0, or None if it
+                has none. Several processes call it, so that their collectives meet those of the
+                others. None if the forward pass has run already.
             stats: See `backward`, also for the result.
         """
 
@@ -238,12 +243,6 @@ class Engine(Protocol):
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context for the batches of an evaluation."""
-
-    def evaluate_for_others(self) -> AbstractContextManager[None]:
-        """Return a context for a step while other processes `evaluate_without_batch`."""
-
-    def evaluate_without_batch(self) -> None:
-        """Take the place of a step, on a process that has no batch where others have one."""
 
     def check_unknown_parameters(self) -> None:
         """Check that no gradients were left out of the averaging.

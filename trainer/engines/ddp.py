@@ -42,6 +42,7 @@ from trainer.engines.averaging import (
 from trainer.engines.base import EngineOptions
 from trainer.engines.compile import uncompiled
 from trainer.engines.exchange import exchange_if_few
+from trainer.engines.lockstep import discard_gradients, has_sync_batch_norm, zero_gradients
 from trainer.engines.single import SingleDevice
 from trainer.names import bare_names
 from trainer.state import PartialState
@@ -415,6 +416,8 @@ class DataParallel(Replicas):
     of the reduced gradients.
     """
 
+    _reduces_after = False  # see `begin_micro_batch`
+
     def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
         """Wrap the module.
 
@@ -422,6 +425,7 @@ class DataParallel(Replicas):
             ValueError: torch cannot run the communication hook here.
         """
         SingleDevice.start(self, module, step_sync)
+        self.forward_is_collective = has_sync_batch_norm(module)
         self._arguments = self._kwargs or DistributedDataParallelKwargs(
             gradient_as_bucket_view=True
         )
@@ -476,18 +480,24 @@ class DataParallel(Replicas):
         output, self._rides = self._ddp(name, *args)
         return output
 
-    def begin_micro_batch(self, *, sync: bool) -> None:
-        """Set, before the forward pass, whether the next backward ends the accumulation window."""
-        if self._ddp.require_backward_grad_sync is not sync:  # setting attributes of it is slow
-            self._ddp.require_backward_grad_sync = sync
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
+        """Set, before the forward pass, whether the next backward reduces the gradients.
+
+        Where DDP searches for unused parameters and a process runs a dummy batch, whose use of
+        parameters must not count, all processes reduce after their backward passes.
+        """
+        self._reduces_after = self._searches and sync and not complete
+        reduces = sync and not self._reduces_after
+        if self._ddp.require_backward_grad_sync is not reduces:  # setting attributes of it is slow
+            self._ddp.require_backward_grad_sync = reduces
 
     def backward(
         self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
     ) -> float | Tensor:
         """Run backward; the last one of a window reduces the gradients and the step stats."""
-        if stats is None:
+        if stats is None or self._reduces_after:
             self.run_backward(loss, *args, **kwargs)
-            return 0.0
+            return 0.0 if stats is None else self._reduce(stats)
         vector = self._vector_of(stats)
         if self.run_backward is not Tensor.backward:
             carrying = _Carrying.apply(loss, vector, *self._rides)  # type: ignore[no-untyped-call]  # as in torch
@@ -498,13 +508,38 @@ class DataParallel(Replicas):
         return self._reduced(stats)
 
     def dummy_step(
-        self,
-        rerun: Callable[[], Tensor],  # noqa: ARG002 - for engines whose forward is collective
-        stats: StepStats | None = None,
+        self, rerun: Callable[[], Tensor | None] | None, stats: StepStats | None = None
     ) -> float | Tensor:
-        """Contribute zero gradients to the reduction of a window."""
-        if stats is None:
-            return 0.0
+        """Contribute zero gradients to the reduction of a window.
+
+        The collectives of backward and those of the buckets come in the same order as elsewhere.
+        """
+        loss = None if rerun is None else rerun()
+        if loss is None:
+            return 0.0 if stats is None else self._reduce(stats)
+        if self._searches and (stats is None or self._reduces_after):
+            discard_gradients(loss, self._trained())
+            return 0.0 if stats is None else self._reduce(stats)
+        with zero_gradients(self._trained()):
+            if stats is None:
+                loss.backward()
+                return 0.0
+            self._backward_dummy(loss, self._vector_of(stats))
+        return self._reduced(stats)
+
+    def _backward_dummy(self, loss: Tensor, vector: Tensor) -> None:
+        """Run backward of a dummy batch, also to parameters that only other batches use."""
+        tensors = [loss, *self._rides]
+        gradients = [None, vector, *map(torch.zeros_like, self._rides[1:])]
+        if not self._searches:
+            parameters = self._trained()
+            tensors += parameters
+            gradients += zeros_for(self.module, parameters)
+        torch.autograd.backward(tensors, gradients)
+
+    def _reduce(self, stats: StepStats) -> float | Tensor:
+        """Reduce the gradients of a window that backward has left unreduced, or that has none."""
+        self._ddp.require_backward_grad_sync = True
         vector = self._vector_of(stats)
         _, rides = self._ddp(None)
         if self._searches:
@@ -697,13 +732,13 @@ class StaticDataParallel(DataParallel):
         if self._graph_known:
             super().begin_epoch()
 
-    def begin_micro_batch(self, *, sync: bool) -> None:
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
         """Set, before the forward pass, whether the next backward ends the accumulation window."""
         if self._is_first and self._sends_buffers:
             self.broadcast_buffers()
         self._is_first = sync
         if self._graph_known:
-            super().begin_micro_batch(sync=sync)
+            super().begin_micro_batch(sync=sync, complete=complete)
 
     def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by name."""
@@ -732,12 +767,19 @@ class StaticDataParallel(DataParallel):
         return items
 
     def dummy_step(
-        self, rerun: Callable[[], Tensor], stats: StepStats | None = None
+        self, rerun: Callable[[], Tensor | None] | None, stats: StepStats | None = None
     ) -> float | Tensor:
         """Contribute zero gradients; see `DataParallel.dummy_step`."""
         if self._graph_known:
             return super().dummy_step(rerun, stats)
+        if rerun is not None and (loss := rerun()) is not None:
+            discard_gradients(loss, self._trained())
         return 0.0 if stats is None else self._learn(stats)
+
+    def _backward_dummy(self, loss: Tensor, vector: Tensor) -> None:
+        """Run backward of a dummy batch, which accumulates as often as the graph says."""
+        _, rides = self._ddp(None)
+        torch.autograd.backward([loss, *rides], [None, vector])
 
     def _learn(self, stats: StepStats) -> float | Tensor:
         """Average gradients without DDP; set the graph once every process has run a backward."""

@@ -29,9 +29,9 @@ from trainer import environment
 from trainer.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.step_sync import StepStats, StepSync
-from trainer.distributed.transport import send
 from trainer.engines.base import EngineOptions
 from trainer.engines.driving import DrivesOptimizer, Prepared, trained
+from trainer.engines.lockstep import zero_gradients
 from trainer.engines.single import STEPS, attribute_restorer
 from trainer.enums import DistributedType
 from trainer.names import bare_names, unwrapped
@@ -244,12 +244,12 @@ class ZeroRedundancy(DrivesOptimizer):
         return self._end_micro_batch(stats)
 
     def dummy_step(
-        self, rerun: Callable[[], Tensor], stats: StepStats | None = None
+        self, rerun: Callable[[], Tensor | None] | None, stats: StepStats | None = None
     ) -> float | Tensor:
-        """Contribute zero gradients; stages 2 and 3 run a dummy batch, to join the collectives."""
-        if self.forward_is_collective:
+        """Run the dummy batch with zero gradients, to join the collectives of the others."""
+        if rerun is not None and (loss := rerun()) is not None:
             with self.dummy():
-                self.backward(rerun())
+                self.backward(loss)
         return self._end_micro_batch(stats)
 
     @contextmanager
@@ -259,13 +259,8 @@ class ZeroRedundancy(DrivesOptimizer):
         They are replaced, not multiplied: infinity × 0 is NaN.
         """
         assert self._root is not None
-        parameters = [p for p in self._root.parameters() if id(p) in self._trains]
-        handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
-        try:
+        with zero_gradients(p for p in self._root.parameters() if id(p) in self._trains):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _end_window(self) -> None:
         """Reduce the gradients of a window; collective, once a window."""
@@ -636,70 +631,6 @@ class ZeroRedundancy(DrivesOptimizer):
         if self.stage == 0:
             for flat in self._flats().values():
                 flat.grad = None
-
-    # -- evaluation --------------------------------------------------------------------------------
-
-    @contextmanager
-    def evaluate_for_others(self) -> Iterator[None]:
-        """Announce each module of stage 3 before it gathers and releases its parameters."""
-        if self.stage < 3:
-            yield
-            return
-        handles = []
-        for index, part in enumerate(self._hooked()):
-            before = partial(self._announce, 2 * index)
-            after = partial(self._announce, 2 * index + 1)
-            handles.append(part.register_forward_pre_hook(before, prepend=True))
-            handles.append(part.register_forward_hook(after, prepend=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        self._announce(-1)
-
-    def _hooked(self) -> list[nn.Module]:
-        """Return the modules that DeepSpeed lets gather parameters, for a leaf those below it."""
-        from deepspeed.utils import z3_leaf_module
-
-        found: dict[nn.Module, None] = {}
-
-        def walk(part: nn.Module) -> None:
-            found[part] = None
-            for child in () if z3_leaf_module(part) else part.children():
-                if child not in found:
-                    walk(child)
-
-        assert self._root is not None
-        walk(self._root)
-        return list(found)
-
-    def _announce(self, event: int, *_: Any) -> None:
-        """Send an event from rank 0, which has a batch if any process has one."""
-        send(torch.tensor([event], device=self.options.device), 0)
-
-    def evaluate_without_batch(self) -> None:
-        """Gather and release the parameters of the modules that rank 0 announces."""
-        if self.stage < 3:
-            return
-        parts = self._hooked()
-        coordinator = self._offload.get_param_coordinator()
-        announced = torch.tensor([-1], device=self.options.device)
-        while True:
-            send(announced, 0)
-            event = int(announced)
-            if event < 0:
-                return
-            index, ends = divmod(event, 2)
-            if ends:
-                coordinator.release_sub_module(parts[index], forward=True)
-                continue
-            if index == 0:
-                coordinator.reset_step()
-            coordinator.trace_prologue(parts[index])
-            if coordinator.is_record_trace():
-                coordinator.record_module(parts[index])
-            coordinator.fetch_sub_module(parts[index], forward=True)
 
     @property
     def _offload(self) -> Any:

@@ -194,7 +194,8 @@ class DrivesOptimizer(SingleDevice):
 
     # -- the window of micro-batches ---------------------------------------------------------------
 
-    def begin_micro_batch(self, *, sync: bool) -> None:  # noqa: ARG002 - an interface
+    # ARG002: an interface
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:  # noqa: ARG002
         """Drop gradients of a window whose update was skipped."""
         if self._ended:
             self.optimizer_zero_grad()

@@ -41,7 +41,7 @@ from trainer.distributed.collectives import broadcast
 from trainer.distributed.guards import read_back
 from trainer.distributed.objects import all_gather_object
 from trainer.distributed.step_sync import StepStats, StepSync
-from trainer.distributed.transport import HostCopy, send, sum_numbers
+from trainer.distributed.transport import HostCopy, sum_numbers
 from trainer.engines.base import EngineOptions
 from trainer.engines.compile import is_compiled, torch_arguments
 from trainer.engines.context_parallel import checkpoint_options
@@ -550,7 +550,7 @@ class FullyShard(SingleDevice):
                 "or before, and leave what is trained later out of ignored_modules."
             )
 
-    def begin_micro_batch(self, *, sync: bool) -> None:
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:  # noqa: ARG002
         """Reduce gradients only in the last backward of a window."""
         root: Any = self.module
         sync = sync or self.options.sync_each_batch
@@ -608,11 +608,13 @@ class FullyShard(SingleDevice):
                 parameter.grad = None
 
     def dummy_step(
-        self, rerun: Callable[[], Tensor], stats: StepStats | None = None
+        self, rerun: Callable[[], Tensor | None] | None, stats: StepStats | None = None
     ) -> float | Tensor:
         """Run the dummy batch with zero gradients, to join the collectives of the others."""
+        assert rerun is not None  # a forward pass without a loss is an error here
         with self.dummy():
-            rerun().backward()
+            if (loss := rerun()) is not None:
+                loss.backward()
         return 0.0 if stats is None else self.sync_stats(stats)
 
     @contextmanager
@@ -721,44 +723,6 @@ class FullyShard(SingleDevice):
         finally:
             self._ran = []
             self._release()
-
-    @contextmanager
-    def evaluate_for_others(self) -> Iterator[None]:
-        """Announce each unit before it gathers its parameters."""
-        units = [unit for unit in self._units if unit is not self.module]
-        handles = [
-            unit.register_forward_pre_hook(partial(self._announce, index), prepend=True)
-            for index, unit in enumerate(self._units)
-            if unit is not self.module
-        ]
-        for unit in units:
-            unit.set_modules_to_forward_prefetch([])
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._prefetch(units)
-        self._announce(-1)
-
-    def _announce(self, index: int, *_: Any) -> None:
-        """Send the index of a unit from rank 0, which has a batch if any process has one."""
-        send(torch.tensor([index], device=self.options.device), 0)
-
-    def evaluate_without_batch(self) -> None:
-        """Gather and release the parameters of the units that rank 0 announces."""
-        if self._roots == [self.module]:
-            root: Any = self.module
-            root.unshard()  # which stays gathered between forward passes
-        announced = torch.tensor([-1], device=self.options.device)
-        while True:
-            send(announced, 0)
-            if (index := int(announced)) < 0:
-                break
-            self._ran.append(index)
-            self._units[index].unshard()
-            if self.plugin.reshard_after_forward:
-                self._units[index].reshard()
 
     def broadcast_buffers(self) -> None:
         """Broadcast rank 0's buffers to all processes."""

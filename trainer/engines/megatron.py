@@ -692,7 +692,7 @@ class Megatron(DrivesOptimizer):
 
     def dummy_step(
         self,
-        rerun: Callable[[], Tensor],  # noqa: ARG002 - those that share layers share their data
+        rerun: Callable[[], Tensor | None] | None,  # noqa: ARG002 - those that share layers share data
         stats: StepStats | None = None,
     ) -> float | Tensor:
         """Contribute zero gradients."""

@@ -16,6 +16,7 @@ from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.averaging import give_nothing
 from trainer.engines.base import EngineOptions
 from trainer.engines.compile import compile_blocks, release_blocks
+from trainer.engines.lockstep import discard_gradients
 from trainer.enums import DistributedType
 from trainer.names import bare_state_dict
 from trainer.optim.clipping import clip_
@@ -123,7 +124,7 @@ class SingleDevice:
     def begin_epoch(self) -> None:
         """Do nothing: any parameter may be trained."""
 
-    def begin_micro_batch(self, *, sync: bool) -> None:
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
         """Do nothing: there is nothing to reduce."""
 
     def forward(self, name: str, *args: Any) -> Any:
@@ -139,10 +140,12 @@ class SingleDevice:
 
     def dummy_step(
         self,
-        rerun: Callable[[], Tensor],  # noqa: ARG002 - for engines whose forward is collective
+        rerun: Callable[[], Tensor | None] | None,
         stats: StepStats | None = None,
     ) -> float | Tensor:
         """Give zero gradients rather than none if the window has no items, as with processes."""
+        if rerun is not None and self.data_size > 1 and (loss := rerun()) is not None:
+            discard_gradients(loss, self.module.parameters())
         if stats is None:
             return 0.0
         if not stats.items:
@@ -161,13 +164,6 @@ class SingleDevice:
     def evaluating(self) -> AbstractContextManager[None]:
         """Do nothing: a step changes nothing that the engine has to put back."""
         return nullcontext()
-
-    def evaluate_for_others(self) -> AbstractContextManager[None]:
-        """Do nothing: nobody waits for this process."""
-        return nullcontext()
-
-    def evaluate_without_batch(self) -> None:
-        """Do nothing: nobody waits for this process."""
 
     def check_unknown_parameters(self) -> None:
         """Do nothing: there are no other processes to average with."""

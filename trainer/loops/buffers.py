@@ -8,8 +8,11 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
+from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +22,11 @@ from torch.nn.parameter import is_lazy
 from trainer.data.seeding import equal, isolated_generators
 from trainer.distributed.collectives import broadcast, reduce
 from trainer.distributed.objects import all_gather_object
+from trainer.engines.lockstep import isolated_batch_norm
 from trainer.errors import module_logger
 from trainer.loops.device_transfer import items_of
-from trainer.loops.evaluate import leading
-from trainer.loops.module_state import metric_states, of_module, put_metrics_back
-from trainer.loops.state import FitRun
+from trainer.loops.module_state import kept_by, metric_states, of_module, put_metrics_back
+from trainer.loops.state import FitRun, Run
 from trainer.names import bare_names
 from trainer.optim.optimizer import parameters_of
 from trainer.rng import isolated_rng, mix
@@ -179,8 +182,6 @@ def update_batch_norm(run: FitRun) -> None:
     norms = _trained_norms(run.module)
     if not norms:
         return
-    # The forward pass of SyncBatchNorm is collective: it needs a batch on every rank.
-    is_collective = any(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
     before = [[buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in norms]
     epoch_iterator = run.data.epoch_iterator.another()
     # Independent of the RNG state, since a resumed run may call this at another point.
@@ -198,13 +199,9 @@ def update_batch_norm(run: FitRun) -> None:
         closing(run.device_transfer.global_batches(epoch_iterator)) as global_batches,
     ):
         for batch_idx, current in enumerate(global_batches):
-            if is_collective and current.batches != run.data_size:
-                continue
-            if not current.present:
-                run.engine.evaluate_without_batch()
-                continue
             batch, _ = items_of(current)
-            with leading(run, current), run.precision.autocast():
+            context = run.precision.autocast() if current.present else isolated_dummy(run)
+            with context:
                 run.module.training_step(batch, batch_idx)
     for norm, earlier in zip(norms, before, strict=True):
         _average(norm, earlier)
@@ -255,6 +252,65 @@ def _cumulative(norms: list[_BatchNorm]) -> Iterator[None]:
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
+
+
+@contextmanager
+def isolated_dummy(run: Run) -> Iterator[None]:
+    """Run a step on a dummy batch inside, which logs nothing and leaves nothing behind.
+
+    Buffers, metric objects, generators and the module's own numbers, tensors and containers are
+    restored, such as the list to which `validation_step` appends. What the step changes elsewhere,
+    it has changed. See `trainer.engines.lockstep`.
+    """
+    with (
+        kept_attributes(run.module),
+        kept_buffers(run.module),
+        kept_metrics(run.module),
+        isolated_rng(),
+        isolated_generators(kept_by(run.module)),
+        run.metrics.muted(),
+        isolated_batch_norm(run.module, counts=False),
+        run.precision.autocast(),
+    ):
+        yield
+
+
+_CONTAINERS = (list, deque, set, dict)
+_OF_TORCH = vars(nn.Module()).keys()
+
+
+@contextmanager
+def kept_attributes(module: nn.Module) -> Iterator[None]:
+    """Restore the module's attributes that are numbers, tensors or built-in containers on exit."""
+    kinds = (int, float, Tensor, *_CONTAINERS)
+    own = vars(module)
+    before = {n: v for n, v in own.items() if n not in _OF_TORCH and isinstance(v, kinds)}
+    tensors = [(v.detach(), v.detach().clone()) for v in before.values() if isinstance(v, Tensor)]
+    restorers = [_restorer(value) for value in before.values()]
+    try:
+        yield
+    finally:
+        own.update(before)
+        for tensor, content in tensors:
+            tensor.copy_(content)
+        for restore in restorers:
+            restore()
+
+
+def _restorer(value: Any) -> Callable[[], object]:
+    """Return a function that puts the present items back into a container, and those in it."""
+    if not isinstance(value, _CONTAINERS):
+        return lambda: None
+    items, inner = copy(value), value.values() if isinstance(value, dict) else value
+    restorers = [_restorer(item) for item in inner if isinstance(item, _CONTAINERS)]
+
+    def restore() -> None:
+        value.clear()
+        (value.extend if isinstance(value, (list, deque)) else value.update)(items)
+        for each in restorers:
+            each()
+
+    return restore
 
 
 @contextmanager

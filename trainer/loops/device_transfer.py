@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from functools import partial
 from itertools import count
 from typing import Any
@@ -20,18 +20,19 @@ from trainer.data.prefetch import InFlight, send, streams_for
 from trainer.data.seeding import equal, isolated_generators
 from trainer.datamodule import DataModule
 from trainer.distributed import guards
+from trainer.distributed.objects import broadcast_object
 from trainer.distributed.transport import HostCopy
 from trainer.errors import module_logger
 from trainer.hooks import is_overridden
 from trainer.loops.module_state import kept_by
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix
-from trainer.tree import map_tree
+from trainer.tree import detach, map_tree, to_host
 
 logger = module_logger(__name__)
 
 _HERE = "a hook of a batch's transfer or count_items"
-_INSTEAD = "on_train_step_end or a hook of an epoch's end"
+_INSTEAD = "a step, on_train_step_end or a hook of an epoch's end"
 _DRAWS_BY_HOOKS = 4  # mixed into the hooks' seeds, so that they differ from the shuffle seeds
 
 
@@ -101,9 +102,11 @@ class DeviceTransfer:
         global_batches = epoch_iterator.global_batches(
             self._without_collectives(epoch_iterator, transfer)
         )
-        return (
-            global_batches if self._streams is None else self._with_arrived_batches(global_batches)
-        )
+        if self._streams is not None:
+            global_batches = self._with_arrived_batches(global_batches)
+        if epoch_iterator.world_size == 1:
+            return global_batches
+        return self._with_dummy_batches(global_batches, dataloader_idx, counted=counted)
 
     def _with_arrived_batches(
         self, global_batches: Generator[GlobalBatch, None, None]
@@ -112,6 +115,27 @@ class DeviceTransfer:
             for current in global_batches:
                 if current.present:
                     current.batch = self.hand_over(current.batch)
+                yield current
+
+    def _with_dummy_batches(
+        self,
+        global_batches: Generator[GlobalBatch, None, None],
+        dataloader_idx: int,
+        *,
+        counted: bool,
+    ) -> Generator[GlobalBatch, None, None]:
+        """Give a rank without a batch a dummy batch: its latest, or rank 0's if it has had none."""
+        latest: Any = None
+        with closing(global_batches):
+            for number, current in enumerate(global_batches):
+                if number == 0 and current.batches < self._world_size:
+                    batch = current.batch[0] if current.present and counted else current.batch
+                    latest = self.move(broadcast_object(to_host(batch)), dataloader_idx)
+                if current.next_missing and current.present:
+                    # A copy of its containers: the step may put other tensors into the batch's.
+                    latest = detach(current.batch[0] if counted else current.batch)
+                if not current.present:
+                    current.batch = latest
                 yield current
 
     def _without_collectives(
@@ -239,9 +263,12 @@ def _call_batch_hook(hook: Callable[..., Any] | None, batch: Any, dataloader_idx
 
 
 def items_of(current: GlobalBatch) -> tuple[Any, float]:
-    """Return this rank's batch of a global batch and its number of items; (None, 0.0) if absent."""
+    """Return this rank's batch of a global batch and its number of items.
+
+    Without a batch, the dummy batch and 0.0.
+    """
     if not current.present:
-        return None, 0.0
+        return current.batch, 0.0
     batch, read = current.batch
     return batch, float(current.samples) if read is None else read()
 
@@ -281,13 +308,14 @@ def _valid_items(items: Any) -> float:
     )
 
 
-# In the last global batch of an epoch some ranks may have no batch. They skip its hooks and step,
-# so a collective there would hang. It raises an error instead.
+# In the last global batch of an epoch some ranks may have no batch. They skip its hooks, so a
+# collective there would hang. It raises an error instead.
 
-ALL_COME = "on_train_step_end"  # the hook of training that all ranks call
+HOOK_OF_BATCH = "a hook of a batch"
+ALL_COME = "training_step or on_train_step_end"  # what all ranks call
 WITHOUT_ITEMS = (
     "is called in a hook of the backward pass, which a process whose batch has no items (see "
-    f"count_items) does not call. Call it in training_step or {ALL_COME}."
+    f"count_items) does not call. Call it in {ALL_COME}."
 )
 
 
@@ -299,7 +327,7 @@ def missing_batch_error(
     Args:
         epoch_iterator: The epoch iterator.
         batches: How many ranks have a batch.
-        where: The user's code that runs on the batch, such as "training_step".
+        where: The user's code that runs on the batch, such as "a hook of a batch".
         instead: A hook that all ranks call, where a collective is allowed.
     """
     fit = f"a multiple of {epoch_iterator.world_size} that the data have"
@@ -335,22 +363,18 @@ class NoCollectives:
         return guarded
 
 
-def without_collectives(
-    phase: str, epoch_iterator: EpochIterator, current: GlobalBatch
-) -> AbstractContextManager[None]:
-    """Return a context manager that forbids collectives if some ranks have no batch.
-
-    The step and the hooks of a batch run inside. A collective there raises
-    `DistributedOperationException`.
+def batch_hooks(hooks: Any, phase: str, epoch_iterator: EpochIterator, current: GlobalBatch) -> Any:
+    """Return the hooks of an evaluation's batch, without collectives if some ranks lack it.
 
     Args:
+        hooks: The hooks of the run.
         phase: ``"validation"``, ``"test"`` or ``"predict"``.
         epoch_iterator: The epoch iterator.
         current: The global batch.
     """
     if current.batches == epoch_iterator.world_size:
-        return nullcontext()
-    where = f"{phase}_step or a hook of a batch"
-    return guards.forbid_collectives(
-        missing_batch_error(epoch_iterator, current.batches, where, f"on_{phase}_epoch_end")
+        return hooks
+    instead = f"{phase}_step or on_{phase}_epoch_end"
+    return NoCollectives(
+        hooks, missing_batch_error(epoch_iterator, current.batches, HOOK_OF_BATCH, instead)
     )

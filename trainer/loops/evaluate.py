@@ -5,19 +5,22 @@ Every sample counts once. Metrics are (sum, count) pairs, summed over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainer.data.epoch_iterator import EpochIterator, GlobalBatch
+from trainer.data.epoch_iterator import EpochIterator
 from trainer.distributed.objects import all_gather_object
-from trainer.loops.device_transfer import items_of, without_collectives
+from trainer.loops.buffers import isolated_dummy
+from trainer.loops.device_transfer import batch_hooks, items_of
 from trainer.loops.state import FitRun, Run
 from trainer.metrics import Scope, to_floats
 from trainer.metrics.computing import computing
+from trainer.tree import detach
 
 # The phases; these words are part of the names of hooks and steps.
 VALIDATION, TEST, PREDICT = "validation", "test", "predict"
@@ -68,8 +71,9 @@ def buffers_kept_if_abandoned(module: nn.Module) -> Iterator[None]:
 def evaluate(run: Run, phase: str, epoch_iterators: list[EpochIterator]) -> list[dict[str, float]]:
     """Evaluate the module on each loader and record what it logged; collective.
 
-    The module is called without the wrapper of DDP, so ranks may have different numbers of
-    batches. Hooks are called in the order that the docstring of `callbacks.Callback` shows.
+    The module is called without the wrapper of DDP. A rank that has no batch where others have one
+    runs a dummy batch, since the step may be collective; see `trainer.engines.lockstep`. Hooks are
+    called in the order that the docstring of `callbacks.Callback` shows.
 
     Args:
         run: The run.
@@ -148,10 +152,7 @@ def evaluate_loader(
     Returns:
         The number of global batches before this rank's data ended early, or all of them.
     """
-    hooks = run.hooks
     step = run.bare_step(f"{phase}_step")
-    start = getattr(hooks, f"on_{phase}_batch_start")
-    end = getattr(hooks, f"on_{phase}_batch_end")
     suffix = f"/dataloader_idx_{index}" if several else ""
     read_here, aligned = 0, epoch_iterator.num_global_batches is not None
     with (
@@ -163,26 +164,26 @@ def evaluate_loader(
             if run.should_end(batch_idx, aligned=aligned):
                 raise EvaluationAbandoned
             read_here += not current.ended
-            if not current.present:
-                run.engine.evaluate_without_batch()
-                continue
             run.batch_idx = batch_idx
             batch, items = items_of(current)
-            run.metrics.begin_batch(items, suffix)
             where = (batch_idx, index) if several else (batch_idx,)
-            with without_collectives(phase, epoch_iterator, current), leading(run, current):
-                start(batch, *where)
-                with run.precision.autocast():
-                    outputs = step(batch, *where)
-                end(outputs, batch, *where)
+            if not current.present:
+                evaluate_dummy(run, step, batch, where)
+                continue
+            run.metrics.begin_batch(items, suffix)
+            hooks = batch_hooks(run.hooks, phase, epoch_iterator, current)
+            getattr(hooks, f"on_{phase}_batch_start")(batch, *where)
+            with run.precision.autocast():
+                outputs = step(batch, *where)
+            getattr(hooks, f"on_{phase}_batch_end")(outputs, batch, *where)
     return read_here
 
 
-def leading(run: Run, current: GlobalBatch) -> AbstractContextManager[None]:
-    """Return a context for the step of a batch, which ranks without a batch follow."""
-    if current.batches == run.data_size:
-        return nullcontext()
-    return run.engine.evaluate_for_others()
+def evaluate_dummy(run: Run, step: Callable[..., Any], batch: Any, where: tuple[int, ...]) -> None:
+    """Run a step on a dummy batch; without one, the data ended here before the first batch."""
+    if batch is not None:
+        with isolated_dummy(run):
+            step(detach(batch), *where)
 
 
 def check_all_have_batches(run: Run, phase: str, global_batches: list[int]) -> None:

@@ -28,8 +28,13 @@ from trainer.data.epoch_iterator import EpochIterator
 from trainer.distributed.objects import all_gather_object
 from trainer.distributed.process_control import on_main
 from trainer.files import regular
-from trainer.loops.device_transfer import without_collectives
-from trainer.loops.evaluate import PREDICT, check_all_have_batches, evaluation_mode, leading
+from trainer.loops.device_transfer import batch_hooks
+from trainer.loops.evaluate import (
+    PREDICT,
+    check_all_have_batches,
+    evaluate_dummy,
+    evaluation_mode,
+)
 from trainer.loops.state import Run
 from trainer.strict_json import dumps, to_json
 from trainer.tree import as_bytes, children, to_host
@@ -462,17 +467,17 @@ def predict_loader(
     with run.engine.evaluating(), closing(global_batches):
         for batch_idx, current in enumerate(global_batches):
             read_here += not current.ended
-            if not current.present:
-                run.engine.evaluate_without_batch()
-                continue
             run.batch_idx = batch_idx
             batch = current.batch
             where = (batch_idx, index) if several else (batch_idx,)
-            with without_collectives(PREDICT, epoch_iterator, current), leading(run, current):
-                run.hooks.on_predict_batch_start(batch, *where)
-                with run.precision.autocast():
-                    output = to_host(step(batch, *where))
-                run.hooks.on_predict_batch_end(output, batch, *where)
+            if not current.present:
+                evaluate_dummy(run, step, batch, where)
+                continue
+            hooks = batch_hooks(run.hooks, PREDICT, epoch_iterator, current)
+            hooks.on_predict_batch_start(batch, *where)
+            with run.precision.autocast():
+                output = to_host(step(batch, *where))
+            hooks.on_predict_batch_end(output, batch, *where)
             if keep:
                 outputs.append(output)
     return outputs, read_here

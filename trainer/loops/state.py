@@ -316,8 +316,6 @@ class StepState:
     Attributes:
         hooks: In manual optimisation, the hooks of the current batch. Collectives in them are
             forbidden if some ranks have no batch; see `trainer.loops.device_transfer`.
-        needs_dummy: Whether a rank without a batch runs a dummy batch.
-        dummy_batch: This rank's latest batch, which is its dummy batch.
         is_dummy: Whether the current batch is a dummy batch, whose gradients are zeroed.
         non_finite: In manual optimisation on an accelerator, a device tensor that says whether any
             gradient of the current step is non-finite.
@@ -325,8 +323,6 @@ class StepState:
     """
 
     hooks: Any
-    needs_dummy: Final[bool]
-    dummy_batch: Any = None
     is_dummy: bool = False
     non_finite: Tensor | None = None
     ends_epoch: bool = False
@@ -368,8 +364,7 @@ class FitRun(Run):
     def __post_init__(self) -> None:
         """Start outside a batch, where all ranks call the hooks and collectives are allowed."""
         super().__post_init__()
-        collective = self.engine.forward_is_collective or not self.module.automatic_optimization
-        self.step = StepState(hooks=self.hooks, needs_dummy=collective and self.data_size > 1)
+        self.step = StepState(hooks=self.hooks)
 
     @property
     def deciding(self) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.epoch_iterator import GlobalBatch
-from trainer.distributed import guards
-from trainer.distributed.objects import broadcast_object
 from trainer.distributed.step_sync import StepStats
+from trainer.engines.lockstep import isolated_batch_norm
 from trainer.errors import module_logger
-from trainer.loops.buffers import kept_buffers, kept_metrics
+from trainer.loops.buffers import isolated_dummy
 from trainer.loops.device_transfer import (
+    HOOK_OF_BATCH,
     WITHOUT_ITEMS,
     NoCollectives,
     items_of,
@@ -31,13 +30,11 @@ from trainer.metrics import to_floats
 from trainer.optim.clipping import clip_each_
 from trainer.optim.optimizer import AcceleratedOptimizer, LossOfUpdate, parameters_of
 from trainer.optim.weighting import loss_of
-from trainer.rng import isolated_rng
-from trainer.tree import detach, to_host
+from trainer.tree import detach
 
 logger = module_logger(__name__)
 
 _GRADIENT = attrgetter("grad")
-_HERE = "training_step or a hook of a batch"
 
 
 def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: PLR0915  # one algorithm
@@ -66,25 +63,24 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     hooks.on_train_step_start()
     for number, micro in enumerate(window, 1):
         sync = micro.last or number == size
-        engine.begin_micro_batch(sync=sync)
+        engine.begin_micro_batch(sync=sync, complete=micro.batches == run.data_size)
         batch, items = items_of(micro)
         weighting.refer_to(items)
         batch_idx = run.batch_idx = counters.global_batches
         outputs: Any = None
         loss: Tensor | None = None
         skips = False
-        of_batch, of_backward, training_step = begin_batch(run, micro, batch, items)
-        if micro.present:
+        of_batch, of_backward = begin_batch(run, micro, batch, items)
+        if micro.present and items:
             with run.precision.autocast():
-                if items:
-                    outputs = training_step("training_step", batch, batch_idx)
-                elif not engine.forward_is_collective:
-                    outputs = step_without_gradient(run, micro, batch, batch_idx)
-            if items and outputs is None:
+                outputs = engine.forward("training_step", batch, batch_idx)
+            if outputs is None:
                 check_may_skip(run)
                 skips, items, known = True, 0.0, None
+        elif micro.present and run.data_size == 1:
+            outputs = step_without_gradient(run, batch, batch_idx)
         elif run.step.ends_epoch:
-            skips, items, known = True, 0.0, None
+            items, known = 0.0, None
         drop_leftover_gradients(run, number)
         if items:
             loss = loss_of(outputs)
@@ -95,9 +91,10 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         known = count_global_batch(run, micro, known)
         stats = run.own_stats(items_here, largest) if sync else None
         if loss is None:
-            dummy = skip_batch if skips and run.data_size == 1 else dummy_step
-            ran, total = dummy(run, micro, batch_idx, stats)
-            outputs = ran if micro.present and engine.forward_is_collective else outputs
+            if run.data_size > 1 and not skips:
+                outputs, total = dummy_step(run, micro, batch, stats)
+            else:
+                total = contribute_nothing(run, stats, skips=skips or not micro.present)
         else:
             total = engine.backward(run.precision.scale(weighting.weigh(loss, items)), stats)
             of_backward.on_after_backward()
@@ -116,51 +113,73 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
 
 
 def dummy_step(
-    run: FitRun, micro: GlobalBatch, batch_idx: int, stats: StepStats | None
+    run: FitRun, micro: GlobalBatch, batch: Any, stats: StepStats | None
 ) -> tuple[Any, float | Tensor]:
-    """Run the engine's dummy step on a rank without a batch or without items.
+    """Run forward and backward of a batch that must not train; see `trainer.engines.lockstep`.
 
-    Where the engine's forward is collective, a batch without items is the dummy batch, and its step
-    may log values, which have weight 0. A rank without a batch runs its latest one.
+    It is the dummy batch of a rank without a batch, the batch that ``on_train_batch_start`` has
+    left out, or one without items. The last may log values, which have weight 0.
 
     Args:
         run: The fit.
         micro: The global batch.
-        batch_idx: The index of the batch.
+        batch: The batch; None if the data ended here before the first one.
         stats: See `Engine.backward`.
 
     Returns:
         What `training_step` returned, None if it did not run; and the result of `Engine.backward`.
     """
+    if batch is None:
+        check_needs_no_dummy(run)
+        return None, contribute_nothing(run, stats, skips=False)
     if stats is not None:
         run.precision.scale_nothing(run.device)
     outputs: Any = None
 
-    def rerun() -> Tensor:
+    def rerun() -> Tensor | None:
         nonlocal outputs
-        outputs = run.engine.forward("training_step", detach(run.step.dummy_batch), batch_idx)
-        return loss_of(outputs)
+        outputs = run.engine.forward("training_step", batch, run.batch_idx)
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        return loss * 0.0 if isinstance(loss, Tensor) and loss.requires_grad else None
 
-    context: AbstractContextManager[Any] = nullcontext()
-    if run.engine.forward_is_collective:
-        context = run.precision.autocast() if micro.present else isolated_dummy(run)
-    with context:
+    if not micro.present:
+        batch = detach(batch)
+        with isolated_dummy(run):
+            return None, run.engine.dummy_step(rerun, stats)
+    with run.precision.autocast(), isolated_batch_norm(run.module, counts=True):
         total = run.engine.dummy_step(rerun, stats)
     return outputs, total
 
 
-def guarded(run: FitRun, micro: GlobalBatch) -> tuple[Any, Any, Callable[..., Any]]:
-    """Return what runs on one batch, with collectives forbidden where not all ranks run it.
+def contribute_nothing(run: FitRun, stats: StepStats | None, *, skips: bool) -> float | Tensor:
+    """Take part in the reduction of a window without a loss; returns as `Engine.backward`.
 
-    Returns:
-        The hooks of the batch, those of its backward pass, and the engine's ``forward``.
+    Args:
+        run: The fit.
+        stats: See `Engine.backward`.
+        skips: Whether the batch is skipped: with one process it then leaves gradients as they are;
+            optimizers leave parameters without one as they are. One without items gives zeros.
     """
-    hooks: Any = run.hooks
-    if micro.batches < run.data_size:
-        why = missing_batch_error(run.data.epoch_iterator, micro.batches, _HERE)
-        hooks = NoCollectives(hooks, why)
-        return hooks, hooks, NoCollectives(run.engine, why).forward
-    return hooks, NoCollectives(hooks, WITHOUT_ITEMS), run.engine.forward
+    if stats is not None:
+        run.precision.scale_nothing(run.device)
+        if skips and run.data_size == 1:
+            return run.engine.sync_stats(stats)
+    elif skips and run.data_size == 1:
+        return 0.0
+    return run.engine.dummy_step(None, stats)
+
+
+def check_needs_no_dummy(run: FitRun) -> None:
+    """Check that a rank without any batch may do without a dummy batch.
+
+    Raises:
+        ValueError: Other ranks wait for this one in their forward pass, or in an optimizer.
+    """
+    if run.engine.forward_is_collective or not run.module.automatic_optimization:
+        raise ValueError(
+            f"In epoch {run.counters.epoch} the training data ended before the first batch, on "
+            f"rank {run.rank}. {ENDED_EARLY}"
+        )
 
 
 def drop_leftover_gradients(run: FitRun, number: int) -> None:
@@ -189,68 +208,58 @@ def larger(run: FitRun, largest: Tensor | None, loss: Tensor) -> Tensor | None:
     return loss.abs() if largest is None else torch.maximum(largest, loss.abs())
 
 
-def step_without_gradient(run: FitRun, micro: GlobalBatch, batch: Any, batch_idx: int) -> Any:
+def step_without_gradient(run: FitRun, batch: Any, batch_idx: int) -> Any:
     """Run `training_step` without gradients on a batch that has no items (`count_items` is 0).
 
     Its loss is a mean over nothing, so its backward pass would produce NaN. The step may still log;
     its values have weight 0.
 
     Args:
-        run: The fit.
-        micro: The global batch.
+        run: The fit, on one process.
         batch: The batch.
         batch_idx: The index of the batch.
     """
-    why = ""
-    if micro.batches < run.data_size:
-        why = missing_batch_error(run.data.epoch_iterator, micro.batches, _HERE)
-    with torch.no_grad(), guards.forbid_collectives(why):
+    with torch.no_grad(), run.precision.autocast():
         return run.bare_step("training_step")(batch, batch_idx)
 
 
-def skip_batch(
-    run: FitRun, _: GlobalBatch, __: int, stats: StepStats | None
-) -> tuple[Any, float | Tensor]:
-    """Leave gradients as they are; without any, optimizers leave the parameters as they are.
-
-    With several ranks a skipped batch gives zeros, as does one without items: see `dummy_step`,
-    which has the same arguments and results.
-    """
-    if stats is None:
-        return None, 0.0
-    run.precision.scale_nothing(run.device)
-    return None, run.engine.sync_stats(stats)
-
-
-def begin_batch(run: FitRun, micro: GlobalBatch, batch: Any, items: float) -> tuple[Any, ...]:
-    """Begin a batch: keep it if it may serve as a dummy, and call ``on_train_batch_start``.
+def begin_batch(run: FitRun, micro: GlobalBatch, batch: Any, items: float) -> tuple[Any, Any]:
+    """Begin a batch: call ``on_train_batch_start``.
 
     Args:
         run: The fit.
         micro: The global batch.
-        batch: This rank's batch, None if it has none.
+        batch: This rank's batch, or its dummy batch.
         items: Its items.
 
     Returns:
-        See `guarded`.
+        The hooks of the batch, and those of its backward pass. They forbid collectives where not
+        all ranks call them.
     """
-    calls: tuple[Any, ...] = run.hooks, run.hooks, run.engine.forward
-    if micro.batches < run.data_size or run.device_transfer.may_lack_items:
-        calls = guarded(run, micro)
-    if run.step.needs_dummy:
-        keep_dummy_batch(run, micro, batch)
+    of_batch: Any = run.hooks
+    of_backward: Any = run.hooks
+    if micro.batches < run.data_size:
+        of_batch = of_backward = without_collectives(run, micro)
+    elif run.device_transfer.may_lack_items:
+        of_backward = NoCollectives(run.hooks, WITHOUT_ITEMS)
     if micro.present:
         run.metrics.begin_batch(items)
         # A window goes on after a vote, without this rank: the other ranks need its messages.
-        if run.step.ends_epoch or calls[0].on_train_batch_start(batch, run.batch_idx):
+        if run.step.ends_epoch or of_batch.on_train_batch_start(batch, run.batch_idx):
             leave_batch_out(run, micro)
-    return calls
+    return of_batch, of_backward
+
+
+def without_collectives(run: FitRun, micro: GlobalBatch) -> Any:
+    """Return the hooks of a global batch that some ranks lack; collectives in them raise."""
+    why = missing_batch_error(run.data.epoch_iterator, micro.batches, HOOK_OF_BATCH)
+    return NoCollectives(run.hooks, why)
 
 
 def leave_batch_out(run: FitRun, micro: GlobalBatch) -> None:
     """Leave a batch out, because ``on_train_batch_start`` returned -1, and vote to end the epoch.
 
-    The rank goes on as one without a batch.
+    The rank goes on as one without a batch, and this one is its dummy batch.
 
     Args:
         run: The fit.
@@ -608,14 +617,8 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
     outputs: Any = None
     metrics.begin_window()
     hooks.on_train_step_start()
-    if run.step.needs_dummy:
-        keep_dummy_batch(run, micro, batch)
-    # `training_step` runs on all ranks (see `dummy_batch`), hooks only where there is a batch.
-    own: Any = hooks
-    if micro.batches < run.data_size:
-        own = NoCollectives(
-            hooks, missing_batch_error(run.data.epoch_iterator, micro.batches, "a hook of a batch")
-        )
+    # `training_step` runs on all ranks (see `manual_dummy`), hooks only where there is a batch.
+    own: Any = hooks if micro.batches == run.data_size else without_collectives(run, micro)
     run.step.hooks, run.step.ends_epoch = own, False
     if micro.present:
         metrics.begin_batch(items)
@@ -626,7 +629,7 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
             with run.precision.autocast():
                 outputs = engine.forward("training_step", batch, batch_idx)
     else:
-        dummy_batch(run, batch_idx)
+        manual_dummy(run, batch)
     count_global_batch(run, micro, None)
     engine.sync_stats(run.own_stats(items))
     stepped = sum(optimizer.steps for optimizer in run.optim.optimizers) > steps
@@ -679,55 +682,27 @@ def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:
         )
 
 
-def dummy_batch(run: FitRun, batch_idx: int) -> None:
-    """Run a dummy batch on a rank without a batch, to join the other ranks' gradient reductions.
+def manual_dummy(run: FitRun, batch: Any) -> None:
+    """Run a dummy batch on a rank without a batch, to join the collectives of the other ranks.
 
-    The dummy batch is the latest batch of this rank. Its gradients are zeroed before the reduction
-    and `log` does nothing. Buffers, metric objects and RNG states are restored afterwards.
+    Its gradients are zeroed before they are reduced, when an optimizer steps.
 
     Args:
         run: The fit.
-        batch_idx: The index of the current batch.
+        batch: The dummy batch; None if the data ended here before the first batch.
 
     Raises:
-        ValueError: This rank has had no batch yet, since its dataset ended before the first one.
+        ValueError: There is none.
     """
-    if run.step.dummy_batch is None:
-        raise ValueError(
-            f"In epoch {run.counters.epoch} the training data ended before the first batch, on "
-            f"rank {run.rank}. {ENDED_EARLY}"
-        )
+    if batch is None:
+        check_needs_no_dummy(run)
     run.step.is_dummy = True
     for optimizer in run.optim.optimizers:
         optimizer.is_dummy = True
     try:
         with isolated_dummy(run), run.engine.dummy():
-            run.engine.forward("training_step", detach(run.step.dummy_batch), batch_idx)
+            run.engine.forward("training_step", detach(batch), run.batch_idx)
     finally:
         run.step.is_dummy = False
         for optimizer in run.optim.optimizers:
             optimizer.is_dummy = False
-
-
-def keep_dummy_batch(run: FitRun, micro: GlobalBatch, batch: Any) -> None:
-    """Keep this rank's latest batch as its dummy batch, where one may be needed.
-
-    If the run begins with fewer batches than ranks, rank 0's is broadcast, through host memory.
-    """
-    if micro.batches < run.data_size and run.step.dummy_batch is None:
-        run.step.dummy_batch = run.device_transfer.move(broadcast_object(to_host(batch)))
-    if micro.present:
-        run.step.dummy_batch = detach(batch)  # the step may put other tensors into the batch's own
-
-
-@contextmanager
-def isolated_dummy(run: FitRun) -> Iterator[None]:
-    """Put back buffers, metric objects and generators after a dummy batch, which logs nothing."""
-    with (
-        kept_buffers(run.module),
-        kept_metrics(run.module),
-        isolated_rng(),
-        run.metrics.muted(),
-        run.precision.autocast(),
-    ):
-        yield

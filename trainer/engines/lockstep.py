@@ -1,0 +1,87 @@
+"""Lockstep: a rank without a batch runs a dummy batch, so that no collective waits for it.
+
+A forward pass may be collective: of shards, of `torch.nn.SyncBatchNorm`, of a layer of the user's
+own. So all ranks run every micro-batch. On a rank without a batch, or with one without items, its
+loss is multiplied by 0, which keeps it out of what other ranks receive in backward, and its
+gradients are replaced by zeros: infinity × 0 is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def has_sync_batch_norm(module: nn.Module) -> bool:
+    """Return whether a forward pass in train mode is collective because of its layers."""
+    return any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
+
+
+def discard_gradients(loss: Tensor, parameters: Iterable[Tensor]) -> None:
+    """Run backward of a dummy batch without touching ``grad``, where no hook reduces gradients."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    torch.autograd.grad(loss, trained, allow_unused=True)
+
+
+@contextmanager
+def zero_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Make the gradients of parameters zero in backward passes inside the block."""
+    handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def isolated_batch_norm(module: nn.Module, *, counts: bool) -> Iterator[None]:
+    """Keep a dummy batch out of what `SyncBatchNorm` exchanges in forward and backward.
+
+    Args:
+        module: The module.
+        counts: Whether the batch counts in the statistics, as one does that only has no items.
+    """
+    norms = [part for part in module.modules() if isinstance(part, nn.SyncBatchNorm)]
+    if not norms:
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled: `forward` as was
+        for norm in norms:
+            forward = partial(_without_gradient if counts else _without_count, norm, norm.forward)
+            own = vars(norm).get("forward")
+            vars(norm)["forward"] = forward
+            stack.callback(_put_back, norm, own)
+        yield
+
+
+def _put_back(norm: nn.Module, forward: Any) -> None:
+    if forward is None:
+        del vars(norm)["forward"]
+    else:
+        vars(norm)["forward"] = forward
+
+
+def _without_gradient(norm: nn.Module, forward: Any, batch: Tensor) -> Tensor:
+    """Run the layer; its backward exchanges zeros, since a loss over no items is NaN."""
+    output: Tensor = forward(batch)
+    if norm.training and output.requires_grad:
+        output.register_hook(torch.zeros_like)
+    return output
+
+
+def _without_count(norm: nn.SyncBatchNorm, forward: Any, batch: Tensor) -> Tensor:
+    """Take part in the layer's collectives with a count of 0, and normalise the batch by itself."""
+    if not norm.training:
+        return forward(batch)  # type: ignore[no-any-return]
+    nothing = forward(batch[:0])
+    own = nn.functional.batch_norm(
+        batch, None, None, norm.weight, norm.bias, training=True, eps=norm.eps
+    )
+    return torch.cat([nothing, own])

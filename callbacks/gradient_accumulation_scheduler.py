@@ -54,3 +54,5 @@ class GradientAccumulationScheduler(Callback):
         """Set the number for this epoch; it depends on the epoch alone, so nothing is saved."""
         now = trainer.gradient_accumulation_steps  # before the first entry, the Trainer's argument
         trainer.gradient_accumulation_steps = self.steps_in(trainer.current_epoch, now)
+
+    on_train_start = on_train_epoch_start  # a run that resumes inside an epoch does not start it

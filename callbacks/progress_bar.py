@@ -302,6 +302,12 @@ class ProgressBar(Callback):
         if shown is not None:
             logger.warning("The progress bar cannot be shown any more: %r.", error)
 
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Open the bar of an epoch inside which the run resumes."""
+        progress = trainer.progress
+        if progress.batch not in (0, progress.batches):
+            self.on_train_epoch_start(trainer, module)
+
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Open the bar of the epoch."""
         self._close()

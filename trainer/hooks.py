@@ -153,11 +153,15 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
     return method is not None and method is not getattr(base, name)
 
 
+_BEGIN_EVALUATION = "on_validation_start", "on_test_start"
+
+
 class HookTable:
     """The hooks of one run as attributes: call ``hooks.on_train_batch_start(batch, batch_idx)``.
 
     Epoch-end hooks have two attributes, such as ``on_train_epoch_end_module`` and
-    ``on_train_epoch_end_callbacks``. The epoch's metrics are reduced between the two calls.
+    ``on_train_epoch_end_callbacks``. The epoch's metrics are reduced between the two calls. So do
+    hooks that begin an evaluation, for which a callback may swap the weights.
 
     ``on_train_batch_start`` returns whether any of its hooks returned -1, which ends the epoch.
 
@@ -197,7 +201,7 @@ class HookTable:
                 continue
             own = of(module, name, module_base) if hasattr(module_base, name) else []
             theirs = of_callbacks(name)
-            if name.endswith("_epoch_end"):  # the epoch's metrics are reduced in between
+            if name.endswith("_epoch_end") or name in _BEGIN_EVALUATION:
                 table[f"{name}_module"] = _one_after_another(own)
                 table[f"{name}_callbacks"] = _one_after_another(theirs)
             elif name == "on_train_batch_start":

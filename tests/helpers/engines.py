@@ -41,10 +41,10 @@ def started(
 
 
 def finish_window(engine: Any, loss: Tensor | None, stats: StepStats) -> float | Tensor:
-    """Run the last backward of a window; without a loss, the dummy step."""
+    """Run the last backward of a window; without a loss, the dummy step after a forward pass."""
     if loss is not None:
         return engine.backward(loss, stats)
-    return engine.dummy_step(lambda: torch.zeros(()), stats)
+    return engine.dummy_step(None, stats)
 
 
 def prepare(

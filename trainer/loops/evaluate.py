@@ -93,11 +93,12 @@ def evaluate(run: Run, phase: str, epoch_iterators: list[EpochIterator]) -> list
     with evaluation_mode(run.module):
         metrics.scope = Scope(phase, None)
         metrics.begin_epoch_values()  # leaves the current training batch
-        getattr(hooks, f"on_{phase}_start")()
-        getattr(hooks, f"on_{phase}_epoch_start")()
-        metrics.scope = Scope(phase, False)
+        getattr(hooks, f"on_{phase}_start_callbacks")()
         fits = isinstance(run, FitRun)  # an exit signal saves it, to be resumed
         with buffers_kept_if_abandoned(run.module) if fits else nullcontext():
+            getattr(hooks, f"on_{phase}_start_module")()
+            getattr(hooks, f"on_{phase}_epoch_start")()
+            metrics.scope = Scope(phase, False)
             global_batches = [
                 evaluate_loader(run, phase, epoch_iterator, index, several=len(epoch_iterators) > 1)
                 for index, epoch_iterator in enumerate(epoch_iterators)

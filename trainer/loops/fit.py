@@ -23,10 +23,12 @@ from trainer.loops.evaluate import (
     record_epoch,
 )
 from trainer.loops.module_state import (
+    changed_attributes,
     generators_of,
     isolated_training_metrics,
     load_generators,
     metric_states,
+    plain_attributes,
     put_metrics_back,
     restore_generators,
     switches_of,
@@ -122,15 +124,13 @@ def train_epoch(run: FitRun) -> None:
     epoch_iterator.set_epoch(counters.epoch)
     epoch_iterator.start_batch = counters.epoch_batches
     run.metrics.scope = TRAIN_EPOCH
-    # After a resume inside the epoch, the hooks of its start run a second time. They must not
-    # advance the saved RNG states again, so those are restored only after the hooks.
-    if counters.global_batches == 0:
-        restore_rng(run)
     run.metrics.begin_epoch_values()
-    if counters.epoch_batches == 0:
+    if counters.global_batches == 0:  # else the run resumes inside the epoch
+        restore_rng(run)
         forget_epoch_votes(run)  # of the last update before
-    with logged_before(run, again=counters.global_batches > 0):
+        before = plain_attributes(run.module)
         run.hooks.on_train_epoch_start()
+        run.saving.epoch_attributes |= changed_attributes(run.module, before)
     run.engine.begin_epoch()
     if run.world_size > 1:
         check_same_length(epoch_iterator, f"train loader in epoch {counters.epoch}")

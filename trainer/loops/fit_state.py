@@ -60,6 +60,7 @@ from trainer.loops.module_state import (
     accumulators_of,
     generators_of,
     load_switches,
+    plain_attributes,
     restore_accumulators,
     switches_of,
 )
@@ -608,6 +609,14 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "length": list(run.data.epoch_iterator.length),
         "options": run.optim.fingerprint,
         "switches": {"begun": run.saving.begun, "now": run.saving.ended or switches_of(run.module)},
+        "epoch_start": {
+            "attributes": {
+                name: value
+                for name, value in plain_attributes(run.module).items()
+                if name in run.saving.epoch_attributes
+            },
+            "accumulation": [run.optim.first_accumulation, run.optim.accumulation],
+        },
         "should_stop": run.stopping.now or run.step_sync.latest.stop_votes > 0,
         "epoch_votes": run.step_sync.latest.epoch_votes,
         "unfinished": run.saving.unfinished,
@@ -800,6 +809,7 @@ def load_run(
         callback.on_load_checkpoint(trainer, run.module, checkpoint)
     with reading(f"The states of the processes in {path}", _UNFIT):
         _restore_ranks(run, path, ranks, reader.manifest.get("data_size", len(ranks)))
+    _restore_epoch_start(run, state.get("epoch_start", {}))  # missing in earlier releases
     run.stopping.now = stays_stopped and state["should_stop"]
     run.saving.unfinished = state["unfinished"]
     run.hooks.boundary.left = state.get("boundary", [])
@@ -954,6 +964,16 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     run.recorder.latest.update(state["latest"])
     run.recorder.updates.update((name, state["updates"].get(name, 0)) for name in state["latest"])
     run.recorder.validated.update(state.get("validated", {}))  # missing in earlier releases
+
+
+def _restore_epoch_start(run: FitRun, state: Mapping[str, Any]) -> None:
+    """Restore what ``on_train_epoch_start`` has set: it is not called again inside its epoch."""
+    attributes = state.get("attributes", {})
+    vars(run.module).update(attributes)
+    run.saving.epoch_attributes = set(attributes)
+    begun, now = state.get("accumulation", (None, None))
+    if begun == run.optim.first_accumulation:  # else the script now asks for another number
+        run.optim.accumulation = now
 
 
 def _restore_epoch(run: FitRun, state: Mapping[str, Any]) -> None:

@@ -160,6 +160,35 @@ def load_switches(
             part.training = name not in evaluating
 
 
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the module's own attributes that are numbers, texts, or short lists or dicts of them.
+
+    Lists and dicts are copied.
+    """
+    of_base = vars(TrainModule())
+    own = {name: each for name, each in vars(module).items() if name not in of_base}
+    return {name: copy.copy(each) for name, each in own.items() if _is_plain(each)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            return False
+        value = list(value.values())
+    if type(value) is list:
+        return len(value) <= 100 and all(type(item) in _PLAIN for item in value)
+    return type(value) in _PLAIN
+
+
+def changed_attributes(module: nn.Module, before: Mapping[str, Any]) -> set[str]:
+    """Return the names of plain attributes that differ from those before."""
+    now = plain_attributes(module).items()
+    return {name for name, value in now if name not in before or before[name] != value}
+
+
 _UPDATE = "update"  # used as a phase: the values of the last update, whether recorded yet or not
 
 

@@ -187,6 +187,7 @@ class Optimization:
         own_limits: Optimizers with clipping limits of their own.
         clips: Whether there is any limit.
         accumulation: Micro-batches in the next gradient accumulation window.
+        first_accumulation: The same as the Trainer was asked for at the start.
         fingerprint: The options of optimizers and schedulers as text; see
             `trainer.loops.fit_state.options_of`.
         parameters: All parameters of the module and the optimizers, as of the latest update.
@@ -216,6 +217,7 @@ class Optimization:
     def __post_init__(self) -> None:
         """See once whether gradients are clipped: every update asks."""
         self.clips = bool(self.own_limits) or self.limits != NO_LIMITS
+        self.first_accumulation = self.accumulation
 
 
 @dataclass(kw_only=True)
@@ -298,6 +300,8 @@ class Saving:
             not belong to the run.
         unfinished: Whether a signal ended the run before the work due after its last update.
         saved_rng: RNG states of the checkpoint that the run resumes from; None once restored.
+        epoch_attributes: The module's plain attributes that ``on_train_epoch_start`` has set.
+            Checkpoints hold them: a run that resumes inside the epoch does not call it again.
     """
 
     writer: Final[Writer]
@@ -307,6 +311,7 @@ class Saving:
     ended: dict[str, list[str]] | None = None
     unfinished: bool = False
     saved_rng: dict[str, Any] | None = None
+    epoch_attributes: set[str] = field(default_factory=set)
 
 
 @dataclass(kw_only=True)

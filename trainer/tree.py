@@ -413,13 +413,64 @@ def find_batch_size(tree: Any) -> int | None:
     return None
 
 
-def count_samples(tree: Any) -> int | None:
-    """Return the number of samples, the first dimension of the first tensor; None if unknown.
+def count_samples(tree: Any, fetched: int | None = None) -> int | None:
+    """Return the number of samples in a batch; None if unknown.
 
-    It is also unknown if that tensor has no rows but other tensors have some. The tensor is then a
-    part of one sample, such as the boxes of an image without objects.
+    It is the first dimension of its tensors. Where these differ, as in batches of images with their
+    boxes, it is the number of samples that were fetched, or the length of the list that has one
+    tensor, or one container of tensors, for each sample.
+
+    Args:
+        tree: The batch.
+        fetched: The number of samples from which ``collate_fn`` made it; None if unknown. It may
+            have left out some.
     """
-    found = find_batch_size(tree)
-    if found == 0 and any(isinstance(t, Tensor) and t.ndim > 0 and len(t) for t in leaves(tree)):
-        return None
-    return found
+    first = tree[0] if type(tree) in (list, tuple) and tree else tree
+    if type(first) is Tensor and first.ndim > 0 and len(first) == fetched:
+        return fetched  # fast path
+    found = list(leaves(tree))
+    for leaf in found:
+        if isinstance(leaf, PackedSequence):
+            return int(leaf.batch_sizes[0])  # every sequence has a first step
+    tensors = [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.ndim > 0]
+    if not tensors:
+        return fetched
+    rows = {len(tensor) for tensor in tensors}
+    if fetched is not None:
+        lists = _lists_of_samples(tree, known=True)
+        if fetched in rows | lists or min(rows) > fetched:  # more: concatenated graphs
+            return fetched
+        if len(rows) == 1:
+            return rows.pop()
+        fewer = {length for length in lists if length < fetched}
+        return fewer.pop() if len(fewer) == 1 else fetched
+    lists = _lists_of_samples(tree, known=False)
+    if len(rows) > 1 and len(lists) == 1:
+        return lists.pop()
+    # Without rows it is a part of one sample, such as the boxes of an image without objects.
+    return len(tensors[0]) or (0 if len(rows) == 1 else None)
+
+
+def _lists_of_samples(tree: Any, *, known: bool, nested: bool = False) -> set[int]:
+    """Return the lengths of the lists in a batch that may have one item for each sample.
+
+    They have dicts, or tensors of one dtype that differ in nothing but their lengths. Others, and
+    dicts in the outermost list, may be fields of a batch as well: the number of samples tells.
+
+    Args:
+        tree: The batch.
+        known: Whether the number of samples is known, so that lists of it are looked for.
+        nested: Whether the tree is inside of another.
+    """
+    items = [value for _, value in children(tree) or []]
+    lengths: set[int] = set()
+    if type(tree) in (list, tuple) and items:
+        if all(isinstance(item, Tensor) and item.ndim > 0 for item in items):
+            kinds = {(item.dtype, item.ndim if known else item.shape[1:]) for item in items}
+            if len(kinds) == 1 and (known or len(set(map(len, items))) > 1):
+                lengths.add(len(items))
+        elif (known or nested) and all(isinstance(item, Mapping) for item in items):
+            lengths.add(len(items))
+    for item in items:
+        lengths |= _lists_of_samples(item, known=known, nested=True)
+    return lengths

@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from callbacks import Callback, EarlyStopping
 from tests.numerics.running import on_processes, quiet_trainer
 from trackers import read_metrics
-from trainer import TrainModule
+from trainer import Trainer, TrainModule
 from trainer.metrics import TRAIN_STEP, MetricStore
 
 CLASSES = 3
@@ -429,3 +429,54 @@ def statistic_seen() -> float:
 
 def test_validation_uses_the_buffers_of_rank_0(ranks2):
     assert ranks2(statistic_seen) == [2.0, 2.0]
+
+
+class Images(Dataset):
+    """Sample i is an image of 3 channels with the value i, and i boxes."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3, 2, 2), float(index)), {"boxes": torch.zeros(index, 4)}
+
+
+class OfImages(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self.weight * torch.stack([image[0, 0, 0] for image in batch[0]])).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("mean", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1.0)
+
+
+def of_images() -> list[float]:
+    data = DataLoader(Images(), 4, collate_fn=lambda samples: tuple(zip(*samples, strict=True)))
+    module, options = OfImages(), {"progress_bar": False, "checkpointing": False, "cpu": True}
+    before = Trainer(**options).validate(module, data)[0]["mean"]
+    Trainer(max_epochs=1, gradient_accumulation_steps=3, **options).fit(module, data)
+    return [before, 1 - module.weight.item()]
+
+
+def test_batches_of_lists_are_weighted_by_their_samples(ranks2, caplog):
+    """The usual collate_fn of detection: the mean of 0 to 9, whose batches are of 4, 4 and 2."""
+    for found in (of_images(), *ranks2(of_images)):
+        assert found == pytest.approx([4.5, 4.5])
+    assert not [text for text in caplog.messages if "count_items" in text]
+
+
+def test_a_batch_of_unsure_size_is_named_once(caplog):
+    class Plain(OfImages):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return (self.weight * batch).mean()
+
+    data = DataLoader(torch.arange(8.0), 4, collate_fn=lambda rows: torch.stack(rows)[None])
+    Trainer(max_epochs=2, progress_bar=False, checkpointing=False, cpu=True).fit(Plain(), data)
+    (text,) = [text for text in caplog.messages if "count_items" in text]
+    assert text.startswith("A batch of 4 samples counts as 1, the first dimension of its tensors")

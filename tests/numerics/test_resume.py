@@ -682,7 +682,7 @@ def test_metric_objects_start_empty_after_the_sanity_check(tmp_path):
 
 
 class DrawingFirst(Noisy):
-    """Draws whenever an epoch begins, and again when a run begins inside one."""
+    """Draws whenever an epoch begins."""
 
     def on_train_epoch_start(self) -> None:
         torch.rand(())
@@ -700,6 +700,101 @@ def test_draws_in_on_train_epoch_start_are_made_once(tmp_path, length):
 
     end = {"max_epochs": 3}
     assert_same(weights("parts", length, end), weights("whole", end))
+
+
+class Changing(TrainModule):
+    """Changes something whenever an epoch begins."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.beta, self.rates = what, 1.0, [1.0]
+        self.net, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.register_buffer("epochs", torch.zeros(()))
+
+    def change(self) -> None:
+        with torch.no_grad():
+            match self.what:
+                case "weights":
+                    self.head.weight.add_(torch.randn_like(self.head.weight))
+                case "buffer":
+                    self.epochs += 1
+                case "attributes":
+                    self.beta = self.beta / 2 + 0.1 * self.current_epoch
+                    self.rates.append(self.beta)
+                case "rate":
+                    self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+                case "accumulation":
+                    self.trainer.gradient_accumulation_steps = 1 + self.current_epoch % 2
+                case "group" if self.current_epoch == 1:
+                    self.net.requires_grad_(True)
+                    group = {"params": [*self.net.parameters()], "lr": 0.01}
+                    self.trainer.optimizers[0].add_param_group(group)
+
+    def on_train_epoch_start(self) -> None:
+        self.change()
+
+    def on_validation_start(self) -> None:
+        self.epochs += 0.1 * (self.what == "validation")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        shown = self.head(self.net(batch[0]).tanh()) - 1 - self.epochs
+        return shown.square().mean() * self.beta * len(self.rates)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("shown", self.head(self.net(batch[0])).mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.what == "group":
+            self.net.requires_grad_(False)
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], 0.05)
+
+
+class ByCallback(Callback):
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        with torch.no_grad():
+            module.head.weight.mul_(0.5)
+
+
+class Interrupted(Callback):
+    """Sends a signal inside an epoch, in its last update, or in a validation."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 1 and batch_idx == {"inside": 2, "end": 5}.get(self.where):
+            signal.raise_signal(signal.SIGTERM)
+
+    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self.where == "validation" and trainer.current_epoch == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("where", ["inside", "end", "validation"])
+@pytest.mark.parametrize(
+    "what",
+    ["weights", "buffer", "attributes", "rate", "accumulation", "group", "callback", "validation"],
+)
+def test_what_an_epochs_start_changes_is_changed_once(tmp_path, what, where):
+    def fit(folder: str, *callbacks: Callback) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        module = Changing(what)
+        trainer = quiet_trainer(
+            project_dir=tmp_path / folder,
+            checkpointing=True,
+            max_epochs=3,
+            callbacks=[*callbacks, *([ByCallback()] if what == "callback" else [])],
+            seed=1,
+        )
+        numbers = torch.randn(24, 3, generator=torch.Generator().manual_seed(2))
+        loader = DataLoader(TensorDataset(numbers), 4, shuffle=True)
+        trainer.fit(module, loader, loader, ckpt_path="auto")
+        return copy_of(module)
+
+    whole = fit("whole")
+    with pytest.raises(Preempted):
+        fit("parts", Interrupted(where))
+    assert_same(fit("parts"), whole)
 
 
 class Counting(Noisy):

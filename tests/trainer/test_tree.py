@@ -429,3 +429,36 @@ def test_a_mapping_that_iterates_over_something_else_keeps_its_keys():
     doubled = tree.map_tree(lambda leaf: 2 * leaf, Rows(x=torch.ones(2)))
     assert type(doubled) is Rows
     assert torch.equal(doubled.data["x"], torch.full((2,), 2.0))
+
+
+def z(*shape: int, **kwargs: Any) -> torch.Tensor:
+    return torch.zeros(*shape, **kwargs)
+
+
+DETECTION = tuple(zip(*[(z(3, 4, 4), {"boxes": z(i, 4)}) for i in range(4)], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("batch", "fetched", "samples"),
+    [
+        ([z(4, 2), z(4)], 4, 4),
+        ([z(3, 2), z(3)], 4, 3),  # collate_fn has left out one
+        ([z(1, 2), z(1)], 2, 1),  # as many fields as were fetched
+        (DETECTION, 4, 4),  # the images have 3 channels
+        (DETECTION, 5, 4),
+        (DETECTION, None, 4),
+        ([z(i + 1, 2) for i in range(4)], 4, 4),  # ragged samples
+        ([z(i + 1, 2) for i in range(4)], None, 4),
+        ([z(3, 5, i + 5) for i in range(4)], 4, 4),  # images of several sizes
+        ([z(3, 2, 2) for _ in range(4)], 4, 4),
+        ([{"image": z(3, 2, 2), "boxes": z(i, 4)} for i in range(4)], 4, 4),
+        ({"x": z(50, 3), "edges": z(2, 99), "y": z(4)}, 4, 4),  # concatenated graphs
+        (z(50, 3), 4, 4),
+        ({"a": [z(4, 2), z(4)], "b": [z(8, 2), z(8)]}, None, 4),  # of several loaders
+        ([{"x": z(4, 2)}, {"x": z(8, 2)}], None, 4),
+        ((z(50, 3), z(2, 99), z(4)), None, 50),
+        (["a", "b"], None, None),
+    ],
+)
+def test_samples_of_a_batch(batch, fetched, samples):
+    assert tree.count_samples(batch, fetched) == samples

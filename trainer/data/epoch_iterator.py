@@ -110,22 +110,6 @@ def absent_batches(
         yield GlobalBatch(False, None, 0, *known, ended=ended)
 
 
-def _samples_in(batch: Any, indices: int) -> int:
-    """Count the samples in a batch from a user's ``collate_fn``.
-
-    There are fewer samples than indices if the ``collate_fn`` dropped some. A first dimension that
-    is larger than the number of indices does not count samples (concatenated graphs, for example).
-
-    Args:
-        batch: The batch.
-        indices: The number of indices it was fetched for; 0 for a ready-made batch.
-    """
-    found = count_samples(batch)
-    if not indices:  # a ready-made batch
-        return 1 if found is None else found
-    return indices if found is None else min(found, indices)
-
-
 def ahead(items: Iterable[T]) -> Generator[tuple[T, T | None], None, None]:
     """Yield each item together with the next one, which is None after the last item.
 
@@ -180,6 +164,8 @@ class EpochIterator:
         length: The amount of data when the latest pass began; it holds for that whole pass.
         resumed: The epoch to resume, and its amount of data; see `resume_length`.
         batches_read: The number of processes with a batch in the global batch being read.
+        weighs: Whether losses or metrics are weighted by the samples of a batch, and no warning
+            has named one of which the number is unsure; None until known.
 
     Raises:
         TypeError: The source cannot be iterated.
@@ -224,6 +210,7 @@ class EpochIterator:
         }
         self.limited_by = ""
         self.batches_read = world_size
+        self.weighs: bool | None = None
         self.sampler: ShardedSampler | None = None
         self.loader: Any = source
         self.limit: int | float | None = None
@@ -521,7 +508,7 @@ class EpochIterator:
                 self.batches_read = share.batches
                 samples = share.samples
                 if samples is None:
-                    samples = _samples_in(batch, share.indices)
+                    samples = self._samples_in(batch, share.indices)
                 known = share.global_samples, share.real_samples, share.batches
                 moved = batch if transfer is None else transfer(batch)
                 yield GlobalBatch(True, moved, samples, *known, real_batches=share.real_batches)
@@ -541,6 +528,27 @@ class EpochIterator:
                 read,
                 total,
             )
+
+    def _samples_in(self, batch: Any, indices: int) -> int:
+        """Count the samples in a batch from a user's ``collate_fn``; see `count_samples`.
+
+        Args:
+            batch: The batch.
+            indices: The number of indices it was fetched for; 0 for a ready-made batch.
+        """
+        samples = count_samples(batch, indices or None)
+        if samples is None:
+            return 1
+        if self.weighs and samples < indices:
+            self.weighs = False
+            logger.warning(
+                "A batch of %d samples counts as %d, the first dimension of its tensors, as if "
+                "collate_fn had left out the others. If that is not the number of samples, define "
+                "count_items in the module: losses and metrics are weighted by it.",
+                indices,
+                samples,
+            )
+        return samples
 
     def _remaining_batches(self, total: int | None, read: int) -> int | None:
         """Return how many global batches are left after `read` of them; None if unknown."""

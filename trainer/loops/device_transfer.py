@@ -98,6 +98,8 @@ class DeviceTransfer:
             dataloader_idx: The index of its loader among several, passed to the hooks.
             counted: Whether each batch is paired with its number of items, for `items_of`.
         """
+        if epoch_iterator.weighs is None:
+            epoch_iterator.weighs = counted and not self.counts_items
         transfer = self.transfer(epoch_iterator, dataloader_idx, counted=counted)
         global_batches = epoch_iterator.global_batches(
             self._without_collectives(epoch_iterator, transfer)

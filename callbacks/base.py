@@ -122,10 +122,13 @@ class Callback:
         """After the last epoch of this ``fit``; a collective may run here."""
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the first batch of an epoch, and after a resume inside an epoch.
+        """Before the first batch of an epoch.
 
-        Since it is called again when a run resumes inside an epoch, a callback that changes weights
-        here should save the epoch in its state.
+        It is not called again when a run resumes inside the epoch: the checkpoint has what it
+        changed in weights, buffers and optimizers, in the number of micro-batches of an update, and
+        in attributes of the module that are numbers, texts, or short lists or dicts of them. What
+        a callback changes in itself belongs in its ``state_dict``, and what it must do at each
+        start of the program in ``on_train_start``.
 
         With several processes, add, freeze and unfreeze parameters only here or before training, so
         that all processes all-reduce the same gradients.

@@ -264,9 +264,10 @@ class TrainModule(nn.Module):
     def all_gather(self, data: Any, group: None = None, sync_grads: bool = False) -> Any:
         """Gather and stack the tensors of all processes; collective.
 
-        Every process must call it. At the end of the data some ranks may have no batch, and do not
-        call `training_step`; to gather there, set `limit_train_batches` to a multiple of the number
-        of processes.
+        Every process must call it, as in a step. At the end of the data some ranks may have no
+        batch: they call no hook of a batch, and their step has a dummy batch, which the result then
+        contains. To leave it out, set `limit_train_batches` to a multiple of the number of
+        processes.
 
         Args:
             data: Tensors and numbers in nested containers, of the same shapes on every process.
@@ -707,7 +708,10 @@ class TrainModule(nn.Module):
         """After the last epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """Before an epoch's first accumulation window, also after a mid-epoch resume."""
+        """Before an epoch's first accumulation window; not again if a run resumes inside it.
+
+        See `callbacks.Callback.on_train_epoch_start`, also for what the checkpoint has of it.
+        """
 
     def on_train_epoch_end(self) -> None:
         """After an epoch's last optimizer step; values logged here belong to the epoch."""

@@ -10,11 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import Subset
 from tqdm import tqdm
 
 from callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from tests.distributed.test_fsdp import Block, X, plugin, whole
-from tests.distributed.test_fsdp_promises import Net, assert_equal, fit, loader, trainer, world
+from tests.distributed.test_fsdp_promises import (
+    DATA,
+    Net,
+    assert_equal,
+    fit,
+    loader,
+    trainer,
+    world,
+)
 from tests.distributed.test_watchdog import listening
 from tests.helpers.ranks import RankError
 from trainer import (
@@ -133,6 +143,147 @@ def test_parameters_that_are_never_used_stay_as_they_are(ranks2, tmp_path):
     assert torch.equal(expected[0]["spare.first.weight"], whole(Unused())["spare.first.weight"])
 
 
+class Choices(nn.Module):
+    """Layers and units of which each forward pass uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 16)
+        self.always, self.unit = Block(), Block()
+        self.heads = nn.ModuleDict({name: nn.Linear(16, 1) for name in ("a", "b")})
+
+    def forward(self, x: Tensor, used: str) -> Tensor:
+        x = self.always(self.first(x))
+        x = self.unit(x) if "unit" in used else x
+        return sum(
+            (self.heads[name](x) for name in ("a", "b") if name in used.split()),
+            x.mean(1, keepdim=True),
+        )
+
+
+# For each micro-batch what the two processes use of these.
+USES: dict[str, list[tuple[str, str]]] = {
+    "alternating heads": [("a", "a"), ("b", "b")] * 3,
+    "a unit that is skipped": [("a", "a"), ("a unit", "a unit"), ("a", "a"), ("", "")] * 2,
+    "only at first": [("a b unit", "a b unit"), *[("a", "a")] * 5],
+    "on one process alone": [("a", "b"), ("a", "a"), ("", "b"), ("a b", "")] * 2,
+}
+
+
+def loop_of(uses: list[tuple[str, str]], kind: str, accumulation: int, **options: Any) -> Any:
+    """Weights, and the names that have a gradient at each update, of the same loop in three ways.
+
+    Args:
+        uses: See `USES`.
+        kind: ``"ours"``, ``"fully_shard"`` or ``"one process"``, on the data of both.
+        accumulation: Micro-batches of an update.
+        **options: Of the `Accelerator`.
+    """
+    one, model = kind == "one process", Choices()
+    accelerator: Any = None
+    if kind == "ours":
+        accelerator = Accelerator(
+            cpu=True,
+            fsdp_plugin=plugin(),
+            gradient_accumulation_steps=accumulation,
+            **options,
+        )
+    elif not one:
+        for part in (model.always, model.unit, model):
+            fully_shard(part)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    present = []
+    for number, used in enumerate(uses):
+        ends = (number + 1) % accumulation == 0
+        xs = X[8 * (number % 5) :][:8].split(4)
+        losses = [model(xs[r], used[r]).square().mean() for r in ([0, 1] if one else [rank()])]
+        if accelerator is not None:
+            with accelerator.accumulate(model):
+                accelerator.backward(losses[0])
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        else:
+            if not one:
+                model.set_requires_gradient_sync(ends)
+            (sum(losses) / len(losses) / accumulation).backward()
+            if ends:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if ends:
+            present.append([name for name, p in model.named_parameters() if p.grad is not None])
+        if ends or accelerator is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(model), present
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("uses", USES)
+def test_an_own_loop_leaves_what_no_process_used_in_an_update(ranks2, uses, accumulation):
+    """Weight decay and momentum would move parameters whose gradient is zero instead of None."""
+    weights, present = loop_of(USES[uses], "one process", accumulation)
+    for found, names in ranks2(lambda: loop_of(USES[uses], "ours", accumulation)):
+        assert names == present
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("uses", ["alternating heads", "a unit that is skipped"])
+def test_an_own_loop_is_that_of_plain_fully_shard(ranks2, uses):
+    expected = ranks2(lambda: loop_of(USES[uses], "fully_shard", 2))
+    for (weights, present), (found, names) in zip(
+        expected, ranks2(lambda: loop_of(USES[uses], "ours", 2)), strict=True
+    ):
+        assert names == present
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("uses", USES)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_leaves_what_no_process_used(ranks2, uses, precision):
+    """Where torch accumulates in float32 what it computes in 16 bits; fp16 has a scaler."""
+    weights, present = loop_of(USES[uses], "one process", 2)
+    for found, names in ranks2(lambda: loop_of(USES[uses], "ours", 2, mixed_precision=precision)):
+        assert names == present
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0.05)
+
+
+class TwoLosses(Net):
+    """Two backward passes in a step: the second leaves out a head that the first one used."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices = Choices()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for used in ("a", "") if batch_idx % 2 else ("b unit", "b"):
+            self.manual_backward(self.choices(batch[0], used).square().mean())
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.choices.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+def test_manual_optimisation_leaves_what_no_process_used(ranks2, tmp_path):
+    def run(name: str) -> Any:
+        own, model = trainer(tmp_path / name), TwoLosses()
+        own.fit(model, loader(Subset(DATA, range(40))))
+        return whole(model.choices), {}
+
+    assert_equal(ranks2, run, 1e-5)
+
+
 class Views(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).unsqueeze(0).squeeze(0)
@@ -197,6 +348,36 @@ class Adds(Net):
 def test_parameters_added_after_the_sharding_are_refused(ranks2, tmp_path):
     with pytest.raises(RankError, match=r"added.weight, added.bias got gradients that FSDP does"):
         ranks2(lambda: trainer(tmp_path).fit(Adds(), loader()))
+
+
+class TwoDtypes(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x).double())
+
+
+def test_a_unit_with_parameters_of_two_dtypes_is_refused(ranks2, tmp_path):
+    message = (
+        r"unit TwoDtypes are torch.float32 \(first.weight\) and torch.float64 \(norm.weight\)"
+        r".*mixed_precision='bf16'.*freeze.*auto_wrap_policy"
+    )
+    with pytest.raises(RankError, match=message):
+        ranks2(lambda: fit(tmp_path / "refused", TwoDtypes))
+    with pytest.raises(RankError, match=message):
+        ranks2(lambda: Accelerator(cpu=True, fsdp_plugin=plugin()).prepare(TwoDtypes()))
+
+
+class FrozenDtype(TwoDtypes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.requires_grad_(False)
+
+
+def test_frozen_parameters_of_a_unit_may_have_another_dtype(ranks2, tmp_path):
+    assert_equal(ranks2, lambda name: fit(tmp_path / name, FrozenDtype))
 
 
 def test_ignored_parameters_that_are_unfrozen_later_are_refused(ranks2):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
@@ -118,11 +118,10 @@ class FullyShard(SingleDevice):
         self._roots: list[Any] = []  # which gather their parameters and those of units inside them
         self._units: list[Any] = []  # roots and the units inside them, in the same order everywhere
         self._ran: list[int] = []  # the units that ran in this window or evaluation, by index
-        self._parameters: list[list[nn.Parameter]] = []  # of each unit, in automatic optimisation
-        self._trained: set[int] = set()  # ids of those that are trained and watched in this epoch
-        self._used: set[int] = set()  # ids of those that got a gradient in this window
-        self._unwatched: set[Any] = set()
-        self._watches: list[Any] = []
+        self._held: list[Any] = []  # torch's records of the parameters of all units
+        self._used: set[Any] = set()  # those that backward gave a gradient here, not yet reduced
+        self._reduced: list[Any] = []  # those that had no gradient before the latest backward
+        self._watches: dict[Any, Any] = {}  # handles of hooks that note which are used
         self._checked: tuple[HostCopy, list[int]] | None = None
         self._non_finite: bool | Tensor | None = None  # what the latest `sync_stats` found
         self._dummy = False
@@ -190,6 +189,7 @@ class FullyShard(SingleDevice):
         if not isinstance(module, FSDPModule):
             self._shard(module, [module])
         self._units += _units_in(module)
+        self._held = [held for unit in self._units for held in _held(unit)]
         return module
 
     def _shard(self, module: nn.Module, roots: list[nn.Module]) -> None:
@@ -226,12 +226,16 @@ class FullyShard(SingleDevice):
             "offload_policy": plugin.offload(self.options.device),
             "ignored_params": ignored,
         }
+        norms: list[Any] = []
         if arguments["mp_policy"].param_dtype is not None:
             # Batch normalisation takes weights of the dtype of its statistics alone.
-            wide = MixedPrecisionPolicy(cast_forward_inputs=False)
-            for part in module.modules():
-                if isinstance(part, _BatchNorm) and part.affine and part not in {*units, *roots}:
-                    _shard_one(part, **{**arguments, "mp_policy": wide})
+            known = {*units, *roots}
+            norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
+            norms = [each for each in norms if each.affine and each not in known]
+        _check_dtypes(module, {*units, *roots, *norms}, ignored)
+        wide = MixedPrecisionPolicy(cast_forward_inputs=False)
+        for norm in norms:
+            _shard_one(norm, **{**arguments, "mp_policy": wide})
         for unit in reversed(units):  # inner ones first
             _shard_one(unit, reshard_after_forward=plugin.reshard_after_forward, **arguments)
         for root in roots:
@@ -437,11 +441,11 @@ class FullyShard(SingleDevice):
         parts: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
         for part in parts:
             part.reshard()
-            for held in _held(part):
-                gradients = held.unsharded_accumulated_grad, held._unsharded_param.grad
+            for held in filter(_was_gathered, _held(part)):
                 if drops_gradients:
                     held.unsharded_accumulated_grad = held._unsharded_param.grad = None
-                elif any(each is not None for each in gradients):
+                    self._used.discard(held)
+                elif _is_unreduced(held):
                     raise RuntimeError(
                         f"{type(module).__name__} has gradients of micro-batches without "
                         "synchronisation (no_sync, or accumulate before the end of its window), "
@@ -470,6 +474,7 @@ class FullyShard(SingleDevice):
         if not any(isinstance(part, FSDPModule) for part in module.modules()):
             self._shard(module, self._roots)
         self._units = _units_in(module)
+        self._held = [held for unit in self._units for held in _held(unit)]
         _check_not_compiled(module)
         for root in self._roots:
             # `unshard` of a unit inside does not do it; there is no public name.
@@ -478,7 +483,6 @@ class FullyShard(SingleDevice):
             if unit is not module:
                 note = partial(self._note, index)
                 self._undo.append(unit.register_forward_pre_hook(note, prepend=True).remove)
-                self._undo.append(unit.register_forward_hook(self._watch, prepend=True).remove)
         self._compile_units()
         if automatic:
             # The loss has the hook that a view of the module's own output could lose.
@@ -517,7 +521,6 @@ class FullyShard(SingleDevice):
         @wraps(step)
         def run(*args: Any) -> Any:
             output = step(*args)
-            self._watch(self.module)
             if self._dummy:
                 self._zero_gradients_of(self.module)
             return output
@@ -559,38 +562,72 @@ class FullyShard(SingleDevice):
             self._reduces = sync
 
     def begin_epoch(self) -> None:
-        """Watch anew which parameters get a gradient, in automatic optimisation."""
-        if not getattr(self.module, "automatic_optimization", True):
-            return
+        """Put the shards in the place of parameters that a hook has gathered."""
         self._release()
-        while self._watches:
-            self._watches.pop().remove()
-        self._unwatched = set(self._units)
-        self._used = set()
-        self._parameters = [list(own_parameters(unit)) for unit in self._units]
-        self._trained = {id(p) for own in self._parameters for p in own if p.requires_grad}
 
-    def _watch(self, unit: nn.Module, *_: Any) -> None:
-        """Watch a unit's parameters, at the end of its first forward pass: they are gathered."""
-        if unit not in self._unwatched:
-            return
-        self._unwatched.remove(unit)
-        index = self._units.index(unit)
-        for number, parameter in enumerate(own_parameters(unit)):
-            sharded = id(self._parameters[index][number])
-            if parameter.requires_grad:
-                note = partial(self._note_use, sharded)
-                self._watches.append(parameter.register_post_accumulate_grad_hook(note))
-            else:
-                self._trained.discard(sharded)
+    def backward(
+        self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
+    ) -> float | Tensor:
+        """Accumulate the gradients of a micro-batch; unused parameters have none."""
+        return self._backward(partial(self.run_backward, loss, *args, **kwargs), stats)
 
-    def _note_use(self, sharded: int, _: Tensor) -> None:
-        self._used.add(sharded)
+    def _backward(self, run: Callable[[], Any], stats: StepStats | None) -> float | Tensor:
+        self._complete_windows()
+        before = self._without_gradient()
+        run()
+        self._reduced = [held for held in before if held.sharded_param.grad is not None]
+        items: float | Tensor = 0.0
+        if stats is not None:
+            items = self.sync_stats(stats)
+        elif self._reduced:  # the same on all processes, as each unit reduces all that it has
+            counts = self._on_device(self._flags_of_use())
+            sum_numbers(counts)
+            self._drop_unused(counts)
+        self._used = {held for held in self._used if _is_unreduced(held)}
+        return items
 
-    def _flags_of_use(self) -> Tensor:
-        """Return 1 for each parameter that got a gradient here in this window, else 0."""
-        flags = [id(p) in self._used for own in self._parameters for p in own]
-        return torch.tensor(flags, dtype=torch.float64).to(self.options.device)
+    def _complete_windows(self) -> None:
+        """Give parameters that a window of micro-batches leaves out what torch expects of them.
+
+        Where it accumulates gradients in another dtype than that of the gathered parameters, it
+        fails at parameters that were never gathered, and in adding zeros of the wrong dtype.
+        """
+        for unit in self._units:
+            held = [each for each in _held(unit) if getattr(each, "reduce_dtype", None)]
+            if not all(map(_was_gathered, held)):  # a unit that has not run yet
+                unit.unshard()
+                unit.reshard()
+            if any(each.unsharded_accumulated_grad is not None for each in held):
+                for each in held:
+                    whole, dtype = each._unsharded_param, each.reduce_dtype
+                    if whole.requires_grad and each.unsharded_accumulated_grad is None:
+                        each.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
+
+    def _without_gradient(self) -> list[Any]:
+        """Return the trained parameters without a gradient, and note which backward uses."""
+        without: list[Any] = []
+        for held in filter(_was_gathered, self._held):
+            whole = held._unsharded_param
+            if not whole.requires_grad:
+                continue
+            if held.sharded_param.grad is None:
+                without.append(held)
+            if held not in self._watches:
+                note = partial(self._note_use, held)
+                self._watches[held] = whole.register_post_accumulate_grad_hook(note)
+        return without
+
+    def _note_use(self, held: Any, _: Tensor) -> None:
+        if not self._dummy:  # whose use of parameters does not count
+            self._used.add(held)
+
+    def _flags_of_use(self) -> list[float]:
+        """Return 1 for each parameter that backward used here since it was reduced, else 0."""
+        return [float(held in self._used) for held in self._held]
+
+    def _on_device(self, numbers: list[float]) -> Tensor:
+        vector = torch.tensor(numbers, dtype=torch.float64)
+        return vector.to(self.options.device, non_blocking=True)
 
     def _drop_unused(self, counts: Tensor) -> None:
         """Remove gradients that no process has: FSDP has made them zero, and zeros are updates.
@@ -599,13 +636,13 @@ class FullyShard(SingleDevice):
             counts: The sum of `_flags_of_use` over the processes. The host reads it only if this
                 process lacks a gradient.
         """
-        used, self._used = self._used, set()
-        if self._trained <= used:
-            return
-        parameters = (p for own in self._parameters for p in own)
-        for parameter, count in zip(parameters, read_back(counts).tolist(), strict=True):
-            if not count and id(parameter) in self._trained:
-                parameter.grad = None
+        reduced, self._reduced = self._reduced, []
+        unused = [held for held in reduced if held not in self._used]
+        if unused:
+            used_by = dict(zip(self._held, read_back(counts).tolist(), strict=True))
+            for held in unused:
+                if not used_by[held]:
+                    held.sharded_param.grad = None
 
     def dummy_step(
         self, rerun: Callable[[], Tensor | None] | None, stats: StepStats | None = None
@@ -613,9 +650,8 @@ class FullyShard(SingleDevice):
         """Run the dummy batch with zero gradients, to join the collectives of the others."""
         assert rerun is not None  # a forward pass without a loss is an error here
         with self.dummy():
-            if (loss := rerun()) is not None:
-                loss.backward()
-        return 0.0 if stats is None else self.sync_stats(stats)
+            loss = rerun()
+            return self._backward((lambda: None) if loss is None else loss.backward, stats)
 
     @contextmanager
     def dummy(self) -> Iterator[None]:
@@ -639,13 +675,14 @@ class FullyShard(SingleDevice):
 
         Whether gradients are finite goes along, to save an all-reduce, if nothing changes them.
         """
-        vector, flags = self.step_sync.sync_vector(stats), self._flags_of_use()
+        vector = self.step_sync.sync_vector(stats)
+        flags = self._on_device([*self._flags_of_use(), *self._digest()])
         bad = flags.new_zeros(1)
         if self.checks_gradients:
             updated = (each["params"] for one in self._optimizers for each in one.param_groups)
             here = find_non_finite(self._parts_of(chain.from_iterable(updated)))
             bad += 0.0 if here is None else here
-        total = torch.cat([vector, bad, flags, self._digest()])
+        total = torch.cat([vector, bad, flags])
         sum_numbers(total)
         ran, self._ran = self._ran, []
         self._check_units()
@@ -653,8 +690,7 @@ class FullyShard(SingleDevice):
             self._compare(total, ran)
         else:
             self._checked = HostCopy(total[-2:]), ran
-        if self._parameters:
-            self._drop_unused(total[len(vector) + 1 : -2])
+        self._drop_unused(total[len(vector) + 1 : -2])
         if self.checks_gradients:
             self._non_finite = _as_flag(total[len(vector)])
         return self.step_sync.count(total[: len(vector)])
@@ -664,10 +700,10 @@ class FullyShard(SingleDevice):
     def _note(self, index: int, *_: Any) -> None:
         self._ran.append(index)
 
-    def _digest(self) -> Tensor:
+    def _digest(self) -> list[float]:
         """Return a hash of the units that ran, and its square, whose sums float64 holds exactly."""
-        digest = hash(tuple(self._ran)) % 2**20
-        return torch.tensor([digest, digest**2], dtype=torch.float64).to(self.options.device)
+        digest = float(hash(tuple(self._ran)) % 2**20)
+        return [digest, digest**2]
 
     def _check_units(self) -> None:
         """Compare the units of the last window, if they are still on an accelerator."""
@@ -717,7 +753,7 @@ class FullyShard(SingleDevice):
         self._release()
         try:
             yield
-            sums = self._digest()
+            sums = self._on_device(self._digest())
             sum_numbers(sums)
             self._compare(sums, self._ran)
         finally:
@@ -732,7 +768,7 @@ class FullyShard(SingleDevice):
     def close(self) -> None:
         """Leave the module sharded, and undo everything else."""
         while self._watches:
-            self._watches.pop().remove()
+            self._watches.popitem()[1].remove()
         while self._undo:
             self._undo.pop()()
 
@@ -976,10 +1012,21 @@ def _initialise(module: nn.Module, function: Callable[[nn.Module], None] | None)
             )
 
 
-def _held(part: Any) -> Iterator[Any]:
-    """Yield torch's records of the parameters that a unit has gathered before."""
-    for group in part._get_fsdp_state()._fsdp_param_groups:
-        yield from (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
+def _held(unit: Any) -> Iterator[Any]:
+    """Yield torch's records of the parameters of a unit: there are no public ones."""
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        yield from group.fsdp_params
+
+
+def _was_gathered(held: Any) -> bool:
+    """Return whether a parameter was gathered before, so that it may have a gradient."""
+    return hasattr(held, "_unsharded_param")
+
+
+def _is_unreduced(held: Any) -> bool:
+    """Return whether this process has a gradient of its own for a parameter, a whole one."""
+    gradients = held.unsharded_accumulated_grad, held._unsharded_param.grad
+    return any(each is not None for each in gradients)
 
 
 @contextmanager
@@ -1029,6 +1076,28 @@ def _check_dense(module: nn.Module) -> None:
             raise ValueError(
                 f"{name or type(part).__name__} has sparse gradients, which FSDP cannot reduce: "
                 "pass sparse=False."
+            )
+
+
+def _check_dtypes(
+    module: nn.Module, units: Collection[nn.Module], ignored: Collection[nn.Parameter]
+) -> None:
+    """Raise a ValueError if trained parameters of one unit, reduced together, differ in dtype."""
+    starts = [name and f"{name}." for name, part in module.named_modules() if part in units]
+    dtypes: dict[str, dict[torch.dtype, str]] = {}  # of each unit, with the first parameter's name
+    for name, parameter in module.named_parameters():
+        inside = [start for start in starts if name.startswith(start)]
+        if inside and parameter.requires_grad and parameter not in ignored:
+            dtypes.setdefault(max(inside, key=len), {}).setdefault(parameter.dtype, name)
+    for start, found in dtypes.items():
+        if len(found) > 1:
+            shown = " and ".join(f"{dtype} ({name})" for dtype, name in found.items())
+            raise ValueError(
+                f"Trained parameters in the unit {start[:-1] or type(module).__name__} are "
+                f"{shown}, but FSDP reduces the gradients of a unit in one dtype. Convert the "
+                "model with .to(torch.float32), which mixed_precision='bf16' casts for the forward "
+                "pass; or freeze those of one dtype, or put them into a unit of their own "
+                "(transformer_cls_names_to_wrap, auto_wrap_policy)."
             )
 
 

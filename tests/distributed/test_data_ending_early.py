@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from callbacks import ModelCheckpoint
 from tests.helpers.ranks import RankError
-from trainer import PartialState, Trainer, TrainModule
+from trainer import FullyShardedDataParallelPlugin, PartialState, Trainer, TrainModule
 from trainer.distributed.step_sync import StepSync
 from trainer.loops import preemption, setup
 
@@ -153,6 +153,92 @@ def test_data_ending_early_raise_where_sums_are_known_an_update_later(
 ):
     for text in failed(ranks2, lambda: train_late(ends, tmp_path, **kwargs)):
         assert f"ValueError: In epoch 0 the training data {ENDED}" in text
+
+
+class Stream(IterableDataset):
+    """Ends after so many samples, which may differ between the ranks."""
+
+    def __init__(self, *samples):
+        self.samples = samples
+
+    def __iter__(self):
+        rank = PartialState().process_index
+        return iter(torch.arange(2.0 * self.samples[rank % len(self.samples)]).view(-1, 2))
+
+
+def train_stream(kind, samples, folder, module=Line, **kwargs):
+    """Train on a stream, and return what it read and its number of updates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "StepSync", kind)
+        loader = DataLoader(Stream(*samples), batch_size=1)
+        trainer = trainer_for(
+            callbacks=[ModelCheckpoint(every=1)],
+            checkpointing=True,
+            project_dir=folder,
+            val_every=1,
+            log_every=1,
+            **kwargs,
+        )
+        trainer.fit(module(), loader, DataLoader(Short(set(), 4), batch_size=1))
+    return trainer.global_step, trainer.samples_seen
+
+
+@pytest.mark.parametrize("kind", [StepSync, Late])
+@pytest.mark.parametrize(
+    ("samples", "kwargs"),
+    [
+        ((8, 5), {}),
+        ((5, 8), {}),
+        ((8, 3), {}),  # rank 1 has no batch in its last global batch
+        ((12, 4), {"gradient_accumulation_steps": 2}),
+        ((8, 4), {"module": ByHand}),
+        ((6, 8), {"max_epochs": 1}),  # the other ends an update later
+    ],
+)
+def test_streams_of_unequal_lengths_raise_on_all_ranks(ranks2, tmp_path, kind, samples, kwargs):
+    for text in failed(ranks2, lambda: train_stream(kind, samples, tmp_path, **kwargs)):
+        assert "In epoch 0 the training stream ended on 1 of 2 processes, on rank" in text
+
+
+class Lags(Late):
+    """Counts how many updates later the sums are read."""
+
+    seen = ()
+
+    def count(self, total):
+        updates = self.updates = getattr(self, "updates", 0) + 1
+        items = super().count(total)
+        read = self._pending.read
+
+        def counted():
+            Lags.seen += (self.updates - updates,)
+            return read()
+
+        self._pending = SimpleNamespace(read=counted)
+        return items
+
+
+def lags_of(folder, kwargs):
+    Lags.seen = ()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "StepSync", Lags)
+        loader = DataLoader(Stream(20), batch_size=1)
+        trainer = trainer_for(project_dir=folder, log_every=1, max_grad_norm=1.0, **kwargs)
+        trainer.fit(kwargs.pop("module", Line)(), loader)
+    return trainer.global_step, trainer.samples_seen, Lags.seen
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"gradient_accumulation_steps": 2}, {"fsdp_plugin": FullyShardedDataParallelPlugin()}],
+)
+def test_a_stream_waits_for_the_device_only_where_an_epoch_ends(ranks2, tmp_path, kwargs):
+    """Elsewhere the sums of an update are read in the next one, when they have arrived."""
+    updates = 5 if "gradient_accumulation_steps" in kwargs else 10
+    for steps, samples, lags in ranks2(lambda: lags_of(tmp_path, kwargs)):
+        assert (steps, samples) == (2 * updates, 40)
+        assert lags.count(0) == 2 * 2  # seen, and recorded, at the end of each epoch
+        assert lags.count(1) == len(lags) - 4 == 2 * (updates - 1)
 
 
 def test_manual_optimisation_without_a_first_batch_raises(ranks2):

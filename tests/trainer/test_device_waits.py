@@ -4,10 +4,13 @@ On a device whose waits are counted, see `tests.helpers.device`.
 """
 
 import io
+import os
 import sys
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from callbacks import (
     EMA,
@@ -21,7 +24,12 @@ from callbacks import (
 )
 from callbacks import progress_bar as bars
 from tests.helpers.device import DEVICE, OnDevice, counted_waits
-from trainer import Trainer, TrainModule
+from trainer import (
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    Trainer,
+    TrainModule,
+)
 from trainer.metrics import MetricStore
 
 
@@ -321,3 +329,132 @@ def test_the_final_progress_line_is_up_to_date(monkeypatch):
     first, second = screen.getvalue().split("\n")[:2]
     for epoch in (first, second):
         assert epoch.rpartition("number=")[2].startswith("4")
+
+
+# -- engines of several processes ----------------------------------------------------------------
+
+
+class Split(Module):
+    """With layers that tensor parallelism splits, and one that it does not."""
+
+    validation_step = TrainModule.validation_step
+    tp_plan = {"net.0": "colwise", "net.1": "rowwise"}
+
+    def __init__(self):
+        super().__init__()
+        layers = torch.nn.Linear(3, 4), torch.nn.Linear(4, 3), torch.nn.Linear(3, 1)
+        self.net = torch.nn.Sequential(*layers, torch.nn.Tanh())
+
+
+class ByHand(Split):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(optimizer, gradient_clip_val=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.lr_schedulers().step()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return ((row,) for row in torch.ones(64, 3))
+
+
+class Blocking(Callback):
+    """Counts the copies of ours that wait for a device, from the third update to the last."""
+
+    def __init__(self, patch):
+        self.places, self.counts = Counter(), False
+        for name in ("to", "cpu", "cuda"):
+            patch.setattr(torch.Tensor, name, self.counted(name, getattr(torch.Tensor, name)))
+
+    def counted(self, name, method):
+        def call(tensor, *args, **kwargs):
+            target = args[0] if args else kwargs.get("device")
+            moves = name != "to" or isinstance(target, (str, torch.device))
+            frame = sys._getframe(1)
+            ours = f"{os.sep}trainer{os.sep}" in frame.f_code.co_filename
+            if self.counts and moves and ours and not kwargs.get("non_blocking"):
+                self.places[f"{name} in {frame.f_code.co_name}"] += 1
+            return method(tensor, *args, **kwargs)
+
+        return call
+
+    def on_train_step_start(self, trainer, module):
+        self.counts = trainer.global_step >= 2
+
+    def on_train_step_end(self, trainer, module):
+        self.counts = False  # what is due at the end of an epoch may wait
+
+
+def blocking_copies(folder, module, data, options):
+    with pytest.MonkeyPatch.context() as patch:
+        blocking = Blocking(patch)
+        trainer = Trainer(
+            cpu=True,
+            max_epochs=1,
+            log_every=1000,
+            progress_bar=False,
+            checkpointing=False,
+            project_dir=folder,
+            callbacks=[blocking],
+            **({"max_grad_norm": 1.0} if module is Split else {}),
+            **options,
+        )
+        trainer.fit(module(), DataLoader(data, batch_size=4))
+    return trainer.global_step, blocking.places
+
+
+ENGINES = {
+    "DDP": {},
+    "FSDP": {"fsdp_plugin": FullyShardedDataParallelPlugin()},
+    "tensor parallel": {"parallelism_config": ParallelismConfig(tp_size=2)},
+}
+
+
+@pytest.mark.parametrize("module", [Split, ByHand])
+@pytest.mark.parametrize(
+    "data", [TensorDataset(torch.ones(64, 3)), Stream()], ids=["map", "stream"]
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_engine_copies_to_or_from_the_device_and_waits(ranks2, tmp_path, engine, data, module):
+    """Each such copy synchronises the host with CUDA, once an update or more."""
+    found = ranks2(lambda: blocking_copies(tmp_path, module, data, ENGINES[engine]))
+    assert found == [(16 if engine == "tensor parallel" else 8, Counter())] * 2
+
+
+class OnCuda(Callback):
+    """Lets torch raise at each wait for the device, from the third update to the last."""
+
+    def on_train_step_start(self, trainer, module):
+        if trainer.global_step >= 2:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_step_end(self, trainer, module):
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("module", [Split, ByHand])
+@pytest.mark.parametrize(
+    "data", [TensorDataset(torch.ones(64, 3)), Stream()], ids=["map", "stream"]
+)
+def test_no_update_synchronises_a_gpu(tmp_path, data, module):
+    options = {"max_grad_norm": 1.0} if module is Split else {}
+    trainer = Trainer(
+        max_epochs=1,
+        log_every=1,
+        progress_bar=False,
+        checkpointing=False,
+        project_dir=tmp_path,
+        callbacks=[OnCuda()],
+        **options,
+    )
+    try:
+        trainer.fit(module(), DataLoader(data, batch_size=4, pin_memory=True))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert trainer.global_step == 16

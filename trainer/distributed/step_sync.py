@@ -162,13 +162,20 @@ class StepSync:
             pending, self._pending = self._pending, None
             self._take(pending.read())
 
+    def peek(self) -> StepStats:
+        """Return the newest sums without recording them; waits for the device.
+
+        So it may be called on some processes only: `latest` stays the same on all.
+        """
+        return self.latest if self._pending is None else self._read(self._pending.read())
+
     def no_batch_ran(self) -> bool:
         """Return whether a window has no items because hooks ended the epoch; waits for the device.
 
         It may be called on some processes only: if it returns True on one that has no items itself,
         it does on all, since none has any.
         """
-        now = self.latest if self._pending is None else self._read(self._pending.read())
+        now = self.peek()
         return now.epoch_votes > 0 and not now.items
 
     def _take(self, total: Tensor) -> None:

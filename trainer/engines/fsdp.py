@@ -853,8 +853,8 @@ def _as_flag(count: Tensor) -> bool | Tensor:
 
 
 def _scale_parts(parts: list[Tensor], factor: float | Tensor) -> None:
-    if parts and isinstance(factor, Tensor):
-        factor = factor.to(parts[0].device)  # the host, if they are offloaded
+    if parts and isinstance(factor, Tensor) and factor.device != parts[0].device:
+        factor = factor.to(parts[0].device)  # the host: they are offloaded
     scale_(parts, factor)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import NoReturn
@@ -184,8 +185,13 @@ def restore_rng(run: FitRun) -> None:
 
 def windows(run: FitRun, global_batches: Iterator[GlobalBatch]) -> Iterator[Iterator[GlobalBatch]]:
     """Group global batches into windows of `Optimization.accumulation`, fewer at the end."""
+    first = None
     for first in global_batches:
         yield chain([first], islice(global_batches, run.optim.accumulation - 1))
+    # A stream that has ended on this rank alone: the others go on until they hear of it.
+    without = GlobalBatch(False, None, 0, 0, 0, batches=0, ended=True)
+    while first is not None and not run.counters.epoch_complete:
+        yield (replace(without) for _ in range(run.optim.accumulation))
 
 
 def forget_epoch_votes(run: FitRun) -> None:
@@ -285,18 +291,25 @@ def preempted(run: FitRun) -> Preempted:
 def check_data_ends_together(run: FitRun) -> None:
     """Raise if the training data ended on some ranks only, before the ranks deadlock.
 
+    Only a rank whose own data have ended waits for the device: the others know that the epoch goes
+    on.
+
     Raises:
-        ValueError: The data ended early on some ranks; raised on all ranks. For a map-style dataset
-            on an accelerator it is raised one update later, when the step sync has reached the
-            host. Until then the ranks without data take part with dummy batches.
+        ValueError: The data ended early on some ranks; raised on all ranks. On an accelerator it is
+            raised one update later, when the step sync has reached the host. Until then the ranks
+            without data take part with dummy batches.
     """
     if run.world_size == 1:
         return
     stream = run.data.epoch_iterator.sampler is None
-    if stream or run.counters.epoch_complete:
-        run.step_sync.settle()  # wait for the step sync: an update later would be too late
+    together = (0, run.data_size) if stream else (0,)
+    if run.counters.epoch_complete and run.step_sync.latest.ended in together:
+        if stream and run.step_sync.peek().ended not in together:
+            run.counters.epoch_complete = False
+        else:
+            run.step_sync.settle()
     known, epoch = run.step_sync.latest, run.counters.epoch
-    if not known.ended or (stream and known.ended == run.data_size):
+    if known.ended in together:
         return
     where = f"{known.ended} of {run.data_size} processes"
     if known.ended == 1:

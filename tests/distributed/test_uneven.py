@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import GradScalerKwargs, Trainer, TrainModule
 from trainer.errors import DistributedOperationException
+from trainer.loops import buffers
 
 
 class Net(TrainModule):
@@ -267,7 +268,21 @@ class TaughtByHand(Taught):
         return torch.optim.AdamW(self.net.parameters(), 1e-2)
 
 
-@pytest.mark.parametrize("kind", [Taught, TaughtByHand])
+class TaughtInData(Taught):
+    """Through ``data``, which torch's count of changes in place does not see."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for own, trained in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            own.data.mul_(0.9).add_(trained.data, alpha=0.1)
+
+
+class TaughtAnew(Taught):
+    def on_train_batch_end(self, *_: Any) -> None:
+        for own, trained in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            own.data = own.data * 0.9 + trained.data * 0.1
+
+
+@pytest.mark.parametrize("kind", [Taught, TaughtByHand, TaughtInData, TaughtAnew])
 def test_untrained_parameters_that_differ_are_those_of_rank_0_from_each_checkpoint_on(ranks2, kind):
     """A run thus goes on as after a resume. Of 5 batches rank 1 has 2."""
 
@@ -295,6 +310,54 @@ def test_untrained_parameters_that_differ_are_those_of_rank_0_from_each_checkpoi
     (text,) = messages
     assert "differ between the processes (teacher.weight, teacher.bias): rank 0's" in text
     assert [each for each, _ in ranks2(body, "parts", 1, 3)] == [weights, weights]
+
+
+class Backbone(Net):
+    """A frozen part of 1,000 values, of which a hook changes one now and then, on rank 0 alone."""
+
+    changes: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.arange(1000.0), requires_grad=False)
+        self.lists: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Frozen parameters have no gradients to note."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.lists.append(self.base[[3, 5]].tolist())
+
+    def on_train_step_end(self) -> None:
+        if self.trainer.global_step in self.changes and self.trainer.is_global_zero:
+            with torch.no_grad():
+                self.base[[3, 5]] = self.base[[5, 3]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "times"),
+    [((), [1, 1]), ((3,), [1 + 1 + 1, 1 + 1])],  # a rank whose values are replaced hashes anew
+)
+def test_frozen_parameters_are_hashed_once_unless_they_change(ranks2, changes, times):
+    def body() -> tuple[int, list[list[float]]]:
+        with pytest.MonkeyPatch.context() as patch:
+            hashed: list[int] = []
+            real = buffers._mixed_sum
+            patch.setattr(buffers, "_mixed_sum", lambda x: (hashed.append(len(x)), real(x))[1])
+            patch.setattr(Backbone, "changes", changes)
+            module = Backbone()
+            options = {"progress_bar": False, "cpu": True, "val_every": 1, "max_steps": 8}
+            Trainer(project_dir="run", **options).fit(module, three_batches(), three_batches())
+            return hashed.count(1000), module.lists
+
+    found = ranks2(body)
+    values = [[3.0, 5.0]] * 3 + [[5.0, 3.0] if changes else [3.0, 5.0]] * 6
+    assert [lists for _, lists in found] == [values] * 2
+    assert [count for count, _ in found] == times
 
 
 def test_a_dummy_batch_of_manual_optimisation_updates_no_metric(ranks2):

@@ -35,6 +35,7 @@ from trainer.tree import as_bytes, dense, is_sharded
 logger = module_logger(__name__)
 
 _AT_ONCE = 2**20  # 32-bit words hashed at a time: the hashing needs eight times their memory
+_LOOKED_AT = 64  # words of a parameter in which a change is looked for before it is hashed
 _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # SplitMix64's, signed
 
 
@@ -46,7 +47,7 @@ def sync_buffers(run: FitRun) -> None:
     so the run continues with what a resumed run will load.
 
     Parameters are compared by hashes. Only those that differ are sent, with a warning, so a large
-    frozen base model costs no communication.
+    frozen base model costs no communication. It is hashed once, see `_digests`.
     """
     run.engine.broadcast_buffers()
     if run.world_size == 1 or run.engine.divides_layers:
@@ -59,7 +60,8 @@ def sync_buffers(run: FitRun) -> None:
         and not is_lazy(parameter)
         and not is_sharded(parameter)  # of which each process has its own part
     }
-    everybody = all_gather_object(_digests(frozen))
+    run.digests = _digests(frozen, run.digests)
+    everybody = all_gather_object({name: digest for name, (_, digest) in run.digests.items()})
     differing = [
         name
         for name, own in everybody[0].items()
@@ -68,6 +70,8 @@ def sync_buffers(run: FitRun) -> None:
     if not differing:
         return
     broadcast([frozen[name] for name in differing])
+    for name in differing:
+        del run.digests[name]
     if run.rank == 0 and not run.warned_of_buffers:
         logger.warning(
             "Frozen parameters differ between the processes (%s): rank 0's are used from here on. "
@@ -78,13 +82,37 @@ def sync_buffers(run: FitRun) -> None:
     run.warned_of_buffers = True
 
 
-def _digests(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a 64-bit hash of the bits of each parameter, by name.
+Digests = dict[str, tuple[tuple[object, ...], int]]  # signs of change, and the hash then
+
+
+def _digests(parameters: Mapping[str, Tensor], known: Digests) -> Digests:
+    """Return a 64-bit hash of the bits of each parameter, by name, with its signs of change.
 
     It depends on values and positions. Different tensors have equal hashes only by rare collision.
+
+    Args:
+        parameters: The parameters.
+        known: Earlier hashes, which are taken over where there is no sign of a change.
     """
-    sums = {name: _mixed_sum(_words(each)) for name, each in parameters.items()}
-    return {name: int(total) for name, total in sums.items()}  # after launching all: one wait
+    signs = {name: _signs_of_change(each) for name, each in parameters.items()}
+    kept = {name: pair for name, pair in known.items() if pair[0] == signs.get(name)}
+    sums = {name: _mixed_sum(_words(each)) for name, each in parameters.items() if name not in kept}
+    new = {
+        name: (signs[name], int(total)) for name, total in sums.items()
+    }  # launched all: one wait
+    return kept | new
+
+
+def _signs_of_change(parameter: Tensor) -> tuple[object, ...]:
+    """Return what differs if a parameter has changed: its memory, its version, or some values.
+
+    Torch counts changes in place, but not those through ``parameter.data``, as teachers are often
+    moved. These change most values, so that it is enough to look at some.
+    """
+    words = _words(parameter)
+    some = words[:: max(len(words) // _LOOKED_AT, 1)].cpu().numpy().tobytes()
+    version = None if parameter.is_inference() else parameter._version  # documented, yet private
+    return parameter.data_ptr(), version, parameter.shape, parameter.dtype, some
 
 
 def _mixed_sum(words: Tensor) -> Tensor:

@@ -350,6 +350,7 @@ class FitRun(Run):
         thread: The identifier of the training thread.
         in_boundary: Whether the loop is at an update boundary: the update is done, and callbacks
             may save or stop.
+        digests: Hashes of untrained parameters; see `trainer.loops.buffers`.
         warned_of_buffers: Whether it was logged that frozen parameters differed between ranks.
     """
 
@@ -364,6 +365,7 @@ class FitRun(Run):
     thread: Final[int] = field(default_factory=threading.get_ident)
     step: StepState = field(init=False)
     in_boundary: bool = False
+    digests: dict[str, tuple[tuple[object, ...], int]] = field(default_factory=dict)
     warned_of_buffers: bool = False
 
     def __post_init__(self) -> None:

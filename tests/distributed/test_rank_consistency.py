@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +15,17 @@ from torch.utils.data import DataLoader
 
 from callbacks import Callback, EarlyStopping, ModelCheckpoint, SpikeDetection, Timer
 from tests.helpers.ranks import RankError
-from trainer import PartialState, ProjectConfiguration, Trainer, TrainModule
+from trainer import (
+    Accelerator,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    PartialState,
+    ProjectConfiguration,
+    Trainer,
+    TrainModule,
+)
 
 
 class Line(TrainModule):
@@ -329,3 +340,129 @@ def test_checkpoint_names_that_differ_between_ranks_raise(ranks2, tmp_path):
 
     ranks2(run)
     assert [path.name for path in tmp_path.glob("*/at*")] == ["at"]
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+class Wide(Line):
+    """A model that rank 1 builds in another way."""
+
+    tp_plan = {"layer": "colwise", "next": "rowwise"}
+
+    def __init__(self, change):
+        super().__init__()
+        self.layer, self.next = torch.nn.Linear(2, 4), torch.nn.Linear(4, 2)
+        self.norm = torch.nn.BatchNorm1d(2)
+        self.tied = self.next
+        if PartialState().process_index == 1:
+            change(self)
+
+    def forward(self, x):
+        return self.norm(self.tied(self.next(self.layer(x)).relu().repeat(1, 2)))
+
+    def training_step(self, batch, batch_idx):
+        return self(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def untied_on_meta(model):
+    model.to("meta")
+    model.tied = torch.nn.Linear(4, 2, device="meta")
+
+
+def in_another_order(model):
+    first, second = model._modules.pop("layer"), model._modules.pop("norm")
+    model.norm, model.layer = second, first
+
+
+CHANGES = {
+    "shape": (
+        lambda model: setattr(model, "next", torch.nn.Linear(4, 3)),
+        r"next.weight is a trained tensor of shape \(3, 4\) and dtype torch.float32 on rank 1, but "
+        r"a trained tensor of shape \(2, 4\) and dtype torch.float32 on rank 0",
+    ),
+    "dtype": (lambda model: model.layer.double(), "layer.weight is .*torch.float64 on rank 1"),
+    "a layer more": (
+        lambda model: setattr(model, "more", torch.nn.Linear(2, 2)),
+        "more.weight is a trained .* on rank 1, but missing on rank 0",
+    ),
+    "a layer less": (lambda model: delattr(model, "norm"), "norm.weight is missing on rank 1, but"),
+    "frozen": (
+        lambda model: model.layer.requires_grad_(False),
+        "layer.weight is an untrained .* on rank 1, but a trained .* on rank 0",
+    ),
+    "buffer": (
+        lambda model: model.norm.register_buffer("running_mean", torch.zeros(3)),
+        r"norm.running_mean is an untrained tensor of shape \(3,\)",
+    ),
+    "untied on meta": (
+        untied_on_meta,
+        r"tied.weight is a trained tensor .* on rank 1, but tied to next.weight on rank 0",
+    ),
+    "order": (in_another_order, "layer.weight stands at another place on rank 1 than on rank 0"),
+}
+ENGINES = {
+    "DDP": dict,
+    "FSDP": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin()},
+    "tensor parallel": lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
+    "DeepSpeed": lambda: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=1)},
+}
+
+
+def prepare(change, options, **kwargs):
+    model = Wide(change)
+    return Accelerator(cpu=True, **options).prepare_model(model, **kwargs)
+
+
+def train(change, options, stage):
+    trainer = Trainer(cpu=True, max_steps=1, project_dir="run", progress_bar=False, **options)
+    getattr(trainer, stage)(Wide(change), DataLoader(torch.ones(4, 2), 2))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_models_that_differ_between_ranks_raise_on_all_before_they_are_sent(ranks2, engine, change):
+    """In the time limit of the ranks: without the comparison some of them hang."""
+    if engine == "DeepSpeed":
+        pytest.importorskip("deepspeed")
+    make, message = CHANGES[change]
+    for text in failures(ranks2, lambda: prepare(make, ENGINES[engine]())):
+        assert re.search(f"ValueError: Wide differs between the processes: {message}", text)
+
+
+@pytest.mark.parametrize("stage", ["fit", "test"])
+@pytest.mark.parametrize("engine", ["DDP", "FSDP", "tensor parallel"])
+def test_models_of_a_run_that_differ_raise_on_all(ranks2, engine, stage):
+    make, message = CHANGES["shape"]
+    for text in failures(ranks2, lambda: train(make, ENGINES[engine](), stage)):
+        assert re.search(f"ValueError: Wide differs between the processes: {message}", text)
+
+
+def test_the_rank_that_differs_from_most_is_named(ranks3):
+    def body():
+        rank = PartialState(cpu=True).process_index
+        return Accelerator(cpu=True).prepare(torch.nn.Linear(2, 1 if rank else 2))
+
+    with pytest.raises(RankError) as error:
+        ranks3(body)
+    assert len(error.value.failures) == 3
+    for text in error.value.failures.values():
+        assert re.search(r"weight is .*\(2, 2\) .* on rank 0, but .*\(1, 2\) .* on rank 1", text)
+
+
+def test_what_ddp_does_not_send_may_differ(ranks2):
+    def body():
+        own = DistributedDataParallelKwargs(broadcast_buffers=False)
+        buffer = CHANGES["buffer"][0]
+        prepare(buffer, {"kwargs_handlers": [own]})
+        evaluated = Accelerator(cpu=True)
+        evaluated.prepare_model(torch.nn.Linear(2, 1 + evaluated.process_index), None, True)
+        model = Wide(lambda model: model.norm.register_buffer("own", torch.zeros(3)))
+        model._ddp_params_and_buffers_to_ignore = ["norm.own"]
+        evaluated.prepare_model(model)
+        return True
+
+    assert ranks2(body) == [True, True]

@@ -1,11 +1,17 @@
-"""Prepare a model for the user's own loop (autocast, DDP, compile), and unwrap it."""
+"""Prepare a model for the user's own loop (autocast, DDP, compile), compare it, and unwrap it."""
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
+
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from trainer import environment
+from trainer.distributed.guards import check_collective
+from trainer.distributed.objects import all_gather_object
 from trainer.engines.base import Engine
 from trainer.engines.compile import compile_model, uncompiled
 from trainer.names import hooks_of, unwrapped
@@ -43,7 +49,7 @@ def prepare_model(
         ValueError: There are several processes and a device map spreads the model over devices, or
             hooks keep its weights elsewhere, or `trainer.pipeline.prepare_pippy` put its layers on
             different processes; or the model is not on the kind of device that the processes use;
-            or torch cannot run the communication hook there.
+            or torch cannot run the communication hook there; or see `check_same_model`.
     """
     state = PartialState()
     hooked = _has_device_hooks(model)
@@ -65,6 +71,8 @@ def prepare_model(
     precision.convert(model)
     precision.wrap_forward(uncompiled(model))
     quantised = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+    if engine.forward_is_collective or not evaluation_mode:
+        check_same_model(model, engine)
     model = engine.prepare_module(
         model,
         device=None if spread or hooked or quantised else device,
@@ -72,6 +80,60 @@ def prepare_model(
     )
     compile_model(model, dynamo_plugin)
     return model
+
+
+def check_same_model(model: nn.Module, engine: Engine) -> None:
+    """Check that all processes have the same parameters and buffers; collective.
+
+    Without it they would wait for each other where weights are split or sent. Where they are, such
+    as on the meta device, does not matter.
+
+    Raises:
+        ValueError: Names, shapes, dtypes, what is tied or what is trained differ; raised on all
+            processes, with the first difference.
+    """
+    if PartialState().num_processes == 1 or engine.divides_layers:
+        return
+    arguments = engine.options.ddp_kwargs
+    own = _described(model, buffers=arguments is None or arguments.broadcast_buffers)
+    digest = hashlib.blake2b(repr(own).encode(), digest_size=8).digest()
+    digests = check_collective("prepare a model", int.from_bytes(digest, "little", signed=True))
+    if len(set(digests)) == 1:
+        return
+    everybody = all_gather_object(own)
+    usual = digests.index(Counter(digests).most_common(1)[0][0])
+    other = next(rank for rank, each in enumerate(digests) if each != digests[usual])
+    here, there = everybody[usual], everybody[other]
+    names = [name for name in here | there if here.get(name) != there.get(name)]
+    if names:
+        what = f"{names[0]} is {there.get(names[0], 'missing')} on rank {other}, but "
+        what += f"{here.get(names[0], 'missing')} on rank {usual}"
+    else:
+        pairs = zip(here, there, strict=True)
+        first = next(name for name, same in pairs if name != same)
+        what = f"{first} stands at another place on rank {other} than on rank {usual}"
+    raise ValueError(
+        f"{type(model).__name__} differs between the processes: {what}. Build the same model on "
+        "all of them, with the same arguments; only where its weights are may differ."
+    )
+
+
+def _described(model: nn.Module, *, buffers: bool) -> dict[str, str]:
+    """Return what all processes must have alike, by the name of each parameter and buffer."""
+    described: dict[str, str] = {}
+    first: dict[int, str] = {}  # the first name of each tensor
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # torch's way to ask for it
+    for tensors in (model.named_parameters, model.named_buffers)[: 1 + buffers]:
+        for name, tensor in tensors(remove_duplicate=False):
+            if name in ignored:
+                continue
+            if (tied := first.setdefault(id(tensor), name)) != name:
+                described[name] = f"tied to {tied}"
+                continue
+            shape = "lazy" if is_lazy(tensor) else tuple(getattr(tensor, "ds_shape", tensor.shape))
+            kind = "a trained" if tensor.requires_grad else "an untrained"
+            described[name] = f"{kind} tensor of shape {shape} and dtype {tensor.dtype}"
+    return described
 
 
 def verify_device_map(model: nn.Module) -> bool:

@@ -29,6 +29,7 @@ from trainer.distributed.process_control import on_all, on_main
 from trainer.distributed.step_sync import StepSync
 from trainer.engines.base import Engine
 from trainer.engines.choose import choose_engine
+from trainer.engines.model import check_same_model
 from trainer.environment import defaulting
 from trainer.errors import Preempted, module_logger
 from trainer.hooks import HookTable
@@ -560,6 +561,7 @@ def make_fit_run(
             f"or the plugin (--use_{engine.distributed_type.value.lower()})."
         )
     engine.run_backward = hooks.parts.get("backward", engine.run_backward)
+    check_same_model(module, engine)
     engine.start(module, step_sync)
     optimizers, entries, schedulers = prepare_optimizers(module, accelerator, engine)
     names = names_of(entries)
@@ -822,6 +824,7 @@ def prepare_evaluation(
 
     def start() -> None:
         _convert(context, module)
+        check_same_model(module, engine)
         engine.start(module, None)  # initial weights may differ between ranks
 
     if engine.divides_layers:  # which the saved weights are not

@@ -20,7 +20,7 @@ from trainer.data.prefetch import InFlight, send, streams_for
 from trainer.data.seeding import equal, isolated_generators
 from trainer.datamodule import DataModule
 from trainer.distributed import guards
-from trainer.distributed.objects import broadcast_object
+from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.transport import HostCopy
 from trainer.errors import module_logger
 from trainer.hooks import is_overridden
@@ -132,7 +132,9 @@ class DeviceTransfer:
             for number, current in enumerate(global_batches):
                 if number == 0 and current.batches < self._world_size:
                     batch = current.batch[0] if current.present and counted else current.batch
-                    latest = self.move(broadcast_object(to_host(batch)), dataloader_idx)
+                    source = all_gather_object(current.present).index(True)
+                    latest = broadcast_object(to_host(batch), from_process=source)
+                    latest = self.move(latest, dataloader_idx)
                 if current.next_missing and current.present:
                     # A copy of its containers: the step may put other tensors into the batch's.
                     latest = detach(current.batch[0] if counted else current.batch)

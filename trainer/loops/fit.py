@@ -189,8 +189,9 @@ def windows(run: FitRun, global_batches: Iterator[GlobalBatch]) -> Iterator[Iter
     for first in global_batches:
         yield chain([first], islice(global_batches, run.optim.accumulation - 1))
     # A stream that has ended on this rank alone: the others go on until they hear of it.
-    without = GlobalBatch(False, None, 0, 0, 0, batches=0, ended=True)
     while first is not None and not run.counters.epoch_complete:
+        dummy = first.batch[0] if first.present else first.batch
+        without = GlobalBatch(False, dummy, 0, 0, 0, batches=0, ended=True)
         yield (replace(without) for _ in range(run.optim.accumulation))
 
 

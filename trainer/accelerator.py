@@ -55,6 +55,7 @@ from trainer.data.prepare import prepare_data_loader, skip_first_batches
 from trainer.deepspeed_plugin import DeepSpeedPlugin, DummyScheduler
 from trainer.distributed import collectives
 from trainer.distributed.collectives import Trigger
+from trainer.distributed.guards import progress
 from trainer.distributed.metrics import gather_for_metrics
 from trainer.engines import join
 from trainer.engines import model as models
@@ -298,6 +299,7 @@ class Accelerator:
                 engine=engine,
             )
         )
+        self._several = self.use_distributed
         self.step = 0
         self._accumulating = False  # inside a block of `accumulate`
         self._accumulated: set[int] = set()  # the models of the current micro-batch, by id
@@ -724,6 +726,9 @@ class Accelerator:
             dynamo_plugin=self.dynamo_plugin,
             evaluation_mode=evaluation_mode,
         )
+        # Not where it is compiled: the hook would split the graph.
+        if self._collects and self._several and model._compiled_call_impl is None:
+            prepared.register_forward_pre_hook(_note_forward, prepend=True)
         self._models.append(prepared)
         return prepared
 
@@ -1062,6 +1067,8 @@ class Accelerator:
         """
         if self.sync_gradients:
             self.engine.check_unknown_parameters()
+            if self._several and not self.gradient_state._joins:
+                progress.note("backward")
         steps = self.gradient_state.num_steps
         self._steps_at_backward = list(map(_STEPS, self._optimizers))
         try:
@@ -1230,7 +1237,11 @@ class Accelerator:
         safe_serialization: bool = True,
         **save_model_func_kwargs: Any,
     ) -> Path:
-        """Save all prepared and registered objects and each process's RNG states; collective.
+        """Save all prepared and registered objects and each process's RNG states.
+
+        Every process calls it. The main process may also call it alone, inside ``if
+        accelerator.is_main_process:``, where the state is replicated (one device, DDP): `load_state`
+        then derives the random states of the others. Of sharded models that is an error.
 
         Args:
             output_dir: The folder; not needed with `automatic_checkpoint_naming` of
@@ -1244,6 +1255,8 @@ class Accelerator:
         Raises:
             ValueError: There is no `output_dir` or it is "", or the next numbered folder exists.
             CheckpointError: Some process could not write its part; raised on every process.
+            DistributedOperationException: Models are sharded, and another process has gone on
+                without calling it.
             TypeError: Further arguments were passed.
         """
         if save_model_func_kwargs:
@@ -1507,6 +1520,11 @@ def _check_argument(method: str, what: str, given: object, fits: bool) -> None:
             f"{method} was given {reprlib.repr(given)} of type {type(given).__name__} as its "
             f"{what}; it must be {_KINDS[what]}."
         )
+
+
+def _note_forward(model: nn.Module, _: Any) -> None:
+    if model.training and torch.is_grad_enabled():  # evaluations may be uneven
+        progress.note("forward")
 
 
 def _bare(model: nn.Module) -> nn.Module:

@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from trainer import Accelerator
+from trainer.checkpoint import main_alone
 from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
 from trainer.checkpoint.accelerator_state import load_state as load_project
 from trainer.checkpoint.accelerator_state import save_state as save_project
 from trainer.checkpoint.storage import verify
 from trainer.configuration import ProjectConfiguration
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, DistributedOperationException
+from trainer.parallelism import FullyShardedDataParallelPlugin
 from trainer.state import PartialState
 
 
@@ -202,3 +204,120 @@ def test_gradients_of_an_unfinished_window_resume_on_any_number_of_processes(ran
         _windows("out", save_at=4, load=True),
     ):
         torch.testing.assert_close(resumed, whole, rtol=1e-5, atol=1e-6)
+
+
+# -- the main process alone ----------------------------------------------------------------------
+
+
+def ready(folder: str, **plugins) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    project = ProjectConfiguration(
+        project_dir=folder, automatic_checkpoint_naming=True, total_limit=2
+    )
+    accelerator = Accelerator(cpu=True, project_config=project, **plugins)
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    torch.manual_seed(100 + accelerator.process_index)
+    return accelerator, model, optimizer
+
+
+def update(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    accelerator.backward(model(torch.rand(4, 3)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def drawn_after(accelerator: Accelerator, folder: Path) -> float:
+    accelerator.load_state(folder)
+    return torch.rand(1).item()
+
+
+def test_the_main_process_saves_alone_and_the_others_are_derived(ranks3, tmp_path, caplog):
+    def body():
+        accelerator, model, optimizer = ready("project")
+        names, weights = [], []
+        for _ in range(3):
+            update(accelerator, model, optimizer)
+            if accelerator.is_main_process:
+                names.append(accelerator.save_state().name)
+                weights.append(model.module.weight.tolist())
+        update(accelerator, model, optimizer)
+        names.append(accelerator.save_state().name)  # by all: only the main process has counted
+        joint = torch.rand(1).item()
+        numbers = accelerator.save_iteration
+        kept = Path("project/checkpoints/checkpoint_2")
+        alone = [drawn_after(accelerator, kept) for _ in range(2)]
+        assert not weights or model.module.weight.tolist() == weights[-1]
+        return names, numbers, joint == drawn_after(accelerator, kept.with_name(names[-1])), alone
+
+    found = ranks3(body)
+    assert found[0][0] == ["checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"]
+    assert [(names[-1], number, exact) for names, number, exact, _ in found] == [
+        ("checkpoint_3", 4, True)
+    ] * 3
+    draws = [draw for *_, (draw, again) in found if draw == again]
+    assert len(set(draws)) == 3
+    kept = {path.name for path in (tmp_path / "project/checkpoints").iterdir()}
+    assert kept == {"checkpoint_2", "checkpoint_3"}
+    verify(tmp_path / "project/checkpoints/checkpoint_2")
+
+
+def test_a_process_that_comes_later_adds_its_state(ranks3, tmp_path):
+    def body():
+        patch = pytest.MonkeyPatch()
+        accelerator, model, optimizer = ready("project")
+        folder = Path("project/checkpoints/checkpoint_0")
+        update(accelerator, model, optimizer)
+        if accelerator.process_index == 1:
+            while not (folder / "manifest.json").exists():
+                pass
+        with patch.context() as patched:
+            patched.setattr(main_alone, "_PATIENCE", 0.0)
+            if accelerator.process_index < 2:
+                accelerator.save_state()
+        drawn = torch.rand(1).item()
+        accelerator.wait_for_everyone()
+        listed = sorted(each for each in verify(folder)["files"] if "random" in each)
+        return listed, drawn == drawn_after(accelerator, folder)
+
+    found = ranks3(body)
+    assert [exact for _, exact in found] == [True, True, False]
+    files = [f"random_states_{rank}.{kind}" for rank in (0, 1) for kind in ("json", "safetensors")]
+    assert found[0][0] == sorted(files)
+
+
+def test_a_hook_that_waits_for_others_raises_if_the_main_process_saves_alone(ranks2, tmp_path):
+    def body():
+        accelerator, model, optimizer = ready("project")
+        accelerator.register_save_state_pre_hook(lambda *_: accelerator.wait_for_everyone())
+        update(accelerator, model, optimizer)
+        said = ""
+        if accelerator.is_main_process:
+            with pytest.raises(CheckpointError) as caught:
+                accelerator.save_state()
+            said = str(caught.value)
+        update(accelerator, model, optimizer)
+        return said
+
+    said, _ = ranks2(body)
+    assert "wait_for_everyone was called by a hook or a state_dict of save_state" in said
+    assert not list((tmp_path / "project/checkpoints").iterdir())
+
+
+def test_sharded_state_is_not_saved_by_the_main_process_alone(ranks2, tmp_path):
+    def body():
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        accelerator, model, optimizer = ready("project", fsdp_plugin=plugin)
+        update(accelerator, model, optimizer)
+        said = ""
+        if accelerator.is_main_process:
+            with pytest.raises(DistributedOperationException) as caught:
+                accelerator.save_state()
+            said = str(caught.value)
+        update(accelerator, model, optimizer)  # the other process has been waiting here
+        return said, accelerator.save_state().name
+
+    (said, name), (_, other) = ranks2(body)
+    assert "rank 1 has gone on to the next forward pass" in said
+    assert "outside of `if accelerator.is_main_process:`" in said
+    assert name == other == "checkpoint_0"

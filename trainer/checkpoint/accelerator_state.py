@@ -1,4 +1,4 @@
-"""Save the state of an `Accelerator` to a folder, and load it; collective.
+"""Save the state of an `Accelerator` to a folder, and load it.
 
 The file names are those of accelerate, with safetensors and JSON instead of pickles::
 
@@ -22,6 +22,9 @@ see :mod:`trainer.checkpoint.sharded_state`; any number of processes, sharded or
 The folder may hold other files; see :mod:`trainer.checkpoint.storage`. With automatic naming it is
 ``<project_dir>/checkpoints/checkpoint_<number>``. Everything is read and checked before any object
 is changed.
+
+Loading is collective, and so is saving, except that the main process may save replicated state
+alone: then only its own ``random_states_0`` is there, see :mod:`trainer.checkpoint.main_alone`.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainer.checkpoint import accelerate_format, gradients
+from trainer.checkpoint import accelerate_format, gradients, main_alone
 from trainer.checkpoint.loading import compare, placed, renames
 from trainer.checkpoint.parts import (
     Reader,
@@ -75,12 +78,17 @@ from trainer.checkpoint.storage import (
     MANIFEST,
     NUMBERED,
     STAGING,
+    add_files,
+    clear,
+    discard,
     is_ours,
     locate,
+    staging_path,
     sweep,
 )
 from trainer.checkpoint.weights import BIN_NAME, INDEX_SUFFIX, WEIGHTS_NAME, own_names
 from trainer.configuration import ProjectConfiguration
+from trainer.distributed.guards import forbid_collectives, progress
 from trainer.distributed.objects import all_gather_object
 from trainer.engines.base import Engine
 from trainer.engines.comm_hooks import for_processes
@@ -158,6 +166,21 @@ class Prepared:
         """Whether the engine gathers the state on rank 0."""
         return self.engine is not None and self.engine.gathers_state
 
+    @property
+    def replicated(self) -> bool:
+        """Whether every process holds the same state, apart from what can be derived."""
+        engine = self.engine
+        if engine is None:
+            return True
+        divided = self.mesh is not None or engine.gathers_state or engine.divides_layers
+        return not divided and not any(engine.state_dict().values())
+
+    @property
+    def progress(self) -> list[Any]:
+        """How far the program has come: the same on all processes at the same call."""
+        steps = [getattr(optimizer, "steps", 0) for optimizer in self.optimizers]
+        return [progress.joint, self.step, steps]
+
     def settle(self, *, drops_gradients: bool = False) -> None:
         """See `trainer.engines.base.Engine.settle`."""
         if self.engine is not None:
@@ -215,9 +238,10 @@ def save_state(
     safe_serialization: bool = True,
     hooks: Iterable[SaveHook] = (),
 ) -> Path:
-    """Save all prepared objects to ``output_dir``, or to the next numbered checkpoint; collective.
+    """Save all prepared objects to ``output_dir``, or to the next numbered checkpoint.
 
-    An earlier checkpoint in the folder is replaced; other files there stay. The save increments
+    All processes call it, or, where the state is replicated, the main process alone; see
+    :mod:`trainer.checkpoint.main_alone`. An earlier checkpoint in the folder is replaced; other files there stay. The save increments
     ``project.iteration``. With automatic naming and a ``total_limit``, the checkpoints with the
     lowest numbers are then deleted, except those that also hold other files.
 
@@ -245,6 +269,48 @@ def save_state(
             rank, and the message names it. The previous contents of the folder are then unchanged.
     """
     project = project or ProjectConfiguration()
+    alone = False
+    several = processes.num_processes > 1
+    if may_be_alone := several and prepared.replicated and not project.save_on_each_node:
+        rank, where = processes.process_index, prepared.progress
+        if processes.is_main_process:
+            alone = main_alone.save_alone(where)
+        elif late := main_alone.join_or_find(where, rank):
+            return _add_to(late, prepared, rank, project, hooks)
+    elif several and not prepared.replicated:
+        main_alone.meet(processes.process_index, processes.num_processes)
+    save = partial(
+        _save, output_dir, prepared, project, safe_serialization, hooks, processes.num_processes
+    )
+    if not alone:
+        try:
+            return save(processes)
+        except BaseException:
+            if may_be_alone:
+                main_alone.forget()
+            raise
+    saved = None
+    try:
+        with forbid_collectives(
+            "was called by a hook or a state_dict of save_state, which the main process called "
+            "alone. Call save_state on all processes, outside of `if accelerator.is_main_process:`."
+        ):
+            saved = save(main_alone.MainProcess())
+    finally:
+        main_alone.end_alone(saved and saved.absolute())
+    return saved
+
+
+def _save(
+    output_dir: str | os.PathLike[str] | None,
+    prepared: Prepared,
+    project: ProjectConfiguration,
+    safe_serialization: bool,
+    hooks: Iterable[SaveHook],
+    world_size: int,
+    processes: Ranks,
+) -> Path:
+    """See `save_state`; collective over `processes`."""
     writes = is_writer_rank(processes, project.save_on_each_node)
     if prepared.mesh is not None or prepared.gathers:
         check_shared_disk(project.save_on_each_node)
@@ -273,6 +339,8 @@ def save_state(
     every: list[dict[str, Any]] = []
 
     def take(_: Path) -> None:
+        if processes.num_processes > 1 and processes.is_main_process:
+            main_alone.forget()  # all have come
         prepared.settle()
         engine = prepared.engine
         gathers = engine is not None and engine.gathers_state
@@ -290,10 +358,11 @@ def save_state(
         write,
         manifest=lambda: {
             "kind": _KIND,
-            "world_size": processes.num_processes,
+            "world_size": world_size,
             "models": len(weights),
             **prepared.counts,
             "scaler": prepared.scaler is not None,
+            "main_process_alone": processes.num_processes < world_size,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         },
         state=processes,
@@ -306,10 +375,53 @@ def save_state(
         displaces=displaces,
         operation="save_state",
     )
+    if project.automatic_checkpoint_naming:
+        project.iteration = _number_of(saved)  # the main process may have saved more often
     project.iteration += 1
     if writes:
         logger.info("The state was saved to %s.", saved)
     return saved
+
+
+def _add_to(
+    late: main_alone.SaveAlone,
+    prepared: Prepared,
+    rank: int,
+    project: ProjectConfiguration,
+    hooks: Iterable[SaveHook],
+) -> Path:
+    """Add this process's files to what the main process has saved before this one came."""
+    target, models = Path(late.path), list(prepared.models)
+    staging = staging_path(target).with_name(f"{staging_path(target).name}-{rank}")
+
+    def work() -> None:
+        clear(staging)
+        staging.mkdir()
+        try:
+            weights = list(map(bare_state_dict, models))
+            for hook in hooks:
+                _call_hook(hook, models, weights, staging)
+            write_parts([tree_part(_own_state(prepared), _rank_stem(rank))])(staging)
+            add_files(staging, target)
+        finally:
+            discard(staging)
+
+    with forbid_collectives(
+        "was called by a hook of save_state, which the main process has called long before this "
+        "one. Call accelerator.wait_for_everyone() before save_state."
+    ):
+        if not main_alone.add(late, rank, work):
+            logger.warning("%s was saved again before rank %d came.", target, rank)
+    if project.automatic_checkpoint_naming:
+        project.iteration = _number_of(target)
+    project.iteration += 1
+    return target
+
+
+def _number_of(path: Path) -> int:
+    match = NUMBERED.fullmatch(path.name)
+    assert match is not None  # it was named automatically
+    return int(match[1])
 
 
 def check_shared_disk(on_each_node: bool) -> None:
@@ -654,15 +766,17 @@ def _read_trees(reader: Reader, *, later: bool) -> dict[str, Any]:
 def _read(reader: Reader, rank: int, processes: int, prepared: Prepared) -> Stored:
     saved_by, hooked = reader.manifest["world_size"], bool(prepared.communication)
     later = prepared.mesh is not None  # each process needs a share of what whole files hold
-    own = reader.tree(_rank_stem(rank)) if rank < saved_by == processes else {}
+    here = _ranks_in(reader)
+    own = reader.tree(_rank_stem(rank)) if rank in here and saved_by == processes else {}
     # Sharded gradients are reduced ones, and an engine gets the states of all ranks.
     needs_all = (prepared.mesh is not None and own.get("gradients")) or own.get("engine")
-    wanted = [rank] if own and not needs_all else _ranks_in(reader)
+    wanted = [rank] if own and not needs_all else here
     ranks = {each: reader.tree(_rank_stem(each)) for each in wanted}
     first = ranks.get(rank) or ranks[min(ranks)]
 
     def of_all(how: str, what: str) -> list[dict[str, Any]]:
-        if len(ranks) < saved_by:  # the others are on another machine's disk
+        # The others are on another machine's disk, unless the main process has saved alone.
+        if len(ranks) < saved_by and not reader.manifest.get("main_process_alone"):
             raise CheckpointError(
                 f"{reader.path} was saved {how} by {saved_by} processes, and {what} is here of "
                 f"{len(ranks)} alone. Load it with {saved_by} processes."
@@ -891,8 +1005,8 @@ def _apply(
         load_rng_state(stored.rng)
     elif stored.first_rng is not None:
         logger.warning(
-            "%s was saved by fewer processes: rank %d starts with random states derived from rank "
-            "0's.",
+            "%s was saved by fewer processes, or by the main process alone: rank %d starts with "
+            "random states derived from rank 0's, and with rank 0's part of an incomplete window.",
             stored.path,
             rank,
         )

@@ -133,6 +133,36 @@ def write_manifest(
     known = known or {}
     names = {file.relative_to(staging).as_posix() for file in files_in(staging)}
     files = {**known, **describe_files(staging, names - known.keys() - {MANIFEST})}
+    text = _manifest_text(fields, files)
+    with open(staging / MANIFEST, "x", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def add_files(staging: Path, target: Path) -> None:
+    """Add the files of a folder to a committed checkpoint, and list them in its manifest.
+
+    A reader sees the checkpoint without them or with all. Files that it has already stay.
+
+    Raises:
+        CheckpointError: ``target`` is no checkpoint, or a file has a name that is not portable.
+        OSError: The disk fails.
+    """
+    manifest = read_manifest(target)
+    names = {file.relative_to(staging).as_posix() for file in files_in(staging)}
+    added = describe_files(staging, names - manifest["files"].keys())
+    for name in added:
+        check_folders(target, name)
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staging / name, target / name)
+    sync_folders(target)
+    fields = {name: value for name, value in manifest.items() if name not in _OWN_FIELDS}
+    text = _manifest_text(fields, {**manifest["files"], **added})
+    write_whole(target / MANIFEST, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def _manifest_text(fields: Mapping[str, Any], files: Mapping[str, Any]) -> str:
     files = dict(sorted(files.items()))
     own = {"format_version": FORMAT_VERSION, **fields, "files": files}
     manifest = to_json(own)  # the same values that a reader will parse
@@ -142,10 +172,7 @@ def write_manifest(
             f"The manifest has {len(text):,} characters, of which {LARGEST:,} can be read: keep "
             "large values out of the hyper-parameters."
         )
-    with open(staging / MANIFEST, "x", encoding="utf-8") as stream:
-        stream.write(text + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    return text + "\n"
 
 
 def describe_files(staging: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -171,6 +171,9 @@ def check_collective(
     digest = hashlib.blake2b(plan.encode(), digest_size=8).digest()
     own = [int.from_bytes(digest, "little", signed=True), number]
     rows = share_numbers(own, group, operation=operation)
+    if group is None:
+        progress.joint += 1
+        progress.passes.clear()
     if len({row[0] for row in rows}) > 1:
         payload = plan.encode()
         sizes = [size for (size,) in share_numbers([len(payload)], group)]
@@ -223,6 +226,46 @@ def _complaint(plans: list[str]) -> str:
     )
 
 
+# -- how far each rank is ------------------------------------------------------------------------
+
+
+class Progress:
+    """How far this process has come in a program that all processes run.
+
+    A process that waits for others in vain reads in the store whether they have gone on without it.
+
+    Attributes:
+        joint: The number of collectives that all processes have checked.
+        passes: The number of passes begun since then, by kind: ``"forward"`` of sharded models,
+            which are collective, and ``"backward"``.
+    """
+
+    def __init__(self) -> None:
+        self.joint = 0
+        self.passes: dict[str, int] = {}
+
+    def note(self, kind: str) -> None:
+        """Note in the store that this process begins a pass; it waits for no answer (5 µs)."""
+        self.passes[kind] = number = self.passes.get(kind, 0) + 1
+        with suppress(RuntimeError):  # the process that hosts the store has ended
+            store_of(None).set(f"cadence/{kind}/{dist.get_rank()}", f"{self.joint} {number}")
+
+    def ahead(self, kind: str) -> list[int]:
+        """Return the ranks that have begun more passes than this one; not a collective."""
+        store, own = store_of(None), (self.joint, self.passes.get(kind, 0))
+        keys = {rank: f"cadence/{kind}/{rank}" for rank in range(dist.get_world_size())}
+        noted = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
+        return [rank for rank, each in noted.items() if tuple(map(int, each.split())) > own]
+
+
+progress = Progress()
+
+
+def waiting_ranks() -> list[int]:
+    """Return the ranks that have waited in a collective for more than a second."""
+    return _waiting(store_of(None), dist.get_world_size())
+
+
 # -- waiting -------------------------------------------------------------------------------------
 
 
@@ -260,7 +303,7 @@ def _wait(work: dist.Work, operation: str, group: dist.ProcessGroup | None) -> N
     if _ends_within(work, _ANNOUNCED_AFTER):
         return
     size, own = dist.get_world_size(group), dist.get_rank(group)
-    store = _store_of(group)
+    store = store_of(group)
     # The store is gone if the process that hosts it has ended. Then no rank can read the note.
     with suppress(RuntimeError):
         store.set(_key(own), operation)
@@ -289,7 +332,7 @@ def awaited(operation: str, group: dist.ProcessGroup | None = None) -> bool:
         operation: The operation to note for this process.
         group: The process group; None means the default group.
     """
-    store, size, own = _store_of(group), dist.get_world_size(group), dist.get_rank(group)
+    store, size, own = store_of(group), dist.get_world_size(group), dist.get_rank(group)
     until = time.monotonic() + _WARNED_AFTER
     try:
         store.set(_key(own), operation)  # another failed rank may wait for this one
@@ -306,14 +349,15 @@ def awaited(operation: str, group: dist.ProcessGroup | None = None) -> bool:
 def gone(group: dist.ProcessGroup | None = None) -> None:
     """Remove the note in the store that this process waits; not a collective."""
     with suppress(RuntimeError):
-        _store_of(group).set(_key(dist.get_rank(group)), "")
+        store_of(group).set(_key(dist.get_rank(group)), "")
 
 
 def _key(rank: int) -> str:
     return f"cadence/waiting/{rank}"
 
 
-def _store_of(group: dist.ProcessGroup | None) -> Any:
+def store_of(group: dist.ProcessGroup | None) -> Any:
+    """Return the key-value store of a process group; None means the default group."""
     group = group or dist.group.WORLD
     assert group is not None  # a collective is running in it
     return group.get_group_store()

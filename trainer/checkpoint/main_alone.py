@@ -1,0 +1,235 @@
+"""Let the main process save replicated state alone, without waiting for processes that do not come.
+
+Many scripts call ``save_state`` inside ``if accelerator.is_main_process:``. A process cannot know
+whether the others will call it too, so they meet in the store of the process group:
+
+- A process that is not the main one notes that it has come, and the save is joint.
+- The main process saves alone if nobody has come when all others wait elsewhere or have begun
+  another backward pass, or after some seconds. It remembers how it went by the line of the program
+  from which it was called: later calls from there are joint, without a limit, or alone, at once.
+- A process that comes after such a save adds its own files to the committed folder.
+
+All this is one value of the store, which changes only by compare-and-set::
+
+    ""                                                nobody has come
+    "joint"                                           a process has come: all meet in collectives
+    {"number": 1, "progress": [0, 8, [8]],            the latest save of the main process alone
+     "path": "/runs/state", "status": "saved", "added": [2]}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.distributed import guards
+from trainer.errors import CheckpointError, DistributedOperationException
+from trainer.state import PartialState
+
+_KEY = "cadence/save_state"
+_JOINT = "joint"
+_PATIENCE = 3.0  # seconds in which other processes may come, at a line that has not saved before
+_MEETING = 30.0  # seconds in which all processes should meet
+_PAUSE = 0.01  # seconds between two looks at the store
+
+
+@dataclass(frozen=True, kw_only=True)
+class MainProcess:
+    """The main process as the only one; see `trainer.checkpoint.save.Ranks`."""
+
+    is_main_process: bool = True
+    is_local_main_process: bool = True
+    process_index: int = 0
+    local_process_index: int = 0
+    num_processes: int = 1
+
+    def set_device(self) -> None:
+        """Do nothing: the save is not in the background."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveAlone:
+    """A save of the main process alone.
+
+    Attributes:
+        number: Counts such saves.
+        progress: How far the main process had come; see `join_or_find`.
+        path: The committed folder.
+        status: ``"saving"``, ``"saved"``, ``"failed"``, or ``"adding"`` while a process adds files.
+        added: The ranks that have added their files.
+    """
+
+    number: int
+    progress: Any
+    path: str = ""
+    status: str = "saving"
+    added: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Memory:
+    """What the main process remembers of earlier saves.
+
+    Attributes:
+        joint: Whether the save from a line of the program was joint.
+        line: The line of the latest save alone.
+        number: The number of that save.
+    """
+
+    joint: dict[Any, bool] = field(default_factory=dict)
+    line: Any = None
+    number: int = 0
+
+
+def _line_of_caller() -> Any:
+    """Return what identifies the line of the program, and those that led to it."""
+    frame, lines = sys._getframe(1), []  # noqa: SLF001 - documented; `inspect` reads all sources
+    while frame is not None:
+        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(lines)
+
+
+def save_alone(progress: Any) -> bool:
+    """Decide on the main process whether it saves alone; if not, the save is joint.
+
+    Args:
+        progress: See `join_or_find`.
+    """
+    memory: _Memory = PartialState().__dict__.setdefault("_saves", _Memory())
+    line, number, latest = _line_of_caller(), memory.number + 1, _parsed(_read())
+    if latest is not None and latest.number == memory.number and latest.added:
+        memory.joint[memory.line] = True  # they only came late
+    known, until = memory.joint.get(line), time.monotonic() + _PATIENCE
+    with guards.waiting:
+        while (value := _read()) != _JOINT:
+            found = _parsed(value)
+            if found is not None and found.status == "adding":
+                time.sleep(_PAUSE)
+            elif known:
+                _swap(value, _JOINT)
+            elif (
+                known is None
+                and time.monotonic() < until
+                and not _others_are_elsewhere()
+            ):
+                time.sleep(_PAUSE)
+            elif _swap(value, _text(SaveAlone(number=number, progress=progress))):
+                memory.joint[line], memory.line, memory.number = False, line, number
+                return True
+    memory.joint[line] = True
+    return False
+
+
+def end_alone(path: Path | None) -> None:
+    """Say on the main process that it has saved alone to a folder; None if that failed."""
+    found = _parsed(value := _read())
+    assert found is not None
+    status = "failed" if path is None else "saved"
+    _swap(value, _text(replace(found, path=str(path or ""), status=status)))
+
+
+def join_or_find(progress: Any, rank: int) -> SaveAlone | None:
+    """Note on another process that it has come; return the save that it is late for, if any.
+
+    Args:
+        progress: How far the process has come in the program: equal on all at the same call.
+        rank: The process.
+
+    Raises:
+        CheckpointError: The main process failed to make this save.
+    """
+    with guards.waiting:
+        while True:
+            found = _parsed(value := _read())
+            if found is None or found.progress != progress or rank in found.added:
+                if value == _JOINT or _swap(value, _JOINT):
+                    return None
+            elif found.status == "failed":
+                raise CheckpointError("save_state failed on the main process, see its error.")
+            elif found.status == "saved":
+                return found
+            time.sleep(_PAUSE)
+
+
+def add(save: SaveAlone, rank: int, work: Callable[[], object]) -> bool:
+    """Run what adds a process's files to a save, one process at a time.
+
+    Returns:
+        Whether it was run. The main process may have saved again meanwhile.
+    """
+    while (found := _parsed(value := _read())) and found.number == save.number:
+        if found.status == "saved" and _swap(value, _text(replace(found, status="adding"))):
+            try:
+                work()
+            finally:
+                added = replace(found, added=[*found.added, rank])
+                _swap(_text(replace(found, status="adding")), _text(added))
+            return True
+        time.sleep(_PAUSE)
+    return False
+
+
+def forget() -> None:
+    """Let the next save begin anew: all processes have come to this one, or it has failed."""
+    if (value := _read()) == _JOINT:
+        _swap(value, "")
+
+
+def meet(rank: int, size: int) -> None:
+    """Wait in the store for all processes, where none may save alone.
+
+    They meet there because a collective of the models that another process has gone on to could be
+    taken for one of the save.
+
+    Raises:
+        DistributedOperationException: A process has gone on to the next forward pass.
+    """
+    store = guards.store_of(None)
+    store.set(f"{_KEY}/{rank}", str(guards.progress.joint))
+    keys = {each: f"{_KEY}/{each}" for each in range(size)} if rank == 0 else {}
+    until = time.monotonic() + _MEETING  # then the collective says who is missing
+    with guards.waiting:
+        while missing := [n for n, key in keys.items() if not _has_come(store, key)]:
+            if gone := [each for each in guards.progress.ahead("forward") if each in missing]:
+                raise DistributedOperationException(
+                    f"save_state was called by the main process, but rank "
+                    f"{', '.join(map(str, gone))} has gone on to the next forward pass. Each "
+                    "process holds a part of the state: call save_state on all of them, outside of "
+                    "`if accelerator.is_main_process:`."
+                )
+            if time.monotonic() > until or {*missing} <= {*guards.waiting_ranks()}:
+                break
+            time.sleep(_PAUSE)
+
+
+def _others_are_elsewhere() -> bool:
+    elsewhere = {*guards.waiting_ranks(), *guards.progress.ahead("backward")}
+    return len(elsewhere - {0}) == PartialState().num_processes - 1
+
+
+def _has_come(store: Any, key: str) -> bool:
+    return store.check([key]) and int(store.get(key)) >= guards.progress.joint
+
+
+def _read() -> str:
+    store = guards.store_of(None)
+    return store.get(_KEY).decode() if store.check([_KEY]) else ""
+
+
+def _swap(seen: str, new: str) -> bool:
+    found: bytes = guards.store_of(None).compare_set(_KEY, seen, new)
+    return found.decode() == new
+
+
+def _text(save: SaveAlone) -> str:
+    return json.dumps(asdict(save))
+
+
+def _parsed(value: str) -> SaveAlone | None:
+    return SaveAlone(**json.loads(value)) if value not in ("", _JOINT) else None

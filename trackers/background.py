@@ -114,6 +114,11 @@ class BackgroundTracker(GeneralTracker):
         return type(self.wrapped)
 
     @property
+    def started(self) -> bool:
+        """Whether `start` was called."""
+        return self._worker.thread is not None
+
+    @property
     def dropped(self) -> int:
         """The number of records lost so far: in a full queue, in an outage, or after `finish`."""
         return self._worker.pending.lost

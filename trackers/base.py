@@ -253,9 +253,13 @@ class GeneralTracker:
 
 
 class ServiceTracker(GeneralTracker):
-    """A tracker of one SDK object, `_opened`, from `start` to `finish`."""
+    """A tracker of one SDK object, `_opened`, from `start` to `finish`.
+
+    A run that the program itself has opened before is joined, and `finish` leaves it open.
+    """
 
     _opened: Any = None
+    _joined = False  # whether the program itself has opened the run
     imports_early: ClassVar[str | None] = None  # a module to import before the thread starts
 
     @property

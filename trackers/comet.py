@@ -33,7 +33,8 @@ def _picture(image: Any) -> Any:
 class CometMLTracker(ServiceTracker):
     """An experiment at Comet, or in an archive on disk with ``online=False``.
 
-    A run that resumes continues the same experiment. Comet itself records the version of the code,
+    An experiment that the script has running is joined, and goes on at the end, unless `kwargs` have
+    an `experiment_key`. A run that resumes continues the same experiment. Comet itself records the version of the code,
     the output and the machine. Its hooks into torch are disabled unless `kwargs` enable them.
 
     Args:
@@ -90,7 +91,10 @@ class CometMLTracker(ServiceTracker):
         direct = {name: options.pop(name) for name in list(options) if name in of_start}
         if options or "experiment_config" not in direct:
             direct["experiment_config"] = comet_ml.ExperimentConfig(**{**_QUIET, **options})
-        experiment = comet_ml.start(**direct)
+        running = comet_ml.get_running_experiment()
+        named = "experiment_key" in self.init_kwargs
+        self._joined = running is not None and not running.ended and not named
+        experiment = running if self._joined else comet_ml.start(**direct)
         # An experiment that failed to connect would silently drop all values.
         if not (experiment.alive or experiment.disabled):
             experiment.end()
@@ -228,9 +232,12 @@ class CometMLTracker(ServiceTracker):
         self.tracker.log_model(name or "model", str(path), metadata=about, **kwargs)
 
     def finish(self) -> None:
-        """Record how the run ended as the experiment's "status", and close it."""
+        """Record how the run ended as the experiment's "status", and close it.
+
+        One that the script has begun goes on.
+        """
         experiment, self._opened = self._opened, None
-        if experiment is None:
+        if experiment is None or self._joined:
             return
         if self.status != "running":  # "running": it is unknown how the run ended
             experiment.log_other("status", self.status)

@@ -51,8 +51,10 @@ class MLflowTracker(ServiceTracker):
     ``mlflow ui --backend-store-uri sqlite:///<path>`` shows. A run that resumes continues the same
     run, and does not log values again that MLflow already has.
 
-    The run is not the active run of the script: functions such as ``mlflow.log_metric`` do not see
-    it. Use `client` with `run_id`.
+    A run that the script has open when this is created (``mlflow.start_run``) is joined, and stays
+    open at the end, unless the arguments name another place or run. Any other run is not the active
+    run of the script: functions such as ``mlflow.log_metric`` do not see it. Use `client` with
+    `run_id`.
 
     Args:
         experiment_name: the experiment, that is, the project; created if there is none.
@@ -106,8 +108,12 @@ class MLflowTracker(ServiceTracker):
         if description is not None:
             self.tags["mlflow.note.content"] = description
         nested = environment.read_flag("MLFLOW_NESTED_RUN", nested_run)
-        if nested and (parent := _open_run()) is not None:
-            self.tags["mlflow.parentRunId"] = parent
+        open_run = _open_run()
+        if nested and open_run is not None:
+            self.tags["mlflow.parentRunId"] = open_run
+        if self._given is None and tracking_uri is None and not nested:
+            self._given = open_run
+        self._joined = self._given is not None and self._given == open_run
 
     def resume(self, run_id: str | None, step: int | None) -> None:
         """Continue a run, unless the arguments name another one."""
@@ -131,7 +137,7 @@ class MLflowTracker(ServiceTracker):
 
     def _uri(self, mlflow: Any) -> str | None:
         """Return the place of the run; None is MLflow's own choice."""
-        if self.tracking_uri is not None or self.service_dir is None:
+        if self.tracking_uri is not None or self.service_dir is None or self._joined:
             return self.tracking_uri
         if mlflow.is_tracking_uri_set():
             return None
@@ -360,7 +366,10 @@ class MLflowTracker(ServiceTracker):
         self.log_artifact(path, folder if step is None else f"{folder}/step-{step}")
 
     def finish(self) -> None:
-        """Close the run as finished, failed or, if it was preempted, killed."""
+        """Close the run as finished, failed or, if it was preempted, killed.
+
+        One that the script has open stays so.
+        """
         run, self._opened = self._opened, None
-        if run is not None:
+        if run is not None and not self._joined:
             self.client.set_terminated(run.info.run_id, _STATES.get(self.status, "FINISHED"))

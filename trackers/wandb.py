@@ -78,9 +78,8 @@ class WandBTracker(ServiceTracker):
     run that resumes continues the same W&B run, and does not log steps again that W&B already has.
     W&B itself records the version of the code, the output and the machine.
 
-    If the script has a W&B run open, it is reused, as in `wandb.init`; pass `reinit="create_new"`
-    for a separate run. In a notebook, W&B ends the open run and begins another; there,
-    `reinit="return_previous"` reuses it.
+    If the script has a W&B run open, it is joined, and stays open at the end; pass
+    `reinit="create_new"` for a separate run.
 
     Args:
         run_name: the name of the project.
@@ -135,10 +134,16 @@ class WandBTracker(ServiceTracker):
             options.setdefault("id", self._new_id)
         self.run_id = options.get("id")
         self._tried = True
-        self._opened = run = wandb.init(**options)
+        open_run = wandb.run
+        joins = open_run is not None and "reinit" not in known | options.keys()
+        self._opened = run = open_run if joins else wandb.init(**options)
+        self._joined = run is open_run  # also with reinit="return_previous"
         self.run_id, self._new_id, self._tried = run.id, None, False
         reported = self._opened.summary.get("global_step")
-        self._rows = Rows(run.starting_step, step, reported if isinstance(reported, int) else None)
+        begun = run.starting_step
+        if self._joined and run.step:
+            begun = run.step + 1  # that row may be incomplete
+        self._rows = Rows(begun, step, reported if isinstance(reported, int) else None)
         run.define_metric("global_step", hidden=True)
         run.define_metric("*", step_metric="global_step", step_sync=True)
 
@@ -280,10 +285,10 @@ class WandBTracker(ServiceTracker):
         self.log_artifact(path, name or f"model-{self.tracker.id}", "model", step, **kwargs)
 
     def finish(self) -> None:
-        """Close the run as finished, failed or preempted."""
+        """Close the run as finished, failed or preempted, unless the script has opened it."""
         run, self._opened = self._opened, None
         self._new_id = None
-        if run is None:
+        if run is None or self._joined:
             return
         if self.status == "preempted":
             run.mark_preempting()  # with a non-zero exit code, W&B then shows it as preempted

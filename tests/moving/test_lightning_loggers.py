@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import logging
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import wandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader
 
 import trainer.lightning as L
 from callbacks import Callback
-from tests.helpers.services import wandb_runs
+from tests.helpers.services import mlflow_runs, mlflow_store, wandb_runs
 from tests.moving.running import real
 from trainer.lightning.pytorch.callbacks import LearningRateMonitor
-from trainer.lightning.pytorch.loggers import CSVLogger, WandbLogger
+from trainer.lightning.pytorch.loggers import (
+    CSVLogger,
+    MLFlowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
 from trainer.lightning.pytorch.utilities import rank_zero
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
@@ -223,6 +232,7 @@ def test_a_wandb_logger_has_the_methods_of_lightnings(tmp_path):
     settings = {"console": "off", "silent": True}
     logger = WandbLogger(save_dir=tmp_path, offline=True, project="own", settings=settings)
     fit(Logs(), tmp_path, logger=logger)
+    wandb.finish()
     [run] = wandb_runs(tmp_path)
     assert (run.run.project, run.config["lr"]) == ("own", 0.1)
     [(step, picture)] = run.series("picture")
@@ -254,3 +264,61 @@ def test_messages_of_rank_zero_info_are_shown_once(monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(own)])
     rank_zero.rank_zero_info("once")
     assert (shown.getvalue().count("\n"), own.getvalue()) == (1, "once\n")
+
+
+def test_a_tensorboard_logger_writes_before_between_and_after_fits(tmp_path):
+    class Silent(type(make_net(L))):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            return
+
+    logger = TensorBoardLogger(tmp_path, "runs", version=0)
+    logger.experiment.add_scalar("before", 1.0, 0)
+    for place in ("between", "after"):
+        fit(Silent(), tmp_path, logger=logger, enable_checkpointing=False)
+        logger.experiment.add_scalar(place, 1.0, 0)
+        logger.log_metrics({f"{place}_metric": 2.0}, 3)
+    logger.experiment.close()
+    events = EventAccumulator(str(tmp_path / "runs" / "version_0"))
+    events.Reload()
+    found = {*events.Tags()["scalars"]}
+    assert found >= {"before", "between", "after", "between_metric", "after_metric", "loss"}
+
+
+def test_a_csv_logger_records_after_a_fit(tmp_path):
+    class Silent(type(make_net(L))):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            return
+
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"before": 0.5}, 0)
+    fit(Silent(), tmp_path, logger=logger)
+    logger.log_metrics({"after": 2.0}, 9)
+    rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
+    assert (rows[0]["before"], rows[-1]["after"], rows[-1]["step"]) == ("0.5", "2.0", "9")
+    assert any(row["loss"] for row in rows)
+
+
+def test_two_fits_are_one_run_at_mlflow(tmp_path):
+    class Silent(type(make_net(L))):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            return
+
+    uri = mlflow_store(tmp_path)
+    logger = MLFlowLogger("project", tracking_uri=uri, artifact_location=str(tmp_path))
+    logger.experiment.log_param(logger.run_id, "before", 1)
+    for place in ("between", "after"):
+        fit(Silent(), tmp_path, logger=logger)
+        logger.experiment.log_metric(logger.run_id, place, 1.0, step=0)
+    [run] = mlflow_runs(tmp_path)
+    assert (run.status, run.params["before"]) == ("FINISHED", "1")
+    assert {*run.metrics} >= {"between", "after", "loss"}
+
+
+def test_a_logger_that_no_fit_has_used_records_at_the_end_of_the_program(tmp_path):
+    program = (
+        "from trainer.lightning.pytorch.loggers import CSVLogger\n"
+        f"CSVLogger({str(tmp_path)!r}, version=0).log_metrics({{'a': 1.5}}, 3)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+    table = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
+    assert [*csv.DictReader(table.read_text().splitlines())] == [{"step": "3", "a": "1.5"}]

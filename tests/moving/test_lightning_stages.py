@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import wandb
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
@@ -112,7 +113,11 @@ def test_a_logger_of_wandb_is_its_run(tmp_path):
             self.logger.experiment.config.update({"own": 1})
 
     fit([], Logs, logger=logger, log_every_n_steps=4, default_root_dir=tmp_path)
+    logger.experiment.log({"final": 1})
+    wandb.log({"also": 2})  # the functions of the module see it too
+    wandb.finish()
     [run] = wandb_runs(tmp_path)
+    assert [run.rows[-2]["final"], run.rows[-1]["also"]] == [1, 2]
     assert (run.run.project, run.run.display_name, run.config["own"]) == ("project", "run", 1)
     assert [step for step, _ in run.series("loss")] == [4, 8, 12, 16]
     assert run.config["batch_size"] == 8
@@ -128,10 +133,14 @@ def test_a_logger_of_comet_is_its_experiment(tmp_path):
         project="project", online=False, offline_directory=str(tmp_path),
         log_git_metadata=False, display_summary_level=0, **quiet,
     )  # fmt: skip
+    logger.experiment.log_other("before", "fit")
     fit([], logger=logger, log_every_n_steps=8, default_root_dir=tmp_path)
+    logger.experiment.log_metric("after", 1.0, step=17)
+    logger.experiment.end()
     [run] = comet_runs(tmp_path)
     assert run.experiment["project_name"] == "project"
     assert [step for step, _ in run.metrics["loss"]] == [8, 16]
+    assert (run.others["before"], run.metrics["after"]) == ("fit", [(17, 1.0)])
 
 
 @pytest.mark.parametrize("lottery", [False, True])

@@ -196,3 +196,19 @@ def test_archives_of_runs_with_one_seed_do_not_replace_each_other(tmp_path):
         tracker.log({"loss": 1.0}, step)
         tracker.finish()
     assert [run.metrics["loss"] for run in comet_runs(tmp_path)] == [[(1, 1.0)], [(2, 1.0)]]
+
+
+def test_an_experiment_that_the_script_has_begun_is_joined_and_goes_on(tmp_path):
+    quiet = {name: value for name, value in QUIET.items() if name != "online"}
+    experiment = comet_ml.start(
+        online=False,
+        experiment_config=comet_ml.ExperimentConfig(offline_directory=str(tmp_path), **quiet),
+    )
+    tracker = make(tmp_path)
+    tracker.start()
+    tracker.log({"loss": 1.0}, 1)
+    tracker.finish()
+    experiment.log_metric("final", 2.0, step=2)
+    experiment.end()
+    [run] = comet_runs(tmp_path)
+    assert (run.metrics["loss"], run.metrics["final"]) == ([(1, 1.0)], [(2, 2.0)])

@@ -172,3 +172,21 @@ def test_figures_and_files_by_the_arguments_of_mlflow(make, tmp_path):
             assert read.size == (100, 50)
     for path in ("notes/note.txt", "note.txt", "inside/note.txt"):
         assert (run.files / path).read_text() == "note"
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_run_that_the_script_has_open_is_joined_and_stays_open(tmp_path, monkeypatch, named):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_store(tmp_path))
+    mlflow.create_experiment("mine", artifact_location=str(tmp_path))
+    with mlflow.start_run(experiment_id=mlflow.get_experiment_by_name("mine").experiment_id) as own:
+        tracker = MLflowTracker("project", run_id=own.info.run_id if named else None)
+        tracker.service_dir = str(tmp_path / "logs")
+        tracker.start()
+        tracker.log({"loss": 1.0}, 1)
+        tracker.status = "finished"
+        tracker.finish()
+        assert tracker.client.get_run(own.info.run_id).info.status == "RUNNING"
+        mlflow.log_metric("final", 2.0, step=2)
+    [run] = mlflow_runs(tmp_path)
+    assert (run.experiment, run.status) == ("mine", "FINISHED")
+    assert (run.metrics["loss"], run.metrics["final"]) == ([(1, 1.0)], [(2, 2.0)])

@@ -286,3 +286,34 @@ def test_a_script_without_end_training_loses_nothing(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     (run,) = wandb_runs(tmp_path / "run")
     assert [row["loss"] for row in run.rows] == [1.0]
+
+
+def test_a_run_that_the_script_has_opened_is_joined_and_stays_open(tmp_path):
+    with wandb.init(project="mine", dir=str(tmp_path), **QUIET) as run:
+        run.log({"own": 0.5})
+        for _ in range(2):  # a fit, and another one
+            tracker = WandBTracker("project", dir=str(tmp_path))
+            tracker.start()
+            assert tracker.run_id == run.id
+            tracker.log({"loss": 1.0}, 1)
+            tracker.log({"loss": 2.0}, 2)
+            tracker.status = "finished"
+            tracker.finish()
+        wandb.log({"final": 3.0})
+    [found] = wandb_runs(tmp_path)
+    assert (found.run.project, found.exit_code) == ("mine", 0)
+    assert found.series("loss") == [(1, 1.0), (2, 2.0)] * 2
+    assert (found.rows[0]["own"], found.rows[-1]["final"]) == (0.5, 3.0)
+
+
+def test_a_separate_run_is_closed_although_the_script_has_one_open(tmp_path):
+    with wandb.init(project="mine", dir=str(tmp_path), **QUIET) as run:
+        tracker = WandBTracker("other", dir=str(tmp_path), reinit="create_new", **QUIET)
+        tracker.start()
+        assert tracker.run_id != run.id
+        tracker.finish()
+        run.log({"final": 3.0})
+    assert {one.run.project: one.exit_code for one in wandb_runs(tmp_path)} == {
+        "mine": 0,
+        "other": 0,
+    }

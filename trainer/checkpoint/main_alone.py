@@ -113,11 +113,7 @@ def save_alone(progress: Any) -> bool:
                 time.sleep(_PAUSE)
             elif known:
                 _swap(value, _JOINT)
-            elif (
-                known is None
-                and time.monotonic() < until
-                and not _others_are_elsewhere()
-            ):
+            elif known is None and time.monotonic() < until and not _others_are_elsewhere():
                 time.sleep(_PAUSE)
             elif _swap(value, _text(SaveAlone(number=number, progress=progress))):
                 memory.joint[line], memory.line, memory.number = False, line, number

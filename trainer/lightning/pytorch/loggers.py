@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 from argparse import Namespace
@@ -19,6 +20,7 @@ from trackers.mlflow import MLflowTracker
 from trackers.redaction import redact
 from trackers.tensorboard import TensorBoardTracker
 from trackers.wandb import WandBTracker
+from trainer import environment
 from trainer.distributed.objects import broadcast_object
 from trainer.errors import module_logger
 from trainer.hparams import logged
@@ -74,6 +76,7 @@ class Logger:
     trainer: Any = None
     logs_epoch = True  # beside the other values, as in Lightning
     _thread: int | None = None  # of the tracker
+    _used = False  # whether it has been opened
 
     @cached_property
     def _early(self) -> list[tuple[str, Any, dict[str, Any]]]:
@@ -97,15 +100,60 @@ class Logger:
 
     @property
     def experiment(self) -> Any:
-        """The SDK's own object on rank 0 while a run goes on; elsewhere calls of it do nothing.
+        """The SDK's own object on rank 0, until the program ends; elsewhere calls of it do nothing.
 
-        It waits until the tracker has started. What is called then runs on this thread.
+        The first access opens the run. During a fit, it waits until the tracker has started. What
+        is called then runs on this thread.
         """
-        try:
-            running: Any = self if self._is_within else self._running
-            return _NoExperiment() if running is None else running.tracker
-        except RuntimeError:  # the run is over
+        if self._is_within:
+            return self._sdk_object
+        if rank_zero_only.rank != 0:
             return _NoExperiment()
+        running = self._running if self._in_stage else None
+        if running is None or not running.started:
+            self._open()
+        else:
+            running.tracker  # noqa: B018 - waits, and raises the error of the start
+        return self._sdk_object
+
+    @property
+    def _sdk_object(self) -> Any:
+        return self.tracker
+
+    @property
+    def _in_stage(self) -> bool:
+        """Whether a fit or an evaluation goes on, which has the tracker."""
+        return self.trainer is not None and self.trainer.stage_name is not None
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the SDK's object is there, also after a fit."""
+        return vars(self).get("_opened") is not None
+
+    def _open(self) -> None:
+        """Start the tracker outside of a fit, unless it is open, and send what was logged before."""
+        if not self._is_open:
+            if self._used:
+                self.resume(self.run_id, None)
+            super().start()  # type: ignore[misc]  # of the tracker, the next base
+        self._thread = threading.get_ident()
+        try:
+            self._send_early()
+        finally:
+            self._thread = None
+        if not self._is_open:  # a table, which is closed meanwhile
+            super().finish()  # type: ignore[misc]  # of the tracker, the next base
+
+    def _send_early(self) -> None:
+        self._used = True
+        early, self._early = self._early, []
+        for method, args, options in early:
+            getattr(self, method)(*args, **options)
+
+    def _send_at_exit(self) -> None:
+        if self._early and rank_zero_only.rank == 0:
+            self._open()
+            super().finish()  # type: ignore[misc]  # of the tracker, the next base
 
     @property
     def _is_within(self) -> bool:
@@ -172,23 +220,31 @@ class Logger:
             self.log_metrics(values, step)
 
     def _call(self, method: str, *args: Any, **options: Any) -> None:
-        running = self._running
         if self._is_within:
             getattr(self, method)(*args, **options)
-        elif self.trainer is None or self.trainer.stage_name is None:
+        elif self._in_stage:
+            if (running := self._running) is not None:
+                getattr(running, method)(*args, **options)
+        elif rank_zero_only.rank == 0:
+            if not self._early:
+                atexit.register(self._send_at_exit)
             self._early.append((method, redact(args), options))
-            if running is not None:
-                _logger.warning("A run is over: %s is sent when the next one starts.", args[0])
-        elif running is not None:
-            getattr(running, method)(*args, **options)
+            if self._used:
+                self._open()
 
     def start(self) -> None:
-        """Start the tracker, and send what was logged before."""
+        """Start the tracker, or go on in the run that is open, and send what was logged before."""
         self._thread = threading.get_ident()
-        super().start()  # type: ignore[misc]  # of the tracker, the next base
-        early, self._early = self._early, []
-        for method, args, options in early:
-            getattr(self, method)(*args, **options)
+        if not self._is_open:
+            super().start()  # type: ignore[misc]  # of the tracker, the next base
+        self._send_early()
+
+    def finish(self) -> None:
+        """Write what is pending; the run stays open for `experiment`."""
+        self._thread, opened = None, vars(self).get("_opened")
+        super().finish()  # type: ignore[misc]  # of the tracker, the next base
+        if opened is not None:
+            self._opened = opened
 
     def watch(self, *_: Any, **__: Any) -> None:
         """Refuse: a callback logs the norms of gradients.
@@ -341,6 +397,24 @@ class TensorBoardLogger(_InFolder, TensorBoardTracker):
     def _move(self) -> None:
         self.log_dir = self._folder
 
+    @property
+    def _is_open(self) -> bool:
+        # Not if the next fit has another folder, or hides what a killed run has logged.
+        if not super()._is_open or self._purge_step is not None:
+            return False
+        return bool(self.tracker.get_logdir() == str(self.log_dir))
+
+    def start(self) -> None:
+        """Start; the files of a run that is open stay."""
+        self._anew = self._anew and not self._is_open
+        super().start()
+
+    def finish(self) -> None:
+        """Write what is pending; an event after it opens the file again."""
+        file = self._file
+        super().finish()
+        self._file = file
+
 
 class CSVLogger(_InFolder, CSVTracker):
     """`trackers.csv.CSVTracker`: ``metrics.csv`` in ``save_dir/name/version_N``.
@@ -417,6 +491,22 @@ class WandbLogger(Logger, WandBTracker):
         self.project, self.version = project or "lightning_logs", identity
         WandBTracker.__init__(self, self.project, **kwargs)
 
+    @property
+    def _is_open(self) -> bool:
+        import wandb
+
+        separate = self.init_kwargs.get("reinit") == "create_new"
+        return super()._is_open and (separate or wandb.run is not None)  # it may be finished
+
+    def finish(self) -> None:
+        """Note how the fit has ended; ``wandb.finish()``, or the program's end, closes the run."""
+        self._thread = None
+        if self._opened is None or self._joined:
+            return
+        if self.status == "preempted":
+            self._opened.mark_preempting()
+        self._opened.summary["status"] = self.status
+
     def log_image(
         self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]
     ) -> None:
@@ -459,6 +549,13 @@ class CometLogger(Logger, CometMLTracker):
         _check_unused(kwargs, "prefix")
         self.project, self.version = project or "lightning_logs", name
         CometMLTracker.__init__(self, self.project, **kwargs)
+
+    def finish(self) -> None:
+        """Note how the fit has ended; the program's end closes the experiment."""
+        self._thread = None
+        if self._opened is not None and not self._joined:
+            self._opened.log_other("status", self.status)
+            self._opened.flush()
 
 
 class MLFlowLogger(Logger, MLflowTracker):
@@ -505,17 +602,26 @@ class MLFlowLogger(Logger, MLflowTracker):
             tracking_uri=tracking_uri,
         )
 
+        if run_id is None:  # as under Lightning, not in the run that the script has open
+            self._given, self._joined = environment.read("MLFLOW_RUN_ID"), False
+
+    def start(self) -> None:
+        """Begin the run, or continue it: a fit sets its state at the end."""
+        if self._is_open and self._previous[0] is None:
+            self.resume(self.run_id, None)
+        self._opened = None
+        super().start()
+
     @property
-    def experiment(self) -> Any:
-        """The ``MlflowClient`` on rank 0 while a run goes on; see `Logger.experiment`."""
-        run = super().experiment
-        return run if isinstance(run, _NoExperiment) else self.client
+    def _sdk_object(self) -> Any:
+        """The ``MlflowClient``."""
+        return self.client
 
     @property
     def experiment_id(self) -> Any:
-        """The experiment's id, while a run goes on."""
-        run = super().experiment
-        return None if isinstance(run, _NoExperiment) else run.info.experiment_id
+        """The experiment's id, on rank 0."""
+        run = self.experiment
+        return None if isinstance(run, _NoExperiment) else self.tracker.info.experiment_id
 
     @property
     def version(self) -> Any:

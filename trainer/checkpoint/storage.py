@@ -48,6 +48,17 @@ logger = module_logger(__name__)
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 
+# The types of fields, if they are there; an int counts something.
+_TYPES: dict[str, Any] = {
+    "files": dict,
+    **dict.fromkeys(("step", "epoch", "world_size", "data_size"), int),
+    **dict.fromkeys(("models", "optimizers", "schedulers", "custom_objects"), int),
+    **dict.fromkeys(("scaler", "weights_only", "main_process_alone"), bool),
+    **dict.fromkeys(("metrics", "hyper_parameters", "configuration", "versions"), dict),
+    "run_id": (str, type(None)),
+    "kind": str,
+}
+
 _OWN_FIELDS = ("format_version", "files", "sha256")
 
 STAGING = ".cadence-staging"  # in a folder that is shared with the user's files
@@ -234,7 +245,28 @@ def read_manifest(path: Path) -> dict[str, Any]:
         for name in manifest["files"]:
             if not is_portable(name):
                 raise CheckpointError(f"{file} lists {name!r}, which is no name of its own files.")
+        _check_types(file, manifest)
     return manifest
+
+
+def _check_types(file: Path, manifest: Mapping[str, Any]) -> None:
+    """Check the types of the fields that readers rely on.
+
+    Raises:
+        CheckpointError: One has another type, or a count does not fit 64 bits.
+    """
+    typed = [(name, manifest[name], kind) for name, kind in _TYPES.items() if name in manifest]
+    for name, described in manifest["files"].items():
+        described = described if isinstance(described, dict) else {}
+        typed.append((f"size of {name}", described.get("size"), int))
+        typed.append((f"hash of {name}", described.get("sha256"), str))
+    for what, value, kind in typed:
+        sound = isinstance(value, kind)
+        if kind is int:
+            sound = type(value) is int and value >= 0 and fits_64_bits(value)
+        if not sound:
+            raise CheckpointError(f"{file} is damaged: its {what} is {str(value)[:100]}.")
+    metrics_of(manifest)
 
 
 def verify(path: Path, *, hashes: bool = True, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:

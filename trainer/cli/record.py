@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trackers.jsonl import FIELDS, parse_record
-from trainer.files import read_json
+from trainer.files import read_json, regular
 
 Floats = NDArray[np.float64]
 
@@ -95,7 +95,7 @@ class Record:
             OSError: The record exists and cannot be read.
         """
         try:
-            with open(self.path, "rb") as content:
+            with open(self.path, "rb", opener=regular) as content:
                 return self._read_from(content)
         except (FileNotFoundError, NotADirectoryError):
             gone, self._inode = self.exists, None

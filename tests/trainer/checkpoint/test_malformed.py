@@ -34,6 +34,7 @@ from trainer.checkpoint.storage import (
     open_staging,
     read_manifest,
     remove,
+    step_of,
     verify,
 )
 from trainer.cli import main
@@ -155,6 +156,27 @@ def test_a_callback_state_with_a_foreign_path_raises(run, tmp_path):
     with pytest.raises(CheckpointError, match=r"ModelCheckpoint.*cannot be restored.*victim"):
         fit(tmp_path / "copy", steps=4)
     assert verify(tmp_path / "victim") is not None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("metrics", [1]), ("step", {}), ("step", 10**400), ("epoch", True), ("run_id", 3)),
+        *(("world_size", "2"), ("hyper_parameters", []), ("files", {"model.safetensors": 4})),
+    ],
+)
+def test_a_field_of_another_type_makes_a_checkpoint_damaged(run, tmp_path, caplog, field, value):
+    shutil.copytree(run, tmp_path / "copy")
+    *_, older, newest = committed(tmp_path / "copy" / "checkpoints")
+    seal(newest, json.loads((newest / "manifest.json").read_text()) | {field: value})
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        read_manifest(newest)
+    with pytest.raises(CheckpointError):
+        Net.load_from_checkpoint(newest)
+    assert main(["checkpoints", str(tmp_path / "copy")]) == 1
+    trainer = fit(tmp_path / "copy", steps=3)
+    assert f"{newest} is not used" in caplog.text
+    assert (trainer.global_step, step_of(older)) == (3, 2)
 
 
 # -- names and file types --------------------------------------------------------------------------

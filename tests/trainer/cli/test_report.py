@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import math
+import os
 import random
 import re
 import sys
@@ -667,3 +668,16 @@ def test_runs_of_one_name_are_named_by_their_paths():
     names = [run.name for run in read_runs(folders)]
     assert names[:2] == ["x/a/run", "y/a/run"]
     assert names[2].endswith("y/b")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="os.mkfifo is needed")
+@pytest.mark.parametrize("command", [["report", "run"], ["watch", "run", "--once"]])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_record_that_is_no_regular_file_is_not_read(command, kind, capsys):
+    Path("run").mkdir()
+    if kind == "pipe":
+        os.mkfifo("run/metrics.jsonl")
+    else:
+        Path("run/metrics.jsonl").symlink_to("/dev/zero")
+    assert main(command) == 1
+    assert "run/metrics.jsonl" in capsys.readouterr().err

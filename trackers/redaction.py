@@ -2,7 +2,8 @@
 
 Secrets are redacted in `run.json`, the manifests of checkpoints, reports and tracker data, because
 others may read them. A value is a secret if its name suggests it, see `is_secret`. Passwords and
-tokens in URLs are redacted in every text.
+tokens in URLs are redacted in every text. The constructor arguments in a manifest, from which a
+module is made again, are redacted only if their name leaves no doubt.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _USER_INFO = re.compile(r"\b([A-Za-z][\w+.-]*)://([^\s/?#'\"<>]*)@")
 _QUERY = re.compile(r"([?&;])([\w.-]+)=([^\s&;#'\"<>]+)")
 
+_OPTION = re.compile(r"--?(?P<name>[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
+
 _named: dict[str, bool] = {}
 
 
@@ -46,11 +49,17 @@ def name_secrets(*names: str, secret: bool = True) -> None:
     _named.update((name.lower(), secret) for name in names)
 
 
-def is_secret(name: str, value: Any) -> bool:
+def is_secret(name: str, value: Any, *, certain: bool = False) -> bool:
     """Return whether a value is a secret, by its name.
 
     The last word of the name decides: ``db_password`` is a secret; ``num_keys``, ``key_dim`` and
     ``tokenizer`` are not. None, booleans and empty texts are never secrets.
+
+    Args:
+        name: The name.
+        value: The value.
+        certain: Only if the name leaves no doubt: not for ``key`` and ``token`` alone, nor because
+            a value looks random.
     """
     is_text = isinstance(value, (str, bytes))
     if value is None or isinstance(value, bool) or (is_text and not value):
@@ -66,33 +75,60 @@ def is_secret(name: str, value: Any) -> bool:
     kind = next((each for each in _OFTEN if last.endswith(each)), None)
     if kind is None or not is_text:
         return False
-    alone = words == [kind]
+    alone = words == [kind] and not certain
     whose = last.removesuffix(kind) or (words[-2] if len(words) > 1 else "")
-    looks_random = last == kind and isinstance(value, str) and _RANDOM.fullmatch(value)
-    return bool(alone or _WHOSE.fullmatch(whose) or looks_random)
+    random = last == kind and isinstance(value, str) and _RANDOM.fullmatch(value)
+    return bool(alone or _WHOSE.fullmatch(whose) or (random and not certain))
 
 
-def redact(value: Any, name: str = "") -> Any:
+def redact(value: Any, name: str = "", *, certain: bool = False) -> Any:
     """Return a value with `MASK` in place of secrets; the object itself if there are none.
+
+    In lists and tuples, values of options of a command line are secrets by the option's name:
+    ``["--password", "x"]``, ``["--password=x"]``.
 
     Args:
         value: Plain values in mappings, namespaces, dataclasses, lists, tuples and sets. A mapping,
             namespace or dataclass that contains a secret is copied as a dict.
         name: The name of the value.
+        certain: See `is_secret`.
     """
     if (named := named_values(value)) is not None:
         # All values inside a secret container such as `credentials` are secrets.
-        secret = is_secret(name, MASK)
-        items = {key: redact(each, name if secret else str(key)) for key, each in named.items()}
+        secret = is_secret(name, MASK, certain=certain)
+        items = {
+            key: redact(each, name if secret else str(key), certain=certain)
+            for key, each in named.items()
+        }
         return items if any(items[key] is not named[key] for key in named) else value
     if isinstance(value, (list, tuple, set, frozenset)):
-        parts = [redact(each, name) for each in value]
+        parts = [redact(each, name, certain=certain) for each in value]
+        if isinstance(value, (list, tuple)):
+            parts = _redacted_options(parts, certain)
         if all(new is old for new, old in zip(parts, value, strict=True)):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if is_secret(name, value):
+    if is_secret(name, value, certain=certain):
         return MASK
     return _without_credentials(value) if isinstance(value, str) else value
+
+
+def _redacted_options(parts: list[Any], certain: bool) -> list[Any]:
+    """Mask the values of a command line's options; other values stay the same objects."""
+    masked, option = [], ""
+    for part in parts:
+        found = _OPTION.fullmatch(part) if isinstance(part, str) else None
+        if found is None:
+            masked.append(MASK if option and is_secret(option, part, certain=certain) else part)
+            option = ""
+            continue
+        option, given = found["name"], found["value"]
+        if given is not None and is_secret(option, given, certain=certain):
+            masked.append(f"{part[: found.start('value')]}{MASK}")
+        else:
+            masked.append(part)
+        option = "" if given is not None else option
+    return masked
 
 
 def redacted_texts(values: Mapping[str, Any]) -> dict[str, Any]:

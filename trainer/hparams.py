@@ -156,7 +156,7 @@ def logged(owner: object) -> dict[str, Any]:
 def to_manifest(owner: object) -> dict[str, Any]:
     """Return an object's current hyper-parameters in JSON form; an empty dict if it has none.
 
-    Secrets are redacted.
+    Secrets are redacted, if their names leave no doubt: the object is made again from the others.
 
     Raises:
         TypeError: A value that was set later is not plain data.
@@ -177,8 +177,8 @@ def to_manifest(owner: object) -> dict[str, Any]:
     for name in lost:
         arguments.pop(name, None)  # a dict of which a part is lost
     parts |= {"namespaces": sorted(kept.namespaces - lost), "unsaved": sorted(lost)}
-    hidden = redact(arguments)
-    parts |= {"arguments": hidden, "others": redact(parts["others"])}
+    hidden = redact(arguments, certain=True)
+    parts |= {"arguments": hidden, "others": redact(parts["others"], certain=True)}
     parts["masked"] = [name for name in arguments if hidden[name] is not arguments[name]]
     tree: dict[str, Any] = json.loads(encode_tree(parts, "hyper_parameters")[0])["tree"]
     return tree
@@ -200,6 +200,7 @@ def saved_arguments(saved: Any, where: object) -> dict[str, Any]:
             arguments[name] = Namespace(**arguments[name])
         for name in saved.get("masked", ()):
             del arguments[name]
+        set(saved.get("unsaved", ()))  # which `make` reads
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"The hyper-parameters in {where} cannot be read: {error!r}."

@@ -36,6 +36,22 @@ def test_random_looking_keys_are_masked():
     assert redact("observation.images.top_camera_1", "image_key").startswith("observation")
 
 
+def test_the_value_of_an_option_of_a_command_line_is_masked_by_its_name():
+    command = ["run", "--password", "x", "--lr", "0.1", "-api_key=y", "--token", "--other", "z"]
+    masked = ["run", "--password", "***", "--lr", "0.1", "-api_key=***", "--token", "--other", "z"]
+    assert redact(command) == masked
+    assert redact(tuple(command)) == tuple(masked)
+    plain = ["--key-dim", "8", "--tokenizer=bpe", "password"]
+    assert redact(plain) is plain
+
+
+@pytest.mark.parametrize("name", SECRETS.split())
+def test_few_names_leave_a_doubt(name):
+    value = redact({name: "x"}, certain=True)[name]
+    assert value == ("x" if name in ("key", "token", "keys", "tokens") else "***")
+    assert redact("vk-Q7gT1mZr9LpX4sWd0KcB", "vendor_key", certain=True) != "***"
+
+
 def test_numbers_are_secrets_of_passwords_alone_and_never_metrics():
     values = {"password": 1234, "token": 3, "credentials": {"user": "me", "ids": [1, 2]}}
     hidden = {"user": "***", "ids": ["***", "***"]}

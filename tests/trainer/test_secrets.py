@@ -69,7 +69,11 @@ def test_no_file_of_a_run_holds_a_secret():
         "options": {"fails": False, "credentials": ["***"]},
         "hub_token": "***",
     }
-    assert messages["warnings"][0]["text"] == "Reading postgres://me:***@host/data again."
+    told, *others = [each["text"] for each in messages["warnings"]]
+    assert told.startswith(
+        "Checkpoints do not hold the secrets among the arguments of Net: api_key"
+    )
+    assert others[0] == "Reading postgres://me:***@host/data again."
     assert WORD.encode() not in written()
     assert trainer.module.hparams.api_key == WORD  # the run itself has it
 
@@ -104,6 +108,34 @@ def test_a_module_is_not_made_with_the_mask_of_a_secret():
     )
     given = {"api_key": None, "data": URL, "options": None}
     assert Net.load_from_checkpoint(path, **given).hparams == {"width": 2, **given}
+
+
+class Keyed(TrainModule):
+    def __init__(self, key="image", token="cls", command=()):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).mean()
+
+    configure_optimizers = Net.configure_optimizers
+
+
+def test_a_checkpoint_keeps_what_may_be_no_secret_and_pages_do_not_show_it(caplog):
+    module = Keyed("pixels", "[CLS]", ["--key", "a", f"--password={WORD}", "--api-key", WORD, "-v"])
+    fit(module)
+    (path,) = Path("run/checkpoints").glob("step-*")
+    assert "do not hold the secrets among the arguments of Keyed: command." in caplog.text
+    loaded = Keyed.load_from_checkpoint(path, command=())
+    assert loaded.hparams == {"key": "pixels", "token": "[CLS]", "command": ()}
+    saved = json.loads((path / "manifest.json").read_text())["hyper_parameters"]["arguments"]
+    assert saved["command"] == ["--key", "a", "--password=***", "--api-key", "***", "-v"]
+    (run,) = read_runs([Path("run")])
+    shown = run.parameters("hyper_parameters")
+    assert (shown["key"], shown["token"]) == ("***", "***")
+    assert "pixels" not in Path("run/run.json").read_text()
+    assert WORD.encode() not in written()
 
 
 class Any(TrainModule):

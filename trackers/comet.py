@@ -33,9 +33,10 @@ def _picture(image: Any) -> Any:
 class CometMLTracker(ServiceTracker):
     """An experiment at Comet, or in an archive on disk with ``online=False``.
 
-    An experiment that the script has running is joined, and goes on at the end, unless `kwargs` have
-    an `experiment_key`. A run that resumes continues the same experiment. Comet itself records the version of the code,
-    the output and the machine. Its hooks into torch are disabled unless `kwargs` enable them.
+    An experiment that the script has running is joined, and goes on at the end, unless `kwargs`
+    have an `experiment_key`. A run that resumes continues the same experiment. Comet itself records
+    the version of the code, the output and the machine. Its hooks into torch are disabled unless
+    `kwargs` enable them.
 
     Args:
         run_name: the name of the project.
@@ -94,7 +95,7 @@ class CometMLTracker(ServiceTracker):
         running = comet_ml.get_running_experiment()
         named = "experiment_key" in self.init_kwargs
         self._joined = running is not None and not running.ended and not named
-        experiment = running if self._joined else comet_ml.start(**direct)
+        experiment: Any = running if self._joined else comet_ml.start(**direct)
         # An experiment that failed to connect would silently drop all values.
         if not (experiment.alive or experiment.disabled):
             experiment.end()

@@ -134,6 +134,7 @@ class WandBTracker(ServiceTracker):
             options.setdefault("id", self._new_id)
         self.run_id = options.get("id")
         self._tried = True
+        run: Any
         open_run = wandb.run
         joins = open_run is not None and "reinit" not in known | options.keys()
         self._opened = run = open_run if joins else wandb.init(**options)

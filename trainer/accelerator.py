@@ -299,8 +299,7 @@ class Accelerator:
                 engine=engine,
             )
         )
-        self._several = self.use_distributed
-        self.step = 0
+        self.step, self._several = 0, self.use_distributed
         self._accumulating = False  # inside a block of `accumulate`
         self._accumulated: set[int] = set()  # the models of the current micro-batch, by id
         self._trigger = Trigger()
@@ -1240,8 +1239,8 @@ class Accelerator:
         """Save all prepared and registered objects and each process's RNG states.
 
         Every process calls it. The main process may also call it alone, inside ``if
-        accelerator.is_main_process:``, where the state is replicated (one device, DDP): `load_state`
-        then derives the random states of the others. Of sharded models that is an error.
+        accelerator.is_main_process:``, where the state is replicated (one device, DDP): then
+        `load_state` derives the random states of the others. Of sharded models that is an error.
 
         Args:
             output_dir: The folder; not needed with `automatic_checkpoint_naming` of

@@ -25,7 +25,7 @@ from trackers import read_metrics
 from trainer import Trainer, TrainModule
 from trainer.checkpoint.serialization import load_tree
 from trainer.checkpoint.storage import step_of, verify
-from trainer.errors import Preempted
+from trainer.errors import CheckpointError, Preempted
 
 
 class Net(TrainModule):
@@ -568,3 +568,48 @@ def test_a_start_without_a_checkpoint_prints_where_it_looked(tmp_path, capsys):
 def test_fast_dev_run_does_not_warn_of_unranked_checkpoints(caplog):
     fit(Net([1.0]), ModelCheckpoint(monitor="score", mode="max"), fast_dev_run=True)
     assert "No checkpoint was ranked" not in caplog.text
+
+
+class Extra(torch.nn.Module):
+    value: object = None
+
+    def get_extra_state(self):
+        return self.value
+
+    def set_extra_state(self, state):
+        self.value = state
+
+
+def with_part(part):
+    module = Net()
+    module.part = part
+    return module
+
+
+def test_plain_extra_state_is_in_a_checkpoint():
+    module = with_part(Extra())
+    module.part.value = {"calls": 3, "scale": torch.ones(2)}
+    fit(module, val=False, max_epochs=1)
+    resumed = with_part(Extra())
+    fit(resumed, val=False, max_epochs=2, ckpt_path="auto")
+    assert resumed.part.value["calls"] == 3
+    assert resumed.part.value["scale"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("kind", ["complex128", "coo", "csr", "extra state"])
+def test_what_no_checkpoint_can_hold_is_refused_before_the_first_update(kind):
+    buffer = {
+        "complex128": torch.zeros(2, dtype=torch.complex128),
+        "coo": torch.eye(2).to_sparse(),
+        "csr": torch.eye(2).to_sparse_csr(),
+    }.get(kind)
+    part = Extra() if buffer is None else torch.nn.Module()
+    part.value = object()
+    if buffer is not None:
+        part.register_buffer("odd", buffer)
+    module = with_part(part)
+    module.training_step = lambda *_: pytest.fail("an update was begun")
+    with pytest.raises(CheckpointError, match=r"part\.(odd|_extra_state)") as caught:
+        fit(module, max_epochs=1)
+    assert buffer is None or "persistent=False" in str(caught.value)

@@ -36,7 +36,7 @@ from trainer.checkpoint.loading import (
 )
 from trainer.checkpoint.sharded_state import ShardedTensor, TensorFile, whole
 from trainer.checkpoint.storage import reading
-from trainer.checkpoint.weights import own_names, tied_names
+from trainer.checkpoint.weights import as_given, own_names, tied_names
 from trainer.errors import CheckpointError, module_logger, printable
 from trainer.names import bare_names
 
@@ -283,8 +283,9 @@ class Placement:
         for file in files:
             part: dict[str, Tensor] = {}
             for name, (source, stored) in own_names(model, _sources(file)).items():
-                if name not in self.here:
-                    part[name] = _own(source)  # for modules whose load hooks rename keys
+                # For set_extra_state, and for modules whose load hooks rename keys.
+                if not isinstance(self.here.get(name), Tensor):
+                    part[name] = as_given(name, _own(source))
                 elif (key := id(self.here[name])) not in made:
                     made.add(key)
                     value = self.make(names[key], source, file, stored)
@@ -300,8 +301,6 @@ class Placement:
     ) -> Tensor | None:
         """Return the new tensor for all names of an old one; None if it is there already."""
         old = self.here[names[0]]
-        if not isinstance(old, Tensor):
-            return _own(source)  # passed to set_extra_state
         dtype = old.dtype
         if source.dtype.is_floating_point:
             dtype = torch.float32 if self.is_kept(names) else self.dtype or old.dtype
@@ -353,7 +352,10 @@ def _own(source: Tensor | ShardedTensor) -> Tensor:
 def _fill(model: nn.Module, files: Iterable[Path]) -> KeyMismatch:
     return _combined(
         [
-            model.load_state_dict(own_names(model, dict(read_each(file))), strict=False)
+            model.load_state_dict(
+                own_names(model, {name: as_given(name, each) for name, each in read_each(file)}),
+                strict=False,
+            )
             for file in files
         ]
     )

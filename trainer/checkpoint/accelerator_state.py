@@ -46,7 +46,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint import accelerate_format, gradients, main_alone
-from trainer.checkpoint.loading import compare, placed, renames
+from trainer.checkpoint.loading import compare, load_whole, placed, renames
 from trainer.checkpoint.parts import (
     Reader,
     StatePart,
@@ -72,7 +72,6 @@ from trainer.checkpoint.sharded_state import (
     like,
     resharded,
     state_like,
-    whole,
 )
 from trainer.checkpoint.storage import (
     MANIFEST,
@@ -241,9 +240,10 @@ def save_state(
     """Save all prepared objects to ``output_dir``, or to the next numbered checkpoint.
 
     All processes call it, or, where the state is replicated, the main process alone; see
-    :mod:`trainer.checkpoint.main_alone`. An earlier checkpoint in the folder is replaced; other files there stay. The save increments
-    ``project.iteration``. With automatic naming and a ``total_limit``, the checkpoints with the
-    lowest numbers are then deleted, except those that also hold other files.
+    :mod:`trainer.checkpoint.main_alone`. An earlier checkpoint in the folder is replaced; other
+    files there stay. The save increments ``project.iteration``. With automatic naming and a
+    ``total_limit``, the checkpoints with the lowest numbers are then deleted, except those that
+    also hold other files.
 
     Args:
         output_dir: The folder, rank 0's on all ranks; ``~`` is the home directory. Ignored with
@@ -980,7 +980,7 @@ def _apply(
     prepared.settle(drops_gradients=True)
     for model, weights in zip(models, stored.weights, strict=False):
         if prepared.engine is not None and prepared.gathers:
-            prepared.engine.load_weights(model, {n: whole(each) for n, each in weights.items()})
+            load_whole(model, weights, prepared.engine.load_weights)
             continue
         values = placed(model, weights, assign=model_kwargs.get("assign", False))
         model.load_state_dict(values, strict=strict, **model_kwargs)

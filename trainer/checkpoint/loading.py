@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from trainer.checkpoint.serialization import EXTRA_STATE, extra_state
 from trainer.checkpoint.sharded_state import INDEX as SHARDS
 from trainer.checkpoint.sharded_state import ShardedTensor, like, whole
 from trainer.checkpoint.storage import check_file, is_portable, reading
@@ -36,7 +37,6 @@ from trainer.tree import own_memory
 logger = module_logger(__name__)
 _SHOWN = 20  # names of each kind listed in an error
 _OF_FSDP = "torch.distributed.fsdp"  # whose load hooks rename nothing
-_EXTRA_STATE = "_extra_state"  # the last part of the key of what set_extra_state gets
 
 
 def read_torch_file(file: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
@@ -337,7 +337,7 @@ def load_into(
         )
     if load is not None:
         fitting = _without(weights, (*mismatch.misshaped, *mismatch.unexpected))
-        load(module, {name: whole(value) for name, value in fitting.items()})
+        load_whole(module, fitting, load)
     elif not translates:
         _load(module, _without(weights, mismatch.misshaped), where)
     if mismatch:
@@ -347,6 +347,17 @@ def load_into(
             type(module).__name__,
             named,
         )
+
+
+def load_whole(
+    module: torch.nn.Module,
+    weights: Mapping[str, Any],
+    load: Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], None],
+) -> None:
+    """Load weights of which only an engine can copy the tensors; `load` copies whole ones."""
+    extra = {name: whole(each) for name, each in weights.items() if name.endswith(EXTRA_STATE)}
+    load(module, {name: whole(each) for name, each in weights.items() if name not in extra})
+    module.load_state_dict({n: extra_state(each) for n, each in extra.items()}, strict=False)
 
 
 def _translates(module: torch.nn.Module) -> bool:
@@ -381,7 +392,9 @@ def placed(
     copied = not (assign or _translates(module))
     return {
         name: value
-        if copied and isinstance(value, ShardedTensor) and not name.endswith(_EXTRA_STATE)
+        if copied and isinstance(value, ShardedTensor) and not name.endswith(EXTRA_STATE)
+        else extra_state(whole(value))
+        if name.endswith(EXTRA_STATE)
         else like(value, here.get(name))
         for name, value in weights.items()
     }

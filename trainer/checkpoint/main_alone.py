@@ -88,7 +88,7 @@ class _Memory:
 
 def _line_of_caller() -> Any:
     """Return what identifies the line of the program, and those that led to it."""
-    frame, lines = sys._getframe(1), []  # noqa: SLF001 - documented; `inspect` reads all sources
+    frame, lines = sys._getframe(1), []
     while frame is not None:
         lines.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]

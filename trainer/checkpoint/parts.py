@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.loading import read_torch_file
-from trainer.checkpoint.serialization import encode_tree, load_tree, portable, write_tree
+from trainer.checkpoint.serialization import encode_tree, load_tree, portable_weight, write_tree
 from trainer.checkpoint.sharded_state import INDEX, ShardReader, Shards, TensorFile
 from trainer.checkpoint.storage import examine
 from trainer.checkpoint.weights import (
     WEIGHTS_NAME,
-    load_weights,
+    read_weights,
     separate_tied,
     tied_names,
     write_weights_file,
@@ -73,7 +73,7 @@ def weights_part(state_dict: Mapping[str, object], name: str = WEIGHTS_NAME) -> 
     """
     tensors, tied = separate_tied(state_dict)
     return StatePart(
-        {name: portable(tensor, f"The weight {name!r}") for name, tensor in tensors.items()},
+        {name: portable_weight(tensor, name) for name, tensor in tensors.items()},
         lambda values, folder: write_weights_file(values, tied, folder / name),
         [name],
     )
@@ -192,6 +192,6 @@ class Reader:
             tied = tied_names(opened.metadata, found)
             return {name: found[first] for name, first in tied.items()} | found
         if file.suffix == ".safetensors":
-            return load_weights(file)
+            return read_weights(file)
         weights: dict[str, torch.Tensor] = read_torch_file(file)
         return weights

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.storage import check_file, reading
 from trainer.errors import CheckpointError
@@ -48,6 +49,10 @@ DTYPES = frozenset(
 )
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types that hold the values that they show
+
+EXTRA_STATE = "_extra_state"  # the last part of the key of what get_extra_state gives
+_MARK = b"cadence-extra-state\0"  # what a tensor of other data than a tensor begins with
+_OTHERWISE = ", or, if it is a buffer that is computed anew, register it with persistent=False"
 
 _LARGEST = 1 << 30  # bytes; the limit for a tree's JSON
 _NUMPY_KINDS = "biufcmMSU"  # numbers, dates, fixed-length text
@@ -153,12 +158,13 @@ def load_tree(
         return decode_tree(tree, tensors)
 
 
-def portable(tensor: torch.Tensor, where: object) -> torch.Tensor:
+def portable(tensor: torch.Tensor, where: object, otherwise: str = "") -> torch.Tensor:
     """Return a plain, contiguous tensor that safetensors can store, copied if needed.
 
     Args:
         tensor: The tensor.
         where: Its name in an error message.
+        otherwise: What else helps, for the end of the message.
 
     Raises:
         TypeError: If it is of a subclass, has no data, is sparse, or has an unsupported dtype.
@@ -175,16 +181,75 @@ def portable(tensor: torch.Tensor, where: object) -> torch.Tensor:
         return dense(tensor)
     raise TypeError(
         f"{where} cannot be saved: it is a {type(tensor).__name__} of dtype {tensor.dtype}, layout "
-        f"{tensor.layout} on {tensor.device}. Only plain dense tensors can be saved; {fix}."
+        f"{tensor.layout} on {tensor.device}. Only plain dense tensors can be saved; {fix}"
+        f"{otherwise}."
     )
 
 
-def not_a_tensor(name: str, value: object) -> str:
-    """Return the error for a weight that is not a tensor, such as ``get_extra_state``'s result."""
-    return (
-        f"The weight {name!r} is a {type(value).__name__}; a weights file holds tensors "
-        "only. Make get_extra_state return a tensor, or save that state separately."
-    )
+def portable_weight(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a weight as `portable` does.
+
+    Raises:
+        TypeError: See `portable`.
+    """
+    return portable(tensor, f"The weight {name!r}", _OTHERWISE)
+
+
+def check_weight(name: str, value: object) -> None:
+    """Check that a weight, or what ``get_extra_state`` gave, can be saved, without copying it.
+
+    Only plain tensors are checked: an engine may save others in another form.
+
+    Raises:
+        TypeError: It cannot.
+    """
+    if not isinstance(value, torch.Tensor):
+        extra_state_tensor(name, value)
+    elif type(value) in PLAIN and not value.is_meta and not is_lazy(value):
+        strided = value.layout == torch.strided
+        portable_weight(value.new_empty(0) if strided else value, name)
+
+
+def extra_state_tensor(name: str, value: object) -> torch.Tensor:
+    """Return what ``get_extra_state`` gave, other than a tensor, as bytes in a uint8 tensor.
+
+    Args:
+        name: Its key in the state dict.
+        value: Nested plain data and tensors, see :func:`save_tree`.
+
+    Raises:
+        TypeError: The value is of another key, or holds what cannot be saved.
+    """
+    from safetensors.torch import save
+
+    if not name.endswith(EXTRA_STATE):
+        raise TypeError(f"The weight {name!r} is a {type(value).__name__}, not a tensor.")
+    document, tensors = encode_tree(value, name)
+    text = document.encode()
+    data = _MARK + struct.pack("<Q", len(text)) + text
+    if tensors:
+        data += save({key: tensor.detach().cpu().clone() for key, tensor in tensors.items()})
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def extra_state(tensor: Any) -> Any:
+    """Return what `extra_state_tensor` made a tensor of; anything else as it is.
+
+    Raises:
+        CheckpointError: The tensor is damaged.
+    """
+    from safetensors.torch import load
+
+    if not (isinstance(tensor, torch.Tensor) and tensor.dtype == torch.uint8 and tensor.dim() == 1):
+        return tensor
+    data = tensor.cpu().numpy().tobytes()
+    if not data.startswith(_MARK):
+        return tensor
+    with reading("An extra state"):
+        begin = len(_MARK) + 8
+        end = begin + struct.unpack("<Q", data[len(_MARK) : begin])[0]
+        document = json.loads(data[begin:end])
+        return decode_tree(document["tree"], load(data[end:]) if data[end:] else {})
 
 
 def write_tensors(
@@ -237,7 +302,7 @@ def stream_tensors(
         write_header(stream, described, metadata)
         tensors = iter(values)  # zip would keep the last one while it gets the next
         for name in described:
-            host = portable(next(tensors).detach(), f"The weight {name!r}").cpu()
+            host = portable_weight(next(tensors).detach(), name).cpu()
             as_bytes(host).numpy().tofile(stream)
             del host
 

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.serialization import (
     dtypes_by_name,
-    not_a_tensor,
+    extra_state_tensor,
     portable,
     write_tensors,
 )
@@ -86,11 +86,11 @@ class Shards:
             section: What their names begin with, which tells the models of a checkpoint apart.
 
         Raises:
-            TypeError: A value is not a tensor.
+            TypeError: A value is not a tensor, and no plain data of ``get_extra_state``.
         """
         for name, tensor in state_dict.items():
             if not isinstance(tensor, Tensor):
-                raise TypeError(not_a_tensor(name, tensor))
+                tensor = extra_state_tensor(name, tensor)
             if is_lazy(tensor):
                 continue
             stored = self.add(section + name, tensor)

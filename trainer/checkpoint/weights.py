@@ -28,10 +28,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.serialization import (
+    EXTRA_STATE,
     PLAIN,
     aligned,
-    not_a_tensor,
+    extra_state,
+    extra_state_tensor,
     portable,
+    portable_weight,
     read_tensors,
     stream_tensors,
     write_tensors,
@@ -65,8 +68,7 @@ def save_weights(state_dict: Mapping[str, object], path: str | os.PathLike[str])
         The file written.
 
     Raises:
-        TypeError: If a value is not a plain dense tensor, for example the result of
-            ``get_extra_state``.
+        TypeError: If a value is not a plain dense tensor, and no plain data of ``get_extra_state``.
     """
     tensors, tied = separate_tied({_bare(name): value for name, value in state_dict.items()})
     file = _file(path)
@@ -96,14 +98,15 @@ def separate_tied(
         to its first name.
 
     Raises:
-        TypeError: If a value is not a tensor, for example the result of ``get_extra_state``.
+        TypeError: If a value is not a tensor, and no plain data of ``get_extra_state``.
     """
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
     first_name: dict[tuple[object, ...], str] = {}
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
-            raise TypeError(not_a_tensor(name, value))
+            tensors[name] = extra_state_tensor(name, value)
+            continue
         if is_lazy(value):
             continue
         first = first_name.setdefault(_memory(value), name) if value.numel() else name
@@ -121,7 +124,7 @@ def write_weights(tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str], 
         TypeError: If a tensor is not a plain dense one with data.
     """
     write_tensors(
-        {name: portable(tensor, f"The weight {name!r}") for name, tensor in tensors.items()},
+        {name: portable_weight(tensor, name) for name, tensor in tensors.items()},
         file,
         weights_metadata(tensors, tied),
     )
@@ -135,12 +138,24 @@ def weights_metadata(stored: Container[str], tied: Mapping[str, str]) -> dict[st
 def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """Load all weights of a file by name, to the CPU; tied names share one tensor.
 
+    What ``get_extra_state`` gave is as it was.
+
     Args:
         path: A file from :func:`save_weights`, or the folder with ``model.safetensors``.
 
     Raises:
         CheckpointError: If the file is missing or damaged.
     """
+    return {name: as_given(name, value) for name, value in read_weights(path).items()}
+
+
+def as_given(name: str, value: Any) -> Any:
+    """Return a weight as it was before the save: what ``get_extra_state`` gave is no tensor."""
+    return extra_state(value) if name.endswith(EXTRA_STATE) else value
+
+
+def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Load weights as :func:`load_weights` does; what ``get_extra_state`` gave is a tensor."""
     tensors, metadata = read_tensors(_file(path))
     return {name: tensors[first] for name, first in tied_names(metadata, tensors).items()} | tensors
 

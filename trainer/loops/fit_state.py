@@ -40,7 +40,7 @@ from trainer.checkpoint.save import (
     run_on_all_ranks,
     save_checkpoint,
 )
-from trainer.checkpoint.serialization import encode_tree, save_tree
+from trainer.checkpoint.serialization import check_weight, encode_tree, save_tree
 from trainer.checkpoint.sharded_state import ShardedTensor, Shards, resharded, state_like
 from trainer.checkpoint.storage import (
     commit,
@@ -475,7 +475,7 @@ def _writer_of_record(run: FitRun) -> Callable[[Path], None]:
 
 
 def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
-    """Check before the first update that the disk has space for a checkpoint; collective.
+    """Check before the first update that weights can be saved, and have space; collective.
 
     The size of the optimizers' state is not known yet. A warning is logged if there is no space for
     twice the bytes of the trained parameters, which Adam's moments need. Uninitialised parameters
@@ -487,25 +487,37 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
         on_each_node: Whether each machine keeps a complete checkpoint.
 
     Raises:
-        CheckpointError: There is no space for the present state; raised on all ranks.
+        CheckpointError: There is no space for the present state, or a weight cannot be saved;
+            raised on all ranks.
     """
     state = PartialState()
 
     def check() -> None:
         if not is_writer_rank(state, on_each_node):
             return
-        tensors = [*run.module.state_dict().values()]
+        weights = run.module.state_dict()
+        for name, value in weights.items():
+            check_weight(name, value)
+        tensors = [*weights.values()]
         if not run.engine.gathers_state:  # which is collective
             tensors += leaves([optimizer.state_dict() for optimizer in run.optim.optimizers])
         now = _bytes_of(tensors)
         later = now + 2 * _bytes_of(p for p in run.optim.parameters if p.requires_grad)
         check_space(folder, now)
+        if masked := to_manifest(run.module).get("masked"):
+            logger.warning(
+                "Checkpoints do not hold the secrets among the arguments of %s: %s. "
+                "load_from_checkpoint asks for them; trackers.name_secrets(…, secret=False) tells "
+                "that a name is none of a secret.",
+                type(run.module).__name__,
+                ", ".join(masked),
+            )
         try:
             check_space(folder, later)
         except CheckpointError as error:
             logger.warning("There may not be enough space for checkpoints: %s.", error)
 
-    run_on_all_ranks(f"Checking the free space in {folder}", check, state)
+    run_on_all_ranks(f"Checking what checkpoints in {folder} need", check, state)
 
 
 def _bytes_of(values: Iterable[object]) -> int:

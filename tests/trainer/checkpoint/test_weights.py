@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from trainer.big_models import load_checkpoint_in_model
+from trainer.checkpoint import weights as weights_module
 from trainer.checkpoint.loading import load_into
 from trainer.checkpoint.parts import tree_part, weights_part
 from trainer.checkpoint.weights import load_weights, save_weights
@@ -95,18 +97,35 @@ def test_views_of_one_memory_are_stored_apart():
 
 
 class WithExtra(nn.Linear):
+    extra: object = None
+
     def get_extra_state(self):
-        return {"calls": 3}
+        return self.extra
 
     def set_extra_state(self, state):
-        pass
+        self.extra = state
 
 
-def test_extra_state_raises():
-    with pytest.raises(
-        TypeError, match=r"'0\._extra_state' is a dict.*get_extra_state return a ten"
-    ):
-        save_weights(nn.Sequential(WithExtra(1, 1)).state_dict(), Path.cwd())
+@pytest.mark.parametrize("safe", [True, False])
+def test_plain_extra_state_comes_back(safe):
+    module, loaded = (nn.Sequential(WithExtra(1, 1), WithExtra(1, 1)) for _ in range(2))
+    module[0].extra = {"calls": 3, "shape": (1, 2), "scale": torch.arange(3.0), 4: None}
+    module[1].extra = torch.tensor([1, 2], dtype=torch.uint8)
+    weights_module.save_model(module, Path.cwd(), safe_serialization=safe)
+    load_checkpoint_in_model(loaded, Path.cwd())
+    scale = loaded[0].extra.pop("scale")
+    assert torch.equal(scale, module[0].extra.pop("scale"))
+    assert loaded[0].extra == module[0].extra
+    assert loaded[1].extra.tolist() == [1, 2]
+    if safe:
+        assert load_weights(Path.cwd())["0._extra_state"]["calls"] == 3
+
+
+def test_extra_state_that_is_no_plain_data_raises():
+    module = nn.Sequential(WithExtra(1, 1))
+    module[0].extra = {"calls": object()}
+    with pytest.raises(TypeError, match=r"0\._extra_state\['calls'\] is a builtins.object"):
+        save_weights(module.state_dict(), Path.cwd())
     assert list(Path.cwd().iterdir()) == []
 
 

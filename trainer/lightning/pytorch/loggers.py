@@ -118,7 +118,7 @@ class Logger:
 
     @property
     def _sdk_object(self) -> Any:
-        return self.tracker
+        return self.tracker  # type: ignore[attr-defined]  # of the tracker, the next base
 
     @property
     def _in_stage(self) -> bool:
@@ -131,10 +131,10 @@ class Logger:
         return vars(self).get("_opened") is not None
 
     def _open(self) -> None:
-        """Start the tracker outside of a fit, unless it is open, and send what was logged before."""
+        """Start the tracker outside of a fit, unless it is open; send what was logged before."""
         if not self._is_open:
             if self._used:
-                self.resume(self.run_id, None)
+                self.resume(self.run_id, None)  # type: ignore[attr-defined]  # as above
             super().start()  # type: ignore[misc]  # of the tracker, the next base
         self._thread = threading.get_ident()
         try:

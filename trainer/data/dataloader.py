@@ -141,7 +141,8 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         """Yield the batches of this process."""
         self._synchronize()
-        self._set_pass(self.iteration + self._unfinished, unfinished=True)
+        iteration = self.iteration + self._unfinished
+        self._set_pass(iteration, unfinished=True)
         self._set_reader(self)
         self.epoch_iterator.set_epoch(self.iteration)
         for loader in self._linked():
@@ -159,6 +160,10 @@ class PreparedLoader(DataLoader[Any]):
         try:
             for batch, last, over, real, real_batches in self._batches():
                 global_batches[0] += 1
+                if self._reader is None:  # a state was loaded, and yet this pass goes on
+                    self._set_pass(iteration, unfinished=True)
+                    self._set_reader(self)
+                    self._resume_at, self.epoch_iterator.resumed = 0, None
                 self.end_of_dataloader = last
                 if over is not self._all_end:  # setting an attribute of a DataLoader is slow
                     self._all_end = over
@@ -303,6 +308,8 @@ class PreparedLoader(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the pass, the position and the seed from what `state_dict` returned.
 
+        Until an iterator that is open reads on, `state_dict` returns them again.
+
         Args:
             state: The saved state.
 
@@ -310,6 +317,8 @@ class PreparedLoader(DataLoader[Any]):
             ValueError: The loader is stateful, and the saved number of batches is not a whole
                 number of batches for each process.
         """
+        if self._reader is not None:
+            self._reader._set_reader(None)
         self.settings["seed"] = state["seed"]
         self.epoch_iterator.reseed(state["seed"])
         self.set_epoch(state["iteration"])

@@ -501,7 +501,7 @@ ACCELERATE_MODULES = {
     "utils.megatron_lm": _MEGATRON,
     "utils.megatron_lm.prepare_data_loader": _MEGATRON,
 }
-_SAVED = "use Accelerator.save_state and load_state, which all processes call"
+_SAVED = "use Accelerator.save_state and load_state"
 _STEPPED = "the prepared optimizer does it in step()"
 _OPTIONS = "the choices are in the errors and docstrings of the plugins; write the value"
 _FILES = "the names of files are save_state's own; pass folders to it and to load_state"
@@ -594,8 +594,8 @@ ACCELERATE_NAMES = {name: reason for reason, names in _REASONS.items() for name 
 _ON_ALL = "every process calls it, or those that do wait for the others: move it out of the block"
 ACCELERATE_CALLS = dict.fromkeys(
     (
-        *("save_state", "save_model", "load_state", "get_state_dict", "wait_for_everyone"),
-        *("gather", "gather_for_metrics", "reduce", "pad_across_processes"),
+        *("save_model", "load_state", "get_state_dict", "wait_for_everyone", "gather"),
+        *("gather_for_metrics", "reduce", "pad_across_processes"),
     ),
     _ON_ALL,
 )

@@ -218,6 +218,22 @@ def test_use_stateful_dataloader_resumes_without_skipping(kind, dataset):
         other.load_state_dict(states[3])
 
 
+@pytest.mark.parametrize("stateful", [True, False])
+@pytest.mark.parametrize("dataset", [Noisy, StatefulStream])
+def test_a_loaded_place_is_saved_again_while_an_iterator_is_open(dataset, stateful):
+    loader = prepared(DataLoader(dataset(18), 2), use_stateful_dataloader=stateful)
+    batches = iter(loader)
+    states = [loader.state_dict() for _ in zip(range(7), batches, strict=False)]
+    loader.load_state_dict(states[2])
+    assert loader.state_dict() == states[2]
+    if dataset is Noisy:  # the pass goes on all the same
+        next(batches)
+        assert loader.state_dict()["batches"] == states[6]["batches"] + 1
+        batches.close()
+        assert len(list(loader)) == 9
+    batches.close()
+
+
 def test_data_seed():
     def order(manual: int, seed: int | None, **options) -> list[int]:
         torch.manual_seed(manual)

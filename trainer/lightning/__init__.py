@@ -6,6 +6,7 @@ that says what to use.
 
 from trainer.lightning import pytorch
 from trainer.lightning.checkpoint import convert_checkpoint
+from trainer.lightning.entering import enter_as
 from trainer.lightning.missing import getter
 from trainer.lightning.modules import install
 from trainer.lightning.pytorch import (
@@ -24,6 +25,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "convert_checkpoint",
+    "enter_as",
     "pytorch",
     "seed_everything",
 ]

@@ -30,6 +30,7 @@ _MODULES = {
 _PARENTS = {
     f"{parent}.{name}": parent for parent, names in _MODULES.items() for name in names.split()
 } | {
+    "pytorch.core.mixins": "pytorch.module",
     "pytorch.core.optimizer": "pytorch.module",
     "fabric": "",
     "fabric.utilities": "pytorch.utilities",

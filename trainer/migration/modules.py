@@ -50,7 +50,7 @@ class Modules(MetaPathFinder, Loader):
         """Return the spec of a module.
 
         Raises:
-            ImportError: It is not here; the text says what to use.
+            ModuleNotFoundError: It is not here; the text says what to use.
         """
         name = fullname.removeprefix(f"{self.package}.")
         if name == fullname:
@@ -59,7 +59,7 @@ class Modules(MetaPathFinder, Loader):
             below = any(each.startswith(f"{name}.") for each in self._names)
             return ModuleSpec(fullname, self, is_package=below)
         if said := self._refusal(name):
-            raise ImportError(said, name=fullname)
+            raise ModuleNotFoundError(said, name=fullname)
         return None
 
     def exec_module(self, module: ModuleType) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
+from trainer.errors import module_logger
 from trainer.migration.table import (
     ACCELERATE_ARGUMENTS,
     CALLBACK_HOOKS,
@@ -28,6 +30,8 @@ from trainer.migration.table import (
     TRAINER_METHODS,
 )
 from trainer.migration.values import instead_of
+
+logger = module_logger(__name__)
 
 ARGUMENTS = LIGHTNING_ARGUMENTS | HUGGING_FACE_ARGUMENTS | ACCELERATE_ARGUMENTS
 ATTRIBUTES = TRAINER_ATTRIBUTES | HUGGING_FACE_ATTRIBUTES
@@ -99,14 +103,25 @@ def uncalled(owner: object, kind: str) -> Iterator[str]:
         owner: The user's module, callback, datamodule or logger, or a Trainer.
         kind: As for `uncalled_hooks`.
     """
-    refused = uncalled_hooks(kind, type(owner).__mro__)
+    bases = type(owner).__mro__
+    refused = uncalled_hooks(kind, bases)
+    of_lightning = any(each.__module__.startswith("trainer.lightning.") for each in bases)
     for name in sorted(refused):
         # Not getattr of the owner: a layer may have such a name, and it is no method.
-        if callable(getattr(type(owner), name, None)):
-            yield (
-                f"{type(owner).__name__} defines {name}, which is never called here: "
-                f"{refused[name]}. (If your own code calls it, give it another name.)"
-            )
+        if not callable(getattr(type(owner), name, None)):
+            continue
+        said = (
+            f"{type(owner).__name__} defines {name}, which is never called here: {refused[name]}. "
+        )
+        if of_lightning and name in HOOKS:  # nor does Lightning 2, but the model of a library may
+            _warn(f"{said}Its own code may call it.")
+        else:
+            yield f"{said}(If your own code calls it, give it another name.)"
+
+
+@cache
+def _warn(text: str) -> None:
+    logger.warning(text)
 
 
 def refuse(findings: Sequence[str]) -> None:

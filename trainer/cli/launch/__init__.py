@@ -28,6 +28,7 @@ from trainer.cli.launch.options import parser as parser
 from trainer.cli.parsing import CommandError, echo, ended_at_once
 from trainer.enums import PrecisionType
 
+_AS_LIGHTNING = Path(__file__).parents[2] / "lightning" / "as_lightning"
 _SLURM_GRACE = 120  # seconds before its time limit that a job is signalled
 
 
@@ -228,7 +229,7 @@ def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration)
         and configuration.max_restarts == 0
         and arguments.log_dir is None
     )
-    variables = configuration.variables
+    variables = _variables(arguments, configuration)
     if not here:
         if machines[1] > 1 and not (configuration.main_process_ip or arguments.rdzv_endpoint):
             raise argparse.ArgumentTypeError(
@@ -307,6 +308,14 @@ def _check_devices(arguments: argparse.Namespace, configuration: LaunchConfigura
     )
 
 
+def _variables(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> dict[str, str]:
+    """Return the environment variables to set."""
+    if not arguments.as_lightning:
+        return configuration.variables
+    paths = filter(None, [str(_AS_LIGHTNING), environment.read("PYTHONPATH")])
+    return configuration.variables | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 def _command(arguments: argparse.Namespace, *, noted: bool) -> list[str]:
     """Return the command of a process, through `entry.py` if the launcher reads its note."""
     if arguments.no_python:
@@ -383,7 +392,7 @@ def _batch_script(arguments: argparse.Namespace, configuration: LaunchConfigurat
     options = [f"--nodes={configuration.num_machines}", f"--ntasks-per-node={processes}"]
     if not _on_cpu(configuration):
         options.append(f"--gpus-per-node={processes}")
-    variables = configuration.variables
+    variables = _variables(arguments, configuration)
     variables.pop("CUDA_VISIBLE_DEVICES", None)  # SLURM sets it
     if threads:
         options.append(f"--cpus-per-task={threads}")

@@ -57,6 +57,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
                 "train.py",
             ),
             ("restart all processes up to three times after failures", "--max_restarts 3 train.py"),
+            ("a program for Lightning as it is", "--as_lightning train.py"),
             ("a batch script for SLURM", "--slurm --num_machines 2 --num_processes 8 train.py"),
             ("show what would be started", "--dry_run --cpu --num_processes 2 train.py"),
         ],
@@ -107,6 +108,8 @@ def _processes(made: argparse.ArgumentParser) -> None:
     kinds = group.add_mutually_exclusive_group()
     kinds.add_argument("-m", "--module", action="store_true", help="run a module, as python -m")
     _add(kinds, "--no_python", help="run a program, not a Python script")
+    what = "let `import lightning` find trainer.lightning, in the script and in libraries"
+    _add(group, "--as_lightning", help=what)
     what = "OMP_NUM_THREADS; by default an equal share of the cores"
     _add(group, "--num_cpu_threads_per_process", type=count, metavar="N", help=what)
     _add(group, "--enable_cpu_affinity", help="bind each process to the cores near its GPU")

@@ -246,6 +246,22 @@ class BackboneFinetuning(BaseFinetuning, callbacks.BackboneFinetuning):
         )
 
 
+class WriteInterval(str):
+    """When a `BasePredictionWriter` writes: ``"batch"``, ``"epoch"`` or ``"batch_and_epoch"``."""
+
+    __slots__ = ()
+
+    @property
+    def on_batch(self) -> bool:
+        """Whether after each batch."""
+        return "batch" in self
+
+    @property
+    def on_epoch(self) -> bool:
+        """Whether at the end."""
+        return "epoch" in self
+
+
 class BasePredictionWriter(Callback):
     """Base class of callbacks that write predictions.
 
@@ -262,7 +278,7 @@ class BasePredictionWriter(Callback):
                 f"write_interval is {write_interval!r}; it must be 'batch', 'epoch' or "
                 "'batch_and_epoch'."
             )
-        self.interval = write_interval
+        self.interval = WriteInterval(write_interval)
         self._outputs: dict[int, list[Any]] = {}
         self._indices: list[list[Any]] = []
 
@@ -285,11 +301,11 @@ class BasePredictionWriter(Callback):
     ) -> None:
         """Write or keep the outputs of a batch."""
         indices = trainer.indices_of(batch_idx, dataloader_idx)
-        if "batch" in self.interval:
+        if self.interval.on_batch:
             self.write_on_batch_end(
                 trainer, module, outputs, indices, batch, batch_idx, dataloader_idx
             )
-        if "epoch" in self.interval:
+        if self.interval.on_epoch:
             self._outputs.setdefault(dataloader_idx, []).append(outputs)
             while len(self._indices) <= dataloader_idx:
                 self._indices.append([])
@@ -297,7 +313,7 @@ class BasePredictionWriter(Callback):
 
     def on_predict_epoch_end(self, trainer: Any, module: Any) -> None:
         """Write all outputs of this process."""
-        if "epoch" in self.interval:
+        if self.interval.on_epoch:
             outputs = list(self._outputs.values())
             self.write_on_epoch_end(
                 trainer, module, outputs[0] if len(outputs) == 1 else outputs, self._indices

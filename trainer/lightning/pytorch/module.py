@@ -43,22 +43,8 @@ def _warn_of_global_step() -> None:
     )
 
 
-class LightningModule(TrainModule):
-    """A `TrainModule` with the attributes that programs for Lightning read.
-
-    What `on_save_checkpoint` and `on_load_checkpoint` change of ``checkpoint["state_dict"]``, under
-    the module's own names, counts for the weights that are saved and loaded. `strict_loading`
-    counts where a run resumes, too. Engines that gather the weights to save (DeepSpeed, Megatron)
-    have no ``"state_dict"`` there when they save. With FSDP it has the shards; while loading,
-    ``torch.clone(value)`` reads a whole weight.
-
-    Attributes:
-        example_input_array: An example of what ``forward`` takes, for `to_onnx` and
-            `to_torchscript`; None if there is none.
-    """
-
-    example_input_array: Any = None
-    _hooks_have_weights = True
+class HyperparametersMixin:
+    """`save_hyperparameters` and what it has recorded."""
 
     def save_hyperparameters(
         self,
@@ -78,6 +64,39 @@ class LightningModule(TrainModule):
     def hparams_initial(self) -> HyperParameters:
         """`hparams` as `save_hyperparameters` left them; what is plain data is copied."""
         return HyperParameters(kept_by(self).initial)
+
+    @property
+    def hparams(self) -> HyperParameters:
+        """The recorded arguments: a dict whose items are also attributes."""
+        return kept_by(self).values
+
+    @property
+    def _hparams(self) -> HyperParameters:  # pytorch-forecasting removes values from both
+        return kept_by(self).values
+
+    @property
+    def _hparams_initial(self) -> HyperParameters:
+        return kept_by(self).initial
+
+
+class LightningModule(HyperparametersMixin, TrainModule):
+    """A `TrainModule` with the attributes that programs for Lightning read.
+
+    What `on_save_checkpoint` and `on_load_checkpoint` change of ``checkpoint["state_dict"]``, under
+    the module's own names, counts for the weights that are saved and loaded. `strict_loading`
+    counts where a run resumes, too. Engines that gather the weights to save (DeepSpeed, Megatron)
+    have no ``"state_dict"`` there when they save. With FSDP it has the shards; while loading,
+    ``torch.clone(value)`` reads a whole weight.
+
+    Attributes:
+        example_input_array: An example of what ``forward`` takes, for `to_onnx` and
+            `to_torchscript`; None if there is none.
+    """
+
+    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
+    example_input_array: Any = None
+    _hooks_have_weights = True
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]  # Lightning's name of the path
@@ -238,23 +257,8 @@ def _readable(module: nn.Module) -> Iterator[None]:
             vars(part)["_trainer"] = None
 
 
-class LightningDataModule(DataModule):
+class LightningDataModule(HyperparametersMixin, DataModule):
     """A `DataModule` that can be made from datasets."""
-
-    def save_hyperparameters(
-        self,
-        *names: str | Mapping[str, Any] | Namespace,
-        ignore: str | Iterable[str] | None = None,
-        logger: bool = True,
-    ) -> None:
-        """Keep the arguments of ``__init__``; see `LightningModule.save_hyperparameters`."""
-        caller = sys._getframe(1)
-        keep(self, names, caller, ignore=ignore, private=not logger, plain_only=False)
-
-    @property
-    def hparams_initial(self) -> HyperParameters:
-        """`hparams` as `save_hyperparameters` left them; what is plain data is copied."""
-        return HyperParameters(kept_by(self).initial)
 
     @classmethod
     def from_datasets(

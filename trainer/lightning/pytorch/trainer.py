@@ -653,6 +653,8 @@ class Trainer(NativeTrainer):
         """How processes work together."""
         return _Strategy(self)
 
+    _accelerator_connector = strategy  # callbacks of optuna and darts ask it `is_distributed`
+
     @property
     def train_dataloader(self) -> Any:
         """What was given to `fit`."""
@@ -788,6 +790,7 @@ class _Strategy:
         self._trainer = trainer
         self.root_device = trainer.accelerator.device
         self.world_size = trainer.world_size
+        self.is_distributed = trainer.world_size > 1
         self.global_rank = trainer.global_rank
         self.local_rank = trainer.local_rank
         self.is_global_zero = trainer.is_global_zero
@@ -813,7 +816,10 @@ def _of_lightning(objects: Sequence[Any]) -> Iterator[str]:
             if base.__module__.startswith(("lightning.", "pytorch_lightning.")):
                 yield (
                     f"{type(each).__name__} is of {base.__module__}.{base.__name__}: import that "
-                    "from trainer.lightning, as `trainer migrate FILE --write` does."
+                    "from trainer.lightning, as `trainer migrate FILE --write` does. Where the "
+                    "class is a library's, start the program with `trainer launch --as_lightning`, "
+                    'or call trainer.lightning.enter_as("lightning") before the library is '
+                    "imported."
                 )
                 break
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from types import FrameType
+from typing import Any
+
 from torch import Tensor, nn, stack
 
 from trainer.data.combined import CombinedLoader
@@ -25,6 +29,7 @@ __all__ = [
     "CombinedLoader",
     "MisconfigurationException",
     "combined_loader",
+    "get_init_args",
     "grad_norm",
     "isolate_rng",
     "rank_zero",
@@ -78,3 +83,10 @@ def grad_norm(
     if norms:
         norms[f"grad_{order}_norm_total"] = stack(list(norms.values())).norm(order)
     return norms
+
+
+def get_init_args(frame: FrameType) -> dict[str, Any]:
+    """Return the arguments of the ``__init__`` that has this frame, without ``self``."""
+    info = inspect.getargvalues(frame)
+    more = info.locals[info.keywords] if info.keywords else {}
+    return {name: info.locals[name] for name in info.args[1:]} | more

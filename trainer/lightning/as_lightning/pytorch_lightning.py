@@ -1,0 +1,10 @@
+"""The package ``pytorch_lightning``: see `trainer.lightning.entering`."""
+
+import sys
+
+del sys.modules[__name__]
+
+from trainer.lightning import enter_as  # noqa: E402 - refuses where Lightning itself is imported
+
+enter_as("lightning")
+__import__(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.migration.table import MANUAL
+from trainer.migration.table import STEP_ARGUMENTS
 
 
 def check_signature(call: Callable[..., Any], name: str, like: Callable[..., Any]) -> None:
@@ -84,10 +84,7 @@ def without_batch_idx(module: nn.Module) -> dict[str, Callable[..., Any]]:
         takes = _signature(step)
         if takes is None:
             continue
-        for argument, hint in (
-            ("optimizer_idx", f"for several optimizers {MANUAL}: self.optimizers()"),
-            ("hiddens", f"to go back through a sequence in parts, {MANUAL}"),
-        ):
+        for argument, hint in STEP_ARGUMENTS.items():
             if argument in takes.parameters:
                 raise TypeError(
                     f"{type(module).__name__}.{name} takes {argument}, which no step is given "

@@ -31,6 +31,14 @@ NO_LOGGER = (
     "with self.log; name trackers in Trainer(log_with=...), and use trainer.trackers for images "
     "and tables"
 )
+AS_LIGHTNING = (
+    "start the program with `trainer launch --as_lightning`, so that it inherits ours where the "
+    "library derives it from Lightning's"
+)
+SECOND_FIT = (
+    "each fit is a run of its own: make another Trainer for it, with a project_dir of its own, or "
+    "one with more epochs that goes on by ckpt_path='auto'"
+)
 _NO_SUCH_DEVICE = f"{NOTHING}: such devices are not supported"
 _ALL_DEVICES = "trainer launch --num_processes N script.py"
 
@@ -108,6 +116,11 @@ CALLBACK_HOOKS = {
         "PredictionWriter after predict"
     ),
 }
+STEP_ARGUMENTS = {
+    "optimizer_idx": f"for several optimizers {MANUAL}: self.optimizers()",
+    "hiddens": f"to go back through a sequence in parts, {MANUAL}",
+}
+"""Of steps in Lightning 1; no step is given them."""
 LOGGER_METHODS = {
     "after_save_checkpoint": (
         "write a Callback whose on_boundary calls trainer.wait_for_save(), after which the folder "
@@ -668,6 +681,7 @@ TABLES = (
     Table("Lightning", "methods of a callback", CALLBACK_HOOKS),
     Table("Lightning", "methods of a subclass of one callback", HOOKS_OF_CALLBACKS),
     Table("Lightning", "methods of a logger", LOGGER_METHODS),
+    Table("Lightning", "arguments of steps", STEP_ARGUMENTS),
     Table("Lightning", "arguments of self.log", LOG_ARGUMENTS),
     Table("Lightning", "methods below if trainer.is_global_zero:", LIGHTNING_CALLS),
     Table(

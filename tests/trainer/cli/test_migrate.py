@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from trainer.cli import _run, main
+from trainer.cli.migrate import IMPORTS
 from trainer.cli.parsing import CommandError
+from trainer.lightning.missing import refusal
 
 ACCELERATE = """\
 import os, accelerate  # ü
@@ -534,24 +536,154 @@ def test_a_folder_stands_for_its_programs_and_configurations(capsys):
     Path("part/empty").mkdir()
     Path("part/.venv/other.py").write_text("def (")
     Path("part/model.py").write_text("import lightning as L\n")
+    Path("part/other.py").write_bytes(b"\xef\xbb\xbfimport numpy\r\n")
     Path("python2.py").write_text("print 1\n")
     callbacks = ["EarlyStopping  # own", "SpikeDetection"]
-    lines = [f"- class_path: lightning.pytorch.callbacks.{each}\n" for each in callbacks]
-    Path("run.yaml").write_text("".join(lines))
-    assert main(["migrate", "."]) == 1
+    lines = [f"- class_path: lightning.pytorch.callbacks.{each}\r\n" for each in callbacks]
+    Path("run.yaml").write_bytes("".join(lines).encode())
+    Path("other.yaml").write_text("lr: 1\n")
+    assert main(["migrate", ".", "--all"]) == 1
     out, err = capsys.readouterr()
     assert "part/model.py:1: write 'trainer.lightning', or pass" in out
     assert "run.yaml:1: write 'trainer.lightning.pytorch.callbacks.EarlyStopping', or" in out
     assert "python2.py cannot be read" in err
     Path("python2.py").unlink()
-    for _ in range(2):
-        assert main(["migrate", ".", "--write"]) == 1
-        [said] = capsys.readouterr().out.splitlines()
-        assert "run.yaml:2: lightning.pytorch.callbacks.SpikeDetection is not in Cadence" in said
-        new = [line.replace("lightning", "trainer.lightning") for line in lines]
-        assert Path("run.yaml").read_text() == "".join(new)
+    new = [lines[0].replace("lightning", "trainer.lightning"), lines[1]]  # the other is not there
+    for rewritten in (["part/model.py", "run.yaml"], []):
+        assert main(["migrate", ".", "--all", "--write"]) == 1
+        out, err = capsys.readouterr()
+        assert out.splitlines() == [f"run.yaml:2: {refusal('pytorch.callbacks.SpikeDetection')}"]
+        assert err.splitlines() == [f"{name}: rewritten" for name in rewritten]
+        assert Path("run.yaml").read_bytes() == "".join(new).encode()
     with pytest.raises(CommandError, match="has neither Python programs nor YAML files"):
         _run(["migrate", "part/empty"])
+
+
+def test_a_folder_shows_each_cause_with_its_number_and_first_places(capsys):
+    for number in range(4):
+        text = f"import lightning as L\nclass M{number}(L.LightningModule):\n    "
+        Path(f"m{number}.py").write_text(text + "def training_epoch_end(self, outputs): ...\n")
+    Path("run.yaml").write_text("class_path: pytorch_lightning.callbacks.Timer\n")
+    Path("run.py").write_text("import lightning as L\nL.Trainer(terminate_on_nan=True)\n")
+    assert main(["migrate", "."]) == 1
+    causes = capsys.readouterr().out.splitlines()
+    assert causes[0] == f"6 x {IMPORTS}"
+    assert causes[1] == "    m0.py:1, m1.py:1, m2.py:1, 3 more"
+    assert causes[2].startswith("4 x training_epoch_end is never called: outputs are not collected")
+    assert causes[3] == "    m0.py:3, m1.py:3, m2.py:3, 1 more"
+    assert causes[4].startswith("1 x Trainer has no argument 'terminate_on_nan'")
+    assert causes[5:] == ["    run.py:2", "11 findings in 6 files; --all shows each with its line."]
+
+
+LIBRARIES = """\
+import lightning as L
+import torch
+from optuna.integration import PyTorchLightningPruningCallback
+from pytorch_forecasting import BaseModel, Baseline
+from torch_geometric.data.lightning import LightningDataset
+from sweeps import instantiate
+from own.callbacks import Own
+
+
+class Forecast(BaseModel):
+    def training_step(self, batch, batch_idx): ...
+
+
+class Helper(BaseModel):
+    pass
+
+
+def train(trial):
+    prune = PyTorchLightningPruningCallback(trial, monitor="loss")
+    trainer = L.Trainer(
+        callbacks=[
+            prune,
+            Own(),
+            instantiate("callback"),
+        ],
+    )
+    model = Baseline.from_dataset(None)
+    trainer.fit(model)
+    trainer.validate(Own(), datamodule=LightningDataset([]))
+"""
+
+
+def test_classes_of_libraries_are_listed_where_a_trainer_gets_them(capsys):
+    Path("own").mkdir()
+    _, findings, _ = migrate(capsys, LIBRARIES, "--write")
+    assert [line for line, _ in findings] == [10, 22, 28, 29]
+    assert all("start the program with `trainer launch --as_lightning`" in t for _, t in findings)
+    assert findings[1][1].startswith("optuna.integration.PyTorchLightningPruningCallback is a ca")
+    assert findings[2][1].startswith("pytorch_forecasting.Baseline.from_dataset is a module or da")
+
+
+def test_what_steps_and_hooks_took_in_lightning_1_is_listed(capsys):
+    text = """\
+import lightning as L
+class Gan(L.LightningModule):
+    def training_step(self, batch, batch_idx, optimizer_idx): ...
+    def validation_step(self, batch, batch_idx, hiddens=None): ...
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_idx, closure): ...
+    def own(self, optimizer_idx): ...
+"""
+    _, findings, _ = migrate(capsys, text, "--write")
+    assert [line for line, _ in findings] == [3, 4, 5]
+    assert findings[0][1].startswith(
+        "Gan.training_step takes optimizer_idx, which no step is given here: for several optimizers"
+    )
+    assert findings[2][1].endswith(
+        "optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure)."
+    )
+
+
+FITS = """\
+from lightning import Trainer
+
+trainer = Trainer(max_epochs=1, logger=False, enable_model_summary=False)
+if later:
+    trainer.fit(one)
+else:
+    trainer.fit(other)
+trainer = Trainer(max_epochs=1, logger=False, enable_model_summary=False)
+trainer.fit(one)
+for _ in range(3):
+    trainer = Trainer(max_epochs=1, logger=False, enable_model_summary=False)
+    trainer.fit(one)
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [("", None), ("    trainer.fit(one)\n", 13), ("\nwhile later:\n    trainer.fit(one)\n", 15)],
+)
+def test_a_second_fit_keeps_lightnings_trainer_and_is_listed_of_ours(capsys, more, line):
+    _, findings, _ = migrate(capsys, FITS + more, "--write")
+    assert findings == []
+    _, findings, text = migrate(capsys, FITS + more, "--native")
+    said = "trainer.fit is called a second time: each fit is a run of its own"
+    if line is None:
+        assert (findings, "from trainer import Trainer" in text) == ([], True)
+        return
+    [(number, told)] = findings
+    assert (number, told.startswith(f"Lightning's Trainer stays: {said}")) == (line, True)
+    assert "from trainer.lightning import Trainer" in text
+    ours = (FITS + more).replace("from lightning", "from trainer")
+    _, findings, _ = migrate(capsys, ours.replace("logger=False, enable_model_summary=False", ""))
+    [(number, told)] = findings
+    assert (number, told.startswith(said)) == (line, True)
+
+
+def test_no_import_is_written_of_a_module_that_is_not_there(capsys):
+    kept = """\
+import lightning.pytorch.plugins.io as io
+from lightning.pytorch.trainer.connectors import logger_connector
+from accelerate.test_utils import testing
+"""
+    _, findings, text = migrate(capsys, kept + "from lightning import Trainer\n", "--write")
+    assert text == kept + "from trainer.lightning import Trainer\n"
+    assert [line for line, _ in findings] == [1, 2, 3]
+    _, findings, _ = migrate(capsys, kept)
+    assert not any("write" in told for _, told in findings)
 
 
 def test_a_program_that_would_not_compile_stays_as_it_is(capsys):

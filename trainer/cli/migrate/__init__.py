@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 from warnings import catch_warnings, simplefilter
 
 from trainer.cli.parsing import CommandError, command_parser, count, echo, ended_at_once
 from trainer.errors import CheckpointError
 
+IMPORTS = "import lines and class paths are Lightning's or Accelerate's: pass --write"
+"""The cause of what `--write` changes."""
 _YAML = (".yaml", ".yml")
+_SHOWN = 3  # places of a cause
+
+
+class Finding(NamedTuple):
+    """One thing that will not carry over.
+
+    Attributes:
+        line: Its line.
+        text: What it is, and what to do.
+        cause: The same without the names of its place, which other findings share.
+    """
+
+    line: int
+    text: str
+    cause: str
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -21,6 +42,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         examples=[
             ("what is to be done", "train.py model.py"),
             ("change the import lines of a folder's programs, and class paths", ". --write"),
+            ("each line of a folder's findings", ". --all"),
             ("write Cadence's own names", "train.py --native"),
             ("convert a checkpoint of Lightning", "last.ckpt --output runs/digits/from-lightning"),
         ],
@@ -35,6 +57,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
     made.add_argument("--write", action="store_true", help=what)
     what = "also write Cadence's own names, where they mean the same"
     made.add_argument("--native", action="store_true", help=what)
+    what = "show each finding of a folder with its line, not the causes with their numbers"
+    made.add_argument("--all", action="store_true", help=what)
     add = made.add_argument_group("checkpoints").add_argument
     what = "the new folder; by default that of the .ckpt file, without the suffix"
     add("--output", type=Path, metavar="DIR", help=what)
@@ -59,16 +83,34 @@ def run(arguments: argparse.Namespace) -> int:
     for path in checkpoints:
         _convert(path, arguments.output, arguments.num_processes)
     files = [each for path in arguments.files if path not in checkpoints for each in _files(path)]
-    found = 0
+    found: list[tuple[Path, Finding]] = []
     unread: dict[str, None] = {}
     for path in files:
         try:
-            found += _migrate(path, arguments)
+            found += [(path, each) for each in _migrate(path, arguments)]
         except CommandError as error:  # the others are examined all the same
             unread[str(error)] = None
+    if arguments.all or not any(path.is_dir() for path in arguments.files):
+        for path, each in found:
+            echo(f"{path}:{each.line}: {each.text}")
+    else:
+        _echo_causes(found)
     if unread:
         raise CommandError("\n".join(unread))
     return 1 if found else 0
+
+
+def _echo_causes(found: Sequence[tuple[Path, Finding]]) -> None:
+    """Show each cause with its number of findings and its first places, the most frequent first."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, each in found:
+        places[each.cause].append(f"{path}:{each.line}")
+    for cause, lines in sorted(places.items(), key=lambda each: -len(each[1])):
+        more = [f"{len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        echo(f"{len(lines)} x {cause}\n    {', '.join(lines[:_SHOWN] + more)}")
+    if found:
+        files = len({path for path, _ in found})
+        echo(f"{len(found)} findings in {files} files; --all shows each with its line.")
 
 
 def _files(path: Path) -> list[Path]:
@@ -93,35 +135,44 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _migrate_classes(path: Path, arguments: argparse.Namespace) -> int:
-    """Examine and change the class paths of a configuration; return the number of findings."""
+def _migrate_classes(path: Path, arguments: argparse.Namespace) -> list[Finding]:
+    """Examine and change the class paths of a configuration."""
     from trainer.cli.migrate.names import value_of
     from trainer.lightning.modules import CLASS_PATH, with_class_paths
 
+    found: list[Finding] = []
+    changes = arguments.write or arguments.native
     try:
-        text, found = path.read_text(encoding="utf-8"), 0
+        text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise CommandError(f"{path} cannot be read as YAML in UTF-8: {error}") from None
-    for number, line in enumerate(text.splitlines(), 1):
-        for match in CLASS_PATH.finditer(line):
-            new = said = with_class_paths(match[0])
-            try:
-                value_of(new)
-            except (ImportError, AttributeError) as error:
-                said = str(error)
-            else:
-                if arguments.write or arguments.native:
-                    continue
-                said = f"write {new!r}, or pass --write"
-            echo(f"{path}:{number}: {said}")
-            found += 1
-    if arguments.write or arguments.native:
-        path.write_text(with_class_paths(text), encoding="utf-8")
+
+    def change(match: re.Match[str]) -> str:
+        new = with_class_paths(match[0])
+        line = text.count("\n", 0, match.start()) + 1
+        try:
+            value_of(new)
+        except (ImportError, AttributeError) as error:
+            found.append(Finding(line, str(error), str(error)))
+            return match[0]
+        if new != match[0] and not changes:
+            found.append(Finding(line, f"write {new!r}, or pass --write", IMPORTS))
+        return new
+
+    changed = CLASS_PATH.sub(change, text)
+    if changes:
+        _rewrite(path, text.encode(), changed.encode())
     return found
 
 
-def _migrate(path: Path, arguments: argparse.Namespace) -> int:
-    """Examine and change a program; return the number of findings."""
+def _rewrite(path: Path, text: bytes, changed: bytes) -> None:
+    if changed != text:
+        path.write_bytes(changed)
+        echo(f"{path}: rewritten", error=True)
+
+
+def _migrate(path: Path, arguments: argparse.Namespace) -> list[Finding]:
+    """Examine and change a program."""
     if path.suffix in _YAML:
         return _migrate_classes(path, arguments)
     try:
@@ -153,13 +204,9 @@ def _migrate(path: Path, arguments: argparse.Namespace) -> int:
                 compile(changed, path, "exec", dont_inherit=True)
         except SyntaxError as error:
             raise CommandError(f"{path} stays as it is; changed, it would end in {error}") from None
-        path.write_bytes(changed)
-        echo(f"{path}: rewritten", error=True)
+        _rewrite(path, text, changed)
     imports = not (arguments.write or arguments.native)
-    findings = find(program, imports=imports, native=arguments.native)
-    for finding in findings:
-        echo(f"{path}:{finding.line}: {finding.text}")
-    return len(findings)
+    return find(program, path, imports=imports, native=arguments.native)
 
 
 def _convert(path: Path, output: Path | None, num_processes: int) -> None:

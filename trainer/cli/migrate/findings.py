@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import NamedTuple
 
 import libcst as cst
@@ -16,9 +17,12 @@ from libcst.metadata import (
 )
 
 from callbacks import Callback
+from trainer.cli.migrate import IMPORTS, Finding
 from trainer.cli.migrate.names import (
     class_of,
     dotted,
+    is_module,
+    is_of_a_library,
     literal,
     moved,
     name_in,
@@ -27,7 +31,7 @@ from trainer.cli.migrate.names import (
     path_of,
     value_of,
 )
-from trainer.cli.migrate.rewriting import staying_trainers
+from trainer.cli.migrate.rewriting import second_fits, staying_trainers
 from trainer.datamodule import DataModule
 from trainer.lightning.missing import refusal
 from trainer.lightning.pytorch.loggers import Logger
@@ -40,12 +44,14 @@ from trainer.migration.refusals import (
 )
 from trainer.migration.table import (
     ACCELERATE_CALLS,
+    AS_LIGHTNING,
     CHECKPOINT_ENTRIES,
     EVALUATION_ARGUMENTS,
     HUGGING_FACE_NAMES,
     LIGHTNING_CALLS,
     LOG_ARGUMENTS,
     NO_LOGGER,
+    STEP_ARGUMENTS,
 )
 from trainer.migration.values import wrong_strategy
 from trainer.module import TrainModule
@@ -66,33 +72,29 @@ _ON_ONE = {
     "is_local_main_process": ACCELERATE_CALLS,
     "is_global_zero": LIGHTNING_CALLS,
 }
+_STEPS = ("training", "validation", "test", "predict")
+_OF_MODULES = {"training_step", "train_dataloader"}  # by which a class is known
 _EVALUATIONS = ("validate", "test", "predict")
 _OF_CHECKPOINTS = ("on_save_checkpoint", "on_load_checkpoint")
 
 
-class Finding(NamedTuple):
-    """One thing that will not carry over."""
-
-    line: int
-    text: str
-
-
-def find(module: cst.Module, *, imports: bool, native: bool = False) -> list[Finding]:
+def find(module: cst.Module, path: Path, *, imports: bool, native: bool = False) -> list[Finding]:
     """Return what of a program will not carry over, in the order of its lines.
 
     Args:
         module: The program.
+        path: Its file.
         imports: Whether import lines that `--write` would change are findings too.
         native: Whether it is a finding too that `--native` leaves Lightning's Trainer.
     """
-    finder = _Finder(imports)
+    finder = _Finder(path, imports)
     program = MetadataWrapper(module)
     program.visit(finder)
-    if native:
-        places = program.resolve(PositionProvider)
-        for node, told in staying_trainers(program):
-            said = f"Lightning's Trainer stays: {told.rstrip('.')}."
-            finder.findings.append(Finding(places[node].start.line, said))
+    places = program.resolve(PositionProvider)
+    told = [(node, f"{each}.") for node, each in second_fits(program, Trainer)]
+    for node, each in staying_trainers(program) if native else ():
+        told.append((node, f"Lightning's Trainer stays: {each.rstrip('.')}."))
+    finder.findings += [Finding(places[node].start.line, each, each) for node, each in told]
     return sorted(set(finder.findings)) if finder.is_known else []
 
 
@@ -129,20 +131,22 @@ class _Finder(cst.CSTVisitor):
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider, ParentNodeProvider)
 
-    def __init__(self, imports: bool) -> None:
+    def __init__(self, path: Path, imports: bool) -> None:
         super().__init__()
         self.findings: list[Finding] = []
         self.is_known = False
+        self._path = path
         self._imports = imports
         self._classes: dict[str, _Base] = {}  # of the program, by their qualified name
         self._trainers: set[str] = set()  # what holds a Trainer
+        self._objects: dict[str, str] = {}  # what holds an object of a library, and its class
         self._scopes = [_Scope(None, frozenset())]  # of the classes and functions around
         self._native: set[str] = set()  # of these, what holds one of trainer.Trainer
         self._one: list[tuple[cst.CSTNode, str, Mapping[str, str]]] = []  # blocks of one process
 
-    def _add(self, node: cst.CSTNode, text: str) -> None:
+    def _add(self, node: cst.CSTNode, text: str, cause: str | None = None) -> None:
         line = self.get_metadata(PositionProvider, node).start.line
-        self.findings.append(Finding(line, text))
+        self.findings.append(Finding(line, text, cause or text))
 
     # -- imports -----------------------------------------------------------------------------------
 
@@ -172,8 +176,8 @@ class _Finder(cst.CSTVisitor):
             return
         self.is_known = True
         package, _, module = line.rpartition(" ")
-        if self._imports and line and (new := moved(module)) != module:
-            self._add(alias, f"write {f'{package} {new}'.strip()!r}, or pass --write")
+        if self._imports and line and (new := moved(module)) != module and is_module(new):
+            self._add(alias, f"write {f'{package} {new}'.strip()!r}, or pass --write", IMPORTS)
         self._check(alias, path)
 
     def _check(self, node: cst.CSTNode, path: str) -> None:
@@ -235,10 +239,41 @@ class _Finder(cst.CSTVisitor):
                 self._native.add("self.trainer")
             refused = uncalled_hooks(base.kind, base.classes)
             for each in node.body.body:
-                if isinstance(each, cst.FunctionDef) and each.name.value in refused:
-                    name = each.name.value
-                    what = f"{node.name.value}.{name} is never called: {refused[name]}"
-                    self._add(each.name, what)
+                if not isinstance(each, cst.FunctionDef):
+                    continue
+                name = each.name.value
+                if name in refused:
+                    what = f"{name} is never called: {refused[name]}"
+                    self._add(each.name, f"{node.name.value}.{what}", what)
+                elif base.kind == "module":
+                    self._see_parameters(node, each)
+        methods = {each.name.value for each in node.body.body if isinstance(each, cst.FunctionDef)}
+        if not bases and methods & _OF_MODULES:
+            for base_class in node.bases:
+                self._see_library(base_class.value, "module or data module")
+
+    def _see_parameters(self, owner: cst.ClassDef, method: cst.FunctionDef) -> None:
+        """List parameters of steps and hooks of Lightning 1."""
+        name = method.name.value
+        for each in method.params.params:
+            argument = each.name.value
+            if argument not in STEP_ARGUMENTS or not hasattr(TrainModule, name):
+                continue
+            if name.endswith("_step") and name.partition("_")[0] in _STEPS:
+                what = f"{argument}, which no step is given here: {STEP_ARGUMENTS[argument]}."
+            else:
+                takes = ", ".join(signature(getattr(TrainModule, name)).parameters)
+                what = f"{argument}, which no hook is given here: def {name}({takes})."
+            self._add(each, f"{owner.name.value}.{name} takes {what}", f"{name} takes {what}")
+
+    def _see_library(self, node: cst.BaseExpression, what: str) -> None:
+        """List a class of a library, which inherits Lightning's own."""
+        called = node.func if isinstance(node, cst.Call) else node
+        path = path_of(self, called) or self._objects.get(dotted(node), "")
+        is_class = any(part[:1].isupper() for part in path.split(".")[-2:])
+        if is_class and is_of_a_library(path, self._path):
+            said = f"of a library: {AS_LIGHTNING}."
+            self._add(node, f"{path} is a {what} {said}", f"a {what} {said}")
 
     def _base(self, node: cst.BaseExpression) -> _Base | None:
         for name in self.get_metadata(QualifiedNameProvider, node, set()):
@@ -265,7 +300,10 @@ class _Finder(cst.CSTVisitor):
         self._see_variable(node.target, node.annotation.annotation)
 
     def _see_variable(self, target: cst.BaseExpression, of: cst.BaseExpression) -> None:
-        made = class_of(path_of(self, of))
+        path = path_of(self, of)
+        if path is not None and not package_of(path):
+            self._objects[dotted(target)] = path
+        made = class_of(path)
         if made is not None and issubclass(made, Trainer):
             self._trainers.add(dotted(target))
             if not issubclass(made, LightningTrainer):
@@ -283,6 +321,13 @@ class _Finder(cst.CSTVisitor):
             self._see_trainer(given, own | native)
             if issubclass(made, LightningTrainer):
                 self._see_values(given)
+            if "callbacks" in given:
+                value = given["callbacks"].value
+                listed = (
+                    [e.value for e in value.elements] if isinstance(value, cst.List) else [value]
+                )
+                for each in listed:
+                    self._see_library(each, "callback")
         elif made is not None:
             self._see_arguments(made, path, given)
         elif isinstance(node.func, cst.Attribute):
@@ -331,7 +376,13 @@ class _Finder(cst.CSTVisitor):
         for _, holder, methods in self._one[-1:]:
             of_run = owner in ("self", "pl_module") or self._is_trainer(owner)
             if name in methods and (owner == holder or (methods is LIGHTNING_CALLS and of_run)):
-                self._add(node, f"{owner}.{name} in a block of one process: {methods[name]}.")
+                what = f"{name} in a block of one process: {methods[name]}."
+                self._add(node, f"{owner}.{what}", what)
+        if self._is_trainer(owner) and name in ("fit", *_EVALUATIONS):
+            for number, each in enumerate(node.args):
+                argument = each.keyword.value if each.keyword is not None else ""
+                if argument in ("model", "datamodule") or (not argument and number < 2):
+                    self._see_library(each.value, "module or data module")
         if owner in self._native and name in _EVALUATIONS:
             self._see_evaluation(node, owner, name, given)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import isclass
+from pathlib import Path
 from typing import Any
 
 import libcst as cst
@@ -18,6 +22,7 @@ MOVED = {
     "pytorch_lightning": "trainer.lightning.pytorch",
 }
 """Package: where its names are here."""
+_NO_LIBRARIES = ("callbacks", "torch", "trackers", "trainer", "transformers")
 
 
 def moved(path: str) -> str:
@@ -26,6 +31,14 @@ def moved(path: str) -> str:
         if f"{path}.".startswith(f"{package}."):
             return new + path.removeprefix(package)
     return path
+
+
+@cache
+def is_module(path: str) -> bool:
+    """Return whether there is a module of that path; one of ours, as its packages are imported."""
+    with suppress(ImportError):
+        return find_spec(path) is not None
+    return False
 
 
 def package_of(path: str) -> str | None:
@@ -80,6 +93,25 @@ def class_of(path: str | None) -> type | None:
         found = value_of(moved(path))
         return found if isclass(found) else None
     return None
+
+
+@cache
+def is_of_a_library(path: str, program: Path) -> bool:
+    """Return whether a name comes from neither Python, torch or us nor a folder of the program.
+
+    Args:
+        path: The dotted path of an imported name.
+        program: The file that imports it.
+    """
+    top = path.partition(".")[0]
+    if not top or package_of(path) or top in (*sys.stdlib_module_names, *_NO_LIBRARIES):
+        return False
+    return not any(
+        (folder / part / f"{top}{suffix}").exists()
+        for folder in program.absolute().parents
+        for part in ("", "src")
+        for suffix in ("", ".py")
+    )
 
 
 def path_of(visitor: Any, node: cst.CSTNode) -> str | None:

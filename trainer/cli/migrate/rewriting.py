@@ -12,12 +12,14 @@ from inspect import Parameter, signature
 from typing import Any
 
 import libcst as cst
-from libcst.metadata import MetadataWrapper, QualifiedNameProvider
+from libcst.metadata import MetadataWrapper, ParentNodeProvider, QualifiedNameProvider
 
 import callbacks
 from trainer.cli.migrate.arguments import Changed, named, translated
 from trainer.cli.migrate.names import (
+    class_of,
     dotted,
+    is_module,
     literal,
     moved,
     name_in,
@@ -25,6 +27,8 @@ from trainer.cli.migrate.names import (
     path_of,
     value_of,
 )
+from trainer.lightning.pytorch.trainer import Trainer as LightningTrainer
+from trainer.migration.table import SECOND_FIT
 
 # -- what is called what ---------------------------------------------------------------------------
 
@@ -462,8 +466,8 @@ class _Imports(cst.CSTTransformer):
     def _moved(self, statement: cst.BaseSmallStatement) -> cst.BaseSmallStatement:
         """Return an import with the new place of its names."""
         if isinstance(statement, cst.ImportFrom) and not statement.relative:
-            path = dotted(statement.module)
-            return statement.with_changes(module=_name(moved(path)) if path else None)
+            new = moved(dotted(statement.module))
+            return statement.with_changes(module=_name(new)) if is_module(new) else statement
         if isinstance(statement, cst.Import):
             return statement.with_changes(names=[*map(_moved_alias, statement.names)])
         return statement
@@ -480,7 +484,7 @@ def _moved_alias(alias: cst.ImportAlias) -> cst.ImportAlias:
     if package is None or (new := moved(path)) == path:
         return alias
     if alias.asname is not None:
-        return alias.with_changes(name=_name(new))
+        return alias.with_changes(name=_name(new)) if is_module(new) else alias
     if "." in package:
         return alias  # its uses would have to change too
     return alias.with_changes(name=_name(moved(package)), asname=cst.AsName(cst.Name(package)))
@@ -521,4 +525,57 @@ def staying_trainers(program: MetadataWrapper) -> list[tuple[cst.CSTNode, str]]:
     """Return what keeps Lightning's Trainer in a program, each with what to do."""
     stays = _StayingTrainers()
     program.visit(stays)
-    return stays.left
+    return stays.left + second_fits(program, LightningTrainer)
+
+
+class _SecondFits(cst.CSTVisitor):
+    """Collects the calls of ``fit`` that follow another one of the same Trainer.
+
+    Args:
+        kind: The class of the Trainers.
+    """
+
+    METADATA_DEPENDENCIES = (QualifiedNameProvider, ParentNodeProvider)
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.found: list[tuple[cst.CSTNode, str]] = []
+        self._kind = kind
+        self._made: dict[str, set[cst.CSTNode]] = {}  # a Trainer's name: the loops around it
+        self._fitted: set[tuple[str, cst.CSTNode]] = set()  # its name and a block that fits it
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        if not isinstance(node.value, cst.Call):
+            return
+        if class_of(path_of(self, node.value.func)) is self._kind:
+            for name in (dotted(each.target) for each in node.targets):
+                self._made[name] = self._around(node)[1]
+                self._fitted = {each for each in self._fitted if each[0] != name}
+
+    def visit_Call(self, node: cst.Call) -> None:
+        owner, _, method = dotted(node.func).rpartition(".")
+        if method != "fit" or owner not in self._made:
+            return
+        block, loops = self._around(node)
+        if (owner, block) in self._fitted or loops - self._made[owner]:
+            self.found.append((node, f"{owner}.fit is called a second time: {SECOND_FIT}"))
+        self._fitted.add((owner, block))
+
+    def _around(self, node: cst.CSTNode) -> tuple[cst.CSTNode, set[cst.CSTNode]]:
+        """Return the block that a node is in, and the loops around it."""
+        blocks: list[cst.CSTNode] = []
+        loops: set[cst.CSTNode] = set()
+        while not isinstance(node, cst.Module):
+            node = self.get_metadata(ParentNodeProvider, node)
+            if isinstance(node, (cst.BaseSuite, cst.Module)):
+                blocks.append(node)
+            elif isinstance(node, (cst.For, cst.While)):
+                loops.add(node)
+        return blocks[0], loops
+
+
+def second_fits(program: MetadataWrapper, kind: type) -> list[tuple[cst.CSTNode, str]]:
+    """Return the calls of ``fit`` that follow another one, each with what to do."""
+    fits = _SecondFits(kind)
+    program.visit(fits)
+    return fits.found

@@ -17,19 +17,11 @@ from typing import Any, cast
 
 from callbacks import Callback
 from trainer.errors import module_logger
-from trainer.signatures import with_loader_number
+from trainer.signatures import PARTS_OF_UPDATE, with_loader_number
 
 Hook = Callable[..., None]
 logger = module_logger(__name__)
 
-# Parts of an update that a module may override; see `trainer.module.TrainModule`.
-_PARTS = (
-    "backward",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "lr_scheduler_step",
-    "configure_gradient_clipping",
-)
 # Called by `trainer.loops.fit_state`, with a dict that they change.
 _OF_CHECKPOINTS = ("on_save_checkpoint", "on_load_checkpoint")
 
@@ -220,7 +212,7 @@ class HookTable:
         )
         self.parts: dict[str, Callable[..., Any]] = {
             name: getattr(module, name)
-            for name in _PARTS
+            for name in PARTS_OF_UPDATE
             if hasattr(module_base, name) and is_overridden(module, name, module_base)
         }
         self.boundary = Boundary(

@@ -11,6 +11,15 @@ from torch import nn
 
 from trainer.migration.table import STEP_ARGUMENTS
 
+# Parts of an update that a module may override; see `trainer.module.TrainModule`.
+PARTS_OF_UPDATE = (
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "lr_scheduler_step",
+    "configure_gradient_clipping",
+)
+
 
 def check_signature(call: Callable[..., Any], name: str, like: Callable[..., Any]) -> None:
     """Refuse a hook that cannot be called as it will be, before anything runs.
@@ -18,7 +27,8 @@ def check_signature(call: Callable[..., Any], name: str, like: Callable[..., Any
     Args:
         call: The user's method, bound.
         name: Its name.
-        like: The hook of the base class, unbound, which says what it is called with.
+        like: The hook of the base class, unbound. It is called with the arguments of that; a hook
+            may leave out those with a default, a part of an update may not.
 
     Raises:
         TypeError: Its arguments are others.
@@ -28,7 +38,8 @@ def check_signature(call: Callable[..., Any], name: str, like: Callable[..., Any
     if takes is None or any(each.kind is each.VAR_POSITIONAL for each in given):
         return
     try:
-        takes.bind(*[each.name for each in given if each.default is each.empty])
+        every = name in PARTS_OF_UPDATE
+        takes.bind(*[each.name for each in given if every or each.default is each.empty])
     except TypeError as error:
         owner = type(getattr(call, "__self__", call)).__name__
         names = ", ".join(["self", *(each.name for each in given)])

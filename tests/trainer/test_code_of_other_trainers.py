@@ -497,6 +497,9 @@ def test_a_layer_or_flag_with_the_name_of_a_refused_hook_is_no_hook():
         ("on_predict_epoch_end", lambda self, results: None),
         ("on_train_batch_end", lambda self, outputs: None),
         ("on_train_start", lambda self, trainer: None),
+        ("optimizer_step", lambda self, epoch, batch_idx, optimizer, idx, closure: None),
+        ("configure_gradient_clipping", lambda self, optimizer, idx, value, kind: None),
+        ("lr_scheduler_step", lambda self, scheduler, idx, metric: None),
     ],
 )
 def test_a_hook_with_other_arguments_is_refused_before_anything_runs(name, method):

@@ -27,6 +27,7 @@ from trainer.migration.refusals import refuse, uncalled
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix, set_seed
 from trainer.signatures import (
+    PARTS_OF_UPDATE,
     check_signature,
     check_state_dict_methods,
     check_step_signature,
@@ -149,7 +150,7 @@ def check_hooks(
         if owner is None:
             continue
         findings += uncalled(owner, kind)
-        for name in (*_RARELY_CALLED, *_OFTEN_CALLED):
+        for name in (*_RARELY_CALLED, *_OFTEN_CALLED, *PARTS_OF_UPDATE):
             if hasattr(base, name) and is_overridden(owner, name, base):
                 hook = with_loader_number(getattr(owner, name))
                 find(check_signature, hook, name, getattr(base, name))

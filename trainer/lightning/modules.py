@@ -31,6 +31,7 @@ _PARENTS = {
     f"{parent}.{name}": parent for parent, names in _MODULES.items() for name in names.split()
 } | {
     "pytorch.core.mixins": "pytorch.module",
+    "pytorch.core.mixins.hparams_mixin": "pytorch.module",
     "pytorch.core.optimizer": "pytorch.module",
     "fabric": "",
     "fabric.utilities": "pytorch.utilities",

@@ -615,6 +615,10 @@ def test_classes_of_libraries_are_listed_where_a_trainer_gets_them(capsys):
     assert all("start the program with `trainer launch --as_lightning`" in t for _, t in findings)
     assert findings[1][1].startswith("optuna.integration.PyTorchLightningPruningCallback is a ca")
     assert findings[2][1].startswith("pytorch_forecasting.Baseline.from_dataset is a module or da")
+    Path("optuna").mkdir()
+    Path("optuna/tune.py").write_text(LIBRARIES)
+    main(["migrate", "optuna/tune.py"])
+    assert "optuna.integration.PyTorchLightningPruningCallback is" in capsys.readouterr().out
 
 
 def test_what_steps_and_hooks_took_in_lightning_1_is_listed(capsys):

@@ -106,12 +106,13 @@ def is_of_a_library(path: str, program: Path) -> bool:
     top = path.partition(".")[0]
     if not top or package_of(path) or top in (*sys.stdlib_module_names, *_NO_LIBRARIES):
         return False
-    return not any(
-        (folder / part / f"{top}{suffix}").exists()
-        for folder in program.absolute().parents
-        for part in ("", "src")
-        for suffix in ("", ".py")
-    )
+    folders = program.absolute().parents
+    for place in (folder / part / top for folder in folders for part in ("", "src")):
+        # Scripts about a library are in a folder of its name, which is no package.
+        is_package = place not in folders or (place / "__init__.py").exists()
+        if (place.is_dir() and is_package) or place.with_name(f"{top}.py").is_file():
+            return False
+    return True
 
 
 def path_of(visitor: Any, node: cst.CSTNode) -> str | None:

@@ -19,6 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -44,9 +45,13 @@ _NO_STORE = (
     "cannot be reached"
 )
 _ALL_STAND = 4  # multiple of the patience after which it is logged that all processes wait
-# Torch's modules in whose code a process waits for others: in a collective or a backward pass.
+# Modules in whose code a process waits for others: in a collective or a backward pass.
 # Cadence's own code marks where it waits; see `trainer.distributed.guards.waiting`.
-_TORCH_WAITS = ("torch.distributed", "torch.autograd.graph", "torch.cuda")
+_WAITS = (
+    *("torch.distributed", "torch.autograd.graph", "torch.cuda", "torch.nn.parallel"),
+    *("megatron.core.pipeline_parallel", "megatron.core.tensor_parallel"),
+    *("megatron.core.distributed", "deepspeed.comm", "deepspeed.runtime.zero"),
+)
 _watching = threading.Lock()  # of nested runs, only the outer one is watched
 _runs = itertools.count()  # numbers the runs, alike on every process, for the keys of the notes
 
@@ -176,6 +181,22 @@ def unexplained(place: str, notes: Mapping[int, Note], error: str) -> str:
     )
 
 
+def _waits_at(frame: FrameType | None) -> bool:
+    """Return whether a frame is torch's, or of an engine's library, where a process waits.
+
+    The innermost frame may belong to a part of torch that the waiting one calls: a `DTensor` waits
+    in ``torch._ops``. So the search goes outwards, to the first frame that is not torch's.
+    """
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith(_WAITS):
+            return True
+        if module.partition(".")[0] != "torch":
+            return False
+        frame = frame.f_back
+    return False
+
+
 class _Watchdog:
     """The watchdog of the thread that creates it, the training thread.
 
@@ -299,8 +320,7 @@ class _Watchdog:
             self._since = now, place
         seconds = now - self._since[0]
         frame = sys._current_frames()[self._thread]
-        module = str(frame.f_globals.get("__name__"))
-        waits = self._thread in waiting.threads or module.startswith(_TORCH_WAITS)
+        waits = self._thread in waiting.threads or _waits_at(frame)
         long = seconds >= self._patience / 2
         stack = "".join(traceback.format_stack(frame, limit=_FRAMES)) if long else ""
         self._looks += 1

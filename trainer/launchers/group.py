@@ -16,13 +16,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer import environment
+from trainer.cli.launch.entry import SHUTDOWN_TIMEOUT
 from trainer.cli.launch.failure import failures_of, report
 from trainer.cli.launch.group import quiet_agent
 from trainer.cli.launch.rendezvous import BACKEND, private_variables
 from trainer.launchers import rank
 
 _ROLE = "notebook"
-_PATIENCE = 300  # seconds that the ranks have to save after an interrupt
 
 
 class RankFailed(ChildFailedError):
@@ -78,7 +78,7 @@ def start(
             logs_specs=DefaultLogsSpecs(log_dir=name),
             # The notebook handles signals: Ctrl-C raises KeyboardInterrupt, which ends the ranks.
             signals_to_handle="",
-            shutdown_timeout=_PATIENCE,
+            shutdown_timeout=SHUTDOWN_TIMEOUT,
             **config,
         )
         if environment.read("OMP_NUM_THREADS") is None:

@@ -548,6 +548,32 @@ def test_processes_end_when_the_launcher_is_killed(monkeypatch, tmp_path):
         time.sleep(0.05)
 
 
+STUCK = """
+import os, signal
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+signal.signal(signal.SIGTERM, lambda *_: None)  # a run notes it, and goes on to its next update
+dist.barrier()
+rank = int(os.environ["RANK"])
+if rank == 0:
+    os.kill(os.getppid(), signal.SIGKILL)
+dist.recv(torch.zeros(1), src=1 - rank)
+"""
+
+
+def test_stuck_processes_end_too_when_the_launcher_is_killed(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    words = ["--cpu", "--num_processes", "2", "--shutdown_timeout", "1", write("train.py", STUCK)]
+    command = [sys.executable, "-m", "trainer", "launch", *words]
+    # It returns when the last process that has the pipes has ended.
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert " did not end within 1 seconds after its launcher, and is stopped." in done.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems tell nobody of it")
 def test_processes_that_start_when_the_launcher_is_gone_end_at_once(tmp_path):
     write(

@@ -23,6 +23,7 @@ from trainer.cli.config import accelerators, device_count, known_of
 from trainer.cli.config.file import LaunchConfiguration, default_place
 from trainer.cli.config.fp8 import FP8
 from trainer.cli.config.sharding import LAUNCHER, SECTIONS
+from trainer.cli.launch.entry import SHUTDOWN_TIMEOUT
 from trainer.cli.launch.options import REFUSED
 from trainer.cli.launch.options import parser as parser
 from trainer.cli.parsing import CommandError, echo, ended_at_once
@@ -359,7 +360,7 @@ def _start_group(
             machines=plan.machines,
             max_restarts=configuration.max_restarts,
             monitor_interval=configuration.monitor_interval,
-            shutdown_timeout=arguments.shutdown_timeout or 300,
+            shutdown_timeout=arguments.shutdown_timeout or SHUTDOWN_TIMEOUT,
             log_dir=arguments.log_dir,
             tee=arguments.tee or "0",
             **meeting,

@@ -20,6 +20,7 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from contextlib import redirect_stderr
@@ -28,6 +29,8 @@ from types import ModuleType, TracebackType
 
 MARK = "CADENCE_NOTED"  # the variable with the id of the process whose note is read
 LAUNCHER = "CADENCE_LAUNCHER"  # the variable with the id of the launcher
+PATIENCE = "CADENCE_SHUTDOWN_TIMEOUT"  # that with the seconds to save in when it is gone
+SHUTDOWN_TIMEOUT = 300  # seconds that processes have to save after a signal
 REFUSED = "Refusal"  # the kind of a failure that a retry would end with too
 ENDED = "ended.json"  # the note of a run that ended after a signal, next to torch's error file
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
@@ -48,7 +51,8 @@ def main() -> None:
     """Run the script as ``__main__``, with its own arguments and its own folder to import from."""
     arguments = sys.argv[1:]
     os.environ[MARK] = str(os.getpid())
-    end_with_the_launcher(int(os.environ.pop(LAUNCHER, os.getppid())))
+    launcher = int(os.environ.pop(LAUNCHER, os.getppid()))
+    end_with_the_launcher(launcher, int(os.environ.pop(PATIENCE, SHUTDOWN_TIMEOUT)))
     if "__mp_main__" in sys.modules:  # by tools that Python loads at startup, such as coverage
         sys.modules["__mp_main__"] = _Main("__mp_main__")
     try:
@@ -84,16 +88,34 @@ def main() -> None:
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
-def end_with_the_launcher(launcher: int) -> None:
-    """Have SIGTERM sent when the launcher is gone: nobody else would end this process.
+def end_with_the_launcher(launcher: int, patience: int = SHUTDOWN_TIMEOUT) -> None:
+    """End this process some time after the launcher: nobody else would.
+
+    SIGTERM asks the program to save and end. Its handler never runs in a process that is stuck, in
+    a collective for example, so a thread ends that one.
 
     Args:
         launcher: The id of its process. If that is already gone, this process ends here.
+        patience: The seconds to save in.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
         if os.getppid() != launcher:
             sys.exit("The process that started this one has gone.")
+    threading.Thread(target=_outlive, args=(launcher, patience), daemon=True).start()
+
+
+def _outlive(launcher: int, patience: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(1)
+    time.sleep(patience)
+    try:
+        sys.stderr.write(
+            f"rank {os.environ.get('RANK', '?')} did not end within {patience} seconds after its "
+            "launcher, and is stopped.\n"
+        )
+    finally:  # the terminal may be gone too
+        os._exit(1)
 
 
 def _import_from(folder: str) -> None:

@@ -48,7 +48,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
-from trainer.cli.launch.entry import ENDED, LAUNCHER
+from trainer.cli.launch.entry import ENDED, LAUNCHER, PATIENCE, SHUTDOWN_TIMEOUT
 from trainer.cli.launch.failure import Failure, failures_of, first_of, report, summary
 from trainer.cli.launch.rendezvous import BACKEND, private_variables
 from trainer.cli.parsing import CommandError, echo
@@ -99,7 +99,7 @@ class Group:
     rendezvous: dict[str, Any] = field(default_factory=dict)
     max_restarts: int = 0
     monitor_interval: float = 0.1
-    shutdown_timeout: int = 300
+    shutdown_timeout: int = SHUTDOWN_TIMEOUT
     log_dir: str | None = None
     tee: str = "0"
 
@@ -330,6 +330,7 @@ def run_group(group: Group) -> int:
         variables = {
             "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(names),
             LAUNCHER: str(os.getpid()),
+            PATIENCE: str(group.shutdown_timeout),
         }
         if group.machines[1] > 1:
             # The store of machine 0's agent still has the addresses of processes that are gone.

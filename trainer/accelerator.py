@@ -815,6 +815,7 @@ class Accelerator:
             data_seed=self.dataloader_config.data_seed,
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
+            presharded=self.dataloader_config.presharded,
             _from_accelerator=True,
         )
         if not any(prepared is known for known in self._dataloaders):

@@ -110,6 +110,9 @@ class DataLoaderConfiguration:
             next pass continues after the last batch that was handed out, without
             `skip_first_batches`. It works for any loader and does not need torchdata.
         data_seed: The seed of the order; None takes the seed that ``set_seed`` set.
+        presharded: The streams of the processes are different parts of the data already, and each
+            reads all of its own. Those that ``datasets.distributed.split_dataset_by_node`` or
+            webdataset's ``split_by_node`` has split are known without this.
 
     Raises:
         TypeError: A value is not a bool (or, for `dispatch_batches`, None), or `data_seed` no int.
@@ -122,6 +125,7 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
     data_seed: int | None = None
+    presharded: bool = False
 
     def __post_init__(self) -> None:
         """Check the types."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 NO_BITSANDBYTES = "needs bitsandbytes: pip install 'cadence-trainer[bnb]'"
+NO_DATASETS = "needs Hugging Face's datasets: pip install datasets"
 NO_CUDA = "needs a CUDA device"
 
 
@@ -22,6 +23,9 @@ requires_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason=NO_BITSANDBYTES
 )
 """Marks a test that needs the package."""
+
+requires_datasets = pytest.mark.skipif(find_spec("datasets") is None, reason=NO_DATASETS)
+"""Marks a test that needs the package; a stand-in is tested without it."""
 
 requires_cuda = pytest.mark.gpu
 """Marks a test that needs a CUDA device: `@requires_cuda`. Without one it is skipped."""

@@ -109,7 +109,7 @@ def test_the_run_stops_before_a_bad_update_and_says_what_it_was(value, accumulat
     text = str(caught.value)
     assert "The gradients of update 3 hold NaN or infinity (it was not made), of: " in text
     assert "body.weight, body.bias, head.weight, head.bias." in text
-    assert f"The last loss of rank 0 was {value:g}" in text
+    assert f"The loss of rank 0 was {value:g}" in text
     assert "non_finite='skip'" in text
     for kept, now in zip(keep.weights[-1], module.parameters(), strict=True):
         assert torch.equal(kept, now)
@@ -127,7 +127,7 @@ def test_only_the_parameters_concerned_are_named():
 
     module = Half()
     module.rest = torch.nn.Linear(1, 1)  # has no gradient
-    with pytest.raises(FloatingPointError, match=r"of: head\.bias\. The last loss"):
+    with pytest.raises(FloatingPointError, match=r"of: head\.bias\. The loss"):
         fit(module, cpu=True)
 
 
@@ -156,17 +156,29 @@ def test_a_bad_loss_counts_though_its_gradients_are_finite(value, accumulation):
     assert skipping.skipped_updates == 2
 
 
-@pytest.mark.parametrize("kind", [Net, Constant])  # of which the gradients are bad, or finite
+class Early(Constant):
+    """Whose bad losses are not the last ones of their windows, on the second process."""
+
+    def training_step(self, batch, batch_idx):
+        before, self.rank = self.rank, 1 if batch_idx % 2 == 0 else -1
+        loss = super().training_step(batch, batch_idx)
+        self.rank = before
+        return loss
+
+
+# Of which the gradients are bad, or finite, or the loss of an earlier micro-batch is bad.
+@pytest.mark.parametrize("kind", [Net, Constant, Early])
 def test_all_processes_do_the_same_though_one_has_the_bad_loss(ranks3, kind):
     def body(policy):
         module = kind([1], rank=1)
         try:
-            trainer = fit(module, non_finite=policy, folder=policy, cpu=True, max_epochs=2)
+            options = {"gradient_accumulation_steps": 1 + (kind is Early), "max_epochs": 4}
+            trainer = fit(module, non_finite=policy, folder=policy, cpu=True, **options)
         except FloatingPointError as error:
-            return "of update 2" in str(error), "was nan" in str(error)
+            return "of update 2" in str(error), "The loss of rank 1 was nan." in str(error)
         return trainer.skipped_updates, [p.tolist() for p in module.parameters()]
 
-    assert ranks3(body, "stop") == [(True, rank == 1) for rank in range(3)]
+    assert ranks3(body, "stop") == [(True, True)] * 3
     first, *others = ranks3(body, "skip")
     assert first[0] == 1
     assert others == [first, first]

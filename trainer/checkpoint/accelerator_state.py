@@ -504,6 +504,11 @@ def _naming(what: str) -> Iterator[None]:
 def _own_state(prepared: Prepared) -> dict[str, Any]:
     """Return the per-rank state of this process."""
     engine = {} if prepared.engine is None else prepared.engine.state_dict()
+    loaders = {
+        str(number): loader.state_dict()
+        for number, loader in enumerate(prepared.dataloaders)
+        if getattr(loader, "state_is_own", False)
+    }
     return {
         "step": prepared.step,
         "rng": rng_state(),
@@ -511,6 +516,7 @@ def _own_state(prepared: Prepared) -> dict[str, Any]:
         "window_open": prepared.window_open,
         "communication": [hook.state_dict() for hook in prepared.communication],
         **({"engine": engine} if any(engine.values()) else {}),
+        **({"loaders": loaders} if loaders else {}),
     }
 
 
@@ -800,6 +806,14 @@ def _read(reader: Reader, rank: int, processes: int, prepared: Prepared) -> Stor
         every = of_all("with a communication hook", "its state")
         by_hook = zip(*(each["communication"] for each in every), strict=True)
         communication = [for_processes(states, rank, processes) for states in by_hook]
+    trees = _read_trees(reader, later=later)
+    for number, state in first.get("loaders", {}).items():  # of streams that were split by process
+        if not own and state["batches"]:
+            raise CheckpointError(
+                f"{reader.path} was saved inside a pass of a stream that was split over {saved_by} "
+                f"processes. Load it with {saved_by} processes, or save at the end of a pass."
+            )
+        trees["loaders"][int(number)] = {"state": state if own else {**state, "stream": None}}
     return Stored(
         path=reader.path,
         weights=[
@@ -813,7 +827,7 @@ def _read(reader: Reader, rank: int, processes: int, prepared: Prepared) -> Stor
         window_open=first.get("window_open", True),
         communication=communication if hooked else [],
         engines=[each.get("engine", {}) for each in ranks.values()] if "engine" in first else [],
-        **_read_trees(reader, later=later),
+        **trees,
     )
 
 

@@ -55,6 +55,8 @@ class PreparedLoader(DataLoader[Any]):
         skip_batches: The number of this process's batches to skip at the beginning of each pass.
         stateful: After `load_state_dict`, the next pass continues after the last batch that was
             yielded before the save.
+        part: The number of this process's part of the data, if the stream is that part, which is
+            read as by one process; None for a stream or dataset of all data.
 
     Attributes:
         iteration: The number of the current or next pass, from 0; it determines the order. After a
@@ -87,6 +89,7 @@ class PreparedLoader(DataLoader[Any]):
         rng_types: Sequence[str] | None = None,
         skip_batches: int = 0,
         stateful: bool = False,
+        part: int | None = None,
     ) -> None:
         self.settings: dict[str, Any] = {
             "rank": rank,
@@ -99,6 +102,7 @@ class PreparedLoader(DataLoader[Any]):
             "rng_types": None if rng_types is None else as_types(rng_types),
             "skip_batches": skip_batches,
             "stateful": stateful,
+            "part": part,
         }
         self.rank, self.world_size = rank, world_size
         self.device, self.non_blocking = device, non_blocking
@@ -338,6 +342,11 @@ class PreparedLoader(DataLoader[Any]):
         self.epoch_iterator.resume_at(state.get("stream"))
 
     @property
+    def state_is_own(self) -> bool:
+        """Whether the state is that of this process, and not the same on all."""
+        return self.settings["part"] is not None
+
+    @property
     def _batches_per_step(self) -> int:
         """The number of the user's batches in a global batch."""
         return 1 if self.split_batches else self.world_size
@@ -520,6 +529,7 @@ class DataLoaderShard(PreparedLoader):
             rank=self.rank,
             world_size=self.world_size,
             seed=options["seed"],
+            place=options["part"] or 0,  # random numbers of its own
             even=options["even_batches"] and self.world_size > 1,
             split=self.split_batches and self.world_size > 1,
             drop_last=self._drops_last and self.world_size > 1,
@@ -536,6 +546,8 @@ class DataLoaderShard(PreparedLoader):
                 last = following is None or not following.present
                 batch = current.batch if streams is None else current.batch.arrive()
                 real, whole = current.real_samples, current.real_batches
+                if self.state_is_own:  # no sample that others gather is padding
+                    real = None
                 repeats = real is None and whole is not None and whole < current.batches
                 over = following is None
                 yield batch, last, over, real, whole if repeats else None

@@ -22,7 +22,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trainer.data.iterable import Place, Stream, check_same_stream, knows_where_it_is
+from trainer.data.iterable import Place, Stream, check_same_stream, knows_where_it_is, part_of
 from trainer.data.sampler import (
     SAMPLES,
     BatchSharding,
@@ -47,7 +47,9 @@ from trainer.data.workers import (
     loader_kwargs,
     reads_as_torchs,
 )
-from trainer.errors import module_logger
+from trainer.distributed.guards import share_numbers
+from trainer.distributed.objects import all_gather_object
+from trainer.errors import CheckpointError, module_logger
 from trainer.rng import mix
 from trainer.tree import count_samples
 
@@ -156,6 +158,8 @@ class EpochIterator:
             with its state; see `trainer.data.iterable`.
         rereads: The caller may restart a pass of a stream from its beginning after reading part of
             it.
+        presharded: The stream of each process is its own part of the data, so each reads all of its
+            own. Streams that were split by `datasets` or webdataset are known to be.
 
     Attributes:
         limit: The number of batches, over all processes, after which an epoch ends; a float is a
@@ -186,6 +190,7 @@ class EpochIterator:
         drop_last: bool = False,
         remember: bool = False,
         rereads: bool = False,
+        presharded: bool = False,
     ) -> None:
         if not isinstance(source, Iterable):
             raise TypeError(
@@ -234,6 +239,11 @@ class EpochIterator:
                 )
             self.loader = SignalSafeLoader(**loader_kwargs(source, self.sampler, self._generator))
         self._stream: Stream | None = None
+        self._part = None if self.sampler is not None or presharded else part_of(source)
+        self.presharded = (
+            self.sampler is None and world_size > 1 and (presharded or self._part is not None)
+        )
+        self._own: dict[str, Any] | None = None  # the place in a presharded stream, see `position`
         if self.sampler is not None:
             self.sharding = self.sampler.sharding
         else:
@@ -316,6 +326,8 @@ class EpochIterator:
     @property
     def num_all_batches(self) -> int | None:
         """The number of batches in the epoch without a limit; None if unknown."""
+        if self.presharded:  # the other processes may have more or fewer than this one
+            return None
         return length_of(self.loader if self.sampler is None else self.sampler.batch_sampler)
 
     @property
@@ -376,10 +388,12 @@ class EpochIterator:
     def position(self) -> dict[str, Any] | None:
         """Return the position in a stream after the global batches used so far, for a checkpoint.
 
-        The position is the same on all processes. It is None for a map-style dataset, where the
-        number of batches is enough to resume.
+        The position is the same on all processes, except in a presharded stream, where it also says
+        how many batches of the epoch this process has had. It is None for a map-style dataset,
+        where the number of batches is enough to resume.
         """
-        return None if self._stream is None else self._stream.position()
+        position = None if self._stream is None else self._stream.position()
+        return position if self._own is None else {**self._own, "stream": position}
 
     def resume_at(self, position: dict[str, Any] | None) -> None:
         """Start the next pass at a position that `position` returned.
@@ -392,10 +406,22 @@ class EpochIterator:
 
         Raises:
             CheckpointError: The position is inside an epoch that a different number of workers
-                read.
+                read, or of presharded streams on a different number of processes.
         """
-        if self._stream is not None:
-            self._stream.resume_at(position)
+        if self._stream is None:
+            return
+        self._own = None
+        if position is not None and "parts" in position:
+            parts = self.world_size if self.presharded else None
+            if position["parts"] != parts and not position["over"]:
+                raise CheckpointError(
+                    f"The checkpoint was saved inside an epoch of streams that were split over "
+                    f"{position['parts']} processes, so that each read its own. Resume on as many, "
+                    "with the same parts, or from a checkpoint at the end of an epoch."
+                )
+            self._own = position if parts else None
+            position = position["stream"]
+        self._stream.resume_at(position)
 
     @property
     def mark(self) -> int | None:
@@ -470,7 +496,16 @@ class EpochIterator:
         for current, following in ahead(self.read(transfer)):
             current.last = following is None
             current.next_missing = following is not None and not following.present
-            self.used(current.place, last=current.last)
+            ended = self.presharded and not current.present
+            self.used(current.place, last=current.last or ended)
+            if self.presharded:
+                self._own = {
+                    "parts": self.world_size,
+                    "epoch": self.epoch,
+                    "batches": current.place.batches if current.place else self._own_batches,
+                    "ended": ended,
+                    "over": current.last,
+                }
             yield current
 
     def used(self, place: Place | None, *, last: bool) -> None:
@@ -560,6 +595,11 @@ class EpochIterator:
 
     def _read_stream(self, transfer: Transfer | None) -> Iterator[GlobalBatch]:
         assert self._stream is not None
+        if self.world_size > 1:
+            self._check_parts()
+        if self.presharded:
+            yield from self._read_own_stream(self._stream, transfer)
+            return
         skip, batches_to_skip = self.start_batch, self.start_global_batch
         batches_again = self.start_global_batch * (1 if self.sharding.split else self.world_size)
         if not self.sharding.even:  # else the first global batch is read, to pad the last one
@@ -580,3 +620,76 @@ class EpochIterator:
                 yield GlobalBatch(True, batch, sizes[self.rank], *known, place=place)
             else:
                 yield GlobalBatch(False, None, 0, *known, place=place)
+
+    def _check_parts(self) -> None:
+        """Check that all processes read the whole stream, or each another part; collective.
+
+        Raises:
+            ValueError: Some read a part and others do not, or two read the same one.
+        """
+        every = dict(all_gather_object((self.rank, (self.presharded, self._part))))
+        parts = [part for _, part in every.values()]
+        known = [part for part in parts if part is not None]
+        alike = len({presharded for presharded, _ in every.values()}) == 1
+        sizes = {size for _, size in known} | {len(set(known))}
+        if not alike or (known and sizes != {self.world_size}):
+            said = ", ".join(
+                f"rank {rank} reads {'all' if part is None else f'part {part[0]} of {part[1]}'}"
+                for rank, (_, part) in sorted(every.items())
+            )
+            raise ValueError(
+                f"The processes' streams are not {self.world_size} parts of the data: {said}. "
+                f"Split them by rank and number of processes (here {self.world_size}; those that "
+                "share a model's layers read the same part), or give all the whole stream. If they "
+                "differ on purpose, set DataLoaderConfiguration(presharded=True)."
+            )
+
+    @property
+    def _resumed_own(self) -> dict[str, Any] | None:
+        """The place in a presharded stream where this epoch goes on; None at its beginning."""
+        own = self._own
+        return own if own and own["epoch"] == self.epoch and not own["over"] else None
+
+    @property
+    def _own_batches(self) -> int:
+        return self._resumed_own["batches"] if self._resumed_own else 0
+
+    @property
+    def first_position(self) -> int:
+        """The number of batches before the first one of a pass, as the seeds of batches count."""
+        return self._own_batches * self.world_size if self.presharded else self.start_batch
+
+    def _read_own_stream(self, stream: Stream, transfer: Transfer | None) -> Iterator[GlobalBatch]:
+        """Yield the batches of a presharded stream until those of all processes have ended.
+
+        The processes tell each other how many samples each has: one small exchange on the host for
+        each global batch.
+        """
+        own = self._resumed_own
+        if own is None and self.start_batch:
+            raise CheckpointError(
+                f"The run resumes after {self.start_batch} batches of an epoch in which all "
+                "processes read the same stream, and now each reads its own. Give all the same, or "
+                "resume from a checkpoint at the end of an epoch."
+            )
+        most = self._most
+        limit = None if most is None else len(range(self.rank, most, self.world_size))
+        seed, skip = mix(self.seed, self.rank), self._own_batches
+        batches: Iterator[tuple[Any, Place | None]] = iter(())
+        if own is None or not own["ended"]:
+            batches = stream.read(seed, self.epoch, skip=skip, limit=limit)
+        place: Place | None = None
+        while True:
+            following = next(batches, None)
+            batch, place = (None, place) if following is None else following
+            samples = 0 if following is None else SAMPLES.count(batch)
+            rows = share_numbers([self.rank, following is not None, samples])
+            counts = {rank: each for rank, present, each in rows if present}
+            if not counts:
+                return
+            self.batches_read = len(counts)
+            if following is not None and transfer is not None:
+                batch = transfer(batch)
+            total = sum(counts.values())
+            present = following is not None
+            yield GlobalBatch(present, batch, samples, total, total, len(counts), place=place)

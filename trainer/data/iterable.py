@@ -7,7 +7,8 @@ Three ways to read a stream from a position, for a resume inside an epoch.
   were prefetched but not used never count as used.
 - A loader that has these methods itself (torchdata's ``StatefulDataLoader``) is asked for its
   ``state_dict`` after every batch.
-- For any other stream, the batches are counted, and a resume reads them again.
+- For any other stream, the batches are counted, and a resume reads them again: also for one of
+  Hugging Face `datasets` with a shuffle buffer, whose samples its state does not hold.
 
 Workers take turns: with W workers, worker *w* answers the requests *w*, *w + W*, *w + 2W*, …. A
 worker whose data have ended returns an empty reply. The order of the batches is the same as that of
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -35,6 +37,7 @@ from trainer.data.seeding import (
     equal,
     generators_in,
     isolated_generators,
+    reachable,
 )
 from trainer.data.workers import SignalSafeLoader, SignalSafeWorker, users_kwargs
 from trainer.distributed.objects import all_gather_object
@@ -504,7 +507,10 @@ class Stream:
 
     def warn_of_replay(self, batches: int) -> None:
         """Warn that batches of a stream are read again and discarded."""
-        hint = " A dataset with state_dict and load_state_dict resumes without that."
+        hint = (
+            " A dataset with state_dict and load_state_dict, which hold what it has buffered too, "
+            "resumes without that."
+        )
         logger.warning(
             "Resuming inside an epoch of a stream: %d batches are read again and discarded.%s",
             batches,
@@ -629,7 +635,40 @@ def _has_state(source: Any) -> bool:
     names = ("state_dict", "load_state_dict")
     if getattr(source, "_is_accelerate_prepared", False) or _only_counts(source):
         return False  # the state of a prepared loader names the pass, not the position inside it
-    return all(callable(getattr(source, name, None)) for name in names)
+    return all(callable(getattr(source, name, None)) for name in names) and not _shuffles(source)
+
+
+def _shuffles(source: Any) -> bool:
+    """Return whether a stream has a shuffle buffer of `datasets`, which its state does not hold.
+
+    After ``load_state_dict`` the samples in the buffer would be missing, as `datasets` warns then.
+    """
+    kind = _loaded("datasets.iterable_dataset", "BufferShuffledExamplesIterable")
+    return kind is not None and any(type(each) is kind for _, each in reachable(source=source))
+
+
+def part_of(source: Any) -> tuple[int, int] | None:
+    """Return which part of how many a stream reads that its user split by process.
+
+    That is known of streams of `datasets` (``split_dataset_by_node``) and webdataset
+    (``split_by_node``); None for all others.
+    """
+    config = _loaded("datasets.iterable_dataset", "DistributedConfig")
+    splitter = _loaded("webdataset.shardlists", "split_by_node")
+    if config is None and splitter is None:
+        return None
+    for _, each in reachable(source=source):
+        if type(each) is config:
+            return each.rank, each.world_size
+        if each is splitter:
+            rank, world_size, *_ = sys.modules["webdataset.utils"].pytorch_worker_info()
+            return rank, world_size
+    return None
+
+
+def _loaded(module: str, name: str) -> Any:
+    """Return an object of a library; None if the program has not imported it."""
+    return getattr(sys.modules.get(module), name, None)
 
 
 def _only_counts(source: Any) -> bool:
@@ -665,6 +704,8 @@ def check_same_stream(stream: Iterator[Item]) -> Iterator[Item]:
     if len({repr(each) for each in all_gather_object(sums)}) > 1:
         raise ValueError(
             "The stream starts with a different batch on each process. Every process reads the "
-            "whole stream and keeps its own batches: give all the same stream, not a part of it."
+            "whole stream and keeps its own batches: give all the same stream. If each has its own "
+            "part of the data on purpose, set dataloader_config=DataLoaderConfiguration("
+            "presharded=True)."
         )
     return chain(first, stream)

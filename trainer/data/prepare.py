@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from trainer.data.dataloader import DataLoaderShard, PreparedLoader, seed_of_order
 from trainer.data.dispatcher import DataLoaderDispatcher
+from trainer.data.iterable import part_of
 from trainer.data.seeding import of_order
 from trainer.data.workers import reads_as_torchs, users_kwargs, what_kwargs
 from trainer.state import PartialState
@@ -152,6 +153,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
     *,
+    presharded: bool = False,
     _from_accelerator: bool = False,
 ) -> PreparedLoader:
     """Return a loader that yields this process's shard of the data; call it on every process.
@@ -196,6 +198,8 @@ def prepare_data_loader(
             ``dp_replicate`` and ``dp_shard`` divide the data; processes that differ only in
             ``tp``, ``cp``, ``sp`` or ``pp`` get the same. It replaces `num_processes` and
             `process_index`.
+        presharded: See `DataLoaderConfiguration`. Each process reads its own stream to its end; if
+            some end before others, ``join_uneven_inputs`` lets them.
         _from_accelerator: Whether the `Accelerator` calls this, on all processes.
 
     Raises:
@@ -222,8 +226,12 @@ def prepare_data_loader(
             f"process_index is {rank} of num_processes={world_size}; it must lie between 0 and "
             f"{world_size - 1}."
         )
+    options = {"split_batches": split_batches, "dispatch_batches": dispatch_batches}
+    reads_part = _reads_part(dataloader, rank, world_size, presharded, options)
     if dispatch_batches is None:
-        dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
+        dispatch_batches = (
+            not reads_part and put_on_device and isinstance(dataloader.dataset, IterableDataset)
+        )
     if dispatch_batches and not put_on_device:
         raise ValueError(
             "dispatch_batches=True with put_on_device=False: rank 0 sends batches from device to "
@@ -249,9 +257,46 @@ def prepare_data_loader(
         "rng_types": rng_types,
         "stateful": use_stateful_dataloader,
     }
+    if reads_part:
+        # Each stream is read as by one process, with random numbers of its own.
+        return DataLoaderShard.of(
+            dataloader, **settings | {"rank": 0, "world_size": 1, "part": rank}
+        )
     if dispatch_batches:
         return DataLoaderDispatcher.of(dataloader, slice_fn=slice_fn_for_dispatch, **settings)
     return DataLoaderShard.of(dataloader, **settings)
+
+
+def _reads_part(
+    dataloader: DataLoader[Any],
+    rank: int,
+    world_size: int,
+    presharded: bool,
+    options: dict[str, bool | None],
+) -> bool:
+    """Return whether a stream is this process's own part of the data already.
+
+    Raises:
+        ValueError: It is the part of another process, or one of the options divides its batches.
+    """
+    if not isinstance(dataloader.dataset, IterableDataset) or world_size == 1:
+        return False
+    part = None if presharded else part_of(dataloader)
+    if part is not None and part != (rank, world_size):
+        raise ValueError(
+            f"The stream of rank {rank} is part {part[0]} of {part[1]} of the data, and must be "
+            f"part {rank} of {world_size}. Split it so, or, if it is a part of its own on purpose, "
+            "set DataLoaderConfiguration(presharded=True)."
+        )
+    reads_part = presharded or part is not None
+    dividing = [name for name, value in options.items() if value]
+    if reads_part and dividing:
+        raise ValueError(
+            f"{dividing[0]}=True divides batches among the processes, and the stream is this "
+            f"process's own part of the data already. Leave {dividing[0]} out, or give all the "
+            "whole stream."
+        )
+    return reads_part
 
 
 def _data_coordinates(mesh: Any) -> tuple[int, int]:

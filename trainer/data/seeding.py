@@ -87,16 +87,24 @@ def generators_in(besides: Iterable[Any] = (), **owners: Any) -> Found:
         besides: Objects that are not searched.
         **owners: The objects to start from; the argument names begin the paths.
     """
+    return _seedable(
+        (path, thing)
+        for path, thing in reachable(besides, **owners)
+        if issubclass(type(thing), _kinds())
+    )
+
+
+def reachable(besides: Iterable[Any] = (), **owners: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the objects that `generators_in` searches, each with its path, `owners` first."""
     slots: dict[type, list[str]] = {}  # not cached: that would keep the classes alive
-    found: list[tuple[str, Any]] = []
     near, far = deque(owners.items()), deque[tuple[str, Any]]()
     seen = {*map(id, besides), *map(id, owners.values())}
     for _ in range(_MOST):
         if not (near or far):
             break
         path, thing = (near or far).popleft()
+        yield path, thing
         if issubclass(type(thing), _kinds()):
-            found.append((path, thing))
             continue
         long = _is_long(thing)
         for name, part in _parts(thing, slots):
@@ -105,7 +113,6 @@ def generators_in(besides: Iterable[Any] = (), **owners: Any) -> Found:
                 later = far if long or _is_long(part) else near
                 place = f"{part.__module__}." if issubclass(type(part), type) else f"{path}."
                 later.append((place + name, part))
-    return _seedable(found)
 
 
 def equal(found: Found) -> dict[str, str]:

@@ -290,6 +290,7 @@ def make_epoch_iterators(
             place=0 if kind == "train" else mix(_KINDS.index(kind), number),
             shuffle=not settings.overfits(kind),
             remember=kind == "train",
+            presharded=accelerator.dataloader_config.presharded,
         )
         apply_limit(epoch_iterator, name, limit)
         which = f"{kind} loader" if len(loaders) == 1 else f"{kind} loader number {number}"

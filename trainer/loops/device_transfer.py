@@ -214,7 +214,7 @@ class DeviceTransfer:
             if self._moves is None and self._dtype is None:
                 return _unchanged
             return lambda batch: self.move(batch, dataloader_idx)
-        numbers = count(epoch_iterator.start_batch + self._rank, self._world_size)
+        numbers = count(epoch_iterator.first_position + self._rank, self._world_size)
         own = kept_by(self._module, self._datamodule)
 
         def change(batch: Any) -> Any:

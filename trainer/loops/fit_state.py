@@ -921,7 +921,9 @@ def _restore_ranks(
     each = len(ranks) // data_size
     shares = ranks[::each]
     same = len(ranks) == run.world_size and data_size == run.data_size
-    run.data.epoch_iterator.resume_at(ranks[0]["stream"])  # equal on all ranks
+    # Equal on all ranks, but in presharded streams.
+    own = shares[run.data_rank] if data_size == run.data_size else ranks[0]
+    run.data.epoch_iterator.resume_at(own["stream"])
     for rank in ranks:  # decisions depend on which names were logged: equal on all ranks
         run.metrics.names.update(rank["metrics"]["names"])
     if same:

@@ -401,6 +401,8 @@ class FitRun(Run):
         # Processes that read the same data count them once.
         counts = self.engine.counts_data
         ended = counts and self.data.ended
+        if self.optim.guard is not None:
+            self.optim.guard.window_loss = loss
         return StepStats(
             items if counts else 0.0,
             stop_votes=1.0 if self.stopping.requested() else 0.0,

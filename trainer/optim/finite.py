@@ -20,12 +20,14 @@ from functools import cache, partial
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainer.checks import choice_error
 from trainer.distributed.guards import read_back
+from trainer.distributed.objects import all_gather_object
 from trainer.distributed.transport import HostCopy
 
 Policy = Literal["stop", "skip", "ignore"]
@@ -144,6 +146,8 @@ class FiniteGuard:
     Attributes:
         skipped: The number of skipped updates, by this policy or by the fp16 scaler.
         in_row: The number of skipped updates since the last one that was made.
+        window_loss: A scalar that is finite only if all losses of this rank in the latest window
+            are, for the error; None without one.
     """
 
     def __init__(
@@ -160,6 +164,7 @@ class FiniteGuard:
         self.policy = policy
         self.skipped = 0
         self.in_row = 0
+        self.window_loss: Tensor | None = None
         self._limit = limit
         self._optimizers = list(optimizers)
         self._named_parameters = named_parameters
@@ -197,12 +202,14 @@ class FiniteGuard:
             self.settle()
         if not isinstance(found, Tensor) or (self.policy == "skip" and not self._fused):
             bad = bool(read_back(found) if isinstance(found, Tensor) else found)
-            return self._judge(bad, step, loss, made=False)
+            return self._judge(bad, step, loss, self.window_loss, made=False)
         if self.policy == "skip":
             for optimizer in self._optimizers:
                 # torch's fused optimizers read these attributes, which no class declares
                 optimizer.grad_scale, optimizer.found_inf = None, found  # type: ignore[attr-defined]
-        judge = partial(self._judge, step=step, loss=loss, made=True)
+        judge = partial(
+            self._judge, step=step, loss=loss, window_loss=self.window_loss, made=True
+        )
         self._pending = HostCopy(found), judge
         return True
 
@@ -240,9 +247,18 @@ class FiniteGuard:
         else:
             self._count(any(map(bool, skipped)), step)
 
-    def _judge(self, bad: bool, step: int, loss: Tensor | None, *, made: bool) -> bool:
+    def _judge(
+        self,
+        bad: bool,
+        step: int,
+        loss: Tensor | None,
+        window_loss: Tensor | None,
+        *,
+        made: bool,
+    ) -> bool:
         if bad and self.policy == "stop":
-            raise FloatingPointError(self._report(step, loss, made=made))
+            losses = self._losses(loss, window_loss)
+            raise FloatingPointError(self._report(step, losses, made=made))
         if not bad:
             self.in_row = 0
             return True
@@ -259,7 +275,23 @@ class FiniteGuard:
                 "instead of fp16 may help; max_skipped_in_row sets the limit."
             )
 
-    def _report(self, step: int, loss: Tensor | None, *, made: bool) -> str:
+    def _losses(self, loss: Tensor | None, window_loss: Tensor | None) -> str:
+        """Return a sentence about the NaN and infinite losses of all ranks, else about this rank's.
+
+        It is collective: all ranks have found the same gradients, so all are here.
+        """
+        if self._manual:
+            return ""
+        own = None if window_loss is None else float(window_loss)
+        every = all_gather_object(own) if dist.is_initialized() else [own]
+        bad = [(r, each) for r, each in enumerate(every) if each and not math.isfinite(each)]
+        if not bad:
+            return "" if loss is None else f" The last loss of rank {self._rank} was {float(loss):g}."
+        said = [f"of rank {rank} was {each:g}" for rank, each in bad[:_SHOWN]]
+        more = f" and {len(bad) - _SHOWN} more" * (len(bad) > _SHOWN)
+        return f" The loss {', '.join(said)}{more}."
+
+    def _report(self, step: int, losses: str, *, made: bool) -> str:
         parameters = list(self._named_parameters())
         if made:
             what = "its weights, which no checkpoint holds, are lost"
@@ -270,14 +302,13 @@ class FiniteGuard:
         shown = ", ".join(names[:_SHOWN]) + (
             f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
         )
-        said = "" if loss is None else f" The last loss of rank {self._rank} was {float(loss):g}."
         bad = f"The gradients of update {step} hold NaN or infinity ({what}), of: {shown}."
         if not names:
             bad = (
-                f"A loss of update {step} is NaN or infinite ({what}), on this process or another, "
-                "although the gradients are finite."
+                f"A loss of update {step} is NaN or infinite ({what}), although the gradients are "
+                "finite."
             )
         others = "Trainer(non_finite='skip') skips such updates"
         if self._manual:
             others = "Trainer(non_finite='ignore') leaves the check to training_step"
-        return f"{bad}{said} Trainer(detect_anomaly=True) finds the operation; {others}."
+        return f"{bad}{losses} Trainer(detect_anomaly=True) finds the operation; {others}."

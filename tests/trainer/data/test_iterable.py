@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from tests.helpers.datasets import HuggingFaceStream, hugging_face
+from tests.helpers.requires import requires_datasets
 from trainer.checkpoint.serialization import load_tree, save_tree
 from trainer.data.dataloader import DataLoaderShard
 from trainer.data.epoch_iterator import EpochIterator
@@ -500,6 +502,53 @@ def test_the_position_excludes_batches_read_ahead():
     assert dataset.at == 4
     assert epoch_iterator.position()["states"] == [{"Stateful": {"at": 2, "passes": 0}}]
     global_batches.close()
+
+
+def shuffled_numbers():
+    from datasets import IterableDataset
+
+    stream = IterableDataset.from_generator(
+        lambda shards: ({"x": each} for each in shards), gen_kwargs={"shards": [*range(50)]}
+    )
+    return stream.shuffle(seed=3, buffer_size=8)
+
+
+class Wrapped(IterableDataset):
+    """Delegates everything to a stream that it holds."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.stream)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.stream.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: HuggingFaceStream(50, 8),
+        lambda: Wrapped(HuggingFaceStream(50, 8)),
+        pytest.param(shuffled_numbers, marks=requires_datasets),
+    ],
+)
+def test_a_stream_whose_state_lacks_its_shuffle_buffer_is_read_again(make, monkeypatch, caplog):
+    if make is not shuffled_numbers:
+        hugging_face(monkeypatch)
+    whole = read(iterator_of(loader(make())), epochs=1)
+    samples = [str(each) for _, _, batch, _ in whole for each in batch]
+    assert len(set(samples)) == len(samples) == 50
+    for cut in (1, 7, 24):
+        epoch_iterator = iterator_of(loader(make()))
+        epoch_iterator.resume_at(through_disk(whole[cut - 1][3]))
+        rest = read(epoch_iterator, whole[cut - 1][:2], epochs=1)
+        assert [each[2] for each in rest] == [each[2] for each in whole[cut:]]
+    assert "24 batches are read again and discarded" in caplog.text
 
 
 def test_resume_of_a_stream_without_a_state_warns_of_its_cost(caplog):

@@ -33,7 +33,7 @@ from trainer.checks import check_bools, explained
 from trainer.configuration import DataLoaderConfiguration, KwargsHandler, ProjectConfiguration
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.deepspeed_plugin import DeepSpeedPlugin
-from trainer.distributed.guards import check_collective
+from trainer.distributed.guards import check_collective, decided_by_all
 from trainer.distributed.watchdog import watched
 from trainer.engines.averaging import gradients_kept
 from trainer.engines.base import Engine, EngineOptions
@@ -901,6 +901,18 @@ class Trainer:
             return MetricStore(self.accelerator.device)
         return self._run.metrics
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "A Trainer cannot be pickled or copied: it holds threads, files and process groups. "
+            "Pickle the module (it leaves its trainer out), save a checkpoint with "
+            "trainer.save_checkpoint(path), or make a Trainer of the same arguments elsewhere."
+        )
+
     @property
     def should_stop(self) -> bool:
         """Whether a stop was requested; the request reaches all processes within two updates."""
@@ -910,8 +922,12 @@ class Trainer:
     def should_stop(self, stop: bool) -> None:
         self._stop_requested = stop
         run = self._fitting
-        if run is not None and (run.deciding or run.world_size == 1):
-            # At a boundary all processes decide the same, from values that they share.
+        if run is None or run.stopping.now == stop or not (run.deciding or run.world_size == 1):
+            return
+        # At a boundary all processes decide the same, from values that they share. If some do not,
+        # the request is a vote, as it is elsewhere: nobody leaves the loop alone.
+        decision = f"{run.stopping.number}/{run.counters.global_step}/{stop}"
+        if run.world_size == 1 or decided_by_all(decision):
             run.stopping.now = stop
 
     @property

@@ -145,6 +145,21 @@ def test_samples_left_of_uneven_batches_go_to_the_next_round(ranks2):
     assert ranks2(read, [[0], [1], [2]], False) == [([[0], [2]], 1), ([[1]], 2)]
 
 
+def test_ready_batches_that_cannot_be_joined_are_split_one_at_a_time(ranks2):
+    def read(options: dict[str, Any]) -> Any:
+        batches = [torch.full((4, width), float(width)) for width in (2, 3)]
+        try:
+            loader = dispatched(DataLoader(batches, batch_size=None), **options)
+            return [batch.tolist() for batch in loader]
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+
+    for text in ranks2(read, {}):
+        assert "split_batches=True to split one batch at a time" in text
+    own = [[[2.0, 2.0]] * 2, [[3.0, 3.0, 3.0]] * 2]
+    assert ranks2(read, {"split_batches": True}) == [own, own]
+
+
 def test_slice_fn_for_dispatch(ranks2):
     def read() -> list[list[int]]:
         def every_other(batch, part, process_index, num_processes):

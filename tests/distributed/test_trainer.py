@@ -14,6 +14,7 @@ from callbacks import Callback
 from tests.helpers import layouts
 from tests.helpers.line import Line
 from trainer import Accelerator, DataModule, DistributedDataParallelKwargs, Trainer
+from trainer.distributed import guards
 
 
 def loader(samples: int = 10) -> DataLoader:
@@ -130,6 +131,30 @@ def stop_at_a_boundary(rank: int | None) -> tuple[int, list[bool]]:
 
 def test_a_stop_of_all_ranks_at_a_boundary_holds_at_once(ranks2):
     assert ranks2(stop_at_a_boundary, None, timeout=30) == [(3, []), (3, [])]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stop_of_one_rank_at_a_boundary_is_agreed_with_the_next_update(ranks2, rank):
+    class Stopping(Callback):
+        def on_boundary(self, trainer, module):
+            if trainer.global_step in (3, 4) and trainer.accelerator.process_index == rank:
+                trainer.should_stop = True
+                ending.append((trainer.global_step, trainer.ending))
+
+    ending = []
+
+    def stop():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(guards, "_WARNED_AFTER", 0.2)  # how long the others are waited for
+            options = {"cpu": True, "progress_bar": False, "checkpointing": False}
+            trainer = Trainer(max_epochs=5, callbacks=[Stopping()], **options)
+            trainer.fit(Line(), loader(40))
+        return trainer.global_step, ending
+
+    found = ranks2(stop, timeout=30)
+    assert [steps for steps, _ in found] == [4, 4]
+    assert found[rank][1] == [(3, False), (4, True)]
+    assert found[1 - rank][1] == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,5 +1,7 @@
 """Wrong input fails where it enters, with the value, the choices and the fix in the text."""
 
+import copy
+import pickle
 from collections import UserDict
 from pathlib import Path
 
@@ -547,7 +549,34 @@ def test_the_metric_of_a_plateau_scheduler_must_be_logged():
         return self.layer(batch[0]).mean()
 
     silent = net(configure_optimizers=configure_optimizers, training_step=training_step)
-    fit_fails(silent, ValueError, "'val/los'", "nothing was recorded", "log it before")
+    fit_fails(silent, ValueError, "'val/los'", "nothing was recorded", "Log it before")
+
+
+@pytest.mark.parametrize("logs", [False, True])
+@pytest.mark.parametrize(
+    ("interval", "multiple"), [("epoch", "val_every"), ("step", "log_every or val_every")]
+)
+def test_a_plateau_that_ticks_between_validations_is_told_its_frequency(interval, multiple, logs):
+    def configure_optimizers(self):
+        optimizer = sgd(self)
+        plateau = {"scheduler": ReduceLROnPlateau(optimizer), "interval": interval}
+        return {"optimizer": optimizer, **plateau, "monitor": "val/loss", "frequency": frequency}
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).mean()
+
+    steps = {} if logs else {"training_step": training_step}
+    module = net(configure_optimizers=configure_optimizers, **steps)
+    options, frequency = {"max_epochs": 2, "val_every": "2 epochs"}, 1
+    text = fit_fails(module, ValueError, "'val/loss'", val=loader(), **options)
+    assert f"with interval={interval!r}, make its frequency a multiple of {multiple}." in text
+    frequency = 2 if interval == "epoch" else 2 * len(loader())
+    make(**options).fit(module, loader(), loader())
+
+
+def test_a_trainer_that_is_pickled_says_what_to_pickle():
+    for copies in (pickle.dumps, copy.copy, copy.deepcopy):
+        fails(lambda: copies(make()), TypeError, "Pickle the module", "save_checkpoint")  # noqa: B023
 
 
 def test_a_monitor_beside_a_scheduler_that_takes_no_metric_is_no_error():

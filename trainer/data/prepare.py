@@ -244,7 +244,7 @@ def prepare_data_loader(
             "or pass dispatch_batches=False."
         )
     if split_batches:
-        _check_split(dataloader, world_size)
+        _check_split(dataloader, world_size, dispatched=bool(dispatch_batches))
     generator = None if use_seedable_sampler else of_order(dataloader)
     settings: dict[str, Any] = {
         "rank": rank,
@@ -315,11 +315,13 @@ def _data_coordinates(mesh: Any) -> tuple[int, int]:
     return shares, share
 
 
-def _check_split(dataloader: DataLoader[Any], world_size: int) -> None:
+def _check_split(dataloader: DataLoader[Any], world_size: int, *, dispatched: bool) -> None:
     batches = dataloader.batch_sampler
     size = dataloader.batch_size
     size = getattr(batches, "batch_size", None) if size is None else size
     if not isinstance(size, int):
+        if dispatched:  # rank 0 splits what it has read
+            return
         owner = "a loader without batches" if batches is None else f"a {type(batches).__name__}"
         raise ValueError(
             f"split_batches=True needs a batch size to split, and {owner} has batch_size={size!r}. "

@@ -356,6 +356,25 @@ def _key(rank: int) -> str:
     return f"cadence/waiting/{rank}"
 
 
+def decided_by_all(decision: str) -> bool:
+    """Return whether all ranks come to the same decision within 30 seconds; not a collective.
+
+    It is for decisions that all ranks should make alike without communication. A rank that has
+    decided so alone gets False, and one that comes too late gets what the others got.
+
+    Args:
+        decision: Names this decision; it must differ from all others of the program.
+    """
+    store, size = store_of(None), dist.get_world_size()
+    key = f"cadence/decision/{decision}"
+    if store.add(key, 1) == size:
+        store.compare_set(f"{key}/result", "", "all")
+    with suppress(RuntimeError):  # nobody has written the result
+        store.wait([f"{key}/result"], timedelta(seconds=_WARNED_AFTER))
+    store.compare_set(f"{key}/result", "", "some")
+    return bool(store.get(f"{key}/result") == b"all")
+
+
 def store_of(group: dist.ProcessGroup | None) -> Any:
     """Return the key-value store of a process group; None means the default group."""
     group = group or dist.group.WORLD

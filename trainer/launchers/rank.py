@@ -31,6 +31,7 @@ logger = module_logger(__name__)
 _CALL, _VALUE = "call", "value"
 # Objects that describe this process and its peers, or were prepared for them: invalid in another.
 _BOUND = {
+    "trainer.trainer": "Trainer",
     "trainer.state.shared": "Shared",  # each `Accelerator` has it
     "trainer.data.dataloader": "PreparedLoader",
     "trainer.optim.optimizer": "AcceleratedOptimizer",

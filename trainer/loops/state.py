@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -278,12 +280,14 @@ class Stopping:
             None.
         exit_vote: Exchanges between ranks whether to abandon an evaluation.
         now: Whether all ranks have decided to stop.
+        number: The number of the fit in this program, alike on all ranks.
     """
 
     requested: Final[Callable[[], bool]]
     signalled: Callable[[], int | None]
     exit_vote: Final[ExitVote] = field(default_factory=ExitVote)
     now: bool = False
+    number: Final[int] = field(default_factory=partial(next, count()))
 
 
 @dataclass(kw_only=True)

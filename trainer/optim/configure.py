@@ -184,13 +184,17 @@ class SchedulerEntry:
                     self.monitor,
                     ", ".join(metrics) or "none",
                 )
-        elif metrics:
-            raise ValueError(choice_error("A scheduler's monitor", self.monitor, metrics))
         else:
+            problem = (
+                choice_error("A scheduler's monitor", self.monitor, metrics)
+                if metrics
+                else f"A scheduler's monitor is {self.monitor!r}, but nothing was recorded yet."
+            )
+            multiple = "val_every" if self.interval == "epoch" else "log_every or val_every"
             raise ValueError(
-                f"A scheduler's monitor is {self.monitor!r}, but nothing was recorded yet: log it "
-                "before the scheduler ticks (barebones=True records only validations). With "
-                "interval='step', make its frequency a multiple of log_every or val_every."
+                f"{problem} Log it before the scheduler ticks (barebones=True records only "
+                f"validations): with interval={self.interval!r}, make its frequency a multiple of "
+                f"{multiple}."
             )
 
     def _stay_at_end(self, schedule: OneCycleLR, *, warns: bool) -> None:

@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from callbacks import ModelCheckpoint
 from tests.helpers.datasets import HuggingFaceStream, hugging_face
 from tests.helpers.ranks import RankError
-from trainer import Accelerator, DataLoaderConfiguration, Trainer, TrainModule
+from trainer import (
+    Accelerator,
+    DataLoaderConfiguration,
+    ParallelismConfig,
+    Trainer,
+    TrainModule,
+)
 
 SIZES = (11, 4, 0)  # samples of each process
 
@@ -71,6 +79,16 @@ class Net(TrainModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Wide(Net):
+    """Has a layer that can be split over two processes."""
+
+    tp_plan = {"layer": ColwiseParallel(output_layouts=Replicate())}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 2)
 
 
 def stream_of(kind: str) -> Any:
@@ -183,9 +201,9 @@ def test_parts_that_do_not_make_up_the_data_are_refused(ranks2, tmp_path):
                 make(loader, **options)
         return str(error.value)
 
-    def trains(loader: Any) -> None:
-        options = {"cpu": True, "progress_bar": False, "project_dir": tmp_path}
-        Trainer(**options, max_epochs=1).fit(Net(), loader)
+    def trains(loader: Any, **options: Any) -> None:
+        options |= {"cpu": True, "progress_bar": False, "project_dir": tmp_path}
+        Trainer(**options, max_epochs=1).fit(Wide(), loader)
 
     def prepares(loader: Any, **options: Any) -> None:
         config = DataLoaderConfiguration(**options)
@@ -195,6 +213,17 @@ def test_parts_that_do_not_make_up_the_data_are_refused(ranks2, tmp_path):
         assert "are not 2 parts of the data: rank 0 reads part 0 of 2, rank 1 reads part 0" in text
     for text in ranks2(lambda: refused(trains, (dist.get_rank(), 3))):
         assert "rank 1 reads part 1 of 3" in text
+
+    def trains_both(loader: Any) -> None:
+        trains([loader, DataLoader(Plain(0))])
+
+    def splits_layers(loader: Any) -> None:
+        trains(loader, parallelism_config=ParallelismConfig(tp_size=2))
+
+    for text in ranks2(lambda: refused(trains_both, (dist.get_rank(), 2))):
+        assert "Split all or none of them" in text
+    for text in ranks2(lambda: refused(splits_layers, (dist.get_rank(), 2))):
+        assert "are not 1 parts of the data" in text
     for text in ranks2(lambda: refused(prepares, (dist.get_rank(), 4))):
         assert "of 4 of the data, and must be part" in text
     own = ranks2(lambda: refused(prepares, (dist.get_rank(), 2), split_batches=True))

@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from trainer.checks import choice_error
-from trainer.data.iterable import continues, initial_state
+from trainer.data.iterable import continues, initial_state, part_of
 from trainer.data.sampler import MODES, JointBatches, joint_length, joint_rounds, length_of
 from trainer.data.seeding import as_fetched
 from trainer.data.tensor_dataset import TensorRows, wrapped
@@ -175,6 +175,9 @@ class JointData(Dataset[Any]):
 
     Args:
         combined: The loaders.
+
+    Raises:
+        ValueError: Some of the loaders read streams that were split by process, and others do not.
     """
 
     def __init__(self, combined: CombinedLoader) -> None:
@@ -247,6 +250,12 @@ class JointStream:
     """
 
     def __init__(self, combined: CombinedLoader) -> None:
+        if len({part_of(each) is None for each in combined.flattened}) > 1:
+            raise ValueError(
+                "Some loaders of the CombinedLoader read streams that were split by process, and "
+                "the others all data, of which each process would read everything. Split all or "
+                "none of them."
+            )
         self._combined = combined
         self._initial: list[bytes | None] | None = None  # the streams' states before the first pass
 

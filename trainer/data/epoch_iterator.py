@@ -51,6 +51,7 @@ from trainer.distributed.guards import share_numbers
 from trainer.distributed.objects import all_gather_object
 from trainer.errors import CheckpointError, module_logger
 from trainer.rng import mix
+from trainer.state import PartialState
 from trainer.tree import count_samples
 
 T = TypeVar("T")
@@ -595,7 +596,7 @@ class EpochIterator:
 
     def _read_stream(self, transfer: Transfer | None) -> Iterator[GlobalBatch]:
         assert self._stream is not None
-        if self.world_size > 1:
+        if self.world_size > 1 or (self._part is not None and PartialState().num_processes > 1):
             self._check_parts()
         if self.presharded:
             yield from self._read_own_stream(self._stream, transfer)
@@ -627,15 +628,14 @@ class EpochIterator:
         Raises:
             ValueError: Some read a part and others do not, or two read the same one.
         """
-        every = dict(all_gather_object((self.rank, (self.presharded, self._part))))
-        parts = [part for _, part in every.values()]
-        known = [part for part in parts if part is not None]
-        alike = len({presharded for presharded, _ in every.values()}) == 1
+        every = all_gather_object((self.presharded, self._part))
+        known = [part for _, part in every if part is not None]
+        alike = len({presharded for presharded, _ in every}) == 1
         sizes = {size for _, size in known} | {len(set(known))}
         if not alike or (known and sizes != {self.world_size}):
             said = ", ".join(
                 f"rank {rank} reads {'all' if part is None else f'part {part[0]} of {part[1]}'}"
-                for rank, (_, part) in sorted(every.items())
+                for rank, (_, part) in enumerate(every)
             )
             raise ValueError(
                 f"The processes' streams are not {self.world_size} parts of the data: {said}. "

@@ -46,7 +46,7 @@ from trainer.rng import isolate_rng, isolated_rng, mix, seed_local
 LONGEST = 1_000  # items; longer containers hold samples, not transforms, and are not searched
 _LONG = 50  # items; longer containers may hold samples, so they are searched last
 _MOST = 20_000  # the largest number of objects to search, which takes about 50 ms
-_OF_TORCH = nn.Module().__dict__.keys() - {"_modules"}
+_OF_TORCH = (nn.Module().__dict__.keys() - {"_modules"}) | {"_trainer"}  # and the way back
 _LEAVES = ModuleType, torch.Tensor, str, bytes, int, float, type(None)
 
 Found = dict[str, Any]
@@ -80,8 +80,9 @@ def generators_in(besides: Iterable[Any] = (), **owners: Any) -> Found:
     """Find the generators that are reachable through attributes, containers and functions.
 
     For a dataset, these are its own generators, those of its transforms (recursively), and those
-    bound in a `lambda` or a `partial`. Sets, containers of more than `LONGEST` items, and Python
-    modules are not searched.
+    bound in a `lambda` or a `partial`. The module of a run is not searched from a dataset that has
+    been given it or its methods, only from a ``collate_fn``. Sets, containers of more than
+    `LONGEST` items, and Python modules are not searched either.
 
     Args:
         besides: Objects that are not searched.
@@ -99,12 +100,16 @@ def reachable(besides: Iterable[Any] = (), **owners: Any) -> Iterator[tuple[str,
     slots: dict[type, list[str]] = {}  # not cached: that would keep the classes alive
     near, far = deque(owners.items()), deque[tuple[str, Any]]()
     seen = {*map(id, besides), *map(id, owners.values())}
+    # In a worker there is a copy of the module, which no checkpoint holds.
+    of_data = get_worker_info() is None and not any(
+        _is_of_run("", each) for each in owners.values()
+    )
     for _ in range(_MOST):
         if not (near or far):
             break
         path, thing = (near or far).popleft()
         yield path, thing
-        if issubclass(type(thing), _kinds()):
+        if issubclass(type(thing), _kinds()) or (of_data and _is_of_run(path, thing)):
             continue
         long = _is_long(thing)
         for name, part in _parts(thing, slots):
@@ -113,6 +118,16 @@ def reachable(besides: Iterable[Any] = (), **owners: Any) -> Iterator[tuple[str,
                 later = far if long or _is_long(part) else near
                 place = f"{part.__module__}." if issubclass(type(part), type) else f"{path}."
                 later.append((place + name, part))
+
+
+def _is_of_run(path: str, thing: Any) -> bool:
+    """Return whether an object is the module of a run, which a dataset has been given.
+
+    What it draws goes on from step to step, and the checkpoint holds its generators. Only its
+    ``collate_fn`` belongs to the loader.
+    """
+    is_module = issubclass(type(thing), nn.Module) and "_trainer" in thing.__dict__
+    return is_module and not path.endswith("collate_fn.self")
 
 
 def equal(found: Found) -> dict[str, str]:

@@ -207,9 +207,7 @@ class FiniteGuard:
             for optimizer in self._optimizers:
                 # torch's fused optimizers read these attributes, which no class declares
                 optimizer.grad_scale, optimizer.found_inf = None, found  # type: ignore[attr-defined]
-        judge = partial(
-            self._judge, step=step, loss=loss, window_loss=self.window_loss, made=True
-        )
+        judge = partial(self._judge, step=step, loss=loss, window_loss=self.window_loss, made=True)
         self._pending = HostCopy(found), judge
         return True
 
@@ -286,7 +284,9 @@ class FiniteGuard:
         every = all_gather_object(own) if dist.is_initialized() else [own]
         bad = [(r, each) for r, each in enumerate(every) if each and not math.isfinite(each)]
         if not bad:
-            return "" if loss is None else f" The last loss of rank {self._rank} was {float(loss):g}."
+            return (
+                "" if loss is None else f" The last loss of rank {self._rank} was {float(loss):g}."
+            )
         said = [f"of rank {rank} was {each:g}" for rank, each in bad[:_SHOWN]]
         more = f" and {len(bad) - _SHOWN} more" * (len(bad) > _SHOWN)
         return f" The loss {', '.join(said)}{more}."

@@ -222,6 +222,50 @@ def test_where_generators_are_found():
     assert len(found) == len(rngs)
 
 
+class Player(TrainModule):
+    """Draws its data from an environment of its own, in a method that a dataset is given."""
+
+    def __init__(self, dataset, bind):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.environment = SimpleNamespace(rng=numpy.random.default_rng(7))
+        self.dataset, self.bind, self.seen = dataset, bind, []
+
+    def play(self, index=None):
+        return self.environment.rng.random(1)
+
+    def train_dataloader(self):
+        return DataLoader(self.dataset(self.bind(self)), 2)
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch.flatten().tolist()
+        return self.layer(batch.float()).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Played(IterableDataset):
+    def __init__(self, play):
+        self.play = play
+
+    def __iter__(self):
+        return (self.play() for _ in range(12))
+
+
+@pytest.mark.parametrize("dataset", [Played, Jittered])
+@pytest.mark.parametrize("bind", [lambda m: m.play, lambda m: lambda i=0: m.play(i)])
+def test_what_the_module_draws_for_a_dataset_follows_the_seed_of_its_user(dataset, bind, tmp_path):
+    module = Player(dataset, bind)
+    options = {"cpu": True, "progress_bar": False, "project_dir": tmp_path, "checkpointing": False}
+    trainer = Trainer(max_epochs=2, **options)
+    trainer.fit(module)
+    assert module.seen == numpy.random.default_rng(7).random(24).tolist()
+    teacher = torch.nn.ModuleDict({"inner": Player(dataset, bind)})
+    module.teacher = teacher  # a module of its own is searched
+    assert len(generators_in(module=module)) == 2
+
+
 class Paired(Jittered):
     """An image and its mask, changed alike by generators that were made alike."""
 

@@ -170,7 +170,7 @@ def test_a_warning_names_the_ranks_that_are_waited_for(ranks3, own_group):
     def body() -> tuple[list[str], list[int], bool]:
         rank = dist.get_rank()
         group = dist.new_group() if own_group else None
-        store = guards._store_of(group)
+        store = guards.store_of(group)
         heard = _Heard()
         logger = logging.getLogger("trainer.distributed.guards")
         with pytest.MonkeyPatch.context() as patch:
@@ -257,7 +257,7 @@ def test_a_wait_goes_on_if_the_store_is_gone(ranks2):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(guards, "_ANNOUNCED_AFTER", 0.001)
             patch.setattr(guards, "_WARNED_AFTER", 0.002)
-            patch.setattr(guards, "_store_of", lambda group: Gone())
+            patch.setattr(guards, "store_of", lambda group: Gone())
             if dist.get_rank() == 1:
                 until(Path("check").exists)
             return guards.check_collective("gather", dist.get_rank())

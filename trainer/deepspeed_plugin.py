@@ -74,6 +74,12 @@ class HfDeepSpeedConfig:
         self.config: dict[str, Any] = _read(config_file_or_dict)
         self.set_stage_and_offload()
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HfDeepSpeedConfig) and self.config == other.config
+
+    def __repr__(self) -> str:
+        return f"HfDeepSpeedConfig({self.config})"
+
     def set_stage_and_offload(self) -> None:
         """Notice the ZeRO stage, and whether something is offloaded."""
         self._stage = self.get_value("zero_optimization.stage", -1)

@@ -371,3 +371,15 @@ def test_a_scheduler_stands_for_a_callable_or_for_that_of_the_configuration():
     plugin = DeepSpeedPlugin(transformer_moe_cls_names="Linear, Expert")
     with pytest.raises(ValueError, match="'Expert'"):
         plugin.set_moe_leaf_modules(nn.Sequential(nn.Linear(1, 1)))
+
+
+def test_a_later_accelerator_may_have_an_equal_deepspeed_plugin():
+    config = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"}
+    first = Accelerator(
+        cpu=True, mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)
+    )
+    first.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 2  # as scripts do
+    again = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    assert again.deepspeed_plugin is first.deepspeed_plugin
+    with pytest.raises(ValueError, match=r"'stage': 1.*cannot be changed.*'stage': 2"):
+        Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -62,6 +63,7 @@ class AcceleratorState(PartialState):
     megatron_lm_plugin: Any
     parallelism_config: Any
     _mixed_precision: str
+    _deepspeed_plugins_at_first: dict[str, DeepSpeedPlugin] | None
     _of_trainer: bool = False  # whether a `Trainer` without an `accelerator=` argument created it
     _runs: bool = False  # whether a `Trainer` with this state is running
 
@@ -118,6 +120,8 @@ class AcceleratorState(PartialState):
             self.__dict__["distributed_type"] = DistributedType.MEGATRON_LM
         for plugin in (self.deepspeed_plugins or {}).values():
             plugin.set_mixed_precision(mixed_precision)
+        # Scripts and runs fill in values afterwards, which a later instance is not given.
+        self.__dict__["_deepspeed_plugins_at_first"] = copy.deepcopy(self.deepspeed_plugins)
         if self.deepspeed_plugins:
             self.select_deepspeed_plugin(next(iter(self.deepspeed_plugins)))
 
@@ -125,7 +129,13 @@ class AcceleratorState(PartialState):
         """Raise if a later instance asks for settings that differ from the first one's."""
         asked = {"mixed_precision": mixed_precision, **plugins}
         for name, value in asked.items():
-            if value is not None and value != getattr(self, name):
+            same = value is None or value == getattr(self, name)
+            if not same and name == "deepspeed_plugins":
+                again = copy.deepcopy(value)
+                for plugin in again.values():
+                    plugin.set_mixed_precision(self.mixed_precision)
+                same = again == self._deepspeed_plugins_at_first
+            if not same:
                 raise ValueError(
                     f"AcceleratorState has already been initialised with {name}="
                     f"{getattr(self, name)!r} and cannot be changed. Restart the process and pass "

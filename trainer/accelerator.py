@@ -52,7 +52,7 @@ from trainer.configuration import (
 )
 from trainer.data.dataloader import PreparedLoader
 from trainer.data.prepare import prepare_data_loader, skip_first_batches
-from trainer.deepspeed_plugin import DeepSpeedPlugin, DummyScheduler
+from trainer.deepspeed_plugin import DeepSpeedPlugin, DummyScheduler, is_deepspeed_schedule
 from trainer.distributed import collectives
 from trainer.distributed.collectives import Trigger
 from trainer.distributed.guards import progress
@@ -85,7 +85,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _STEPS = attrgetter("steps")
-_SCHEDULERS = (LRScheduler, ReduceLROnPlateau, DummyScheduler, MegatronLMDummyScheduler)
+_DUMMY_SCHEDULERS = (DummyScheduler, MegatronLMDummyScheduler)
+_SCHEDULERS = (LRScheduler, ReduceLROnPlateau, *_DUMMY_SCHEDULERS)
 _RECIPES = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)
 _HANDLERS = (
     AutocastKwargs,
@@ -145,7 +146,8 @@ class Accelerator:
             ``ACCELERATE_DYNAMO_BACKEND``, else ``"no"``.
         dynamo_plugin: Replaces `dynamo_backend`, with more options.
         scheduler_tick: How often a prepared scheduler advances per update: ``"process"``, once for
-            each process, as scripts for the documented API expect; or ``"update"``, once.
+            each process, as scripts for the documented API expect; or ``"update"``, once. A
+            schedule of DeepSpeed or megatron-core advances once in both.
         parallelism_config: The dimensions over which models are replicated, sharded and split; None
             reads them from the environment if ``ACCELERATE_USE_PARALLELISM_CONFIG`` is set.
         deepspeed_plugins: Another name of `deepspeed_plugin`.
@@ -662,7 +664,9 @@ class Accelerator:
             for obj, place in placed
         ]
         prepared = tuple(
-            self.prepare_scheduler(obj) if isinstance(obj, _SCHEDULERS) else obj
+            self.prepare_scheduler(obj)
+            if isinstance(obj, _SCHEDULERS) or is_deepspeed_schedule(obj)
+            else obj
             for obj in [
                 self._prepare_one(obj, place)
                 for obj, (_, place) in zip(models, placed, strict=True)
@@ -773,6 +777,10 @@ class Accelerator:
         for known in self._schedulers:
             if scheduler is known.scheduler:
                 return known
+        if isinstance(scheduler, _DUMMY_SCHEDULERS) and not (
+            self.scheduler_tick == "update" or self.split_batches
+        ):
+            scheduler = scheduler.per_update(self.engine.data_size)
         used = self.engine.prepare_scheduler(scheduler)
         own = [
             optimizer
@@ -784,7 +792,7 @@ class Accelerator:
             own or list(self._optimizers),
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
-            tick=self.scheduler_tick,
+            tick=None if used in self.engine.schedules else self.scheduler_tick,
             processes=self.engine.data_size,
         )
         self._schedulers.append(prepared)

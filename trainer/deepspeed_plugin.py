@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -710,8 +711,10 @@ class DummyScheduler:
 
     Args:
         optimizer: The optimizer.
-        total_num_steps: The length of the schedule, where the configuration says ``"auto"``.
-        warmup_num_steps: The same of its warm-up.
+        total_num_steps: The length of the schedule, where the configuration says ``"auto"``: in
+            updates, or for an `Accelerator` with ``scheduler_tick="process"``, in batches of all
+            processes, as scripts for Accelerate count.
+        warmup_num_steps: The same of its warm-up, in updates.
         lr_scheduler_callable: Returns a scheduler for an optimizer, instead of the configuration's.
         **kwargs: Not used.
     """
@@ -740,6 +743,16 @@ class DummyScheduler:
             "DummyScheduler stands for the scheduler of a DeepSpeed configuration: pass "
             "deepspeed_plugin (--use_deepspeed), and prepare it together with its optimizer."
         )
+
+    def per_update(self, processes: int) -> DummyScheduler:
+        """Return one whose length counts updates, where this one's counts batches of processes.
+
+        As in Accelerate, the warm-up counts updates in both.
+        """
+        own = copy.copy(self)
+        if own.total_num_steps is not None:
+            own.total_num_steps = math.ceil(own.total_num_steps / processes)
+        return own
 
     def make(self, plugin: DeepSpeedPlugin, optimizer: Optimizer) -> Any:
         """Return the scheduler.
@@ -778,3 +791,8 @@ class DummyScheduler:
             values["scheduler.params.total_num_steps"] = self.total_num_steps
         _fill(params, values)
         return kind(optimizer, **params["scheduler"]["params"])
+
+
+def is_deepspeed_schedule(scheduler: Any) -> bool:
+    """Return whether a scheduler is of a class of DeepSpeed's, which are not torch's."""
+    return type(scheduler).__module__ == "deepspeed.runtime.lr_schedules"

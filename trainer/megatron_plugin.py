@@ -333,8 +333,9 @@ class MegatronLMDummyScheduler:
 
     Args:
         optimizer: The optimizer.
-        total_num_steps: The length of the schedule in updates, where the plugin has no
-            `train_iters`.
+        total_num_steps: The length of the schedule, where the plugin has no `train_iters`: in
+            updates, or for an `Accelerator` with ``scheduler_tick="process"``, in batches of all
+            replicas, as scripts for Accelerate count.
         warmup_num_steps: The same of its warm-up, for `lr_warmup_iters`.
         **kwargs: Not used.
     """
@@ -361,6 +362,12 @@ class MegatronLMDummyScheduler:
             "MegatronLMDummyScheduler stands for the schedule of a MegatronLMPlugin: pass "
             "megatron_lm_plugin, and prepare it together with its optimizer."
         )
+
+    def per_update(self, processes: int) -> MegatronLMDummyScheduler:
+        """Return one that counts updates, where this one counts batches of processes."""
+        total = self.total_num_steps and self.total_num_steps // processes
+        warmup = self.warmup_num_steps // processes
+        return MegatronLMDummyScheduler(self.optimizer, total, warmup, **self.kwargs)
 
     def make(self, plugin: MegatronLMPlugin, optimizer: Optimizer) -> Any:
         """Return the schedule.

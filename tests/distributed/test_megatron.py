@@ -522,6 +522,32 @@ def test_the_plugins_schedule_ticks_once_an_update(ranks2, tmp_path):
         assert [decay for _, decay in found] == pytest.approx(decays)
 
 
+def test_in_an_own_loop_each_update_advances_the_plugins_schedule(ranks2):
+    def rates() -> list[float]:
+        with cuda_on_cpu():
+            plugin = MegatronLMPlugin(min_lr=0.02)
+            accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+            model = gpt(plugin.transformer_arguments())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            # As scripts for Accelerate count: batches of both processes.
+            schedule = MegatronLMDummyScheduler(optimizer, total_num_steps=12, warmup_num_steps=4)
+            model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+            found = []
+            for _ in range(6):
+                places = PLACES.expand(2, -1)
+                labels = TOKENS[:2, 1:].contiguous()
+                losses = model(TOKENS[:2, :-1].contiguous(), places, MASK, labels=labels)
+                accelerator.backward(losses.mean())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                found += schedule.get_last_lr()
+            return found
+
+    for found in ranks2(rates):
+        assert found == pytest.approx([0.05, 0.1, 0.08, 0.06, 0.04, 0.02])
+
+
 def train_by_hand(layout: dict[str, Any], folder: Path, steps: range) -> Any:
     """Train with an Accelerator, in windows of two batches."""
     with cuda_on_cpu():

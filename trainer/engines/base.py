@@ -91,6 +91,7 @@ class Engine(Protocol):
             and give everything to rank 0 alone: a checkpoint is not sharded.
         divides_layers: Whether processes hold parts of one model that do not say so themselves:
             other layers, or parts of layers.
+        schedules: Schedules that it advances itself with each update, in a loop of your own.
         optimizer_driver: Makes the updates of prepared optimizers, and has their state; None if
             they do and have.
         compiles_units: Whether `start` compiles parts of the module; else the loop compiles its
@@ -113,6 +114,7 @@ class Engine(Protocol):
     distributed_type: DistributedType | None
     gathers_state: bool
     divides_layers: bool
+    schedules: Sequence[Any]
     optimizer_driver: OptimizerDriver | None
     compiles_units: bool
     reduce_gradients: Callable[[Optimizer], None] | None

@@ -444,6 +444,7 @@ class ZeroRedundancy(DrivesOptimizer):
         if self._pending:
             self._drop_gradients()
         self._begin_window()
+        self._step_schedules()
 
     def _drop_gradients(self) -> None:
         zero = self._zero

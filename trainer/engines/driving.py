@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.deepspeed_plugin import is_deepspeed_schedule
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import sum_numbers
 from trainer.engines.base import EngineOptions
@@ -131,11 +132,22 @@ class DrivesOptimizer(SingleDevice):
             )
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Return the schedule of the plugin in the place of its `dummy_scheduler`."""
-        if not isinstance(scheduler, self.dummy_scheduler):
+        """Return the schedule of the plugin in the place of its `dummy_scheduler`.
+
+        In a loop of your own, each update advances that, and a schedule of DeepSpeed's classes.
+        """
+        if isinstance(scheduler, self.dummy_scheduler):
+            self._scheduled = True
+            scheduler = scheduler.make(self.plugin, self._client or scheduler.optimizer)
+        elif not is_deepspeed_schedule(scheduler):
             return scheduler
-        self._scheduled = True
-        return scheduler.make(self.plugin, self._client or scheduler.optimizer)
+        if not hasattr(self, "step_sync"):  # else the loop of the fit advances it
+            self.schedules = [*self.schedules, scheduler]
+        return scheduler
+
+    def _step_schedules(self) -> None:
+        for schedule in self.schedules:
+            schedule.step()
 
     def _take(self, optimizer: Optimizer) -> None:
         """Take the optimizer of the model.

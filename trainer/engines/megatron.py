@@ -821,6 +821,7 @@ class Megatron(DrivesOptimizer):
             master.grad = None
             if master is not parameter:
                 parameter.copy_(master)
+        self._step_schedules()
 
     def optimizer_zero_grad(self, optimizer: Optimizer | None = None) -> None:  # noqa: ARG002 - there is one
         """Drop the gradients."""

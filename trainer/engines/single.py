@@ -43,6 +43,7 @@ class SingleDevice:
     distributed_type: DistributedType | None = None
     gathers_state = False
     divides_layers = False
+    schedules: Sequence[Any] = ()
     optimizer_driver: OptimizerDriver | None = None
     compiles_units = False
     reduce_gradients: Callable[[Optimizer], None] | None = None

@@ -24,6 +24,7 @@ class AcceleratedScheduler:
     Otherwise it advances once (``tick="update"``), or once per process (``tick="process"``).
     Scripts written for Accelerate's API expect the latter, since they count the schedule in batches
     of one process. With `split_batches` it advances once, since the processes share each batch.
+    With ``tick=None`` it does nothing: the engine has advanced the schedule, as its library does.
     Other attributes, such as ``base_lrs`` and ``get_lr``, are those of the user's scheduler.
 
     Args:
@@ -32,7 +33,7 @@ class AcceleratedScheduler:
         step_with_optimizer: Whether ``step()`` depends on the optimizers. False: it advances once
             per call.
         split_batches: Whether each batch of the loader is split among the processes.
-        tick: ``"process"`` or ``"update"``.
+        tick: ``"process"``, ``"update"`` or None.
         processes: How many processes read different data; None means all.
 
     Attributes:
@@ -46,7 +47,7 @@ class AcceleratedScheduler:
         step_with_optimizer: bool = True,
         split_batches: bool = False,
         *,
-        tick: str = "process",
+        tick: str | None = "process",
         processes: int | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -78,6 +79,8 @@ class AcceleratedScheduler:
                 With arguments it advances only once, so that a metric does not count several times.
             **kwargs: Keyword arguments of the user's scheduler; likewise.
         """
+        if self.tick is None:
+            return
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return

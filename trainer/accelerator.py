@@ -169,6 +169,8 @@ class Accelerator:
         ImportError: The package of a tracker is not installed.
     """
 
+    _run_engine: Engine | None = None  # that of a running fit or evaluation of a Trainer
+
     @explained(
         fp16='mixed_precision="fp16"',
         bf16='mixed_precision="bf16"',
@@ -876,7 +878,7 @@ class Accelerator:
             run_on_all_ranks(what, lambda: None, self.state, operation=name)
         elif not unwrap:
             return model.state_dict()
-        return self.engine.exported_state_dict(model)
+        return (self._run_engine or self.engine).exported_state_dict(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Drop the references to all prepared objects, and empty the device's cache.

@@ -469,6 +469,7 @@ class Trainer:
             self._recorder, self._counters = run.recorder, run.counters
             tell_run_id(run.saving.run_id)
             begin_profile(run, [self._epoch_iterator])
+            self.accelerator._run_engine = run.engine
             try:
                 fit(run)
                 run.saving.writer.wait()
@@ -481,6 +482,7 @@ class Trainer:
                 run.saving.writer.abandon()
                 raise
             finally:
+                self.accelerator._run_engine = None
                 run.engine.close()
 
     @explained(**RUN_ARGUMENTS, **EVALUATION_ARGUMENTS)
@@ -1282,7 +1284,9 @@ class Trainer:
             )
             self._recorder = self._run.recorder
             begin_profile(self._run, epoch_iterators)
+            self.accelerator._run_engine = self._run.engine
             try:
                 yield self._run, epoch_iterators
             finally:
+                self.accelerator._run_engine = None
                 self._run.engine.close()

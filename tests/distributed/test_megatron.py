@@ -99,7 +99,7 @@ class State(Callback):
         self.weights: dict[str, Tensor] = {}
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        whole = trainer._fit.engine.full_state_dict(module)
+        whole = trainer.accelerator.get_state_dict(module)
         self.weights = {name: each for name, each in whole.items() if each is not None}
 
 

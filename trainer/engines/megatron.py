@@ -833,9 +833,17 @@ class Megatron(DrivesOptimizer):
     # -- state -------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Tensor]:
-        """Return this process's tensors by the names that they have in the whole model."""
+        """Return this process's tensors by the names that they have in the whole model.
+
+        Raises:
+            RuntimeError: There is no model.
+        """
         owner = self._owner
-        assert owner is not None
+        if owner is None:
+            raise RuntimeError(
+                "There is no model of megatron-core here: prepare it with this Accelerator, or in "
+                "a Trainer ask for its weights in a callback, while fit runs."
+            )
         layers: dict[str, str] = {}  # each stage numbers its own from 0
         for path, part in bare_names(owner, owner.named_modules(remove_duplicate=False)):
             parent, _, index = path.rpartition(".")

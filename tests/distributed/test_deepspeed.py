@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from tests.distributed.test_fsdp_promises import (
     Tokens,
     loader,
     optimized,
+    rank,
     terminated_at,
 )
 from tests.distributed.test_transformers_models import llama
@@ -41,7 +45,8 @@ from trainer import (
 )
 from trainer.checkpoint.weights import load_weights
 from trainer.cli import main
-from trainer.utils import DummyOptim, DummyScheduler
+from trainer.state import AcceleratorState
+from trainer.utils import DummyOptim, DummyScheduler, patch_environment
 
 DATA = TensorDataset(X, Y)
 
@@ -65,8 +70,7 @@ class State(Callback):
         self.optimizer: dict[str, Any] = {}
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        engine = trainer._fit.engine
-        self.weights = engine.full_state_dict(module)
+        self.weights = trainer.accelerator.get_state_dict(module)
         self.optimizer = trainer.optimizers[0].state_dict()["state"]
 
 
@@ -109,6 +113,24 @@ def assert_equal(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
         assert each[3] == expected[3]
 
 
+class Clamped(Net):
+    """Clamps its weights after each update; they are gathered where they are partitioned."""
+
+    def on_train_step_end(self) -> None:
+        parameters = list(self.parameters())
+        with gathered(parameters), torch.no_grad():
+            for parameter in parameters:
+                parameter.data.clamp_(-0.1, 0.1)
+
+
+def gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
+    if not hasattr(parameters[0], "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+
+
 STAGES = [0, 1, 2, 3]
 PLANS: dict[str, tuple[type[Net], int, dict[str, Any]]] = {
     "clipped": (
@@ -125,6 +147,7 @@ PLANS: dict[str, tuple[type[Net], int, dict[str, Any]]] = {
     ),
     "rank without items": (NoItemsOnRank1, 44, {"gradient_accumulation_steps": 2}),
     "rank without a batch in the first step": (Net, 4, {}),
+    "weights clamped": (Clamped, 44, {"gradient_accumulation_steps": 2}),
     "bad loss skipped": (Nan, 44, {"non_finite": "skip"}),
     "bad gradient skipped": (NanGradient, 44, {"non_finite": "skip"}),
 }
@@ -170,7 +193,7 @@ def test_state_and_parameters_may_be_in_host_memory(ranks2, stage, offloaded, tm
 
 
 class Adam(Net):
-    """With dropout and a schedule, so that a resumed run needs all of its state."""
+    """With dropout, groups and a schedule, so that a resumed run needs all of its state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +203,10 @@ class Adam(Net):
         return super().forward(self.drop(x))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        biases = [p for p in self.parameters() if p.ndim == 1]
+        others = [p for p in self.parameters() if p.ndim > 1]
+        groups = [{"params": others}, {"params": biases, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
         return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
 
@@ -414,6 +440,150 @@ def test_an_own_loop_trains_saves_and_resumes_as_one_process(ranks2, stage, tmp_
     assert again[0][1] == found[0][1][-len(again[0][1]) :]
 
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": partial(torch.optim.AdamW, lr=1e-2),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+
+def grouped(model: Net, kind: str) -> torch.optim.Optimizer:
+    """Return an optimizer with three groups, and a frozen parameter in the second."""
+    first, frozen, *others = model.parameters()
+    frozen.requires_grad_(False)
+    groups = [{"params": [first]}, {"params": [frozen, *others[:-1]], "weight_decay": 0.3}]
+    return OPTIMIZERS[kind]([*groups, {"params": others[-1:], "lr": 0.02}])
+
+
+def updated(model: Any, optimizer: Any, steps: Iterable[int], accelerator: Any = None) -> None:
+    """Make updates with batches of 8 over all processes."""
+    rank, size = (0, 8) if accelerator is None else (accelerator.process_index, 8 // world())
+    for step in steps:
+        own = slice(8 * step + size * rank, 8 * step + size * (rank + 1))
+        loss = nn.functional.cross_entropy(model(X[own]), Y[own])
+        loss.backward() if accelerator is None else accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_state_of_every_group_is_saved_and_resumed(ranks2, stage, tmp_path):
+    def run() -> Any:
+        found = []
+        for kind in OPTIMIZERS:
+            for saved_at in (0, 2, 5):
+                accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin(stage))
+                model = Net()
+                model, optimizer = accelerator.prepare(model, grouped(model, kind))
+                folder = tmp_path / kind / str(saved_at)
+                updated(model, optimizer, range(saved_at), accelerator)
+                accelerator.save_state(folder)
+                updated(model, optimizer, range(saved_at, 5), accelerator)
+                whole = accelerator.get_state_dict(model)
+                accelerator.load_state(folder)
+                updated(model, optimizer, range(saved_at, 5), accelerator)
+                found.append((kind, whole, accelerator.get_state_dict(model)))
+                accelerator.free_memory()
+        return found
+
+    for kind, whole, again in ranks2(run)[0]:
+        model = Net()
+        updated(model, grouped(model, kind), range(5))
+        torch.testing.assert_close(again, whole, rtol=0, atol=0)
+        torch.testing.assert_close(whole, dict(model.state_dict()), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "bf16"), (1, "no"), (2, "bf16"), (3, "no"), (3, "bf16")]
+)
+def test_weights_that_are_set_by_hand_are_exported_and_trained(ranks2, stage, precision, tmp_path):
+    other = {name: value / 2 for name, value in Net().state_dict().items()}
+    flat = torch.linspace(-0.1, 0.1, sum(value.numel() for value in other.values()))
+
+    def set_and_train(model: nn.Module, own: nn.Module, export: Any, step: Any) -> Any:
+        """Return what is exported after weights were set in each way, and after an update."""
+        averages = [parameter.detach().clone() for parameter in own.parameters()]
+        yield step(0)
+        before = export()
+        kept = [parameter.detach().clone() for parameter in own.parameters()]
+        for parameter, average in zip(own.parameters(), averages, strict=True):
+            parameter.data.copy_(average)
+        yield export()
+        for parameter, value in zip(own.parameters(), kept, strict=True):
+            parameter.data.copy_(value)
+        torch.testing.assert_close(export(), before, rtol=0, atol=0)
+        own.load_state_dict(other)
+        yield export()
+        yield step(1)
+        for parameter in own.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+        yield export()
+        if precision == "no":  # it makes the parameters those parts of the vector, in float32
+            nn.utils.vector_to_parameters(flat.clone(), own.parameters())
+            yield export()
+        yield step(2)
+
+    def zero() -> Any:
+        given = DeepSpeedPlugin(zero_stage=stage)  # stage 3 leaves small parameters whole
+        accelerator = Accelerator(cpu=True, mixed_precision=precision, deepspeed_plugin=given)
+        model = Net()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def export() -> Any:
+            return accelerator.get_state_dict(model)
+
+        def step(number: int) -> Any:
+            updated(model, optimizer, [number], accelerator)
+            accelerator.save_model(model, tmp_path / "model")
+            assert accelerator.is_main_process == bool(export())
+            saved = load_weights(tmp_path / "model")
+            torch.testing.assert_close(export() or saved, saved, rtol=0, atol=0)
+            return export()
+
+        return list(set_and_train(model, accelerator.unwrap_model(model), export, step))
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def export() -> Any:
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    def step(number: int) -> Any:
+        updated(model, optimizer, [number])
+        return export()
+
+    expected = list(set_and_train(model, model, export, step))
+    for found, right in zip(ranks2(zero)[0], expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-6 if precision == "no" else 4e-3)
+
+
+def test_partitioned_weights_are_loaded_whole_and_never_exported_empty(ranks2):
+    other = {name: value / 2 for name, value in Net().state_dict().items()}
+
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16", deepspeed_plugin=plugin(3))
+        model = Net()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        own = accelerator.unwrap_model(model)
+        with pytest.raises(RuntimeError, match=r"empty tensors for first\.weight.*get_state_dict"):
+            own.state_dict()
+        own.load_state_dict(other)
+        loaded = accelerator.get_state_dict(model)
+        parameters = list(own.parameters())
+        with gathered(parameters), torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(2)
+            assert own.state_dict().keys() == other.keys()
+        updated(model, optimizer, [0], accelerator)
+        return loaded, accelerator.get_state_dict(model)
+
+    loaded, trained = ranks2(run)[0]
+    expected = {name: value.bfloat16().float() for name, value in other.items()}
+    torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
+    model = Net()
+    updated(model, torch.optim.SGD(model.parameters(), lr=0.1), [0])
+    torch.testing.assert_close(trained, dict(model.state_dict()), rtol=0, atol=4e-3)
+
+
 def test_weights_are_exported_in_16_bits_if_the_plugin_says_so(ranks2, tmp_path):
     def run() -> Any:
         zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
@@ -541,6 +711,121 @@ def test_the_optimizer_and_the_schedule_may_be_the_configurations(ranks2, tmp_pa
         lambda: fit(tmp_path / "two", None, Configured, plugin=DeepSpeedPlugin(hf_ds_config=CONFIG))
     )
     assert_equal(found, expected, 2e-5)
+
+
+def scheduled(kind: str, **values: Any) -> dict[str, Any]:
+    return {"type": kind, "params": {"warmup_min_lr": 0, "warmup_type": "linear", **values}}
+
+
+AUTO = {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+WARM = {"warmup_max_lr": 3e-3, "warmup_num_steps": 3}
+
+
+def decay(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=6)
+
+
+def warmup(optimizer: Any) -> Any:
+    from deepspeed.runtime.lr_schedules import WarmupLR
+
+    return WarmupLR(optimizer, **WARM, warmup_type="linear")
+
+
+def alone(world: int) -> dict[str, Any]:
+    return {"scheduler": scheduled("WarmupDecayLR", **WARM, total_num_steps=10 // world)}
+
+
+# The schedule of the configuration, that of the script, and both for DeepSpeed alone, whose counts
+# are updates, where those of a script are batches of all processes.
+SCHEDULES: dict[str, Any] = {
+    "configuration": (
+        scheduled("WarmupLR", **WARM),
+        DummyScheduler,
+        lambda _: {"scheduler": scheduled("WarmupLR", **WARM)},
+    ),
+    "auto": (
+        scheduled("WarmupDecayLR", **AUTO),
+        partial(DummyScheduler, total_num_steps=10, warmup_num_steps=3),
+        alone,
+    ),
+    "callable": (
+        None,
+        partial(DummyScheduler, lr_scheduler_callable=decay),
+        lambda _: {"lr_scheduler": decay},
+    ),
+    "class of DeepSpeed": (None, warmup, lambda _: {"lr_scheduler": warmup}),
+}
+
+
+def rates_of_deepspeed(stage: int, given: dict[str, Any]) -> list[float]:
+    """Return the rate of each of 7 updates of DeepSpeed alone."""
+    import deepspeed
+
+    model = Net()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    if "scheduler" in given:
+        config["scheduler"] = given["scheduler"]
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
+        config=config,
+        lr_scheduler=given.get("lr_scheduler"),
+    )
+    rates = []
+    for _ in range(7):
+        rates += engine.get_lr()
+        engine.backward(engine(X[:2]).square().mean())
+        engine.step()
+    engine.destroy()
+    return rates
+
+
+def rates_of(stage: int, config: Any, make: Any, **options: Any) -> Any:
+    """Return the rates of 7 updates of two micro-batches, and the last."""
+    given = {"zero_optimization": {"stage": stage}} | ({"scheduler": config} if config else {})
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(
+        cpu=True,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=given),
+        gradient_accumulation_steps=2,
+        **options,
+    )
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, make(optimizer))
+    rates = []
+    for _ in range(14):
+        with accelerator.accumulate(model):
+            if accelerator.sync_gradients:
+                rates.append(optimizer.param_groups[0]["lr"])
+            accelerator.backward(model(X[:2]).square().mean())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    assert schedule.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+    accelerator.free_memory()
+    return rates
+
+
+@pytest.mark.parametrize(("processes", "stage"), [(1, 3), (2, 2)])
+def test_the_rate_of_each_update_is_that_of_deepspeed_alone(ranks, processes, stage):
+    def run() -> Any:
+        found = [rates_of(stage, *given[:2]) for given in SCHEDULES.values()]
+        found.append(rates_of(stage, *SCHEDULES["auto"][:2], scheduler_tick="update"))
+        found.append(rates_of(stage, None, decay)[:3])  # of torch: by the default of the tick
+        with patch_environment(local_rank=rank()):
+            right = [rates_of_deepspeed(stage, each[2](world())) for each in SCHEDULES.values()]
+            right.append(rates_of_deepspeed(stage, alone(1)))
+        ticks = [min(update * world(), 6) for update in range(3)]
+        return found, [*right, [3e-3 * (1 - 0.9 * tick / 6) for tick in ticks]]
+
+    for found, right in ranks(processes)(run):
+        for own, each in zip(found, right, strict=True):
+            assert own == pytest.approx(each, rel=1e-12)
 
 
 def test_one_of_several_plugins_is_selected(ranks2):

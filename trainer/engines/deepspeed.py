@@ -107,6 +107,8 @@ class ZeroRedundancy(DrivesOptimizer):
         self._linear: Callable[..., Tensor] | None = None  # DeepSpeed's for stage 3
         self._factor: float | Tensor = 1.0
         self._max_norm = 0.0
+        # The trained parameters of stages 1 and 2, and where DeepSpeed keeps their values.
+        self._views: list[tuple[nn.Parameter, Tensor]] = []
 
         if self.plugin.zero3_init_flag and options.world_size > 1:
             # `from_pretrained` of transformers needs these before anything is prepared.
@@ -184,6 +186,8 @@ class ZeroRedundancy(DrivesOptimizer):
         assert self._root is not None
         config = self.plugin.final_config(self._root.module, optimizer, bf16=self._half)
         _quieten(config)
+        if self.stage == 3:  # its forward pass reads them too
+            environment.export(**_location())
         try:
             with environment.patch_environment(**_location()):
                 self._connect()
@@ -200,6 +204,29 @@ class ZeroRedundancy(DrivesOptimizer):
             # Parameters that the module uses outside a submodule's forward.
             for parameter in self._root.module.parameters(recurse=False):
                 self._deepspeed.zero.register_external_parameter(self._root, parameter)
+            self._gather_persistent()
+            self._open_to_state_dicts(self._root.module)
+        elif self.stage:
+            self._views = [(p, p.detach()) for p in chain(*self._zero.bit16_groups)]
+            self._share_weights()
+
+    def _own_parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this process's parts of the model's weights, and the tensors that are updated."""
+        zero = self._zero
+        if self.stage == 3:
+            parts, masters = zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat
+        else:
+            parts = [each[self.options.rank] for each in zero.parallel_partitioned_bit16_groups]
+            masters = zero.single_partition_of_fp32_groups
+        yield from zip(parts, masters, strict=True)
+
+    def _share_weights(self) -> None:
+        """Let stages 1 and 2 update the model's float32 weights, as stage 3 does, not a copy."""
+        same = [part for part in self._own_parts() if _are_alike(*part)]
+        for part, master in same:
+            master.data = part
+        if same:
+            self._zero._link_all_hp_params()  # to the tensors that are updated now
 
     # -- the steps ---------------------------------------------------------------------------------
 
@@ -415,6 +442,7 @@ class ZeroRedundancy(DrivesOptimizer):
                 "DummyScheduler(optimizer), or return it from configure_optimizers."
             )
         self._end_window()
+        self._take_weights()
         self._give_options(self._basic)
         limit = self._max_norm or self.plugin.clips_at
         scale = 1.0 / self._factor
@@ -432,6 +460,7 @@ class ZeroRedundancy(DrivesOptimizer):
         elif self._half:
             self._zero.loss_scale_config.cur_scale = 1.0
         self._begin_window()
+        self._step_schedules()
 
     @property
     def _basic(self) -> Optimizer:
@@ -444,7 +473,6 @@ class ZeroRedundancy(DrivesOptimizer):
         if self._pending:
             self._drop_gradients()
         self._begin_window()
-        self._step_schedules()
 
     def _drop_gradients(self) -> None:
         zero = self._zero
@@ -471,7 +499,8 @@ class ZeroRedundancy(DrivesOptimizer):
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return whole weights on the host of rank 0, and {} elsewhere; collective.
 
-        They are the float32 ones that the optimizer updates.
+        They are the float32 ones that the optimizer updates, or those that were set in the model
+        by hand since the last update.
         """
         return self._weights_of(module, self._master)
 
@@ -499,21 +528,50 @@ class ZeroRedundancy(DrivesOptimizer):
                 whole[name] = tied[id(value)]
         return whole
 
-    def _gathered(self, parameter: nn.Parameter) -> Tensor:
+    def _gathered(self, parameter: Any) -> Tensor:
         """Return the whole values of a parameter; collective."""
-        if not hasattr(parameter, "ds_id"):
-            return parameter.detach()
+        value: Tensor
+        if not hasattr(parameter, "ds_id") or (parameter.ds_persist and not _is_empty(parameter)):
+            value = parameter.detach()
+            return value
         with self._deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
+            value = parameter.detach().clone()
+        return value
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
-        """Return the float32 values that the optimizer updates; collective."""
-        if self._client is None or id(parameter) not in self._trains:
-            return self._gathered(parameter)
-        if self.stage == 0:
-            return self._masters.get(id(parameter), parameter).detach()
-        whole: Tensor = self._deepspeed.utils.safe_get_full_fp32_param(parameter)
-        return whole
+        """Return the float32 values from which the next update begins; collective."""
+        own = self._gathered(parameter)
+        if own.dtype == torch.float32 or self._client is None or id(parameter) not in self._trains:
+            return own
+        if self.stage:
+            master: Tensor = self._deepspeed.utils.safe_get_full_fp32_param(parameter)
+        else:
+            master = self._masters[id(parameter)].detach()
+        return torch.where(own == master.to(own.dtype), master, own)
+
+    @torch.no_grad()
+    def _take_weights(self) -> None:
+        """Let the update begin from the weights in the model, also where they were set by hand.
+
+        DeepSpeed updates copies, unless they would be alike. Nothing is communicated, and the
+        device is not waited for.
+        """
+        if self.stage == 3:
+            for parameter in self._offload.persistent_parameters:
+                if not _is_empty(parameter):
+                    parameter.ds_tensor.copy_(self._part_of(parameter, parameter))
+        for parameter, view in self._views:
+            if parameter.data_ptr() != view.data_ptr():  # its `data` is another tensor
+                view.copy_(parameter)
+                parameter.data = view
+        if self.stage:
+            pairs = self._own_parts()
+        else:
+            masters = self._masters
+            pairs = ((p, masters[id(p)]) for g in self._groups for p in g["params"] if masters)
+        for weight, master in pairs:
+            if weight.data_ptr() != master.data_ptr():
+                _take(weight, master)
 
     @property
     def _masters(self) -> dict[int, Tensor]:
@@ -542,24 +600,50 @@ class ZeroRedundancy(DrivesOptimizer):
                     self._set(target, value)
                 elif id(target) in self._masters:
                     self._masters[id(target)].copy_(value)
+        self._gather_persistent()
 
     def _set(self, parameter: Any, value: Tensor, *key: str) -> None:
         """Set the float32 values of a parameter, or those of its state, to a whole tensor."""
         utils = self._deepspeed.utils
         wide = value.to(self.options.device, torch.float32)
-        if self.stage < 3:
-            own, local = "full", wide
-        else:  # DeepSpeed's function for whole tensors fails where the parts are padded
-            size = parameter.ds_tensor.numel()
-            padded = nn.functional.pad(
-                wide.flatten(), (0, size * self.options.world_size - wide.numel())
-            )
-            own, local = "local", padded.narrow(0, size * self.options.rank, size)
+        # DeepSpeed's function for whole tensors fails in stage 3 where the parts are padded.
+        whole = self.stage < 3
+        own, local = ("full", wide) if whole else ("local", self._part_of(parameter, wide))
         what = "optimizer_state" if key else "fp32_param"
         getattr(utils, f"safe_set_{own}_{what}")(parameter, local, *key)
 
+    def _part_of(self, parameter: Any, whole: Tensor) -> Tensor:
+        """Return this process's part of a whole tensor, padded, as stage 3 divides a parameter."""
+        size, flat = parameter.ds_tensor.numel(), whole.detach().flatten()
+        own = flat[size * self.options.rank :][:size]
+        return nn.functional.pad(own, (0, size - own.numel()))
+
+    def _gather_persistent(self) -> None:
+        """Gather the small parameters that stage 3 leaves whole on each process; collective."""
+        if self.stage == 3 and (kept := self._offload.persistent_parameters):
+            kept[0].all_gather(kept)
+
+    def _open_to_state_dicts(self, module: nn.Module) -> None:
+        """Let ``load_state_dict`` find whole parameters, and ``state_dict`` refuse empty ones."""
+        gathered: dict[nn.Module, Any] = {}
+
+        def gather(part: nn.Module, *_: Any) -> None:
+            if empty := [p for p in part.parameters(recurse=False) if _is_empty(p)]:
+                gathered[part] = self._deepspeed.zero.GatheredParameters(empty, modifier_rank=0)
+                gathered[part].__enter__()
+
+        def release(part: nn.Module, *_: Any) -> None:
+            if part in gathered:
+                gathered.pop(part).__exit__(None, None, None)
+
+        for part in module.modules():
+            self._undo.append(part.register_load_state_dict_pre_hook(gather).remove)
+            self._undo.append(part.register_load_state_dict_post_hook(release).remove)
+            part.register_state_dict_pre_hook(_refuse_empty)  # for good: they stay partitioned
+
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state on rank 0, as one process has it; collective."""
+        self._link_state()
         state = Optimizer.state_dict(optimizer)
         writes = self.options.rank == 0
         state["state"] = {}
@@ -603,6 +687,9 @@ class ZeroRedundancy(DrivesOptimizer):
         Optimizer.load_state_dict(optimizer, {**state, "state": {}})
         if any(saved.values()):
             self._make_state()
+            self._link_state()
+        else:
+            self._basic.state.clear()
         for number, parameter, flat in self._numbered(optimizer):
             own = self._basic.state.get(flat, {})
             for key, value in saved.get(number, {}).items():
@@ -614,8 +701,23 @@ class ZeroRedundancy(DrivesOptimizer):
                 else:
                     own[key] = value
 
+    def _link_state(self) -> None:
+        """Let DeepSpeed find the state of each parameter in that of its group.
+
+        By itself it looks once, when the first group has been updated and the others have no state.
+        """
+        if self.stage in (1, 2):
+            link = self._deepspeed.utils.lazy_init_hp_params_optimizer_state
+            groups = zip(
+                self._zero.bit16_groups, self._zero.single_partition_of_fp32_groups, strict=True
+            )
+            for group, flat in groups:
+                if flat in self._basic.state:
+                    link(group, flat, self._basic.state)
+
     def _make_state(self) -> None:
         """Let the optimizer make its state, by an update of nothing with a rate of 0."""
+        self._take_weights()
         if self.stage == 0:
             for flat in self._flats().values():
                 flat.grad = torch.zeros_like(flat)
@@ -677,6 +779,46 @@ def _take_back_torch() -> Callable[..., Tensor] | None:
         return None
     nn.functional.linear = Init.linear_bk
     return zero3_linear_wrap
+
+
+def _is_empty(parameter: Any) -> bool:
+    """Return whether stage 3 holds the values of a parameter elsewhere, in parts."""
+    return hasattr(parameter, "ds_id") and parameter.shape != parameter.ds_shape
+
+
+def _refuse_empty(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Raise before ``state_dict`` returns tensors without values.
+
+    Raises:
+        RuntimeError: Parameters of the module are partitioned, and their values are asked for.
+    """
+    named = module.named_parameters(recurse=False)
+    if not keep_vars and (empty := [prefix + name for name, p in named if _is_empty(p)]):
+        raise RuntimeError(
+            f"state_dict() would hold empty tensors for {', '.join(empty)}, since ZeRO stage 3 has "
+            "partitioned them: call accelerator.get_state_dict(model) or save_model on all "
+            "processes, or use deepspeed.zero.GatheredParameters(model.parameters())."
+        )
+
+
+def _take(weight: Tensor, master: Tensor) -> None:
+    """Give a float32 master the values of a weight that were set by hand, in place.
+
+    Others equal the master, rounded to the dtype of the weight, and leave it as it is.
+    """
+    if weight.dtype == master.dtype:
+        master.copy_(weight)
+        return
+    pieces = [(weight, master)]
+    if weight.dim() == 1:  # so that intermediate results stay in the cache
+        pieces = list(zip(weight.split(2**22), master.split(2**22), strict=True))
+    for new, own in pieces:
+        new = new.to(own.device)
+        torch.where(own.to(new.dtype) == new, own, new, out=own)
+
+
+def _are_alike(part: Tensor, master: Tensor) -> bool:
+    return (part.dtype, part.device) == (master.dtype, master.device)
 
 
 def _on_host(value: Any) -> Any:

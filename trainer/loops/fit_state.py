@@ -495,7 +495,7 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
     def check() -> None:
         if not is_writer_rank(state, on_each_node):
             return
-        weights = run.module.state_dict()
+        weights = run.module.state_dict(keep_vars=True)
         for name, value in weights.items():
             check_weight(name, value)
         tensors = [*weights.values()]
@@ -522,7 +522,9 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
 
 def _bytes_of(values: Iterable[object]) -> int:
     """Return the bytes of the tensors among some values, of all processes if they are sharded."""
-    return sum(v.nbytes for v in values if isinstance(v, Tensor) and not is_lazy(v))
+    tensors = (v for v in values if isinstance(v, Tensor) and not is_lazy(v))
+    # DeepSpeed partitions a parameter into parts, and leaves an empty tensor.
+    return sum(getattr(v, "ds_numel", v.numel()) * v.element_size() for v in tensors)
 
 
 def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, Any]) -> Path:

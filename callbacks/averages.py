@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainer.names import bare_names
-from trainer.tree import fill_, part_here
+from trainer.tree import fill_, is_sharded, part_here
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -25,7 +25,10 @@ class Averages:
 
     Args:
         use_buffers: Average floating-point buffers that are part of the ``state_dict`` too, such as
-            the statistics of batch normalisation.
+            the statistics of batch normalisation. ``"copy"`` keeps their values at the latest
+            update.
+        device: Where the averages are kept; None keeps each beside its weight. Averages of sharded
+            weights are beside them in any case.
 
     Attributes:
         values: The averages by name. Between `put_in` and `take_out`, an entry with the weight's
@@ -33,21 +36,40 @@ class Averages:
         in_place: Whether the module currently holds the averages.
     """
 
-    def __init__(self, *, use_buffers: bool) -> None:
+    def __init__(
+        self, *, use_buffers: bool | Literal["copy"], device: torch.device | None = None
+    ) -> None:
         self.use_buffers = use_buffers
+        self.device = device
         self.values: dict[str, Tensor] = {}
         self.in_place = False
         # Tensors that `take_out` restores and that `values` cannot hold.
         self._trained: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def update(self, module: nn.Module, weight: float) -> None:
-        """Update each average: ``average += weight * (value - average)``; new ones are copies."""
+    def update(
+        self, module: nn.Module, weight: float | Callable[[list[Tensor], list[Tensor]], None]
+    ) -> None:
+        """Update each average: ``average += weight * (value - average)``; new ones are copies.
+
+        Args:
+            module: The module.
+            weight: A number, or a function that changes the averages, a list, by the values.
+        """
         named = self._matched(self._averaged(module))
         known = [name for name in named if name in self.values]
+        if self.use_buffers == "copy":
+            for name in [name for name, _ in module.named_buffers() if name in known]:
+                self.values[name].copy_(named[name])
+                known.remove(name)
         averages = [part_here(self.values[name]) for name in known]
-        targets = [part_here(named[name]).to(self.values[name].dtype) for name in known]
-        if averages:
+        targets = [
+            part_here(named[name]).to(average)
+            for name, average in zip(known, averages, strict=True)
+        ]
+        if callable(weight):
+            weight(averages, targets)
+        elif averages:
             torch._foreach_lerp_(averages, targets, weight)
         self._begin(named, [name for name in named if name not in self.values])
 
@@ -139,7 +161,8 @@ class Averages:
         for name in names:
             narrow = named[name].dtype in _NARROW
             dtype = torch.float32 if narrow else named[name].dtype
-            self.values[name] = named[name].detach().to(dtype, copy=True)
+            device = None if is_sharded(named[name]) else self.device
+            self.values[name] = named[name].detach().to(device, dtype, copy=True)
 
     def _matched(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """Drop averages that are not in ``named`` or differ in shape; return ``named``."""

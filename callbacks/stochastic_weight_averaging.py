@@ -86,10 +86,13 @@ class StochasticWeightAveraging(Callback):
 
     def _begin(self) -> None:
         self.num_averaged = 0
-        self._averages = Averages(use_buffers=False)
+        self._averages = self._empty()
         self._started: int | None = None  # the epoch, from 0
         self._epoch = -1  # the epoch whose rates are set
         self._rates: list[list[float]] = []  # initial rates of each optimizer's groups
+
+    def _empty(self) -> Averages:
+        return Averages(use_buffers=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean and the initial learning rates."""
@@ -169,8 +172,11 @@ class StochasticWeightAveraging(Callback):
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Add the weights to the mean."""
         if self._started is not None:
-            self._averages.update(module, 1 / (self.num_averaged + 1))
+            self._update(module)
             self.num_averaged += 1
+
+    def _update(self, module: TrainModule) -> None:
+        self._averages.update(module, 1 / (self.num_averaged + 1))
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
         """Replace the weights by the mean before the last update is saved."""

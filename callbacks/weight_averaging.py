@@ -20,7 +20,7 @@ Final = Literal["average", "trained"]
 
 
 class WeightAveraging(Callback):
-    """Keep an exponential moving average (EMA) of the weights besides the trained weights.
+    """Keep an exponential moving average (EMA) of the weights, with a decay of 0.999 by default.
 
     After an optimizer step the average becomes ``decay * average + (1 - decay) * weights``; the
     first average is the weights themselves. During each validation of the fit, the averages are
@@ -94,8 +94,11 @@ class WeightAveraging(Callback):
 
     def _begin(self) -> None:
         self.num_updates = 0
-        self._averages = Averages(use_buffers=self.use_buffers)
+        self._averages = self._empty()
         self._seen_step = 0  # in manual optimisation not every training_step steps
+
+    def _empty(self) -> Averages:
+        return Averages(use_buffers=self.use_buffers)
 
     @property
     def state_key(self) -> str:
@@ -139,16 +142,21 @@ class WeightAveraging(Callback):
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Update the average if due."""
+        if trainer.global_step != self._seen_step:
+            self._seen_step = trainer.global_step
+            if self._is_due(trainer):
+                self._update(module)
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        """Return whether to update the average after this optimizer step."""
         step = trainer.global_step
-        if step == self._seen_step:
-            return
-        self._seen_step = step
-        if (
-            step % self.update_every_n_steps
-            or step < (self.update_starting_at_step or 0)
-            or trainer.current_epoch < (self.update_starting_at_epoch or 0)
-        ):
-            return
+        return (
+            step % self.update_every_n_steps == 0
+            and step >= (self.update_starting_at_step or 0)
+            and trainer.current_epoch >= (self.update_starting_at_epoch or 0)
+        )
+
+    def _update(self, module: TrainModule) -> None:
         decay, n = self.decay, self.num_updates
         if self.decay_warmup:
             decay = min(decay, (1 + n) / (10 + n))
@@ -186,7 +194,7 @@ class WeightAveraging(Callback):
 
     def _put_in(self, trainer: Trainer, module: TrainModule) -> None:
         self._averages.put_in(module)
-        if self.use_buffers:  # each process averages its own buffers; rank 0's are used
+        if self._averages.use_buffers:  # each process averages its own buffers; rank 0's are used
             trainer.broadcast_buffers()
 
     def _end_evaluation(self, module: TrainModule) -> None:

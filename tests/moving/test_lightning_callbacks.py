@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import swa_utils
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer.lightning as L
@@ -27,8 +29,10 @@ from trainer.lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
+    StochasticWeightAveraging,
     ThroughputMonitor,
     TQDMProgressBar,
+    WeightAveraging,
 )
 from trainer.lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from trainer.lightning.pytorch.tuner import Tuner as LightningTuner
@@ -247,6 +251,102 @@ def test_pruned_weights_are_zero_and_a_run_that_resumes_prunes_on(lottery, tmp_p
     before = copy_of(whole.model)
     whole.validate()  # of the last checkpoint, which has masks
     torch.testing.assert_close(copy_of(whole.model), before, rtol=0, atol=0)
+
+
+class Normalised(make_net()):  # type: ignore[misc]
+    """Keeps what it is after each update and in each validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.updated: dict[int, Any] = {}
+        self.validated: dict[int, Any] = {}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.updated[self.global_step] = copy_of(self)
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.validated[self.global_step] = copy_of(self)
+
+
+class AtEpochs(WeightAveraging):
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx == 2 or epoch_idx is not None
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize(
+    ("make", "updates", "options"),
+    [
+        (WeightAveraging, range(1, 25), {}),
+        (partial(WeightAveraging, "cpu", False), range(1, 25), {"use_buffers": False}),
+        (
+            partial(WeightAveraging, avg_fn=swa_utils.get_ema_avg_fn(0.5)),
+            range(1, 25),
+            {"avg_fn": swa_utils.get_ema_avg_fn(0.5)},
+        ),
+        (
+            partial(WeightAveraging, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5)),
+            range(1, 25),
+            {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.5)},
+        ),
+        (
+            partial(EMAWeightAveraging, None, False, 0.9, 3, 5, 1),
+            [7, 10, 13, 16, 16.5, 19, 22, 24.5],  # an update, or the end of its epoch
+            {"avg_fn": swa_utils.get_ema_avg_fn(0.9), "use_buffers": False},
+        ),
+        (AtEpochs, [3, 8.5, 16.5, 24.5], {}),
+    ],
+    ids=["default", "buffers", "avg_fn", "multi_avg_fn", "ema", "should_update"],
+)
+def test_averaged_weights_are_those_of_torchs_averaged_model(
+    make, updates, options, resumes, tmp_path
+):
+    saver = {"dirpath": tmp_path, "every_n_train_steps": 11, "save_top_k": -1}
+    trainer = fit([make(), ModelCheckpoint(**saver)], Normalised, max_epochs=3)
+    module = trainer.model
+    if resumes:
+        path = tmp_path / "step-00000011"
+        last = fit([make(), ModelCheckpoint(**saver)], Normalised, ckpt_path=path, max_epochs=3)
+        module.updated |= last.model.updated
+        module.validated |= last.model.validated
+        torch.testing.assert_close(copy_of(last.model), copy_of(module), rtol=0, atol=0)
+
+    reference = Normalised()
+    average = swa_utils.AveragedModel(reference, **{"use_buffers": True, **options})
+    expected = {}
+    for step, weights in sorted(module.updated.items()):
+        reference.load_state_dict(weights)
+        for moment in (step, step + 0.5):
+            if moment in updates:
+                average.update_parameters(reference)
+            expected[moment] = copy_of(average.module)
+    seen = {step: each for step, each in module.validated.items() if step >= min(updates)}
+    assert seen.keys() >= {8, 16, 24}
+    seen[24.5] = copy_of(module)  # after the fit
+    for step, weights in seen.items():
+        for name, value in weights.items():
+            if "num_batches" not in name:  # a count is no average
+                torch.testing.assert_close(value, expected[step][name], rtol=0, atol=0)
+
+
+def test_a_mean_of_epochs_takes_lightnings_function():
+    def largest(average: Any, weight: Any, number: Any) -> Any:
+        assert number in (1, 2)
+        return torch.maximum(average, weight)
+
+    ends = {}
+
+    class Net(make_net()):  # type: ignore[misc]
+        def on_train_epoch_end(self) -> None:
+            ends[self.current_epoch] = copy_of(self)
+
+    swa = StochasticWeightAveraging(0.05, 1, 1, "linear", largest, "cpu")
+    found = copy_of(fit([swa], Net, max_epochs=3).model)
+    for name, value in found.items():
+        torch.testing.assert_close(value, torch.stack([e[name] for e in ends.values()]).amax(0))
+    with pytest.raises(ValueError, match="Both avg_fn and multi_avg_fn"):
+        WeightAveraging(avg_fn=largest, multi_avg_fn=largest)
 
 
 @pytest.mark.parametrize(

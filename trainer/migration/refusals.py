@@ -80,10 +80,10 @@ def uncalled_hooks(kind: str, bases: Iterable[type]) -> dict[str, str]:
 
     Args:
         kind: ``"module"``, ``"callback"``, ``"datamodule"``, ``"trainer"`` or ``"logger"``.
-        bases: The classes that the owner of the hooks inherits from.
+        bases: The classes that the owner of the hooks inherits from, in method resolution order.
     """
     refused: dict[str, str] = UNCALLED[kind]
-    for each in bases:
+    for each in reversed(list(bases)):
         if each.__module__.startswith("callbacks."):
             of_kind = {
                 path.partition(".")[2]: use

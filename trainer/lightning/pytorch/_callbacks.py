@@ -7,12 +7,18 @@ The module is private so that jsonargparse, which finds subclasses by their bare
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_avg_fn, get_swa_avg_fn, get_swa_multi_avg_fn
+
 import callbacks
-from callbacks import Callback, ModelSummary, WeightAveraging
+from callbacks import Callback, ModelSummary
+from callbacks.averages import Averages
 from callbacks.backbone_finetuning import multiplicative
 from callbacks.on_exception_checkpoint import save_weights_at
 from trainer.checkpoint.save import link_or_warn
@@ -21,6 +27,9 @@ from trainer.lightning.pytorch._model_checkpoint import as_tensor
 from trainer.tuning import LearningRateTest, Tuner
 
 logger = module_logger(__name__)
+
+_AverageOne = Callable[[Tensor, Tensor, Tensor], Tensor]
+_AverageMany = Callable[[list[Tensor], list[Tensor], Tensor], None]
 
 
 class EarlyStopping(callbacks.EarlyStopping):
@@ -143,20 +152,169 @@ class DeviceStatsMonitor(callbacks.DeviceStatsMonitor):
     """`callbacks.DeviceStatsMonitor`."""
 
 
-class EMAWeightAveraging(WeightAveraging):
-    """`callbacks.WeightAveraging`, an exponential moving average of the weights.
+def _average(
+    averages: list[Tensor],
+    values: list[Tensor],
+    number: int,
+    *,
+    avg_fn: _AverageOne | None,
+    multi_avg_fn: _AverageMany | None,
+) -> None:
+    """Update averages by the values after `number` updates, as torch's ``AveragedModel`` does."""
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for average, value in zip(averages, values, strict=True):
+        group = groups.setdefault((average.device, average.dtype), ([], []))
+        group[0].append(average)
+        group[1].append(value)
+    for (device, _), (old, new) in groups.items():
+        count = torch.tensor(number, device=device)
+        many = multi_avg_fn
+        if many is None and avg_fn is None and device.type == "cuda":
+            many = get_swa_multi_avg_fn()
+        if many is not None:
+            many(old, new, count)
+            continue
+        one = avg_fn or get_swa_avg_fn()
+        for average, value in zip(old, new, strict=True):
+            average.copy_(one(average, value, count))
+
+
+class WeightAveraging(callbacks.WeightAveraging):
+    """The equal average of the weights after every update, as Lightning's has it.
+
+    Evaluations in the fit, checkpoints and the end are those of `callbacks.WeightAveraging`, which
+    is an exponential average by default. Before the first update of the average, the trained
+    weights are evaluated, where Lightning evaluates the initial ones.
 
     Args:
-        device: Has no effect: the average lies beside the weights.
-        use_buffers: See `callbacks.WeightAveraging`, as the others.
-        decay: The weight of the old average.
-        **options: Further arguments.
+        device: Where the average is kept; None keeps it beside the weights, as are those of shards.
+        use_buffers: Whether floating-point buffers are averaged too. False takes those that the
+            trained model had at the latest update of the average.
+        avg_fn: Returns a new average from the old one, the weight and the number of updates before,
+            such as ``torch.optim.swa_utils.get_ema_avg_fn()``.
+        multi_avg_fn: The same for lists of tensors, in place.
+
+    Raises:
+        ValueError: Both functions are given.
     """
 
     def __init__(
-        self, device: Any = None, use_buffers: bool = True, decay: float = 0.999, **options: Any
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        *,
+        avg_fn: _AverageOne | None = None,
+        multi_avg_fn: _AverageMany | None = None,
     ) -> None:
-        super().__init__(decay, use_buffers=use_buffers, **options)
+        if avg_fn is not None and multi_avg_fn is not None:
+            raise ValueError("Both avg_fn and multi_avg_fn were given: pass one of them.")
+        self._device = None if device is None else torch.device(device)
+        self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
+        super().__init__(use_buffers=use_buffers)
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether to update the average; True after every update of the weights.
+
+        Args:
+            step_idx: The update of the weights, from 0; None at the end of an epoch.
+            epoch_idx: The epoch that ends, from 0; None after an update.
+        """
+        return step_idx is not None
+
+    def _empty(self) -> Averages:
+        return Averages(use_buffers=self.use_buffers or "copy", device=self._device)
+
+    def _is_due(self, trainer: Any) -> bool:
+        return self.should_update(step_idx=trainer.global_step - 1)
+
+    def _update(self, module: Any) -> None:
+        rule = partial(
+            _average,
+            number=self.num_updates,
+            avg_fn=self._avg_fn,
+            multi_avg_fn=self._multi_avg_fn,
+        )
+        self._averages.update(module, rule)
+        self.num_updates += 1
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        """Update the average, if `should_update` says so."""
+        if self.should_update(epoch_idx=trainer.current_epoch):
+            self._update(module)
+
+
+class EMAWeightAveraging(WeightAveraging):
+    """An exponential moving average of the weights, as Lightning's has it.
+
+    Args:
+        device: See `WeightAveraging`.
+        use_buffers: See `WeightAveraging`.
+        decay: The weight of the old average.
+        update_every_n_steps: The average is updated after update 0 and every n-th one.
+        update_starting_at_step: The first update of the weights, from 0, that counts.
+        update_starting_at_epoch: From this epoch on, from 0, the average is also updated at the end
+            of each epoch.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+    ) -> None:
+        super().__init__(device, use_buffers, avg_fn=get_ema_avg_fn(decay))
+        self.decay = decay
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether to update the average; see the arguments of the class."""
+        if step_idx is not None:
+            every = self.update_every_n_steps
+            begun = step_idx >= (self.update_starting_at_step or 0)
+            return begun and every > 0 and step_idx % every == 0
+        start = self.update_starting_at_epoch
+        return None not in (start, epoch_idx) and epoch_idx >= start  # type: ignore[operator]
+
+
+class StochasticWeightAveraging(callbacks.StochasticWeightAveraging):
+    """`callbacks.StochasticWeightAveraging` with Lightning's arguments.
+
+    Args:
+        swa_lrs: See `callbacks.StochasticWeightAveraging`, as the next three.
+        swa_epoch_start: The first epoch, from 1, or a fraction.
+        annealing_epochs: Until the rates are reached.
+        annealing_strategy: ``"cos"`` or ``"linear"``.
+        avg_fn: Returns a new average from the old one, the weight and the number of weights in it.
+        device: Where the average is kept; None keeps it beside the weights, as are those of shards.
+    """
+
+    def __init__(
+        self,
+        swa_lrs: float | list[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos",
+        avg_fn: _AverageOne | None = None,
+        device: torch.device | str | None = "cpu",
+    ) -> None:
+        self._device = None if device is None else torch.device(device)
+        self._avg_fn = avg_fn
+        super().__init__(swa_lrs, swa_epoch_start, annealing_epochs, annealing_strategy)
+
+    def _empty(self) -> Averages:
+        return Averages(use_buffers=False, device=self._device)
+
+    def _update(self, module: Any) -> None:
+        if self._avg_fn is None:
+            super()._update(module)
+            return
+        rule = partial(_average, number=self.num_averaged, avg_fn=self._avg_fn, multi_avg_fn=None)
+        self._averages.update(module, rule)
 
 
 class ThroughputMonitor(callbacks.ThroughputMonitor):

@@ -6,9 +6,7 @@ from callbacks import (
     LambdaCallback,
     ModelPruning,
     ModelSummary,
-    StochasticWeightAveraging,
     Timer,
-    WeightAveraging,
 )
 from trainer.lightning.missing import getter
 from trainer.lightning.pytorch._callbacks import (
@@ -25,8 +23,10 @@ from trainer.lightning.pytorch._callbacks import (
     RichModelSummary,
     RichProgressBar,
     RichProgressBarTheme,
+    StochasticWeightAveraging,
     ThroughputMonitor,
     TQDMProgressBar,
+    WeightAveraging,
 )
 from trainer.lightning.pytorch._model_checkpoint import ModelCheckpoint
 

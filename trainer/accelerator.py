@@ -939,8 +939,18 @@ class Accelerator:
 
         After ``optimizer.step()``, its `get_scale` and `state_dict` return the scale for the next
         loss. Both synchronise with the device.
+
+        It may be set, best before `prepare`: `backward` and the prepared optimizers then use it in
+        any precision; None scales no losses.
+
+        Raises:
+            TypeError: It is set to something else than torch's ``GradScaler`` or None.
         """
         return self.precision.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self.precision.use_scaler(scaler)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:

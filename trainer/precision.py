@@ -231,6 +231,20 @@ class Precision:
         if self.layers is not None:
             self.layers.convert(module)
 
+    def use_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Use another scaler from the next backward on; None scales no losses.
+
+        Raises:
+            TypeError: It is not a ``GradScaler``.
+        """
+        if not isinstance(scaler, (torch.amp.GradScaler, type(None))):
+            raise TypeError(f"scaler is {scaler!r}; it must be a torch.amp.GradScaler or None.")
+        if type(scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
+            scaler.__class__ = Scaler  # the user keeps the object
+        self.scaler = scaler
+        self.scales = scaler is not None and scaler.is_enabled()
+        self.begin()
+
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the current scale; without a scaler, the loss itself."""
         if self.scaler is None:

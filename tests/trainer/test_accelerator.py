@@ -559,7 +559,8 @@ def test_an_optimizer_that_steps_less_often_uses_gradients_of_one_scale():
     assert [model.weight.item() for model in models] == [-2, -2]
 
 
-def test_the_scaler_has_the_scale_of_torchs_own_after_each_step():
+@pytest.mark.parametrize("is_set", [False, True])
+def test_the_scaler_has_the_scale_of_torchs_own_after_each_step(is_set):
     def prepared() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(2, 1, bias=False)
         nn.init.ones_(model.weight)
@@ -567,7 +568,14 @@ def test_the_scaler_has_the_scale_of_torchs_own_after_each_step():
 
     settings = {"init_scale": 1024.0, "growth_interval": 2}
     handlers = [GradScalerKwargs(**settings)]
-    accelerator = accelerate(mixed_precision="fp16", kwargs_handlers=handlers)
+    if is_set:
+        accelerator = accelerate()
+        with pytest.raises(TypeError, match="scaler is 'fp16'"):
+            accelerator.scaler = "fp16"
+        accelerator.scaler = given = torch.amp.GradScaler("cpu", **settings)
+        assert accelerator.scaler is given
+    else:
+        accelerator = accelerate(mixed_precision="fp16", kwargs_handlers=handlers)
     ours, optimizer = accelerator.prepare(*prepared())
     scaler = accelerator.scaler
     torchs, (model, sgd) = torch.amp.GradScaler("cpu", **settings), prepared()
@@ -588,6 +596,9 @@ def test_the_scaler_has_the_scale_of_torchs_own_after_each_step():
         assert (scaler.get_scale() < before) == accelerator.optimizer_step_was_skipped
         optimizer.zero_grad()
         sgd.zero_grad()
+    accelerator.scaler = None
+    accelerator.backward(ours(torch.ones(1, 2)).sum())
+    assert ours.weight.grad.tolist() == [[1.0, 1.0]]
 
 
 def test_a_scaler_that_is_switched_off_is_saved_and_loaded():

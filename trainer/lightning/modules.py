@@ -19,12 +19,13 @@ _MODULES = {
         on_exception_checkpoint prediction_writer progress progress.progress_bar
         progress.rich_progress progress.tqdm_progress pruning rich_model_summary
         stochastic_weight_avg throughput_monitor timer weight_averaging""",
+    "pytorch.demos": "boring_classes lstm mnist_datamodule transformer",
     "pytorch.loggers": "comet csv_logs logger mlflow tensorboard wandb",
     "pytorch.profilers": "pytorch simple",
     "pytorch.strategies": "ddp deepspeed fsdp single_device strategy",
     "pytorch.trainer": "states trainer",
     "pytorch.tuner": "tuning",
-    "pytorch.utilities": "exceptions grads parsing seed",
+    "pytorch.utilities": "exceptions grads imports model_helpers parsing seed",
     "pytorch.utilities.model_summary": "model_summary",
 }
 _PARENTS = {
@@ -36,6 +37,7 @@ _PARENTS = {
     "fabric": "",
     "fabric.utilities": "pytorch.utilities",
     "fabric.utilities.exceptions": "pytorch.utilities",
+    "fabric.utilities.imports": "pytorch.utilities",
     "fabric.utilities.rank_zero": "pytorch.utilities.rank_zero",
     "fabric.utilities.seed": "pytorch.utilities",
     "fabric.utilities.types": "pytorch.utilities.types",

@@ -176,6 +176,7 @@ LIGHTNING_ARGUMENTS = {
     "log_every_n_steps": "log_every",
     "log_gpu_memory": "callbacks=[DeviceStatsMonitor()]",
     "logger": "log_with, such as log_with='tensorboard'",
+    "model_registry": f"{NOTHING}: it is a service of Lightning's makers",
     "move_metrics_to_cpu": f"{NOTHING}: running totals are single numbers",
     "multiple_trainloader_mode": "trainer.CombinedLoader(loaders, mode=...)",
     "num_nodes": (
@@ -330,7 +331,6 @@ ACCELERATE_ARGUMENTS = {
 }
 _LENGTH = "Trainer(max_epochs=...)"
 RUN_ARGUMENTS = {
-    "model": "module",
     "resume_from_checkpoint": 'ckpt_path="auto"',
     "epochs": _LENGTH,
     "max_epochs": _LENGTH,
@@ -452,7 +452,6 @@ LIGHTNING_NAMES = {
     "pytorch.callbacks.SpikeDetection": (
         "use non_finite= and EarlyStopping(divergence_threshold=...)"
     ),
-    "pytorch.demos": "write the model yourself; examples/ has some",
     "pytorch.loggers.LitLogger": "use another logger, such as CSVLogger",
     "pytorch.loggers.NeptuneLogger": _TRACKER,
     "pytorch.loops": _LOOPS,
@@ -463,7 +462,6 @@ LIGHTNING_NAMES = {
     "pytorch.profilers.XLAProfiler": "XLA devices are not supported",
     "pytorch.serve": "export the model with torch.export or to_onnx",
     "pytorch.strategies.ModelParallelStrategy": "use trainer.Trainer(parallelism_config=...)",
-    "pytorch.strategies.ParallelStrategy": "use DDPStrategy, FSDPStrategy or DeepSpeedStrategy",
     "pytorch.strategies.XLAStrategy": "XLA devices are not supported",
     "pytorch.utilities.GradClipAlgorithmType": "write 'norm' or 'value'",
     "pytorch.utilities.LightningEnum": "use enum.Enum",

@@ -4,6 +4,7 @@ from callbacks import Callback
 from trainer.lightning.missing import getter
 from trainer.lightning.pytorch import (
     callbacks,
+    demos,
     loggers,
     profilers,
     strategies,
@@ -21,6 +22,8 @@ __all__ = [
     "Trainer",
     "__version__",
     "callbacks",
+    "cli_lightning_logo",
+    "demos",
     "loggers",
     "profilers",
     "seed_everything",
@@ -31,5 +34,10 @@ __all__ = [
 
 __version__ = "2.6.6"
 """The version of Lightning whose names these are."""
+
+
+def cli_lightning_logo() -> None:
+    """Do nothing: Lightning's examples print a logo first."""
+
 
 __getattr__ = getter(__name__)

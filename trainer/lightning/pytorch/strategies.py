@@ -73,7 +73,11 @@ class SingleDeviceStrategy(Strategy):
         super().__init__({} if device is None or str(device) != "cpu" else {"cpu": True})
 
 
-class DDPStrategy(Strategy):
+class ParallelStrategy(Strategy):
+    """What strategies of several processes have in common, for ``isinstance``."""
+
+
+class DDPStrategy(ParallelStrategy):
     """Data parallelism.
 
     Args:
@@ -113,7 +117,7 @@ class DDPStrategy(Strategy):
         super().__init__(_with_group({}, process_group_backend, timeout, handlers))
 
 
-class FSDPStrategy(Strategy):
+class FSDPStrategy(ParallelStrategy):
     """Sharded models, by FSDP 2.
 
     Args:
@@ -178,7 +182,7 @@ class FSDPStrategy(Strategy):
         super().__init__(_with_group({"fsdp_plugin": plugin}, process_group_backend, timeout))
 
 
-class DeepSpeedStrategy(Strategy):
+class DeepSpeedStrategy(ParallelStrategy):
     """DeepSpeed's ZeRO.
 
     Args:

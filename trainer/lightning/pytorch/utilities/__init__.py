@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
+from contextlib import AbstractContextManager
+from importlib import metadata
+from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn, stack
 
+from callbacks import Callback
 from trainer.data.combined import CombinedLoader
 from trainer.hparams import HyperParameters as AttributeDict
 from trainer.lightning.missing import getter
@@ -19,8 +24,7 @@ from trainer.lightning.pytorch.utilities.rank_zero import (
     rank_zero_only,
     rank_zero_warn,
 )
-from trainer.rng import isolated_rng as isolate_rng
-from trainer.rng import set_seed
+from trainer.rng import isolated_rng, set_seed
 
 MisconfigurationException = ValueError
 
@@ -42,7 +46,49 @@ __all__ = [
     "types",
 ]
 
-__getattr__ = getter(__name__)
+_refuse = getter(__name__)
+_VERSIONED = re.compile(r"_([A-Z]+)_(GREATER_EQUAL|LESS_EQUAL|EQUAL)_(\d+(?:_\d+)*)")
+
+
+def __getattr__(name: str) -> bool:
+    """Whether a package is installed, such as ``_RICH_AVAILABLE``, or ``_TORCH_EQUAL_2_9``."""
+    if name.endswith("_AVAILABLE"):
+        return find_spec(name[1:].removesuffix("_AVAILABLE").lower()) is not None
+    if found := _VERSIONED.fullmatch(name):
+        package, relation, text = found.groups()
+        asked = [int(part) for part in text.split("_")]
+        own = [int(part) for part in re.findall(r"\d+", metadata.version(package.lower()))]
+        if relation == "EQUAL":
+            return own[: len(asked)] == asked
+        return own >= asked if relation == "GREATER_EQUAL" else own[:3] <= asked
+    return _refuse(name)
+
+
+def is_overridden(
+    method_name: str, instance: object | None = None, parent: type | None = None
+) -> bool:
+    """Return whether a module, data module or callback defines a method of its base anew.
+
+    Raises:
+        ValueError: The object is none of these, and there is no `parent`.
+    """
+    from trainer.lightning.pytorch.module import LightningDataModule, LightningModule
+
+    if instance is None:
+        return False
+    kinds = (LightningModule, LightningDataModule, Callback)
+    base = parent or next((each for each in kinds if isinstance(instance, each)), None)
+    if base is None:
+        raise ValueError(f"is_overridden was given {instance!r}: pass parent=, the class.")
+    return getattr(type(instance), method_name, None) is not getattr(base, method_name, None)
+
+
+def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
+    """Return ``torchvision.models.get_model(model_name, **kwargs)``."""
+    from torchvision import models  # type: ignore[import-not-found]  # optional
+
+    made: nn.Module = models.get_model(model_name, **kwargs)
+    return made
 
 
 def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
@@ -59,6 +105,15 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     seed = 0 if seed is None else int(seed)
     set_seed(seed)
     return seed
+
+
+def isolate_rng(include_cuda: bool = True) -> AbstractContextManager[None]:
+    """Return a block after which the random generators have the states from before.
+
+    Args:
+        include_cuda: Has no effect: the generator of the current device is among them.
+    """
+    return isolated_rng()
 
 
 def grad_norm(

@@ -26,12 +26,12 @@ class _RankZeroOnly:
         """The rank of this process, also before the first Trainer is made."""
         return dist.get_rank() if dist.is_initialized() else environment.detect_launch().rank
 
-    def __call__(self, function: Callable[..., R], default: Any = None) -> Callable[..., R | Any]:
+    def __call__(self, fn: Callable[..., R], default: Any = None) -> Callable[..., R | Any]:
         """Return a function that runs on rank 0, and returns `default` on other processes."""
 
-        @wraps(function)
+        @wraps(fn)
         def call(*args: Any, **kwargs: Any) -> R | Any:
-            return function(*args, **kwargs) if self.rank == 0 else default
+            return fn(*args, **kwargs) if self.rank == 0 else default
 
         return call
 
@@ -57,12 +57,14 @@ def rank_zero_debug(*args: Any, **kwargs: Any) -> None:
 
 
 @rank_zero_only
-def rank_zero_warn(message: str, *, category: type[Warning] = UserWarning, **_: Any) -> None:
-    """Warn on rank 0."""
-    warnings.warn(message, category, stacklevel=3)
+def rank_zero_warn(
+    message: str, stacklevel: int = 4, *, category: type[Warning] = UserWarning, **_: Any
+) -> None:
+    """Warn on rank 0; `stacklevel` is Lightning's, whose own functions are two of the levels."""
+    warnings.warn(message, category, stacklevel=max(stacklevel - 1, 1))
 
 
 @rank_zero_only
-def rank_zero_deprecation(message: str, **_: Any) -> None:
+def rank_zero_deprecation(message: str, stacklevel: int = 5, **_: Any) -> None:
     """Warn of a deprecation on rank 0."""
-    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    warnings.warn(message, DeprecationWarning, stacklevel=max(stacklevel - 2, 1))

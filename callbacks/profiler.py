@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.profiler import profile, schedule
 
@@ -78,6 +78,9 @@ class Profiler(Callback):
             "with_stack": with_stack,
             "with_flops": with_flops,
         }
+        self._prefix, self._exports = "", True  # what a subclass may change: names, traces
+        self._grouped = record_shapes
+        self._table: dict[str, Any] = {}
         self._profile: profile | None = None  # only while it warms up or records
         self._updates: int | None = None  # since this start; None if nothing is recorded
 
@@ -138,13 +141,16 @@ class Profiler(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         rank = trainer.accelerator.process_index
         name = f"step-{trainer.global_step:08d}-rank-{rank:05d}"
-        trace = folder / f"trace-{name}.json.gz"
-        finished.export_chrome_trace(str(trace))
-        averages = finished.key_averages(group_by_input_shape=self._options["record_shapes"])
         where = "cpu" if trainer.accelerator.device.type == "cpu" else "device"
-        table = averages.table(sort_by=f"self_{where}_time_total", row_limit=self.top_operators)
-        operators = folder / f"operators-{name}.txt"
+        averages = finished.key_averages(group_by_input_shape=self._grouped)
+        shown = {"sort_by": f"self_{where}_time_total", "row_limit": self.top_operators}
+        text = averages.table(**shown | self._table)
+        operators = folder / f"{self._prefix}operators-{name}.txt"
         with open(operators, "w", encoding="utf-8", opener=regular) as file:
-            file.write(table)
-        self.traces.append(trace)
-        trainer.accelerator.print(f"{table}\nThe trace is in {trace}.")
+            file.write(text)
+        if self._exports:
+            trace = folder / f"{self._prefix}trace-{name}.json.gz"
+            finished.export_chrome_trace(str(trace))
+            self.traces.append(trace)
+            text += f"\nThe trace is in {trace}."
+        trainer.accelerator.print(text)

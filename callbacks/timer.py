@@ -66,11 +66,11 @@ class Timer(Callback):
         now = time.monotonic()
         return self._elapsed[stage] + now - self._since.get(stage, now)
 
-    def time_remaining(self) -> float | None:
-        """Return the seconds of training left, at least 0, or None without a duration."""
+    def time_remaining(self, stage: TimedStage = "train") -> float | None:
+        """Return the seconds that a stage has left of the duration; None without a duration."""
         if self.duration is None:
             return None
-        return max(self.duration - self.time_elapsed("train"), 0.0)
+        return max(self.duration - self.time_elapsed(stage), 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the time spent in each stage, in seconds."""

@@ -161,7 +161,7 @@ class TrainModule(nn.Module):
     @_of_the_class
     def load_from_checkpoint(
         cls: type[M],
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None = None,
         *,
         map_location: str | torch.device | None = None,
         strict: bool | None = None,
@@ -175,7 +175,7 @@ class TrainModule(nn.Module):
         after ``__init__``; call ``eval()`` before using it for predictions.
 
         Args:
-            path: The checkpoint's folder, full or weights only.
+            path: The checkpoint's folder, full or weights only; ``checkpoint_path=`` is the same.
             map_location: The device to move the module to; by default it stays where ``__init__``
                 created it.
             strict: Require all weights to match by name and shape, and the class to take all saved
@@ -190,6 +190,8 @@ class TrainModule(nn.Module):
                 was given.
         """
         device = None if map_location is None else torch.device(map_location)
+        if path is None:  # otherwise it is an argument of the class
+            path = kwargs.pop("checkpoint_path", None)
         folder = _checkpoint_at(path)
         reader = Reader(folder, verify(folder))
         manifest = reader.manifest
@@ -346,7 +348,8 @@ class TrainModule(nn.Module):
         if logger is False or not add_dataloader_idx:
             is_logged = logger is not False
             with metrics.renamed(name, logger=is_logged, add_dataloader_idx=add_dataloader_idx):
-                self.log(
+                TrainModule.log(
+                    self,
                     name,
                     value,
                     prog_bar,

@@ -31,10 +31,12 @@ from trainer.lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
     ThroughputMonitor,
+    Timer,
     TQDMProgressBar,
     WeightAveraging,
 )
 from trainer.lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from trainer.lightning.pytorch.profilers import PyTorchProfiler
 from trainer.lightning.pytorch.tuner import Tuner as LightningTuner
 from trainer.tuning import Tuner
 
@@ -475,6 +477,51 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_goes_on_in_its_folder(t
     assert trainer.global_step == 24
     assert "step-00000016 is not used" in caplog.text
     assert not (tmp_path / "saved" / "version_1").exists()
+
+
+def test_arguments_by_position_mean_what_they_do_under_lightning():
+    saver = ModelCheckpoint("saved", "{step}", "val", False, True, 2, True, False, "max")
+    assert (saver.saves_on_exception, saver.save_weights_only) == (True, False)
+    assert saver.mode == "max"
+    stops = EarlyStopping("val", 0.1, 5, False, "max")
+    assert (stops.min_delta, stops.patience, stops.mode) == (0.1, 5, "max")
+    timer = Timer("00:00:01:00", "epoch", False)
+    assert timer.time_remaining("validate") == 60.0
+
+
+def test_layers_are_frozen_and_trained_by_methods_of_the_class_too():
+    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    BaseFinetuning.freeze(layers, train_bn=False)
+    assert list(BaseFinetuning.filter_params(layers)) == []
+    assert len(list(BaseFinetuning.filter_params([layers], requires_grad=False))) == 4
+    before = layers[1].running_mean.clone()
+    layers(torch.ones(4, 2))
+    assert torch.equal(layers[1].running_mean, before)
+    BaseFinetuning.make_trainable(layers)
+    assert len(list(BaseFinetuning.filter_params(layers, train_bn=False))) == 2
+    layers(torch.ones(4, 2))
+    assert not torch.equal(layers[1].running_mean, before)
+    assert BaseFinetuning.flatten_modules(nn.ModuleDict({"all": layers})) == list(layers)
+
+
+def test_a_trace_has_the_name_and_the_table_that_lightnings_arguments_ask_for(tmp_path, capsys):
+    def profiled(**options: Any) -> list[str]:
+        profiler = PyTorchProfiler(
+            tmp_path / "traces", "perf", wait=0, warmup=1, active=1, **options
+        )
+        fit([], profiler=profiler, default_root_dir=tmp_path, max_epochs=1)
+        return sorted(each.name for each in (tmp_path / "traces").iterdir())
+
+    table = "perf-operators-step-00000002-rank-00000.txt"
+    options: Any = {"export_to_chrome": False, "sort_by_key": "count", "row_limit": 3}
+    assert profiled(**options, table_kwargs={"header": "from here"}) == [table]
+    text = (tmp_path / "traces" / table).read_text()
+    assert "from here" in text
+    counts = [int(line.split()[-1]) for line in text.splitlines() if line.strip()[:1].isalpha()
+              and line.split()[-1].isdigit()]  # fmt: skip
+    assert len(counts) == 3
+    assert counts == sorted(counts, reverse=True)
+    assert profiled() == [table, "perf-trace-step-00000002-rank-00000.json.gz"]
 
 
 def test_two_intervals_are_an_error():

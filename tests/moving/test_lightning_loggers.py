@@ -228,6 +228,9 @@ def test_a_wandb_logger_has_the_methods_of_lightnings(tmp_path):
         def on_train_start(self) -> None:
             self.logger.log_image("picture", [np.zeros((2, 2))], step=1, caption=["dark"])
             self.logger.log_table(key="table", columns=["a"], data=[[1]], step=1)
+            self.logger.log_text("texts", ["in", "out"], [["a", "b"]], step=1)
+            for tracker in self.trainer.trackers:  # as any tracker is called
+                tracker.log_text({"page": "text"}, 1)
 
     settings = {"console": "off", "silent": True}
     logger = WandbLogger(save_dir=tmp_path, offline=True, project="own", settings=settings)
@@ -238,7 +241,29 @@ def test_a_wandb_logger_has_the_methods_of_lightnings(tmp_path):
     [(step, picture)] = run.series("picture")
     assert (step, picture["captions"]) == (1, ["dark"])
     assert [step for step, _ in run.series("table")] == [1]
+    [(step, texts)] = run.series("texts")
+    assert (step, texts["ncols"], texts["nrows"]) == (1, 2, 1)
+    assert [step for step, _ in run.series("page")] == [1]
     assert [step for step, _ in run.series("loss")] == [2, 4]
+
+
+def test_a_graph_is_drawn_from_the_modules_example(tmp_path):
+    class Draws(type(make_net(L))):  # type: ignore[misc]
+        example_input_array = torch.ones(1, 4)
+
+        def forward(self, x: Any) -> Any:
+            return self.net(x)
+
+        def on_train_start(self) -> None:
+            self.logger.log_graph(self)
+            self.example_input_array = None
+            with pytest.raises(ValueError, match="log_graph needs an example"):
+                self.logger.log_graph(self)
+
+    logger = TensorBoardLogger(tmp_path)
+    fit(Draws(), tmp_path, logger=logger)
+    events = EventAccumulator(str(logger.log_dir)).Reload()
+    assert "Linear" in str(events.Graph())
 
 
 @pytest.mark.parametrize(("interval", "rates"), [("epoch", [0.1, 0.05]), ("step", [0.1, 0.05] * 2)])

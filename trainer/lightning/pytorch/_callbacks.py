@@ -6,14 +6,15 @@ The module is private so that jsonargparse, which finds subclasses by their bare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_ema_avg_fn, get_swa_avg_fn, get_swa_multi_avg_fn
 
 import callbacks
@@ -125,8 +126,20 @@ class TQDMProgressBar(callbacks.ProgressBar):
         super().__init__(10.0 if refresh_rate else 0)
 
 
-class RichProgressBarTheme(SimpleNamespace):
+@dataclass
+class RichProgressBarTheme:
     """Colours of a `RichProgressBar`, which have no effect."""
+
+    description: str = ""
+    progress_bar: str = "#6206E0"
+    progress_bar_finished: str = "#6206E0"
+    progress_bar_pulse: str = "#6206E0"
+    batch_progress: str = ""
+    time: str = "dim"
+    processing_speed: str = "dim underline"
+    metrics: str = "italic"
+    metrics_text_delimiter: str = " "
+    metrics_format: str = ".3f"
 
 
 class RichProgressBar(callbacks.RichProgressBar):
@@ -136,7 +149,11 @@ class RichProgressBar(callbacks.RichProgressBar):
     """
 
     def __init__(
-        self, refresh_rate: int = 1, leave: bool = False, theme: Any = None, **_: Any
+        self,
+        refresh_rate: int = 1,
+        leave: bool = False,
+        theme: RichProgressBarTheme | None = None,
+        console_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(10.0 if refresh_rate else 0)
 
@@ -278,7 +295,7 @@ class EMAWeightAveraging(WeightAveraging):
             begun = step_idx >= (self.update_starting_at_step or 0)
             return begun and every > 0 and step_idx % every == 0
         start = self.update_starting_at_epoch
-        return None not in (start, epoch_idx) and epoch_idx >= start  # type: ignore[operator]
+        return start is not None and epoch_idx is not None and epoch_idx >= start
 
 
 class StochasticWeightAveraging(callbacks.StochasticWeightAveraging):
@@ -322,6 +339,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
     Args:
         batch_size_fn: Has no effect: the samples of each batch are counted.
+        length_fn: Must be None: what `count_items` of the module returns is counted.
         window_size: Updates over which speeds are averaged.
         available_flops: The peak of one device in FLOP/s; None looks it up.
         **options: Further arguments.
@@ -330,11 +348,17 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
     def __init__(
         self,
         batch_size_fn: Callable[[Any], int] | None = None,
+        length_fn: Callable[[Any], int] | None = None,
         *,
         window_size: int = 100,
         available_flops: float | None = None,
         **options: Any,
     ) -> None:
+        if length_fn is not None:
+            raise ValueError(
+                f"ThroughputMonitor was given length_fn={length_fn!r}: leave it out, and define "
+                "count_items(self, batch) in the module, which throughput/items_per_sec counts."
+            )
         super().__init__(window_size, **{"peak_flops": available_flops, **options})
 
 
@@ -360,10 +384,24 @@ class OnExceptionCheckpoint(callbacks.OnExceptionCheckpoint):
             link_or_warn(saved, folder / f"{self.filename}{self.FILE_EXTENSION}")
 
 
+class _OfClass:
+    """A method that a program may also call on the class, as Lightning's static ones.
+
+    There it is that of one object, so that what one call has frozen, another makes trainable.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.__doc__ = method.__doc__
+
+    def __get__(self, owner: Any, kind: type) -> Callable[..., Any]:
+        return partial(self._method, _FINETUNING if owner is None else owner)
+
+
 class BaseFinetuning(callbacks.BaseFinetuning):
     """`callbacks.BaseFinetuning`, where batch normalisation is trained by default."""
 
-    def freeze(self, modules: Any, train_bn: bool = True) -> None:
+    def _freeze(self, modules: Any, train_bn: bool = True) -> None:
         """Freeze parameters; see `callbacks.BaseFinetuning.freeze`.
 
         Args:
@@ -371,6 +409,40 @@ class BaseFinetuning(callbacks.BaseFinetuning):
             train_bn: False freezes batch normalisation too.
         """
         super().freeze(modules, train_bn)
+
+    freeze = _OfClass(_freeze)
+    make_trainable = _OfClass(callbacks.BaseFinetuning.make_trainable)
+
+    @staticmethod
+    def flatten_modules(modules: Any) -> list[nn.Module]:
+        """Return the modules that have parameters of their own, or no submodules."""
+        if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleDict):
+            found = list(modules.modules())
+        else:
+            parts = modules.values() if isinstance(modules, Mapping | nn.ModuleDict) else modules
+            found = [each for part in parts for each in BaseFinetuning.flatten_modules(part)]
+        return [each for each in found if not list(each.children()) or list(each.parameters(False))]
+
+    @staticmethod
+    def filter_params(
+        modules: Any, train_bn: bool = True, requires_grad: bool = True
+    ) -> Iterator[nn.Parameter]:
+        """Yield the parameters that are trained, or those that are not.
+
+        Args:
+            modules: A module, or an iterable of modules, nested to any depth.
+            train_bn: False leaves out those of batch normalisation.
+            requires_grad: Which of them.
+        """
+        for module in BaseFinetuning.flatten_modules(modules):
+            if train_bn or not isinstance(module, _BatchNorm):
+                for parameter in module.parameters(recurse=False):
+                    if parameter.requires_grad == requires_grad:
+                        yield parameter
+
+
+_FINETUNING = BaseFinetuning()
+vars(_FINETUNING).update(_module=nn.Module(), _norms={}, _modes={}, _trainable={})
 
 
 class BackboneFinetuning(BaseFinetuning, callbacks.BackboneFinetuning):

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 import callbacks
+from trainer.checkpoint.lock import holder_of
 from trainer.checkpoint.resolve import WORDS, holds_weights_only
 from trainer.checkpoint.save import link_or_warn, run_on_all_ranks
 from trainer.checkpoint.storage import MANIFEST, committed, run_id_of
@@ -42,6 +43,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         save_last: Whether to keep the newest one too, as ``last.ckpt``.
         save_top_k: How many of the best to keep; -1 for all. With 0 and without `save_last`,
             nothing is saved.
+        save_on_exception: Whether to save when an exception ends the run.
         save_weights_only: Whether to save the weights alone.
         mode: Whether ``"min"`` or ``"max"`` is best.
         auto_insert_metric_name: Whether ``{name}`` becomes ``name=value``, else ``value``.
@@ -52,7 +54,6 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         save_on_train_epoch_end: Whether `every_n_epochs` saves at the end of the epoch, after its
             validation, instead of after each validation. None is True if there is no validation,
             or one at the end of each epoch.
-        save_on_exception: Whether to save when an exception ends the run.
         enable_version_counter: Whether a name that another checkpoint has gets ``-v1`` and so on,
             else takes it over.
         background: Whether to write while the training continues; see
@@ -79,6 +80,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         verbose: bool = False,
         save_last: bool | Literal["link"] | None = None,
         save_top_k: int = 1,
+        save_on_exception: bool = False,
         save_weights_only: bool = False,
         mode: Literal["min", "max"] = "min",
         auto_insert_metric_name: bool = True,
@@ -86,7 +88,6 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         train_time_interval: timedelta | None = None,
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
-        save_on_exception: bool = False,
         enable_version_counter: bool = True,
         *,
         background: bool = False,
@@ -357,6 +358,8 @@ def choose_folders(trainer: Any, ckpt_path: Any) -> None:
         folders = []
         for saver, top in zip(savers, tops, strict=True):
             base, own = _base(top, run_id), saver.own_name()
+            if saver._dirpath is None and holder_of(top):  # another run of the same folder
+                base = trainer.project_dir / "checkpoints"
             shared = used.count(top) > 1 or committed(base / own)
             folders.append(base / own if shared else base)
         return folders

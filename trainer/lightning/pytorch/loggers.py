@@ -8,6 +8,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,9 @@ class _NoExperiment:
         return None
 
 
-def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a function for the property `experiment`: calls of it do nothing off rank 0."""
-    return rank_zero_only(function, default=_NoExperiment())
+    return rank_zero_only(fn, default=_NoExperiment())
 
 
 class Logger:
@@ -329,7 +330,7 @@ def next_version(folder: Path) -> int:
 _INSTEAD = {
     "prefix": "log under longer names",
     "sub_dir": "give a longer name or version",
-    "log_graph": "call self.logger.experiment.add_graph",
+    "log_graph": "call self.logger.log_graph(self) in on_fit_start",
     "log_model": "call self.logger.experiment.log_model in on_fit_end",
     "experiment": "give the arguments of wandb.init",
 }
@@ -346,7 +347,7 @@ def _check_unused(options: dict[str, Any], *names: str) -> None:
             raise ValueError(f"A logger has {name}={value!r}; leave it out, and {_INSTEAD[name]}.")
 
 
-class _InFolder(Logger):
+class InFolder(Logger):
     """A logger whose files are in ``save_dir/name/version``."""
 
     def _place(self, save_dir: Any, name: str | None, version: Any) -> tuple[str, Path]:
@@ -367,18 +368,31 @@ class _InFolder(Logger):
         self.version = broadcast_object(self.version)
         self._move()
 
+    def next_version(self) -> None:
+        """Take the next version for another run: a number, or ``name-v1`` after a name."""
+        if isinstance(self.version, int):
+            self.version = next_version(self._folder.parent)
+        else:
+            names = (f"{self.version}-v{number}" for number in count(1))
+            self.version = next(name for name in names if not (self._folder.parent / name).exists())
+        self.share_version()
+
     def _move(self) -> None:
         """Let the tracker write to `run_dir`."""
         raise NotImplementedError
 
 
-class TensorBoardLogger(_InFolder, TensorBoardTracker):
+class TensorBoardLogger(InFolder, TensorBoardTracker):
     """`trackers.tensorboard.TensorBoardTracker` in ``save_dir/name/version_N``.
 
     Args:
         save_dir: The folder of all projects.
         name: The folder of this project's runs.
         version: The run's name or number; None is the next number.
+        log_graph: Must be False: call `log_graph`.
+        default_hp_metric: Has no effect.
+        prefix: Must be empty.
+        sub_dir: Must be empty.
         **options: For torch's ``SummaryWriter``.
     """
 
@@ -387,10 +401,14 @@ class TensorBoardLogger(_InFolder, TensorBoardTracker):
         save_dir: Any,
         name: str | None = "lightning_logs",
         version: Any = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: Any = None,
         **options: Any,
     ) -> None:
-        _check_unused(options, "prefix", "sub_dir", "log_graph")
-        options.pop("default_hp_metric", None)
+        unused = {"prefix": prefix, "sub_dir": sub_dir, "log_graph": log_graph}
+        _check_unused(unused, *unused)
         run, root = self._place(save_dir, name, version)
         TensorBoardTracker.__init__(self, run, root, **options)
 
@@ -415,8 +433,27 @@ class TensorBoardLogger(_InFolder, TensorBoardTracker):
         super().finish()
         self._file = file
 
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Record the graph of a model; see `TensorBoardTracker.log_graph`.
 
-class CSVLogger(_InFolder, CSVTracker):
+        Args:
+            model: The model.
+            input_array: What it is called with; None is its `example_input_array`.
+
+        Raises:
+            ValueError: There is no example.
+        """
+        example = model.example_input_array if input_array is None else input_array
+        if example is None:
+            raise ValueError(
+                "log_graph needs an example of what forward takes: pass it, or set "
+                "self.example_input_array."
+            )
+        if not isinstance(self.experiment, _NoExperiment):  # which waits until it has started
+            super().log_graph(model, example)
+
+
+class CSVLogger(InFolder, CSVTracker):
     """`trackers.csv.CSVTracker`: ``metrics.csv`` in ``save_dir/name/version_N``.
 
     ``hparams.yaml`` beside it has the hyperparameters, and the arguments of the Trainer.
@@ -461,10 +498,18 @@ class WandbLogger(Logger, WandBTracker):
 
     Args:
         name: The run's name.
-        save_dir: The folder of wandb's files.
-        version: The run's id, as `id`.
+        save_dir: The folder of wandb's files, also as `dir`.
+        version: The run's id, also as `id`.
         offline: Whether nothing is sent.
+        dir: See `save_dir`.
+        id: See `version`.
+        anonymous: Has no effect.
         project: The project.
+        log_model: Must be False.
+        experiment: Must be None.
+        prefix: Must be empty.
+        checkpoint_name: Has no effect, as `log_model` is False.
+        add_file_policy: Has no effect, for the same reason.
         **kwargs: For ``wandb.init``.
     """
 
@@ -474,16 +519,23 @@ class WandbLogger(Logger, WandBTracker):
         save_dir: Any = ".",
         version: str | None = None,
         offline: bool = False,
+        dir: Any = None,  # noqa: A002 - Lightning's name
+        id: str | None = None,  # noqa: A002 - Lightning's name
+        anonymous: bool | None = None,
         project: str | None = None,
+        log_model: Any = False,
+        experiment: Any = None,
+        prefix: str = "",
+        checkpoint_name: str | None = None,
+        add_file_policy: str = "mutable",
         **kwargs: Any,
     ) -> None:
-        _check_unused(kwargs, "log_model", "prefix", "experiment")
-        for unused in ("checkpoint_name", "anonymous"):
-            kwargs.pop(unused, None)
-        identity = kwargs.pop("id", None) or version
+        unused = {"log_model": log_model, "prefix": prefix, "experiment": experiment}
+        _check_unused(unused, *unused)
+        identity = id or version
         options = {
             "name": name,
-            "dir": str(save_dir),
+            "dir": str(save_dir if dir is None else dir),
             "id": identity,
             "mode": "offline" if offline else None,
         }
@@ -513,10 +565,38 @@ class WandbLogger(Logger, WandBTracker):
         """Log images; each keyword, such as `caption`, has an item for each of them."""
         import wandb
 
-        each = [dict(zip(kwargs, one, strict=True)) for one in zip(*kwargs.values(), strict=True)]
-        options = each or [{} for _ in images]
-        made = [wandb.Image(one, **own) for one, own in zip(images, options, strict=True)]
-        self._call("log_images", {key: made}, step)
+        self._call("log_images", {key: _made(wandb.Image, images, kwargs)}, step)
+
+    def log_audio(
+        self, key: str, audios: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]
+    ) -> None:
+        """Log audio; each keyword, such as `sample_rate`, has an item for each of them."""
+        import wandb
+
+        self._call("log", {key: _made(wandb.Audio, audios, kwargs)}, step, direct=True)
+
+    def log_video(
+        self, key: str, videos: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]
+    ) -> None:
+        """Log videos; each keyword, such as `fps`, has an item for each of them."""
+        import wandb
+
+        self._call("log", {key: _made(wandb.Video, videos, kwargs)}, step, direct=True)
+
+    def log_text(  # type: ignore[override]  # Lightning logs a table
+        self,
+        key: Any,
+        columns: Any = None,
+        data: list[list[str]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log texts as a table; see `log_table`."""
+        if isinstance(key, dict):  # as of any tracker, with the step second
+            super().log_text(key, columns, **kwargs)
+        else:
+            self.log_table(key, columns, data, dataframe, step, **kwargs)
 
     def log_table(  # type: ignore[override]  # Lightning's name of the first argument
         self,
@@ -534,21 +614,35 @@ class WandbLogger(Logger, WandBTracker):
             self._call("log_table", key, columns, data, dataframe, step, **kwargs)
 
 
+def _made(kind: Any, items: Sequence[Any], options: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Return W&B's objects of items, each with its own options."""
+    each = [dict(zip(options, one, strict=True)) for one in zip(*options.values(), strict=True)]
+    pairs = zip(items, each or [{} for _ in items], strict=True)
+    return [kind(item, **own) for item, own in pairs]
+
+
 class CometLogger(Logger, CometMLTracker):
     """`trackers.comet.CometMLTracker`.
 
     Args:
         project: The project.
         name: The experiment's name.
-        **kwargs: For ``comet_ml``.
+        prefix: Must be empty.
+        **kwargs: For ``comet_ml``, such as `api_key`, `workspace`, `experiment_key`, `mode` and
+            `online`.
     """
 
     def __init__(
-        self, *, project: str | None = None, name: str | None = None, **kwargs: Any
+        self,
+        *,
+        project: str | None = None,
+        name: str | None = None,
+        prefix: str | None = None,
+        **kwargs: Any,
     ) -> None:
-        _check_unused(kwargs, "prefix")
+        _check_unused({"prefix": prefix}, "prefix")
         self.project, self.version = project or "lightning_logs", name
-        CometMLTracker.__init__(self, self.project, **kwargs)
+        CometMLTracker.__init__(self, self.project, **kwargs, **({"name": name} if name else {}))
 
     def finish(self) -> None:
         """Note how the fit has ended; the program's end closes the experiment."""

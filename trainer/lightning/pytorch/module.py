@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -50,6 +51,7 @@ class HyperparametersMixin:
         self,
         *names: str | Mapping[str, Any] | Namespace,
         ignore: str | Iterable[str] | None = None,
+        frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
         """Record the arguments of ``__init__``; see `TrainModule.save_hyperparameters`.
@@ -57,7 +59,7 @@ class HyperparametersMixin:
         What is not plain data, such as a network or a ``functools.partial``, is in `hparams` too.
         Checkpoints do not have it: pass it to `load_from_checkpoint` again.
         """
-        caller = sys._getframe(1)
+        caller = frame or sys._getframe(1)
         keep(self, names, caller, ignore=ignore, private=not logger, plain_only=False)
 
     @property
@@ -122,7 +124,24 @@ class LightningModule(HyperparametersMixin, TrainModule):
         made: M = load(checkpoint_path, map_location=map_location, strict=strict, **kwargs)
         return made
 
-    def log(self, name: str, value: Any, prog_bar: bool = False, **kwargs: Any) -> None:
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: float | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+        **others: Any,
+    ) -> None:
         """Log a value; see `TrainModule.log`.
 
         In `training_step`, a metric object is logged on the step by default, as a number is. What
@@ -135,18 +154,64 @@ class LightningModule(HyperparametersMixin, TrainModule):
         if name == "step":
             _warn_of_step()
             return
+        if not isinstance(reduce_fx, str) or reduce_fx != "mean":
+            others["reduce_fx"] = reduce_fx
+        if enable_graph or rank_zero_only or sync_dist_group is not None:
+            others |= {
+                "enable_graph": enable_graph,
+                "rank_zero_only": rank_zero_only,
+                "sync_dist_group": sync_dist_group,
+            }
+        if logger is False or not add_dataloader_idx:
+            others |= {"logger": logger, "add_dataloader_idx": add_dataloader_idx}
+        if batch_size is not None:
+            others["batch_size"] = batch_size
         metrics = self.trainer.metrics
         scope = metrics.scope
         if scope is not None:
             trains = scope.phase == "train"
-            if kwargs.get("on_step") is None and trains and hasattr(value, "compute"):
-                kwargs["on_step"] = bool(scope.on_step)
-            on_step, on_epoch = kwargs.get("on_step"), kwargs.get("on_epoch")
-            on_step = (trains and scope.on_step) if on_step is None else on_step
-            if on_step and (on_epoch or (on_epoch is None and not trains)):
+            if on_step is None and trains and hasattr(value, "compute"):
+                on_step = bool(scope.on_step)
+            each_step = (trains and scope.on_step) if on_step is None else on_step
+            if each_step and (on_epoch or (on_epoch is None and not trains)):
                 metrics.private.add(name + metrics.loader_suffix)
-                super().log(name, value, **{**kwargs, "on_step": False, "on_epoch": True})
-        super().log(name, value, prog_bar, **kwargs)
+                super().log(name, value, on_step=False, on_epoch=True, **others)
+        super().log(name, value, prog_bar, on_step=on_step, on_epoch=on_epoch, **others)
+
+    def log_dict(
+        self,
+        dictionary: Mapping[str, Any],
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: float | None = None,
+        rank_zero_only: bool = False,
+        **others: Any,
+    ) -> None:
+        """Call `log` for each item, with the same further arguments."""
+        for name, value in dictionary.items():
+            self.log(
+                name,
+                value,
+                prog_bar,
+                logger,
+                on_step,
+                on_epoch,
+                reduce_fx,
+                enable_graph,
+                sync_dist,
+                sync_dist_group,
+                add_dataloader_idx,
+                batch_size,
+                rank_zero_only=rank_zero_only,
+                **others,
+            )
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the prepared optimizers; see `TrainModule.optimizers`.
@@ -178,15 +243,27 @@ class LightningModule(HyperparametersMixin, TrainModule):
         """The run's loggers."""
         return list(self.trainer.loggers)  # type: ignore[attr-defined]  # as above
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the module is on a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh that splits the model over processes; None on one device and with DDP."""
+        return self.trainer.accelerator.engine.mesh
+
     def configure_callbacks(self) -> Any:
         """Return further callbacks, which replace those of the Trainer of the same class."""
         return []
 
-    def to_onnx(self, file_path: str | Path, input_sample: Any = None, **kwargs: Any) -> Any:
+    def to_onnx(
+        self, file_path: str | Path | None = None, input_sample: Any = None, **kwargs: Any
+    ) -> Any:
         """Export the module with ``torch.onnx.export``.
 
         Args:
-            file_path: The file.
+            file_path: The file; None writes none, and returns the program.
             input_sample: What ``forward`` takes; None is `example_input_array`.
             **kwargs: For ``torch.onnx.export``.
 
@@ -195,7 +272,8 @@ class LightningModule(HyperparametersMixin, TrainModule):
         """
         sample = self._example(input_sample, "to_onnx")
         with torch.no_grad(), _evaluating(self):
-            return torch.onnx.export(self, sample, str(file_path), **kwargs)
+            path = None if file_path is None else str(file_path)
+            return torch.onnx.export(self, sample, path, **kwargs)
 
     def to_torchscript(
         self,

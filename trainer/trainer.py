@@ -53,7 +53,13 @@ from trainer.loops.config import (
     project_dir_of,
     with_default_callbacks,
 )
-from trainer.loops.dataloaders import Sources, check_is_module, steps_of, take_datamodule
+from trainer.loops.dataloaders import (
+    Sources,
+    are_empty,
+    one_module,
+    steps_of,
+    take_datamodule,
+)
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.fit import finished, fit
 from trainer.loops.fit_state import require_space, save_run, save_weights_alone
@@ -390,11 +396,13 @@ class Trainer:
     # Without `explained`, whose wrapper would be one more frame around each step.
     def fit(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
+        *,
+        model: TrainModule | None = None,
     ) -> None:
         """Train a module.
 
@@ -410,6 +418,7 @@ class Trainer:
                 Checkpoints later than this one are renamed to ``abandoned-…``. A weights-only
                 checkpoint starts a new run from its weights (all must match unless the module's
                 `strict_loading` is False).
+            model: Another name of `module`.
 
         Raises:
             ValueError: The arguments, the module or the data are not valid for a run; or another
@@ -425,6 +434,7 @@ class Trainer:
                 "to the Trainer, or max_time."
             )
         self._check_idle("fit")
+        module = one_module("fit", module, model)
         ckpt_path = self._given_checkpoint(ckpt_path, ("last", "best"))
         train_dataloaders, datamodule = take_datamodule(
             "train_dataloaders", train_dataloaders, datamodule
@@ -437,6 +447,7 @@ class Trainer:
             train=train_dataloaders,
             val=val_dataloaders,
             datamodule=datamodule,
+            may_be_empty=self._context.may_be_empty,
         )
         with (
             watch_signals(
@@ -449,9 +460,13 @@ class Trainer:
         ):
             lock_added()
             chosen, weights = setup.choose_start(self._context, ckpt_path, module, datamodule)
-            origin = sources.origin(chosen)
-            self._counters = Counters(epoch=origin.epoch, global_step=origin.step)  # for the hooks
+            begun = self._begin_counters() if chosen is None else Counters()
+            origin = sources.origin(chosen, begun)
+            # For the hooks.
+            self._counters = replace(begun, epoch=origin.epoch, global_step=origin.step)
             self._epoch_iterator, val_iterators = sources.make(origin)
+            if are_empty([self._epoch_iterator]):
+                return
             run = setup.make_fit_run(
                 self._context,
                 hooks,
@@ -462,6 +477,7 @@ class Trainer:
                     val_iterators=val_iterators,
                 ),
                 chosen,
+                begun,
                 Stopping(requested=lambda: self._stop_requested, signalled=watch.exit_code),
             )
             setup.start_fit(self._context, run, chosen, weights, ckpt_path)
@@ -488,22 +504,27 @@ class Trainer:
     @explained(**RUN_ARGUMENTS, **EVALUATION_ARGUMENTS)
     def validate(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
+        *,
+        model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
         """Validate a module; see `test`."""
+        module = one_module("validate", module, model)
         with self._evaluation("validate", module, dataloaders, datamodule, ckpt_path) as ready:
-            return evaluate(ready[0], VALIDATION, ready[1])
+            return [] if are_empty(ready[1]) else evaluate(ready[0], VALIDATION, ready[1])
 
     @explained(**RUN_ARGUMENTS, **EVALUATION_ARGUMENTS)
     def test(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
+        *,
+        model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
         """Test a module on every sample once.
 
@@ -512,21 +533,25 @@ class Trainer:
             dataloaders: A loader or a list of them.
             datamodule: Replaces the loaders; see `fit`.
             ckpt_path: Load these weights first; see `fit`.
+            model: Another name of `module`.
 
         Returns:
             The logged metrics of each loader, the same for any number of processes.
         """
+        module = one_module("test", module, model)
         with self._evaluation("test", module, dataloaders, datamodule, ckpt_path) as ready:
-            return evaluate(ready[0], TEST, ready[1])
+            return [] if are_empty(ready[1]) else evaluate(ready[0], TEST, ready[1])
 
     @explained(**RUN_ARGUMENTS, **EVALUATION_ARGUMENTS)
     def predict(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         return_predictions: bool | None = None,
+        *,
+        model: TrainModule | None = None,
     ) -> list[Any] | None:
         """Return the outputs of `predict_step` for all batches, in the order of the loader.
 
@@ -538,6 +563,7 @@ class Trainer:
             return_predictions: Keep and gather the outputs. False leaves them to the hooks, so that
                 only one batch is held in memory. None means False if a `PredictionWriter` is among
                 the callbacks, and True otherwise.
+            model: Another name of `module`.
 
         Returns:
             On rank 0 a list with one entry per batch, tensors on the host; for several loaders a
@@ -545,14 +571,18 @@ class Trainer:
         """
         if return_predictions is None:
             return_predictions = not any(isinstance(c, PredictionWriter) for c in self.callbacks)
+        module = one_module("predict", module, model)
         with self._evaluation("predict", module, dataloaders, datamodule, ckpt_path) as ready:
+            if are_empty(ready[1]):
+                return []
             outputs = predict(*ready, keep=return_predictions)
         return outputs[0] if outputs is not None and len(outputs) == 1 else outputs
 
     def save_checkpoint(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None = None,
         *,
+        filepath: str | os.PathLike[str] | None = None,
         weights_only: bool = False,
         background: bool = False,
         required: bool = True,
@@ -572,6 +602,7 @@ class Trainer:
 
         Args:
             path: The checkpoint's folder. A checkpoint there is replaced.
+            filepath: Another name of `path`.
             weights_only: Save only the weights; a run cannot resume from them.
             background: Return once the state is copied to host memory, and write it while training
                 continues. One save is in flight at a time; the next save and the end of `fit` wait
@@ -596,7 +627,8 @@ class Trainer:
         if run is None:
             raise RuntimeError("save_checkpoint has nothing to save before the first fit.")
         # Absolute, because the working directory may change before a pending save is made.
-        target = absolute_path("path", path)
+        given: Any = path if filepath is None else filepath
+        target = absolute_path("path", given)
         if self._context.trial_steps is not None:
             return target  # a trial of a `Tuner` must not replace the user's checkpoint
         if not run.in_boundary:
@@ -1192,6 +1224,10 @@ class Trainer:
             ckpt_path = None
         return self._context.project.given_checkpoint(ckpt_path)
 
+    def _begin_counters(self) -> Counters:
+        """Return the progress with which a new run begins."""
+        return Counters()
+
     def _check_idle(self, name: str) -> None:
         """Raise if a run is in progress, since this Trainer keeps the state of one run.
 
@@ -1207,7 +1243,6 @@ class Trainer:
 
     @contextmanager
     def _stage(self, name: str, module: TrainModule, datamodule: Any) -> Iterator[HookTable]:
-        check_is_module(module, name)
         self._stop_requested = False
         self._datamodule, self._module = datamodule, module
         settings = self._context.settings

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections import UserList
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,8 @@ import trainer.lightning as L
 from tests.moving.running import real
 from tests.numerics.running import copy_of
 from trainer import GradScalerKwargs
+from trainer.checkpoint.lock import alone_in
+from trainer.lightning.pytorch import demos
 from trainer.lightning.pytorch.callbacks import (
     BasePredictionWriter,
     EarlyStopping,
@@ -38,6 +44,8 @@ from trainer.lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
     FSDPStrategy,
+    ParallelStrategy,
+    SingleDeviceStrategy,
     strategy_of,
 )
 from trainer.lightning.pytorch.trainer import _device_of, _visible
@@ -262,13 +270,19 @@ def test_hyperparameters_that_are_no_plain_data_are_kept_and_must_be_given_again
     torch.testing.assert_close(copy_of(again), copy_of(trainer.model), rtol=0, atol=0)
 
 
-def fit(folder: Path, module: Any = None, library: Any = L, **options: Any) -> Any:
+def fit(
+    folder: Path | None,
+    module: Any = None,
+    library: Any = L,
+    ckpt_path: Any = None,
+    **options: Any,
+) -> Any:
     module = make_classifier(library)() if module is None else module
     defaults = {"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False}
     trainer = library.Trainer(
         **{"default_root_dir": folder, "logger": False, **defaults, **options}
     )
-    trainer.fit(module, *loaders())
+    trainer.fit(module, *loaders(), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -278,6 +292,239 @@ def test_each_run_has_a_version_of_its_own(tmp_path):
     assert Path(second.log_dir) == tmp_path / "lightning_logs" / "version_1"
     assert isinstance(second.logger, TensorBoardLogger)
     assert list(Path(second.log_dir).glob("events*"))
+
+
+def test_without_loggers_checkpoints_are_in_the_folder_of_lightning(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ["epoch=0-step=8.ckpt"]
+    for version in ("-v1", "-v2"):
+        trainer = fit(None, max_epochs=1)
+        assert (trainer.log_dir, trainer.default_root_dir) == (str(tmp_path), str(tmp_path))
+        found = [each.name for each in (tmp_path / "checkpoints").glob("*.ckpt")]
+        assert sorted(found) == sorted(names)
+        assert Path(trainer.checkpoint_callback.best_model_path).name == names[-1]
+        names.append(f"epoch=0-step=8{version}.ckpt")
+    newest = fit(None, make_classifier(L)(), max_epochs=2, ckpt_path="last")
+    assert newest.global_step == 16
+    with alone_in(tmp_path / "checkpoints"):  # another run
+        trainer = fit(None, max_epochs=1)
+    assert Path(os.path.realpath(trainer.checkpoint_callback.best_model_path)).is_relative_to(
+        trainer.project_dir
+    )
+
+
+class Fails(make_classifier(L)):  # type: ignore[misc]
+    batches = 0
+    fails_at = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batches += 1
+        if self.batches == self.fails_at:
+            raise RuntimeError("in the middle")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_second_fit_goes_on_from_the_module_with_new_optimizers(tmp_path, caplog):
+    options: dict[str, Any] = {"default_root_dir": tmp_path, "logger": CSVLogger(tmp_path)}
+    L.seed_everything(0)
+    module = Fails()
+    plain = make_classifier(L)()
+    plain.load_state_dict(module.state_dict())
+    trainer = fit(tmp_path, module, max_epochs=1, **options)
+    first = trainer.log_dir
+    trainer.fit(module, *loaders())  # nothing is left to do
+    assert "trained 1 epochs and 8 updates, and reached its max_epochs" in caplog.text
+    assert (trainer.current_epoch, trainer.global_step, trainer.log_dir) == (1, 8, first)
+    trainer.fit_loop.max_epochs = 3
+    module.fails_at = 8 + 5
+    with pytest.raises(RuntimeError, match="in the middle"):
+        trainer.fit(module, *loaders())
+    trainer.fit(module, *loaders())  # the epoch from its beginning
+    assert (trainer.current_epoch, trainer.global_step, trainer.max_epochs) == (3, 28, 3)
+    assert Path(trainer.log_dir) == Path(first).parent / "version_2"
+    assert Path(trainer.checkpoint_callback.best_model_path).name == "epoch=2-step=28.ckpt"
+
+    for batches in (8, 4, 16):
+        made = plain.configure_optimizers()
+        optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+        for number in range(batches):
+            x, y = list(loaders()[0])[number % 8]
+            optimizer.zero_grad()
+            cross_entropy(plain.net(x), y).backward()
+            optimizer.step()
+            schedule.step()
+    torch.testing.assert_close(copy_of(module), copy_of(plain), rtol=0, atol=0)
+    with pytest.raises(AttributeError, match="no 'done': only max_epochs"):
+        trainer.fit_loop.done = True
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+@pytest.mark.parametrize("case", ["reached", "steps", "early"])
+def test_a_second_fit_is_lightnings(case, tmp_path, monkeypatch):
+    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # which Lightning sets
+        monkeypatch.setenv(variable, "0")
+
+    def run(library: Any, name: str) -> Any:
+        library.seed_everything(0)
+        options: dict[str, Any] = {"max_epochs": 2}
+        if case == "steps":
+            options = {"max_steps": 11}
+        if case == "early":
+            stops = library.pytorch.callbacks.EarlyStopping("val_loss", patience=0, mode="max")
+            options = {"max_epochs": 5, "callbacks": [stops]}
+        trainer = fit(tmp_path / name, library=library, devices=1, **options)
+        if case == "steps":
+            trainer.fit_loop.epoch_loop.max_steps = 20
+        trainer.fit(trainer.model, *loaders())
+        return trainer
+
+    ours, theirs = run(L, "ours"), run(real("lightning"), "theirs")
+    torch.testing.assert_close(copy_of(ours.model), copy_of(theirs.model), rtol=0, atol=0)
+    assert ours.global_step == theirs.global_step
+
+
+EMPTY = [DataLoader([]), DataLoader(TensorDataset(X[:3], Y[:3]), 4, drop_last=True)]
+
+
+@pytest.mark.parametrize("empty", EMPTY, ids=["empty", "drop_last"])
+def test_empty_loaders_are_left_out_with_a_warning(empty, tmp_path, caplog):
+    options: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "logger": False}
+    options["default_root_dir"] = tmp_path
+    data, _ = loaders()
+
+    class Tests(make_classifier(L)):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("val", 1.0)
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test", 1.0)
+
+    trainer = L.Trainer(**options)
+    trainer.fit(Tests(), data, empty)
+    assert (trainer.global_step, "val" in trainer.callback_metrics) == (8, False)
+    assert "The validate loader is empty: check its dataset" in caplog.text
+    trainer = L.Trainer(**options)
+    trainer.fit(Tests(), data, [data, empty])
+    assert "val/dataloader_idx_0" in trainer.callback_metrics
+    trainer = L.Trainer(**options)
+    module = Tests()
+    before = copy_of(module)
+    trainer.fit(module, empty, data)
+    assert (trainer.global_step, trainer.current_epoch, trainer.state.finished) == (0, 0, True)
+    torch.testing.assert_close(copy_of(module), before, rtol=0, atol=0)
+    assert "The train loader is empty: check its dataset" in caplog.text
+    assert trainer.test(module, empty) == trainer.validate(module, empty) == []
+    assert trainer.predict(module, empty) == []
+
+
+def test_an_empty_validation_loader_is_left_out_on_all_processes(ranks2, tmp_path):
+    def run() -> Any:
+        trainer = fit(tmp_path, devices=2, limit_val_batches=0, max_epochs=1)
+        again = L.Trainer(
+            max_epochs=1, accelerator="cpu", devices=2, default_root_dir=tmp_path, logger=False
+        )
+        again.fit(make_classifier(L)(), loaders()[0], DataLoader([]))
+        return trainer.global_step, again.global_step, again.validate(again.model, EMPTY[0])
+
+    assert ranks2(run) == [(4, 4, [])] * 2
+
+
+def test_lists_of_configuration_libraries_are_lists(tmp_path):
+    first, second = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
+    callbacks: Any = UserList([LearningRateMonitor(), EarlyStopping("val_loss")])
+    options: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "devices": UserList([0])}
+    trainer = L.Trainer(logger=UserList([first, second]), callbacks=callbacks, **options)
+    assert trainer.loggers == [first, second]
+    assert set(callbacks) <= set(trainer.callbacks)
+    for logger in ((each for each in [first]), (first,)):
+        assert L.Trainer(logger=logger, **options).loggers == [first]
+    assert L.Trainer(logger=UserList(), **options).loggers == []
+
+
+def test_values_are_logged_by_position_as_under_lightning(tmp_path):
+    class Logs(make_classifier(L)):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("sum", 1.0, False, False, True, True, torch.sum)
+            self.log_dict({"shown": 2.0, "both": 3.0}, True, True, False, True)
+            return super().training_step(batch, batch_idx)
+
+    trainer = fit(tmp_path, Logs(), max_epochs=1, logger=CSVLogger(tmp_path))
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert (found["sum"], found["sum_epoch"], found["sum_step"]) == (8.0, 8.0, 1.0)
+    assert {"shown", "both"} <= trainer.progress_bar_metrics.keys()
+    assert "sum_epoch" not in Path(trainer.log_dir, "metrics.csv").read_text()
+    with pytest.raises(ValueError, match="rank_zero_only=True"):
+        fit(tmp_path, type("Refused", (Logs,), {"training_step": refused_log})(), max_epochs=1)
+
+
+def refused_log(module: Any, batch: Any, batch_idx: int) -> None:
+    module.log("x", 1.0, *[False] * 3, None, "mean", False, False, None, True, None, None, True)
+
+
+def test_small_properties_of_modules_and_trainers_are_there(tmp_path):
+    class Reads(make_classifier(L)):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            assert (self.on_gpu, self.device_mesh, self.trainer.scaler) == (False, None, None)
+            assert self.trainer.enable_validation
+            assert self.trainer.distributed_sampler_kwargs is None
+
+    trainer = fit(tmp_path, Reads(), max_epochs=1)
+    assert isinstance(trainer.strategy, SingleDeviceStrategy)
+    assert not isinstance(trainer.strategy, ParallelStrategy)
+    with fit(tmp_path, max_epochs=1, precision="64-true").init_module():
+        assert torch.zeros(1).dtype == torch.float64
+    assert L.pytorch.cli_lightning_logo() is None
+
+
+def test_names_of_lightnings_examples_are_there(tmp_path, monkeypatch):
+    from trainer.lightning.pytorch.utilities.imports import (
+        _RICH_AVAILABLE,
+        _TORCH_EQUAL_2_8,
+        _TORCH_GREATER_EQUAL_2_6,
+    )
+    from trainer.lightning.pytorch.utilities.model_helpers import is_overridden
+
+    assert bool(_RICH_AVAILABLE) == (find_spec("rich") is not None)
+    assert (True, "2.8." in torch.__version__) == (_TORCH_GREATER_EQUAL_2_6, _TORCH_EQUAL_2_8)
+    module = make_classifier(L)()
+    assert is_overridden("training_step", module)
+    assert not is_overridden("test_step", module)
+    with pytest.raises(ValueError, match="pass parent="):
+        is_overridden("training_step", nn.Linear(1, 1))
+
+
+def test_lightnings_demos_are_trained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "logger": False}
+    for demo in (demos.BoringModel, demos.ManualOptimBoringModel):
+        module = demo()
+        before = copy_of(module)
+        trainer = L.Trainer(**options)
+        trainer.fit(module)
+        assert trainer.global_step == 64
+        assert not torch.equal(module.layer.weight, before["layer.weight"])
+        assert len(trainer.predict(module, datamodule=demos.BoringDataModule())) == 64
+    with pytest.raises(FileNotFoundError, match=r"wikitext-2.txt is missing, and WikiText2"):
+        demos.WikiText2()
+    Path("data").mkdir()
+    Path("data/wikitext-2.txt").write_text("a b c d\n" * 300)
+    data = demos.WikiText2(block_size=5)
+    assert (data.vocab_size, len(data)) == (5, 299)
+    assert [each.tolist() for each in data[1]] == [[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]]
+    for demo in (demos.LightningTransformer, demos.LightningLSTM):
+        trainer = L.Trainer(**options, limit_train_batches=1)
+        trainer.fit(demo(vocab_size=5))
+        assert trainer.global_step == 1
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_the_transformer_of_the_demos_is_lightnings():
+    real("lightning")
+    theirs: Any = import_module("lightning.pytorch.demos").Transformer(7, 4, 2, 4, 1)
+    ours = demos.Transformer(7, 4, 2, 4, 1)
+    ours.load_state_dict(theirs.state_dict())
+    words = torch.arange(6).reshape(2, 3)
+    torch.testing.assert_close(ours.eval()(words, words), theirs.eval()(words, words))
 
 
 def test_errors_name_the_arguments_of_lightning_unless_they_are_the_users_own(tmp_path):

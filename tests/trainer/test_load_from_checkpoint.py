@@ -138,6 +138,29 @@ def test_given_arguments_win():
     assert given.hparams.width == 4
 
 
+def test_lightnings_names_of_arguments_are_taken():
+    module = Net(encoder(), 4)
+    trainer = trainer_of(project_dir="run")
+    trainer.fit(model=module, train_dataloaders=loader())
+    saved = trainer.save_checkpoint(filepath="saved")
+    again = Net.load_from_checkpoint(checkpoint_path=saved, encoder=encoder())
+    assert_equal(again.state_dict(), module.state_dict())
+    again.forward = lambda batch: batch[0]
+    assert len(trainer.predict(model=again, dataloaders=loader())) == len(loader())
+    with pytest.raises(TypeError, match="fit was given module= and model="):
+        trainer.fit(module, model=again)
+    with pytest.raises(TypeError, match="fit was given None"):
+        trainer.fit()
+
+    class Pretrained(Net):
+        def __init__(self, encoder, width, checkpoint_path=None, **kwargs):
+            super().__init__(encoder, width, **kwargs)
+            self.pretrained = checkpoint_path
+
+    of_class = Pretrained.load_from_checkpoint(saved, encoder=encoder(), checkpoint_path="other")
+    assert of_class.pretrained == "other"
+
+
 def test_a_folder_with_the_weights_alone_is_enough():
     module = Net(encoder(), 4)
     again = Net.load_from_checkpoint(str(weights_only(module)), encoder=encoder())

@@ -19,10 +19,11 @@ from trainer.data.seeding import isolated_generators
 from trainer.datamodule import DataModule
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.process_control import on_all
+from trainer.errors import module_logger
 from trainer.hooks import check_hook_typos, is_overridden
 from trainer.loops.config import Settings, apply_limit, require_length
 from trainer.loops.module_state import kept_by
-from trainer.loops.state import FitRun
+from trainer.loops.state import Counters, FitRun
 from trainer.migration.refusals import refuse, uncalled
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix, set_seed
@@ -34,6 +35,8 @@ from trainer.signatures import (
     with_loader_number,
     without_batch_idx,
 )
+
+logger = module_logger(__name__)
 
 # For each stage: its step, the hook that returns its loaders, and the argument for loaders.
 _STEPS = {
@@ -78,6 +81,19 @@ def check_module(module: Any, stage: str) -> None:
     """
     check_is_module(module, stage)
     refuse(_lacking(module, stage))
+
+
+def one_module(stage: str, module: Any, model: Any) -> TrainModule:
+    """Return the module that a stage was given by one of two names.
+
+    Raises:
+        TypeError: It was given by both.
+    """
+    if module is not None and model is not None:
+        raise TypeError(f"{stage} was given module= and model=, which mean the same: pass one.")
+    given: TrainModule = module if model is None else model
+    check_is_module(given, stage)
+    return given
 
 
 def check_is_module(module: Any, stage: str) -> None:
@@ -263,7 +279,13 @@ def call_if_there(owner: Any, name: str, *args: Any) -> Any:
 
 
 def make_epoch_iterators(
-    kind: str, loaders: Sequence[Any], settings: Settings, accelerator: Accelerator, *, seed: int
+    kind: str,
+    loaders: Sequence[Any],
+    settings: Settings,
+    accelerator: Accelerator,
+    *,
+    seed: int,
+    may_be_empty: bool = False,
 ) -> list[EpochIterator]:
     """Create the epoch iterators of loaders, with the Trainer's limits on batches; collective.
 
@@ -273,6 +295,7 @@ def make_epoch_iterators(
         settings: The Trainer's arguments, such as the limits.
         accelerator: The accelerator, over whose ranks the data are sharded.
         seed: The seed of the shuffled order.
+        may_be_empty: Only warn if a loader is empty.
 
     Raises:
         ValueError: A loader is empty, or its length differs between ranks.
@@ -297,9 +320,18 @@ def make_epoch_iterators(
         check_same_length(epoch_iterator, which)
         if epoch_iterator.num_batches == 0:
             check = f"{name} is 0" if limit == 0 else "check its dataset, its sampler and drop_last"
-            raise ValueError(f"The {which} is empty: {check}.")
+            if not may_be_empty:
+                raise ValueError(f"The {which} is empty: {check}.")
+            if accelerator.is_main_process:
+                result = "Nothing is trained" if kind == "train" else "It is left out"
+                logger.warning("The %s is empty: %s. %s.", which, check, result)
         epoch_iterators.append(epoch_iterator)
     return epoch_iterators
+
+
+def are_empty(epoch_iterators: Sequence[EpochIterator]) -> bool:
+    """Return whether no loader has a batch; False for streams, of which that is not known."""
+    return all(each.num_batches == 0 for each in epoch_iterators)
 
 
 def check_same_length(epoch_iterator: EpochIterator, which: str) -> None:
@@ -394,6 +426,7 @@ class Sources:
         train: The training loader that was passed to `fit`.
         val: The validation loaders that were passed to `fit`.
         datamodule: The datamodule that was passed to `fit`.
+        may_be_empty: Whether loaders may have no batches.
 
     Raises:
         ValueError: ``reload_dataloaders_every_n_epochs`` is set, but loaders were passed to `fit`.
@@ -405,6 +438,7 @@ class Sources:
     train: Any
     val: Any
     datamodule: Any
+    may_be_empty: bool = False
 
     def __post_init__(self) -> None:
         """Raise if loaders were passed to `fit` that would have to be created again."""
@@ -418,18 +452,20 @@ class Sources:
                     "reload_dataloaders_every_n_epochs at 0."
                 )
 
-    def origin(self, chosen: Path | None) -> Origin:
+    def origin(self, chosen: Path | None, begun: Counters) -> Origin:
         """Return the origin of the first loaders, after seeding the global RNG if there is a seed.
 
         Args:
             chosen: The checkpoint that the fit resumes from, if any.
+            begun: The progress with which a new run begins.
         """
         seed = self.settings.seed
         if seed is not None:
             set_seed(seed)
         if chosen is not None and (saved := read_manifest(chosen).get("loaders")):
             return Origin(**saved)
-        return Origin(seed=broadcast_object(torch.initial_seed()) if seed is None else seed)
+        seed = broadcast_object(torch.initial_seed()) if seed is None else seed
+        return Origin(epoch=begun.epoch, step=begun.global_step, seed=seed)
 
     def make(self, origin: Origin) -> tuple[EpochIterator, list[EpochIterator]]:
         """Create the loaders; return the training and validation epoch iterators; collective.
@@ -482,11 +518,18 @@ class Sources:
         """
         settings, accelerator = self.settings, self.accelerator
         (epoch_iterator,) = make_epoch_iterators(
-            "train", loaders, settings, accelerator, seed=origin.seed
+            "train",
+            loaders,
+            settings,
+            accelerator,
+            seed=origin.seed,
+            may_be_empty=self.may_be_empty,
         )
         val_iterators = make_epoch_iterators(
-            "validate", val, settings, accelerator, seed=origin.seed
+            "validate", val, settings, accelerator, seed=origin.seed, may_be_empty=self.may_be_empty
         )
+        if are_empty(val_iterators):
+            val_iterators = []
         check_step("validate", self.module, val_iterators)
         require_length(epoch_iterator, val_every=settings.val_every, log_every=settings.log_every)
         return epoch_iterator, val_iterators

@@ -103,7 +103,7 @@ def evaluate(run: Run, phase: str, epoch_iterators: list[EpochIterator]) -> list
                 evaluate_loader(run, phase, epoch_iterator, index, several=len(epoch_iterators) > 1)
                 for index, epoch_iterator in enumerate(epoch_iterators)
             ]
-        check_all_have_batches(run, phase, global_batches)
+        check_all_have_batches(run, phase, global_batches, epoch_iterators)
         read = record_epoch(run, phase)
         getattr(hooks, f"on_{phase}_end")()
     metrics.scope = scope_before
@@ -187,13 +187,16 @@ def evaluate_dummy(run: Run, step: Callable[..., Any], batch: Any, where: tuple[
             step(detach(batch), *where)
 
 
-def check_all_have_batches(run: Run, phase: str, global_batches: list[int]) -> None:
+def check_all_have_batches(
+    run: Run, phase: str, global_batches: list[int], epoch_iterators: list[EpochIterator]
+) -> None:
     """Raise if a loader gave no batch, or ended on some ranks before the others; collective.
 
     Args:
         run: The run.
         phase: ``"validation"`` or ``"test"``.
         global_batches: The number of global batches that this rank had of each loader.
+        epoch_iterators: The epoch iterators, one per loader; some may be known to be empty.
 
     Raises:
         ValueError: There was no batch, or samples are missing; raised on all ranks.
@@ -206,7 +209,7 @@ def check_all_have_batches(run: Run, phase: str, global_batches: list[int]) -> N
                 f"{which} ended in epoch {run.counters.epoch} on rank {', '.join(ended)} before "
                 f"the others. {ENDED_EARLY}"
             )
-        if each[0] == 0:
+        if each[0] == 0 and epoch_iterators[index].num_batches != 0:
             raise ValueError(
                 f"{which} gave no batch. Check its dataset; an iterator can be read only once, so "
                 "pass an object that can be iterated again."

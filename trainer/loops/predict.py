@@ -429,7 +429,8 @@ def predict(
             predict_loader(run, epoch_iterator, index, several=len(epoch_iterators) > 1, keep=kept)
             for index, epoch_iterator in enumerate(epoch_iterators)
         ]
-        check_all_have_batches(run, PREDICT, [global_batches for _, global_batches in parts])
+        global_batches = [number for _, number in parts]
+        check_all_have_batches(run, PREDICT, global_batches, epoch_iterators)
         hooks.on_predict_epoch_end_module()
         hooks.on_predict_epoch_end_callbacks()
         hooks.on_predict_end()

@@ -119,12 +119,7 @@ class Project:
             given = Path("runs") / broadcast_object(f"{start}-{uuid.uuid4().hex[:4]}")
         else:
             given = Path(folder)
-        self.folder: Path = absolute_path("project_dir", given)
-        self.checkpoints = self.folder / "checkpoints"
-        self.record = self.folder / "metrics.jsonl"
-        self.evaluations = self.folder / "evaluations.jsonl"
-        self.run_metadata = self.folder / "run.json"
-        self.logs = self.folder / "logs"
+        self._place(absolute_path("project_dir", given))
         self._fixed = folder is not None
         self._name, self._run_name = name, run_name
         self._log_with = select_trackers(log_with if writes else None, logging_dir=folder or "runs")
@@ -134,6 +129,21 @@ class Project:
         self._writes = writes
         self._fitted: Recorder | None = None
         self.on_each_node = on_each_node
+
+    def _place(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self.record = folder / "metrics.jsonl"
+        self.evaluations = folder / "evaluations.jsonl"
+        self.run_metadata = folder / "run.json"
+        self.logs = folder / "logs"
+
+    def moved(self, folder: Path) -> Project:
+        """Return a copy in another folder, for another run."""
+        other = copy.copy(self)
+        other._fitted = None
+        other._place(folder)
+        return other
 
     def unwritten(self) -> Project:
         """Return a copy for a trial run, which writes no files."""

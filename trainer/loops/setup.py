@@ -96,6 +96,7 @@ class RunContext:
         trainer: The Trainer itself, passed to hooks.
         trial_steps: The number of updates in a trial of the `Tuner`; None if this is no trial.
         added: Callbacks that ``setup`` hooks have added; each stage calls those again.
+        may_be_empty: Whether data without a batch is left out, instead of an error.
     """
 
     settings: Settings
@@ -105,6 +106,7 @@ class RunContext:
     trainer: Any
     trial_steps: int | None = None
     added: list[Callback] = field(default_factory=list)
+    may_be_empty: bool = False
 
     @property
     def warns(self) -> bool:
@@ -522,6 +524,7 @@ def make_fit_run(
     hooks: HookTable,
     data: FitData,
     chosen: Path | None,
+    begun: Counters,
     stopping: Stopping,
 ) -> FitRun:
     """Create the `FitRun` of a fit at its start; `start_fit` then restores the checkpoint into it.
@@ -533,6 +536,7 @@ def make_fit_run(
         hooks: The hooks of the module and the callbacks.
         data: The loaders.
         chosen: The checkpoint to resume from; None for a new run.
+        begun: The progress with which a new run begins.
         stopping: Who wants the run to stop.
 
     Raises:
@@ -581,6 +585,7 @@ def make_fit_run(
     )
     return FitRun(
         **common,
+        counters=replace(begun),
         step_sync=step_sync,
         optim=Optimization(
             optimizers=optimizers,
@@ -672,6 +677,9 @@ def start_fit(
         if run.warns and not lasts:
             context.accelerator.print("There is nothing to do: max_epochs or max_steps is 0.")
         run.recorder.begin_anew()
+        if run.counters.global_step:  # what an earlier run was due for is not due again
+            run.plan.val_schedule.before = run.plan.log_schedule.before = run.progress
+            run.plan.last_logged = run.counters.global_step
         if weights is not None:
             on_all(partial(load_weights, run.module, weights, run.engine), "fit")
         if run.data_size < run.world_size:  # parts of one model may have drawn other numbers
@@ -817,7 +825,12 @@ def prepare_evaluation(
         load_datamodule(datamodule, chosen)
     loaders = on_all(lambda: loaders_for(stage, dataloaders, module, datamodule), stage)
     epoch_iterators = make_epoch_iterators(
-        stage, loaders, context.settings, context.accelerator, seed=0
+        stage,
+        loaders,
+        context.settings,
+        context.accelerator,
+        seed=0,
+        may_be_empty=context.may_be_empty,
     )
     check_step(stage, module, epoch_iterators)
     engine = choose_engine(context.accelerator.engine.options)

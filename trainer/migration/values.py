@@ -6,7 +6,7 @@ And the values of Lightning's arguments that `trainer.lightning` cannot take.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -294,7 +294,8 @@ def device_numbers(devices: Any) -> list[str] | None:
     """Return the devices of a list, or between commas; None for a number of devices."""
     if isinstance(devices, str) and "," in devices:
         devices = [each.strip() for each in devices.split(",") if each.strip()]
-    return [str(each) for each in devices] if isinstance(devices, (list, tuple)) else None
+    several = isinstance(devices, Sequence) and not isinstance(devices, str)
+    return [str(each) for each in devices] if several else None
 
 
 def wrong_precision(given: Arguments) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.checks import choice_error
 from trainer.errors import module_logger
-from trainer.loops.dataloaders import check_module
+from trainer.loops.dataloaders import check_module, one_module
 from trainer.loops.fit_state import load_weights
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
@@ -50,12 +50,13 @@ class Tuner:
 
     def lr_find(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,  # noqa: ARG002 - as `fit` takes it
         datamodule: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         *,
+        model: TrainModule | None = None,
         min_lr: float = 1e-8,
         max_lr: float = 1.0,
         num_training: int = 100,
@@ -81,6 +82,7 @@ class Tuner:
             val_dataloaders: As for `Trainer.fit`; not read, since nothing is validated.
             datamodule: As for `Trainer.fit`.
             ckpt_path: As for `Trainer.fit`; the test begins with these weights.
+            model: Another name of `module`.
             min_lr: The first rate.
             max_lr: The last rate.
             num_training: The number of rates, one for each update.
@@ -107,6 +109,7 @@ class Tuner:
             TypeError: The module cannot be copied, or an argument has the wrong type.
             Preempted: A signal arrived; nothing had to be saved.
         """
+        module = one_module("fit", module, model)
         check_module(module, "fit")
         sweep = Sweep(
             min_lr=min_lr,
@@ -146,12 +149,13 @@ class Tuner:
 
     def scale_batch_size(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,  # noqa: ARG002 - as `fit` takes it
         *,
+        model: TrainModule | None = None,
         dataloaders: Any = None,
         method: str = "fit",
         mode: str = "power",
@@ -179,6 +183,7 @@ class Tuner:
             val_dataloaders: As for `Trainer.fit`.
             datamodule: Instead of loaders.
             ckpt_path: As for `Trainer.fit`; not read, since weights do not change the memory.
+            model: Another name of `module`.
             dataloaders: For the other methods, as for `Trainer.validate`.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
             mode: ``"power"`` doubles the size until it does not fit; ``"binsearch"`` then searches
@@ -214,6 +219,7 @@ class Tuner:
         )
         if method not in METHODS:
             raise ValueError(choice_error("method", method, METHODS))
+        module = one_module(method, module, model)
         check_module(module, method)
         world_size = self.trainer.accelerator.engine.data_size
         if effective_batch_size is not None:

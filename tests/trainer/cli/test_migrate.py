@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from lightning_fabric import Fabric
 class Module(L.LightningModule):
     def training_step(self, batch, batch_idx):
         self.log("loss", 1.0, rank_zero_only=True, sync_dist=True)
-        return self.trainer.fit_loop, self.trainer.logger
+        return self.trainer.received_sigterm, self.trainer.logger
 
     def training_epoch_end(self, outputs):
         pass
@@ -256,14 +257,14 @@ class Told(L.Callback):
 
 
 def use(trainer):
-    return trainer.fit_loop, trainer.train
+    return trainer.received_sigterm, trainer.train
 
 
 made: L.Trainer = use(None)
-made.fit_loop
+made.received_sigterm
 L.Trainer(plugins=[]), L.Trainer(plugins=[use])
 trainer = use(None)
-trainer.fit_loop
+trainer.received_sigterm
 """
 RUNS = """\
 import torch
@@ -349,7 +350,7 @@ def test_what_of_lightning_will_not_carry_over_is_listed(capsys):
     assert "NoSuchCallback is not in Cadence" in told[3]
     assert "use trainer.Accelerator" in told[4]
     assert "rank_zero_only=True" in told[9]
-    assert "'fit_loop': for a longer run" in told[10]
+    assert "'received_sigterm': a callback's on_preemption" in told[10]
     assert "Module.training_epoch_end is never called: outputs are not collected" in told[12]
     assert "Own.on_epoch_end is never called: use on_train_epoch_end" in told[20]
     assert "'gpus'; use trainer launch --num_processes 2" in told[24]
@@ -505,7 +506,7 @@ def test_what_is_no_trainer_and_no_value_of_a_module_is_not_listed(capsys):
     assert "self.log in a block of one process" in told[13]
     assert "self.log in a block of one process" in told[17]
     assert "pl_module.log in a block of one process" in told[23]
-    assert "no attribute 'fit_loop'" in told[31]
+    assert "no attribute 'received_sigterm'" in told[31]
     assert "no argument 'plugins'" in told[32]
 
 
@@ -516,6 +517,7 @@ def test_a_program_in_native_names_trains_as_it_did(capsys):
         assert findings == []
         program: dict = {"__name__": "program"}
         exec(text, program)
+        shutil.rmtree("run")  # whose checkpoints are in the same place
         trained.append(program["module"].state_dict())
     assert "from trainer import TrainModule as Base, Trainer\n" in text
     assert "from callbacks import EarlyStopping as Stops, Timer\n" in text

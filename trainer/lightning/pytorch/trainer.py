@@ -8,8 +8,9 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 import callbacks as ours
-from callbacks import Callback, GradientAccumulationScheduler, ModelSummary
+from callbacks import Callback, GradientAccumulationScheduler, ModelSummary, Progress
 from trackers.base import GeneralTracker, is_installed
 from trainer import environment
 from trainer.checkpoint.resolve import WORDS, holds_weights_only
 from trainer.checkpoint.storage import committed
 from trainer.distributed.objects import broadcast_object
-from trainer.errors import CheckpointError
+from trainer.enums import DistributedType
+from trainer.errors import CheckpointError, module_logger
 from trainer.lightning.pytorch._model_checkpoint import (
     ModelCheckpoint,
     as_tensor,
@@ -34,6 +36,7 @@ from trainer.lightning.pytorch.launch import launch
 from trainer.lightning.pytorch.loggers import (
     CSVLogger,
     DummyLogger,
+    InFolder,
     Logger,
     LoggerTracker,
     TensorBoardLogger,
@@ -45,7 +48,15 @@ from trainer.lightning.pytorch.profilers import (
     SimpleProfiler,
 )
 from trainer.lightning.pytorch.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
-from trainer.lightning.pytorch.strategies import Strategy, strategy_of
+from trainer.lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    strategy_of,
+)
+from trainer.loops.state import Counters
 from trainer.migration.refusals import argument_refusals, refuse, uncalled
 from trainer.migration.values import (
     PRECISIONS,
@@ -55,6 +66,8 @@ from trainer.migration.values import (
 )
 from trainer.state import PartialState
 from trainer.trainer import Trainer as NativeTrainer
+
+_logger = module_logger(__name__)
 
 _WORDS = {
     "checkpointing": "enable_checkpointing",
@@ -154,6 +167,8 @@ class Trainer(NativeTrainer):
         reload_dataloaders_every_n_epochs: See `trainer.Trainer`.
         default_root_dir: The folder of ``lightning_logs/version_N``, which is the run's.
         plugins: None, or an empty list.
+        enable_autolog_hparams: Must be True: `save_hyperparameters` has an argument for it.
+        model_registry: Must be None.
         **others: Arguments of `trainer.Trainer` that Lightning's has not.
 
     Raises:
@@ -169,7 +184,7 @@ class Trainer(NativeTrainer):
         devices: Any = "auto",
         num_nodes: int = 1,
         precision: Any = None,
-        logger: Logger | Sequence[Logger] | bool | None = None,
+        logger: Logger | Iterable[Logger] | bool | None = None,
         callbacks: Sequence[Callback] | Callback | None = None,
         fast_dev_run: bool | int = False,
         max_epochs: int | None = None,
@@ -203,9 +218,13 @@ class Trainer(NativeTrainer):
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: Any = None,
         plugins: Any = None,
+        enable_autolog_hparams: bool = True,
+        model_registry: str | None = None,
         **others: Any,
     ) -> None:
         added = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+        if isinstance(logger, Iterable) and not isinstance(logger, str):
+            logger = list(logger)  # configuration libraries have lists of their own kinds
         checked = {
             "accelerator": accelerator,
             "strategy": strategy,
@@ -220,16 +239,15 @@ class Trainer(NativeTrainer):
             "use_distributed_sampler": use_distributed_sampler,
         }
         with _lightnings_words():
-            self._refuse(checked, others | ({"plugins": plugins} if plugins else {}), added, logger)
+            without = _given_of(plugins, model_registry, enable_autolog_hparams)
+            self._refuse(checked, others | without, added, logger)
         cpu = _on_cpu(accelerator)
         _check_devices(devices, num_nodes, cpu=cpu)
         if benchmark is not None:
             torch.backends.cudnn.benchmark = benchmark
-        self._nodes = num_nodes
+        self._nodes, self._ckpt_path = num_nodes, None
         dry = bool(fast_dev_run) or barebones
-        self._loggers: list[Any] = (
-            [] if barebones else _loggers_of(logger, default_root_dir, dry=dry)
-        )
+        self._loggers = [] if barebones else _loggers_of(logger, default_root_dir, dry=dry)
         if enable_model_summary is not False and not barebones:
             added += [] if _has(added, ModelSummary) else [ModelSummary()]
         if enable_checkpointing is not False and not dry and not _has(added, ours.ModelCheckpoint):
@@ -246,7 +264,7 @@ class Trainer(NativeTrainer):
             max_epochs = 1000
         endless = sys.maxsize if max_steps == -1 and max_time is None else None
         by_value = gradient_clip_algorithm == "value"
-        given: dict[str, Any] = {
+        passed: dict[str, Any] = {
             "cpu": cpu,
             "sync_batchnorm": sync_batchnorm,
             "callbacks": added,
@@ -277,24 +295,25 @@ class Trainer(NativeTrainer):
             "project_dir": self._run_dir(default_root_dir, dry=dry),
         }
         if precision is not None:
-            given |= {"mixed_precision": "no"} | PRECISIONS[str(precision)]
-        given = {name: value for name, value in given.items() if value is not None}
+            passed |= {"mixed_precision": "no"} | PRECISIONS[str(precision)]
+        passed = {name: value for name, value in passed.items() if value is not None}
         of_strategy = strategy_of(strategy).arguments
         handlers: list[Any] = list(of_strategy.get("kwargs_handlers", []))
         handlers += others.get("kwargs_handlers") or []
         both = {"kwargs_handlers": handlers} if handlers else {}
         with _lightnings_words():
-            super().__init__(**(given | of_strategy | others | both))
+            super().__init__(**(passed | of_strategy | others | both))
+        self._context = replace(self._context, may_be_empty=True)
         for each in self._loggers:
             each.trainer = self
-        self._model: Any = None
-        self._configured_model: Any = None  # the model whose configure_callbacks was called last
+        # The latest model, and the one whose configure_callbacks was called last.
+        self._model = self._configured_model = None
         self._loaders: dict[str, Any] = {}
         self._status = TrainerStatus.INITIALIZING
         self._fn: TrainerFn | None = None
         self._eval_iterators: list[Any] = []  # of the latest evaluation
-        self._ckpt_path: Any = None
         self._root = os.path.normpath(os.path.expanduser(default_root_dir or Path.cwd()))
+        self._checkpoints = None if self._loggers else Path(self._root, "checkpoints").absolute()
         self._arguments = {
             "check_val_every_n_epoch": check_val_every_n_epoch,
             "fast_dev_run": fast_dev_run,
@@ -426,7 +445,7 @@ class Trainer(NativeTrainer):
 
     # -- entry points ------------------------------------------------------------------------------
 
-    def fit(
+    def fit(  # type: ignore[override]  # Lightning's names of arguments
         self,
         model: Any,
         train_dataloaders: Any = None,
@@ -435,15 +454,65 @@ class Trainer(NativeTrainer):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Train a model; see `trainer.Trainer.fit`."""
+        """Train a model; see `trainer.Trainer.fit`.
+
+        A second call without `ckpt_path` goes on from the weights that the model has, with new
+        optimizers, the epochs and updates counted on, in the next ``version_N``. It does nothing if
+        `max_epochs` or `max_steps` is reached: set ``trainer.fit_loop.max_epochs`` before.
+        """
         self._attach(model, datamodule)
         self._ckpt_path = ckpt_path
         self._loaders.update(train=train_dataloaders, val=val_dataloaders)
         with _lightnings_words():
             if not self.fast_dev_run:
+                if ckpt_path is None and self._fit is not None and not self._goes_on():
+                    return
                 ckpt_path = self._given_checkpoint(ckpt_path, WORDS)
                 choose_folders(self, ckpt_path)
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
+
+    def _begin_counters(self) -> Counters:
+        if self._fit is None or self.fast_dev_run:
+            return Counters()
+        before, ended = self._fit.counters, self._fit.saving.ended is not None
+        return Counters(
+            global_step=before.global_step,
+            epoch=before.epoch,
+            # One that `max_steps` or a stop has cut is over, one that an error has cut begins anew.
+            epoch_complete=before.epoch_complete or ended,
+            validations=before.validations,
+        )
+
+    def _goes_on(self) -> bool:
+        """Prepare a second fit, in a folder of its own; return False if nothing is left to do."""
+        counters, length = self._begin_counters(), self._context.settings.length
+        epochs = counters.epoch + counters.epoch_complete
+        by_steps = replace(length, max_epochs=None, max_seconds=None)
+        for limit in (by_steps, replace(length, max_steps=None, max_seconds=None)):
+            if limit.reached(Progress(counters.global_step, epochs)):
+                name = "epoch_loop.max_steps" if limit is by_steps else "max_epochs"
+                if self.is_global_zero:
+                    _logger.warning(
+                        "fit trains nothing: this Trainer has trained %s epochs and %s updates, "
+                        "and reached its %s. To go on, set trainer.fit_loop.%s before; for a new "
+                        "run, make another Trainer.",
+                        epochs,
+                        counters.global_step,
+                        name.rpartition(".")[2],
+                        name,
+                    )
+                return False
+        for each in self._loggers:
+            if isinstance(each, InFolder):
+                each.next_version()
+        folder = self._run_dir(self._root, dry=False) or self.project_dir
+        self._context = replace(self._context, project=self._context.project.moved(folder))
+        return True
+
+    @property
+    def fit_loop(self) -> _FitLoop:
+        """The length of a fit, which may be set for the next one."""
+        return _FitLoop(self)
 
     def validate(  # type: ignore[override]  # Lightning's order of arguments
         self,
@@ -550,6 +619,8 @@ class Trainer(NativeTrainer):
         given = super()._given_checkpoint(ckpt_path, words)
         if given not in ("last", "auto"):
             return given
+        if self._checkpoints is not None:
+            return given  # `choose_folders` finds the newest one
         own = self._context.project.looks_in(self._context.roots())
         folder = self.project_dir.parent
         versions = folder.glob("version_*/checkpoints")
@@ -611,9 +682,15 @@ class Trainer(NativeTrainer):
 
     @property
     def log_dir(self) -> str:
-        """The folder of the first logger, or of the run."""
-        folder = getattr(self.logger, "run_dir", None)
-        return str(folder or self.project_dir)
+        """The folder of the first logger, or of the run; without loggers `default_root_dir`."""
+        if not self._loggers:
+            return self._root
+        return str(getattr(self.logger, "run_dir", None) or self.project_dir)
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """The folder of checkpoints: without loggers ``checkpoints`` in `default_root_dir`."""
+        return self._checkpoints or super().checkpoint_dir
 
     @property
     def default_root_dir(self) -> str:
@@ -778,13 +855,68 @@ class Trainer(NativeTrainer):
         """The schedulers with their intervals."""
         return self.schedulers
 
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler of ``"16-mixed"``, else None."""
+        return self.accelerator.scaler
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether the fit has validation data and, as far as known, will reach a validation."""
+        return self.has_validation
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """What a sampler of one's own is told of the processes; None if there is one process."""
+        if self.world_size == 1:
+            return None
+        engine = self.accelerator.engine
+        return {"num_replicas": engine.data_size, "rank": engine.data_rank}
+
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Create tensors in the block on the device, with the type of ``"…-true"``.
+
+        Args:
+            empty_init: Has no effect: parameters are initialised.
+        """
+        with self.accelerator.device, self.accelerator.precision.new_tensors():
+            yield
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the main process."""
         self.accelerator.print(*args, **kwargs)
 
 
+class _FitLoop:
+    """What programs read and set of Lightning's ``fit_loop``: the lengths of the next fit.
+
+    Attributes:
+        max_epochs: After how many epochs it ends, those of earlier fits included; -1 for no limit.
+        epoch_loop: Has `max_steps`, the same in updates.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        vars(self).update(_trainer=trainer, epoch_loop=self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("max_epochs", "max_steps"):
+            raise AttributeError(f"trainer.fit_loop has no {name!r}: only max_epochs can be set.")
+        limit = getattr(self._trainer._context.settings, name)
+        return -1 if limit in (None, sys.maxsize) else int(limit)
+
+    def __setattr__(self, name: str, limit: int | None) -> None:
+        getattr(self, name)
+        context = self._trainer._context
+        if self._trainer.stage_name is not None:
+            raise AttributeError(f"trainer.fit_loop.{name} cannot be set while the Trainer runs.")
+        endless = sys.maxsize if name == "max_epochs" else None
+        limits: Any = {name: endless if limit == -1 else limit}
+        self._trainer._context = replace(context, settings=replace(context.settings, **limits))
+
+
 class _Strategy:
-    """What programs ask of Lightning's strategies."""
+    """What programs ask of Lightning's strategies, ``isinstance`` too."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -795,6 +927,15 @@ class _Strategy:
         self.local_rank = trainer.local_rank
         self.is_global_zero = trainer.is_global_zero
         self.model = trainer.model
+
+    @property  # type: ignore[misc]  # it can be set elsewhere
+    def __class__(self) -> Any:
+        kinds = {
+            DistributedType.NO: SingleDeviceStrategy,
+            DistributedType.FSDP: FSDPStrategy,
+            DistributedType.DEEPSPEED: DeepSpeedStrategy,
+        }
+        return kinds.get(self._trainer.accelerator.distributed_type, DDPStrategy)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes."""
@@ -824,8 +965,15 @@ def _of_lightning(objects: Sequence[Any]) -> Iterator[str]:
                 break
 
 
+def _given_of(plugins: Any, model_registry: Any, autolog: bool) -> dict[str, Any]:
+    """Return those of the arguments without a translation that ask for something."""
+    asked = {"plugins": plugins, "model_registry": model_registry}
+    asked = {name: value for name, value in asked.items() if value}
+    return asked if autolog else {**asked, "enable_autolog_hparams": autolog}
+
+
 def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    return given if isinstance(given, list) else [given]
 
 
 def _has(callbacks: Sequence[Callback], kind: type) -> bool:

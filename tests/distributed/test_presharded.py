@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,19 +33,19 @@ class Part(IterableDataset):
 
     def __init__(self, rank: int) -> None:
         self.samples = [100 * rank + number for number in range(SIZES[rank])]
-        self.at = 0
+        self.begin = self.at = 0
 
     def __iter__(self) -> Any:
-        while self.at < len(self.samples):
-            self.at += 1
-            yield self.samples[self.at - 1]
-        self.at = 0
+        begin, self.begin = self.begin, 0
+        for number, sample in enumerate(self.samples[begin:], begin + 1):
+            self.at = number
+            yield sample
 
     def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
+        self.begin = state["at"]
 
 
 class Plain(Part):
@@ -73,6 +74,7 @@ class Net(TrainModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val/mean", batch[0].float().mean())
+        self.log("val/samples", len(batch[0]), reduce="sum")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return batch[0]
@@ -107,6 +109,7 @@ def fit(kind: str, folder: Path, steps: int | None = None) -> Any:
             seed=3,
             progress_bar=False,
             project_dir=folder,
+            val_every="2 steps",
             max_epochs=2,
             max_steps=steps,
             dataloader_config=config,
@@ -116,7 +119,9 @@ def fit(kind: str, folder: Path, steps: int | None = None) -> Any:
         train, val = (DataLoader(stream_of(kind), 2) for _ in range(2))
         trainer.fit(module, train, val, ckpt_path="auto")
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return module.seen, module.layer.weight.item(), metrics, trainer.samples_seen
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    counts = [line["val/samples"] for line in lines if "val/samples" in line]
+    return module.seen, counts, module.layer.weight.item(), metrics, trainer.samples_seen
 
 
 @pytest.mark.parametrize("kind", ["with a state", "without a state", "split by datasets"])
@@ -126,12 +131,13 @@ def test_each_sample_is_trained_once_and_a_resume_is_exact(ranks3, kind, tmp_pat
         expected = [list(range(13))[rank::3] for rank in range(3)]
     else:
         expected = [Plain(rank).samples for rank in range(3)]
-    for (seen, weight, metrics, samples), own in zip(whole, expected, strict=True):
+    for (seen, counts, weight, metrics, samples), own in zip(whole, expected, strict=True):
         for epoch in (0, 1):
             assert sorted(chain(*(x for e, x, _ in seen if e == epoch))) == own
         every = [*chain(*expected)]
         assert metrics["val/mean"] == pytest.approx(sum(every) / len(every))
-        assert (weight, samples) == (whole[0][1], 2 * len(every))
+        assert set(counts) == {len(every)}  # also of the validation after the sanity check
+        assert (weight, samples) == (whole[0][2], 2 * len(every))
     noises = [noise for seen, *_ in whole for _, _, noise in seen]
     assert len(set(noises)) == len(noises)
     # Process 1 is at the end of its stream; and inside it, and beyond.

@@ -530,6 +530,7 @@ class DataLoaderShard(PreparedLoader):
             world_size=self.world_size,
             seed=options["seed"],
             place=options["part"] or 0,  # random numbers of its own
+            presharded=self.state_is_own,
             even=options["even_batches"] and self.world_size > 1,
             split=self.split_batches and self.world_size > 1,
             drop_last=self._drops_last and self.world_size > 1,

@@ -51,7 +51,6 @@ from trainer.distributed.guards import share_numbers
 from trainer.distributed.objects import all_gather_object
 from trainer.errors import CheckpointError, module_logger
 from trainer.rng import mix
-from trainer.state import PartialState
 from trainer.tree import count_samples
 
 T = TypeVar("T")
@@ -245,6 +244,8 @@ class EpochIterator:
             self.sampler is None and world_size > 1 and (presharded or self._part is not None)
         )
         self._own: dict[str, Any] | None = None  # the place in a presharded stream, see `position`
+        self._own_resumed: dict[str, Any] | None = None  # that from which the next pass goes on
+        self._own_begun = 0  # this process's batches before the first one of the pass
         if self.sampler is not None:
             self.sharding = self.sampler.sharding
         else:
@@ -411,7 +412,7 @@ class EpochIterator:
         """
         if self._stream is None:
             return
-        self._own = None
+        self._own = self._own_resumed = None
         if position is not None and "parts" in position:
             parts = self.world_size if self.presharded else None
             if position["parts"] != parts and not position["over"]:
@@ -420,7 +421,7 @@ class EpochIterator:
                     f"{position['parts']} processes, so that each read its own. Resume on as many, "
                     "with the same parts, or from a checkpoint at the end of an epoch."
                 )
-            self._own = position if parts else None
+            self._own = self._own_resumed = position if parts else None
             position = position["stream"]
         self._stream.resume_at(position)
 
@@ -503,7 +504,7 @@ class EpochIterator:
                 self._own = {
                     "parts": self.world_size,
                     "epoch": self.epoch,
-                    "batches": current.place.batches if current.place else self._own_batches,
+                    "batches": current.place.batches if current.place else self._own_begun,
                     "ended": ended,
                     "over": current.last,
                 }
@@ -596,8 +597,6 @@ class EpochIterator:
 
     def _read_stream(self, transfer: Transfer | None) -> Iterator[GlobalBatch]:
         assert self._stream is not None
-        if self.world_size > 1 or (self._part is not None and PartialState().num_processes > 1):
-            self._check_parts()
         if self.presharded:
             yield from self._read_own_stream(self._stream, transfer)
             return
@@ -622,8 +621,8 @@ class EpochIterator:
             else:
                 yield GlobalBatch(False, None, 0, *known, place=place)
 
-    def _check_parts(self) -> None:
-        """Check that all processes read the whole stream, or each another part; collective.
+    def check_parts(self) -> None:
+        """Check that all processes read all of the data, or each another part; collective.
 
         Raises:
             ValueError: Some read a part and others do not, or two read the same one.
@@ -645,19 +644,17 @@ class EpochIterator:
             )
 
     @property
-    def _resumed_own(self) -> dict[str, Any] | None:
-        """The place in a presharded stream where this epoch goes on; None at its beginning."""
-        own = self._own
-        return own if own and own["epoch"] == self.epoch and not own["over"] else None
-
-    @property
-    def _own_batches(self) -> int:
-        return self._resumed_own["batches"] if self._resumed_own else 0
-
-    @property
     def first_position(self) -> int:
         """The number of batches before the first one of a pass, as the seeds of batches count."""
-        return self._own_batches * self.world_size if self.presharded else self.start_batch
+        if not self.presharded:
+            return self.start_batch
+        own = self._resumed_own()
+        return own["batches"] * self.world_size if own else 0
+
+    def _resumed_own(self) -> dict[str, Any] | None:
+        """Return the place in a presharded stream where the next pass goes on, or None."""
+        own = self._own_resumed
+        return own if own and own["epoch"] == self.epoch and not own["over"] else None
 
     def _read_own_stream(self, stream: Stream, transfer: Transfer | None) -> Iterator[GlobalBatch]:
         """Yield the batches of a presharded stream until those of all processes have ended.
@@ -665,7 +662,7 @@ class EpochIterator:
         The processes tell each other how many samples each has: one small exchange on the host for
         each global batch.
         """
-        own = self._resumed_own
+        own, self._own_resumed = self._resumed_own(), None
         if own is None and self.start_batch:
             raise CheckpointError(
                 f"The run resumes after {self.start_batch} batches of an epoch in which all "
@@ -674,11 +671,11 @@ class EpochIterator:
             )
         most = self._most
         limit = None if most is None else len(range(self.rank, most, self.world_size))
-        seed, skip = mix(self.seed, self.rank), self._own_batches
+        seed, skip = mix(self.seed, self.rank), own["batches"] if own else 0
         batches: Iterator[tuple[Any, Place | None]] = iter(())
         if own is None or not own["ended"]:
             batches = stream.read(seed, self.epoch, skip=skip, limit=limit)
-        place: Place | None = None
+        self._own_begun, place = skip, None
         while True:
             following = next(batches, None)
             batch, place = (None, place) if following is None else following

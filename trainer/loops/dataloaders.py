@@ -315,6 +315,7 @@ def make_epoch_iterators(
             remember=kind == "train",
             presharded=accelerator.dataloader_config.presharded,
         )
+        epoch_iterator.check_parts()
         apply_limit(epoch_iterator, name, limit)
         which = f"{kind} loader" if len(loaders) == 1 else f"{kind} loader number {number}"
         check_same_length(epoch_iterator, which)

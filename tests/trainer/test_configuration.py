@@ -90,6 +90,7 @@ def test_data_loader_configuration_defaults():
         "non_blocking": False,
         "use_stateful_dataloader": False,
         "data_seed": None,
+        "presharded": False,
     }
     with pytest.raises(TypeError, match="data_seed is True; it must be an int or None"):
         DataLoaderConfiguration(data_seed=True)

@@ -188,13 +188,13 @@ class SchedulerEntry:
             problem = (
                 choice_error("A scheduler's monitor", self.monitor, metrics)
                 if metrics
-                else f"A scheduler's monitor is {self.monitor!r}, but nothing was recorded yet."
+                else f"A scheduler's monitor is {self.monitor!r}, but nothing was recorded yet: "
+                "barebones=True records only validations."
             )
             multiple = "val_every" if self.interval == "epoch" else "log_every or val_every"
             raise ValueError(
-                f"{problem} Log it before the scheduler ticks (barebones=True records only "
-                f"validations): with interval={self.interval!r}, make its frequency a multiple of "
-                f"{multiple}."
+                f"{problem} Log it before the scheduler ticks: with interval={self.interval!r}, "
+                f"make its frequency a multiple of {multiple}."
             )
 
     def _stay_at_end(self, schedule: OneCycleLR, *, warns: bool) -> None:

@@ -128,6 +128,9 @@ class CSVTracker(GeneralTracker):
 
     def finish(self) -> None:
         """Close the file."""
+        self._close()
+
+    def _close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -175,7 +178,7 @@ class CSVTracker(GeneralTracker):
         beside = hidden_beside(self.path)
         try:
             beside.write_bytes(b"".join(lines))
-            self.finish()
+            self._close()
             os.replace(beside, self.path)
         finally:
             beside.unlink(missing_ok=True)  # on a full disk
@@ -206,7 +209,7 @@ class CSVTracker(GeneralTracker):
             )
             return
         other = io.FileIO(self.path, "r+", opener=regular)
-        self.finish()
+        self._close()
         self._file = other
         self._read()
         self._last = {}  # it was in the old file, even if the new one has the same length

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -375,8 +374,8 @@ class Trainer:
             steps: Updates of a fit.
             **settings: Fields of `Settings` to replace.
         """
-        trial = copy.copy(self)
-        vars(trial).update(accelerator=accelerator, callbacks=callbacks)
+        trial = object.__new__(type(self))
+        vars(trial).update(vars(self), accelerator=accelerator, callbacks=callbacks)
         trial._context = replace(
             self._context,
             settings=replace(self._context.settings, **(_NOT_IN_A_TRIAL | settings)),

@@ -679,7 +679,6 @@ def test_a_fit_resumed_inside_an_epoch_goes_on_with_the_next_window():
     start(max_steps=1)
     boundary = [*c("on_boundary"), *cm("on_save_checkpoint")]
     assert start() == whole_fit(
-        *cm("on_train_epoch_start"),  # of its rest
         *window(2),
         *boundary,
         *window(1),
@@ -723,7 +722,6 @@ def test_a_signal_ends_the_fit_after_its_update_and_the_rest_of_it_is_done_by_th
         ended=False,
     )
     assert second == whole_fit(
-        *cm("on_train_epoch_start"),
         *evaluation("validation", 1),
         *mc("on_train_epoch_end"),
         *c("on_boundary"),
@@ -746,7 +744,6 @@ def test_a_validation_that_a_signal_interrupts_is_repeated_whole():
         ended=False,
     )
     assert second == whole_fit(
-        *cm("on_train_epoch_start"),
         *evaluation("validation", 2),
         *mc("on_train_epoch_end"),
         *c("on_boundary"),

@@ -25,10 +25,10 @@ RUN = Path("run/run.json")
 
 
 class Net(TrainModule):
-    def __init__(self, width=3, secret="s", scale=float("inf")):
+    def __init__(self, width=3, note="s", scale=float("inf")):
         super().__init__()
         self.save_hyperparameters("width", "scale")
-        self.save_hyperparameters("secret", logger=False)
+        self.save_hyperparameters("note", logger=False)
         self.net = torch.nn.Linear(width, 1)
 
     def training_step(self, batch, batch_idx):
@@ -90,7 +90,7 @@ def test_run_json_says_what_the_run_is():
     assert messages["configuration"] == manifest["configuration"]
     assert messages["versions"] == manifest["versions"]
     assert messages["versions"] == {"torch": torch.__version__, "python": platform.python_version()}
-    assert messages["hyper_parameters"] == {"width": 3, "scale": "Infinity"}  # and not the secret
+    assert messages["hyper_parameters"] == {"width": 3, "scale": "Infinity"}  # and not the note
     assert (messages["module"], messages["world_size"], messages["device"]) == ("Net", 1, "cpu")
     (start,) = messages["starts"]
     assert before <= start["begin"] <= start["end"] <= time.time()

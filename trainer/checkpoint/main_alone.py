@@ -91,7 +91,7 @@ def _line_of_caller() -> Any:
     frame, lines = sys._getframe(1), []
     while frame is not None:
         lines.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return tuple(lines)
 
 

@@ -553,6 +553,7 @@ class FullyShard(SingleDevice):
                 "or before, and leave what is trained later out of ignored_modules."
             )
 
+    # ARG002: an interface
     def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:  # noqa: ARG002
         """Reduce gradients only in the last backward of a window."""
         root: Any = self.module

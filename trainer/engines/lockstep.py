@@ -79,7 +79,8 @@ def _without_gradient(norm: nn.Module, forward: Any, batch: Tensor) -> Tensor:
 def _without_count(norm: nn.SyncBatchNorm, forward: Any, batch: Tensor) -> Tensor:
     """Take part in the layer's collectives with a count of 0, and normalise the batch by itself."""
     if not norm.training:
-        return forward(batch)  # type: ignore[no-any-return]
+        unchanged: Tensor = forward(batch)
+        return unchanged
     nothing = forward(batch[:0])
     own = nn.functional.batch_norm(
         batch, None, None, norm.weight, norm.bias, training=True, eps=norm.eps

@@ -528,13 +528,9 @@ class DataParallel(Replicas):
         return self._reduced(stats)
 
     def _backward_dummy(self, loss: Tensor, vector: Tensor) -> None:
-        """Run backward of a dummy batch, also to parameters that only other batches use."""
+        """Run backward of a dummy batch."""
         tensors = [loss, *self._rides]
         gradients = [None, vector, *map(torch.zeros_like, self._rides[1:])]
-        if not self._searches:
-            parameters = self._trained()
-            tensors += parameters
-            gradients += zeros_for(self.module, parameters)
         torch.autograd.backward(tensors, gradients)
 
     def _reduce(self, stats: StepStats) -> float | Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -291,7 +291,8 @@ def isolated_dummy(run: Run) -> Iterator[None]:
     it has changed. See `trainer.engines.lockstep`.
     """
     with (
-        kept_attributes(run.module),
+        # In training, what counts updates must go on alike on all ranks.
+        nullcontext() if run.module.training else kept_attributes(run.module),
         kept_buffers(run.module),
         kept_metrics(run.module),
         isolated_rng(),
@@ -312,25 +313,22 @@ def kept_attributes(module: nn.Module) -> Iterator[None]:
     """Restore the module's attributes that are numbers, tensors or built-in containers on exit."""
     kinds = (int, float, Tensor, *_CONTAINERS)
     own = vars(module)
-    before = {n: v for n, v in own.items() if n not in _OF_TORCH and isinstance(v, kinds)}
-    tensors = [(v.detach(), v.detach().clone()) for v in before.values() if isinstance(v, Tensor)]
+    before = {n: v for n, v in own.items() if n not in _OF_TORCH and type(v) in kinds}
     restorers = [_restorer(value) for value in before.values()]
     try:
         yield
     finally:
         own.update(before)
-        for tensor, content in tensors:
-            tensor.copy_(content)
         for restore in restorers:
             restore()
 
 
 def _restorer(value: Any) -> Callable[[], object]:
     """Return a function that puts the present items back into a container, and those in it."""
-    if not isinstance(value, _CONTAINERS):
+    if type(value) not in _CONTAINERS:
         return lambda: None
     items, inner = copy(value), value.values() if isinstance(value, dict) else value
-    restorers = [_restorer(item) for item in inner if isinstance(item, _CONTAINERS)]
+    restorers = [_restorer(item) for item in inner if type(item) in _CONTAINERS]
 
     def restore() -> None:
         value.clear()

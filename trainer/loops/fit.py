@@ -132,6 +132,10 @@ def train_epoch(run: FitRun) -> None:
         before = plain_attributes(run.module)
         run.hooks.on_train_epoch_start()
         run.saving.epoch_attributes |= changed_attributes(run.module, before)
+    elif run.saving.starts_epoch_again:
+        with logged_before(run, again=True):
+            run.hooks.on_train_epoch_start()
+    run.saving.starts_epoch_again = False
     run.engine.begin_epoch()
     if run.world_size > 1:
         check_same_length(epoch_iterator, f"train loader in epoch {counters.epoch}")

@@ -987,6 +987,7 @@ def _restore_epoch_start(run: FitRun, state: Mapping[str, Any]) -> None:
     attributes = state.get("attributes", {})
     vars(run.module).update(attributes)
     run.saving.epoch_attributes = set(attributes)
+    run.saving.starts_epoch_again = not state  # a checkpoint of an earlier release
     begun, now = state.get("accumulation", (None, None))
     if begun == run.optim.first_accumulation:  # else the script now asks for another number
         run.optim.accumulation = now

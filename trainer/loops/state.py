@@ -306,6 +306,7 @@ class Saving:
         saved_rng: RNG states of the checkpoint that the run resumes from; None once restored.
         epoch_attributes: The module's plain attributes that ``on_train_epoch_start`` has set.
             Checkpoints hold them: a run that resumes inside the epoch does not call it again.
+        starts_epoch_again: Whether it does, since the checkpoint does not hold them.
     """
 
     writer: Final[Writer]
@@ -316,6 +317,7 @@ class Saving:
     unfinished: bool = False
     saved_rng: dict[str, Any] | None = None
     epoch_attributes: set[str] = field(default_factory=set)
+    starts_epoch_again: bool = False
 
 
 @dataclass(kw_only=True)

@@ -92,7 +92,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         stats = run.own_stats(items_here, largest) if sync else None
         if loss is None:
             if run.data_size > 1 and not skips:
-                outputs, total = dummy_step(run, micro, batch, stats)
+                outputs, total = dummy_step(run, micro, batch, number, stats)
             else:
                 total = contribute_nothing(run, stats, skips=skips or not micro.present)
         else:
@@ -113,7 +113,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
 
 
 def dummy_step(
-    run: FitRun, micro: GlobalBatch, batch: Any, stats: StepStats | None
+    run: FitRun, micro: GlobalBatch, batch: Any, number: int, stats: StepStats | None
 ) -> tuple[Any, float | Tensor]:
     """Run forward and backward of a batch that must not train; see `trainer.engines.lockstep`.
 
@@ -124,6 +124,7 @@ def dummy_step(
         run: The fit.
         micro: The global batch.
         batch: The batch; None if the data ended here before the first one.
+        number: The micro-batch's number in its window, from 1.
         stats: See `Engine.backward`.
 
     Returns:
@@ -139,6 +140,7 @@ def dummy_step(
     def rerun() -> Tensor | None:
         nonlocal outputs
         outputs = run.engine.forward("training_step", batch, run.batch_idx)
+        drop_leftover_gradients(run, number)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         return loss * 0.0 if isinstance(loss, Tensor) and loss.requires_grad else None
 

@@ -126,9 +126,9 @@ class Callback:
 
         It is not called again when a run resumes inside the epoch: the checkpoint has what it
         changed in weights, buffers and optimizers, in the number of micro-batches of an update, and
-        in attributes of the module that are numbers, texts, or short lists or dicts of them. What
-        a callback changes in itself belongs in its ``state_dict``, and what it must do at each
-        start of the program in ``on_train_start``.
+        in attributes of the module and its parts that are numbers, texts, small tensors, or short
+        lists or dicts. What a callback changes in itself belongs in its ``state_dict``, and what it
+        must do at each start of the program in ``on_train_start``.
 
         With several processes, add, freeze and unfreeze parameters only here or before training, so
         that all processes all-reduce the same gradients.

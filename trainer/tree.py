@@ -442,7 +442,7 @@ def count_samples(tree: Any, fetched: int | None = None) -> int | None:
             return fetched
         if len(rows) == 1:
             return rows.pop()
-        fewer = {length for length in lists if length < fetched}
+        fewer = {length for length in lists if 2 < length < fetched}
         return fewer.pop() if len(fewer) == 1 else fetched
     lists = _lists_of_samples(tree, known=False)
     if len(rows) > 1 and len(lists) == 1:
@@ -467,8 +467,9 @@ def _lists_of_samples(tree: Any, *, known: bool, nested: bool = False) -> set[in
     if type(tree) in (list, tuple) and items:
         if all(isinstance(item, Tensor) and item.ndim > 0 for item in items):
             kinds = {(item.dtype, item.ndim if known else item.shape[1:]) for item in items}
-            if len(kinds) == 1 and (known or len(set(map(len, items))) > 1):
-                lengths.add(len(items))
+            differ = known or len(set(map(len, items))) > 1
+            if len(kinds) == 1 and differ and (known or nested or len(items) > 2):
+                lengths.add(len(items))  # two may be a source and a target
         elif (known or nested) and all(isinstance(item, Mapping) for item in items):
             lengths.add(len(items))
     for item in items:

@@ -709,6 +709,7 @@ class Changing(TrainModule):
         super().__init__()
         self.what, self.beta, self.rates = what, 1.0, [1.0]
         self.net, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.head.scale, self.shift = 1.0, torch.tensor(0.0)
         self.register_buffer("epochs", torch.zeros(()))
 
     def change(self) -> None:
@@ -721,6 +722,8 @@ class Changing(TrainModule):
                 case "attributes":
                     self.beta = self.beta / 2 + 0.1 * self.current_epoch
                     self.rates.append(self.beta)
+                    self.head.scale = 1.0 + self.current_epoch
+                    self.shift = torch.tensor(0.1 * self.current_epoch)
                 case "rate":
                     self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
                 case "accumulation":
@@ -738,7 +741,8 @@ class Changing(TrainModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         shown = self.head(self.net(batch[0]).tanh()) - 1 - self.epochs
-        return shown.square().mean() * self.beta * len(self.rates)
+        loss = (shown - self.shift).square().mean() * self.head.scale
+        return loss * self.beta * len(self.rates)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("shown", self.head(self.net(batch[0])).mean())

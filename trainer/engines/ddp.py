@@ -417,6 +417,7 @@ class DataParallel(Replicas):
     """
 
     _reduces_after = False  # see `begin_micro_batch`
+    _has_run = False  # whether DDP's forward has run in this micro-batch
 
     def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
         """Wrap the module.
@@ -477,6 +478,7 @@ class DataParallel(Replicas):
 
     def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by name, through DDP's forward."""
+        self._has_run = True
         output, self._rides = self._ddp(name, *args)
         return output
 
@@ -486,6 +488,7 @@ class DataParallel(Replicas):
         Where DDP searches for unused parameters and a process runs a dummy batch, whose use of
         parameters must not count, all processes reduce after their backward passes.
         """
+        self._has_run = False
         self._reduces_after = self._searches and sync and not complete
         reduces = sync and not self._reduces_after
         if self._ddp.require_backward_grad_sync is not reduces:  # setting attributes of it is slow
@@ -536,6 +539,8 @@ class DataParallel(Replicas):
     def _reduce(self, stats: StepStats) -> float | Tensor:
         """Reduce the gradients of a window that backward has left unreduced, or that has none."""
         self._ddp.require_backward_grad_sync = True
+        if self._has_run:  # then it has received the buffers that others receive once
+            self._ddp.require_forward_param_sync = False
         vector = self._vector_of(stats)
         _, rides = self._ddp(None)
         if self._searches:

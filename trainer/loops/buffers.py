@@ -35,7 +35,8 @@ from trainer.tree import as_bytes, dense, is_sharded
 logger = module_logger(__name__)
 
 _AT_ONCE = 2**20  # 32-bit words hashed at a time: the hashing needs eight times their memory
-_LOOKED_AT = 64  # words of a parameter in which a change is looked for before it is hashed
+_SMALL = 2**16  # words of a parameter that is always hashed
+_LOOKED_AT = 64  # words of a larger parameter in which a change is looked for before it is hashed
 _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # SplitMix64's, signed
 
 
@@ -95,7 +96,11 @@ def _digests(parameters: Mapping[str, Tensor], known: Digests) -> Digests:
         known: Earlier hashes, which are taken over where there is no sign of a change.
     """
     signs = {name: _signs_of_change(each) for name, each in parameters.items()}
-    kept = {name: pair for name, pair in known.items() if pair[0] == signs.get(name)}
+    kept = {
+        name: pair
+        for name, pair in known.items()
+        if pair[0] == signs.get(name) and parameters[name].nbytes > 4 * _SMALL
+    }
     sums = {name: _mixed_sum(_words(each)) for name, each in parameters.items() if name not in kept}
     new = {
         name: (signs[name], int(total)) for name, total in sums.items()

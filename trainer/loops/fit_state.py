@@ -62,6 +62,7 @@ from trainer.loops.module_state import (
     load_switches,
     plain_attributes,
     restore_accumulators,
+    set_attributes,
     switches_of,
 )
 from trainer.loops.preflight import NUMBER
@@ -985,7 +986,7 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
 def _restore_epoch_start(run: FitRun, state: Mapping[str, Any]) -> None:
     """Restore what ``on_train_epoch_start`` has set: it is not called again inside its epoch."""
     attributes = state.get("attributes", {})
-    vars(run.module).update(attributes)
+    set_attributes(run.module, attributes)
     run.saving.epoch_attributes = set(attributes)
     run.saving.starts_epoch_again = not state  # a checkpoint of an earlier release
     begun, now = state.get("accumulation", (None, None))

@@ -161,19 +161,39 @@ def load_switches(
 
 
 _PLAIN = (bool, int, float, str, type(None))
+_OF_TORCH = vars(nn.Module())
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the module's own attributes that are numbers, texts, or short lists or dicts of them.
+    """Return a module's and its parts' own attributes that are plain data, by path.
 
-    Lists and dicts are copied.
+    They are numbers, texts, small tensors, or short lists or dicts of numbers and texts. They are
+    copied.
     """
-    of_base = vars(TrainModule())
-    own = {name: each for name, each in vars(module).items() if name not in of_base}
-    return {name: copy.copy(each) for name, each in own.items() if _is_plain(each)}
+    found: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        of_base = vars(TrainModule()) if part is module else _OF_TORCH
+        for name, value in vars(part).items():
+            if name not in of_base and _is_plain(value):
+                place = f"{path}.{name}" if path else name
+                found[place] = value.clone() if isinstance(value, Tensor) else copy.copy(value)
+    return found
+
+
+def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Set attributes that `plain_attributes` returned, of the parts that the module has."""
+    parts = dict(module.named_modules())
+    for place, value in attributes.items():
+        path, _, name = place.rpartition(".")
+        if path not in parts:
+            continue
+        own: dict[str, Any] = parts[path].__dict__
+        own[name] = value.to(own[name]) if isinstance(own.get(name), Tensor) else value
 
 
 def _is_plain(value: Any) -> bool:
+    if type(value) is Tensor:
+        return value.numel() <= 1000 and not value.requires_grad and not value.is_sparse
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             return False
@@ -186,7 +206,13 @@ def _is_plain(value: Any) -> bool:
 def changed_attributes(module: nn.Module, before: Mapping[str, Any]) -> set[str]:
     """Return the names of plain attributes that differ from those before."""
     now = plain_attributes(module).items()
-    return {name for name, value in now if name not in before or before[name] != value}
+    return {name for name, value in now if name not in before or _differ(before[name], value)}
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return not torch.equal(one, other)
+    return type(one) is not type(other) or bool(one != other)
 
 
 _UPDATE = "update"  # used as a phase: the values of the last update, whether recorded yet or not

@@ -39,13 +39,19 @@ class Rows:
         end = begun - 1 if reported is None else min(begun - 1, reported)
         self._known = range(0) if step is None else range(step + 1, end)
 
-    def place(self, step: int | None) -> int | None:
-        """Return the row for a record of a step; None if the service already has it."""
+    def place(self, step: int | None, reached: int = 0) -> int | None:
+        """Return the row for a record of a step; None if the service already has it.
+
+        Args:
+            step: The step.
+            reached: The row that the run has reached: the program may log to it, too.
+        """
         if step in self._known:
             return None
         if step is None or step != self._step:
             self._last = max(self._last + 1, step or 0)
             self._step = step
+        self._last = max(self._last, reached)
         return self._last
 
 
@@ -166,7 +172,7 @@ class WandBTracker(ServiceTracker):
             step: the number of optimizer updates so far.
             **kwargs: for `wandb.Run.log`, for example `commit`.
         """
-        row = self._rows.place(step)
+        row = self._rows.place(step, self.tracker.step)
         if row is None:
             return
         numbers = {name: python_number(value) for name, value in values.items()}

@@ -119,6 +119,14 @@ def test_late_rows_take_no_step_from_a_run_that_goes_on():
     assert [placed[step] for step in range(12, 16)] == [17, 18, 19, 20]
 
 
+def test_rows_that_the_program_logs_itself_drop_no_value(tracker, tmp_path):
+    for step in (1, 2, 3):
+        tracker.tracker.log({"own": 1.0})
+        tracker.tracker.log({"own": 2.0})
+        tracker.log({"loss": step / 2}, step)
+    assert written(tracker, tmp_path).series("loss") == [(1, 0.5), (2, 1.0), (3, 1.5)]
+
+
 def test_a_run_that_resumes_goes_on_in_the_same_run(tmp_path):
     first = WandBTracker("project", dir=str(tmp_path), **QUIET)
     assert first.run_id is None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from copy import copy
 from typing import Any
 
@@ -296,8 +296,7 @@ def isolated_dummy(run: Run) -> Iterator[None]:
     it has changed. See `trainer.engines.lockstep`.
     """
     with (
-        # In training, what counts updates must go on alike on all ranks.
-        nullcontext() if run.module.training else kept_attributes(run.module),
+        kept_attributes(run.module),
         kept_buffers(run.module),
         kept_metrics(run.module),
         isolated_rng(),
@@ -315,8 +314,14 @@ _OF_TORCH = vars(nn.Module()).keys()
 
 @contextmanager
 def kept_attributes(module: nn.Module) -> Iterator[None]:
-    """Restore the module's attributes that are numbers, tensors or built-in containers on exit."""
-    kinds = (int, float, Tensor, *_CONTAINERS)
+    """Restore the module's attributes that are lists and other built-in containers on exit.
+
+    In evaluation, numbers and tensors too. In training, what counts updates must go on alike on all
+    ranks; in manual optimisation, containers as well.
+    """
+    kinds: tuple[type, ...] = (int, float, Tensor, *_CONTAINERS)
+    if module.training:
+        kinds = _CONTAINERS if getattr(module, "automatic_optimization", True) else ()
     own = vars(module)
     before = {n: v for n, v in own.items() if n not in _OF_TORCH and type(v) in kinds}
     restorers = [_restorer(value) for value in before.values()]

@@ -722,6 +722,7 @@ class Changing(TrainModule):
                 case "attributes":
                     self.beta = self.beta / 2 + 0.1 * self.current_epoch
                     self.rates.append(self.beta)
+                    self.outputs = []
                     self.head.scale = 1.0 + self.current_epoch
                     self.shift = torch.tensor(0.1 * self.current_epoch)
                 case "rate":
@@ -742,6 +743,8 @@ class Changing(TrainModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         shown = self.head(self.net(batch[0]).tanh()) - 1 - self.epochs
         loss = (shown - self.shift).square().mean() * self.head.scale
+        if self.what == "attributes":
+            self.outputs.append(loss.detach())
         return loss * self.beta * len(self.rates)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

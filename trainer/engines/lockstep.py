@@ -77,12 +77,14 @@ def _without_gradient(norm: nn.Module, forward: Any, batch: Tensor) -> Tensor:
 
 
 def _without_count(norm: nn.SyncBatchNorm, forward: Any, batch: Tensor) -> Tensor:
-    """Take part in the layer's collectives with a count of 0, and normalise the batch by itself."""
+    """Take part in the layer's collectives with a count of 0."""
     if not norm.training:
         unchanged: Tensor = forward(batch)
         return unchanged
     nothing = forward(batch[:0])
-    own = nn.functional.batch_norm(
-        batch, None, None, norm.weight, norm.bias, training=True, eps=norm.eps
-    )
+    # Not by its own statistics, of which there are none with one value a channel.
+    mean, var = norm.running_mean, norm.running_var
+    if mean is None or var is None:
+        mean, var = batch.new_zeros(batch.shape[1]), batch.new_ones(batch.shape[1])
+    own = nn.functional.batch_norm(batch, mean, var, norm.weight, norm.bias, eps=norm.eps)
     return torch.cat([nothing, own])

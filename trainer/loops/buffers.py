@@ -8,7 +8,7 @@ processes.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from copy import copy
@@ -308,7 +308,7 @@ def isolated_dummy(run: Run) -> Iterator[None]:
         yield
 
 
-_CONTAINERS = (list, deque, set, dict)
+_CONTAINERS = (list, deque, set, dict, defaultdict, OrderedDict, Counter)
 _OF_TORCH = vars(nn.Module()).keys()
 
 
@@ -324,11 +324,14 @@ def kept_attributes(module: nn.Module) -> Iterator[None]:
         kinds = _CONTAINERS if getattr(module, "automatic_optimization", True) else ()
     own = vars(module)
     before = {n: v for n, v in own.items() if n not in _OF_TORCH and type(v) in kinds}
+    tensors = [(v.data, v.data.clone()) for v in before.values() if isinstance(v, Tensor)]
     restorers = [_restorer(value) for value in before.values()]
     try:
         yield
     finally:
         own.update(before)
+        for tensor, content in tensors:  # of an evaluation
+            tensor.copy_(content)
         for restore in restorers:
             restore()
 

@@ -614,6 +614,7 @@ def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any
 def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
     counters = asdict(run.counters) | {"seconds": run.progress.seconds}
     del counters["global_batches"]  # depends on the number of processes
+    attributes = plain_attributes(run.module) if run.saving.epoch_attributes else {}
     return {
         "run_id": run.saving.run_id,
         "counters": counters,
@@ -626,9 +627,8 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "switches": {"begun": run.saving.begun, "now": run.saving.ended or switches_of(run.module)},
         "epoch_start": {
             "attributes": {
-                name: value
-                for name, value in plain_attributes(run.module).items()
-                if name in run.saving.epoch_attributes
+                name: attributes.get(name, value)  # which may hold tensors now, as outputs
+                for name, value in run.saving.epoch_attributes.items()
             },
             "accumulation": [run.optim.first_accumulation, run.optim.accumulation],
         },
@@ -987,7 +987,7 @@ def _restore_epoch_start(run: FitRun, state: Mapping[str, Any]) -> None:
     """Restore what ``on_train_epoch_start`` has set: it is not called again inside its epoch."""
     attributes = state.get("attributes", {})
     set_attributes(run.module, attributes)
-    run.saving.epoch_attributes = set(attributes)
+    run.saving.epoch_attributes = dict(attributes)
     run.saving.starts_epoch_again = not state  # a checkpoint of an earlier release
     begun, now = state.get("accumulation", (None, None))
     if begun == run.optim.first_accumulation:  # else the script now asks for another number

@@ -203,10 +203,10 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def changed_attributes(module: nn.Module, before: Mapping[str, Any]) -> set[str]:
-    """Return the names of plain attributes that differ from those before."""
+def changed_attributes(module: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain attributes that differ from those before."""
     now = plain_attributes(module).items()
-    return {name for name, value in now if name not in before or _differ(before[name], value)}
+    return {n: value for n, value in now if n not in before or _differ(before[n], value)}
 
 
 def _differ(one: Any, other: Any) -> bool:

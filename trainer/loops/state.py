@@ -304,7 +304,7 @@ class Saving:
             not belong to the run.
         unfinished: Whether a signal ended the run before the work due after its last update.
         saved_rng: RNG states of the checkpoint that the run resumes from; None once restored.
-        epoch_attributes: The module's plain attributes that ``on_train_epoch_start`` has set.
+        epoch_attributes: The module's plain attributes as ``on_train_epoch_start`` has set them.
             Checkpoints hold them: a run that resumes inside the epoch does not call it again.
         starts_epoch_again: Whether it does, since the checkpoint does not hold them.
     """
@@ -316,7 +316,7 @@ class Saving:
     ended: dict[str, list[str]] | None = None
     unfinished: bool = False
     saved_rng: dict[str, Any] | None = None
-    epoch_attributes: set[str] = field(default_factory=set)
+    epoch_attributes: dict[str, Any] = field(default_factory=dict)
     starts_epoch_again: bool = False
 
 

@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import SumMetric
 
 from tests.helpers.ranks import RankError
 from trainer import (
+    DataLoaderConfiguration,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
@@ -216,6 +218,58 @@ def test_minus_one_ends_the_epoch_though_the_forward_is_collective(ranks2, who):
     one, other = ranks2(fit)
     assert one == other
     assert one[0] == (6 if who == [1] else 4)  # rank 0's third batch makes an update
+
+
+def test_minus_one_leaves_out_a_batch_that_cannot_be_run(ranks2):
+    """The dummy batch is the latest one that was run, as it was before its step."""
+
+    class Ending(Normal):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if len(batch[0]) == 1 else None  # too few for batch normalisation
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step([batch.pop()], batch_idx)
+
+    assert ranks2(fitted, loader(9, 2), Ending) == ranks2(fitted, loader(8, 2), Normal)
+
+
+class Normal(Net):
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.BatchNorm1d(3))
+
+
+class Reentrant(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = checkpoint(self.net, batch[0].requires_grad_(), use_reentrant=True)
+        return (hidden - 1.0).square().mean()
+
+
+def test_a_dummy_batch_of_a_module_that_is_checkpointed_by_reentering(ranks2):
+    options = ddp(static_graph=True)
+    whole = fitted(loader(4), Reentrant)
+    for weights in ranks2(lambda: fitted(loader(4), Reentrant, **options)):
+        assert weights == pytest.approx(whole, abs=2e-6)
+
+
+@pytest.mark.parametrize("options", [{}, ddp(static_graph=True)], ids=["plain", "static"])
+def test_statistics_go_on_where_rank_0_has_the_fewest_batches(ranks2, options):
+    """Buffers come from a rank that has a batch; of streams, rank 0 may have the fewest."""
+
+    def fit() -> list[float]:
+        module = Normal()
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.0)
+        own = Stream(4) if dist.get_rank() == 0 else Stream(16)
+        config = DataLoaderConfiguration(presharded=True)
+        quiet(dataloader_config=config, **options).fit(module, DataLoader(own, 4))
+        return module.net[1].running_mean.tolist()
+
+    alone = Normal()
+    for _ in range(2):
+        for rows in X[:16].split(4):
+            alone.net(rows)
+    expected = alone.net[1].running_mean.tolist()
+    for means in ranks2(fit):
+        assert means == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("samples", [20, 4])

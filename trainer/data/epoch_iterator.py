@@ -69,6 +69,7 @@ class GlobalBatch:
             processes could tell.
         real_samples: The number of samples in the global batch without padding; None if unknown.
         batches: The number of processes with a batch.
+        first: The lowest rank with a batch.
         last: Whether this is the last global batch of the epoch.
         next_missing: Whether this process has no batch in the next global batch.
         ended: Whether this process should have a batch, but its dataset has ended the epoch early
@@ -83,6 +84,7 @@ class GlobalBatch:
     global_samples: int | None
     real_samples: int | None
     batches: int
+    first: int = 0
     last: bool = False
     next_missing: bool = False
     ended: bool = False
@@ -168,6 +170,7 @@ class EpochIterator:
         length: The amount of data when the latest pass began; it holds for that whole pass.
         resumed: The epoch to resume, and its amount of data; see `resume_length`.
         batches_read: The number of processes with a batch in the global batch being read.
+        dummy_batch: What this process runs where it has no batch; see `trainer.engines.lockstep`.
         weighs: Whether losses or metrics are weighted by the samples of a batch, and no warning
             has named one of which the number is unsure; None until known.
 
@@ -215,6 +218,7 @@ class EpochIterator:
         }
         self.limited_by = ""
         self.batches_read = world_size
+        self.dummy_batch: Any = None
         self.weighs: bool | None = None
         self.sampler: ShardedSampler | None = None
         self.loader: Any = source
@@ -687,6 +691,5 @@ class EpochIterator:
             self.batches_read = len(counts)
             if following is not None and transfer is not None:
                 batch = transfer(batch)
-            total = sum(counts.values())
-            present = following is not None
-            yield GlobalBatch(present, batch, samples, total, total, len(counts), place=place)
+            known = sum(counts.values()), sum(counts.values()), len(counts), min(counts)
+            yield GlobalBatch(following is not None, batch, samples, *known, place=place)

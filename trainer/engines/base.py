@@ -193,12 +193,13 @@ class Engine(Protocol):
     def begin_epoch(self) -> None:
         """Notice parameters that were frozen or unfrozen, before an epoch's first window."""
 
-    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
         """Announce a micro-batch, before the forward pass.
 
         Args:
             sync: Whether the next backward ends the window.
             complete: Whether every process has a batch; the same on all of them.
+            source: A process that has one, and whose buffers are everybody's from then on.
         """
 
     def forward(self, name: str, *args: Any) -> Any:

@@ -228,6 +228,8 @@ class Replicas(SingleDevice):
     optimisation: gradients are not averaged in backward, but when an optimizer steps.
     """
 
+    _source = 0  # the process whose buffers are everybody's
+
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         self._kwargs = options.ddp_kwargs
@@ -338,15 +340,15 @@ class Replicas(SingleDevice):
         return super().forward(name, *args)
 
     def _send_buffers(self) -> None:
-        """Broadcast rank 0's buffers coalesced, as DDP does: this is faster than one by one."""
+        """Broadcast buffers coalesced, as DDP does: this is faster than one by one."""
         from torch._C._distributed_c10d import _broadcast_coalesced  # not in all builds of torch
 
         joined = [each for each in self.module.buffers() if each.dtype in _SENDABLE]
         if joined:
             group = dist.distributed_c10d._get_default_group()
-            _broadcast_coalesced(group, joined, _SENT_AT_ONCE, 0)
+            _broadcast_coalesced(group, joined, _SENT_AT_ONCE, self._source)
         if others := [each for each in self.module.buffers() if each.dtype not in _SENDABLE]:
-            broadcast(others)
+            broadcast(others, self._source)
 
     def sync_stats(self, stats: StepStats) -> float | Tensor:
         """All-reduce the step stats of a window; gradients are not changed."""
@@ -355,8 +357,8 @@ class Replicas(SingleDevice):
         return self.step_sync.count(total)
 
     def broadcast_buffers(self) -> None:
-        """Broadcast rank 0's buffers to all processes, before an evaluation or a save."""
-        broadcast(list(self.module.buffers()))
+        """Make one process's buffers everybody's, before an evaluation or a save."""
+        broadcast(list(self.module.buffers()), self._source)
 
 
 _HOOK = "_communication"  # an attribute that `Replicas.prepare_module` sets on the DDP wrapper
@@ -417,7 +419,7 @@ class DataParallel(Replicas):
     """
 
     _reduces_after = False  # see `begin_micro_batch`
-    _has_run = False  # whether DDP's forward has run in this micro-batch
+    _begins_window = False  # whether the next micro-batch does, but for the first one
 
     def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
         """Wrap the module.
@@ -447,6 +449,8 @@ class DataParallel(Replicas):
         self._vector: Tensor = stage.sync_vector
         # The loop's transfer hooks move the inputs.
         self._ddp = wrap(stage, self._arguments, moves_inputs=False)
+        # `begin_micro_batch` does it: not always from rank 0, and where DDP's forward comes late.
+        self._ddp.broadcast_buffers = False
         self._searches = stage.searched = self._ddp.find_unused_parameters
         self._tables: list[nn.Parameter] = []
         # For parameters that the graph does not reach, DDP reduces zeros, which are always dense.
@@ -478,21 +482,25 @@ class DataParallel(Replicas):
 
     def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by name, through DDP's forward."""
-        self._has_run = True
         output, self._rides = self._ddp(name, *args)
         return output
 
-    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
-        """Set, before the forward pass, whether the next backward reduces the gradients.
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
+        """Broadcast buffers once a window, and set whether the next backward reduces gradients.
 
         Where DDP searches for unused parameters and a process runs a dummy batch, whose use of
         parameters must not count, all processes reduce after their backward passes.
         """
-        self._has_run = False
+        self._begin_micro_batch(sync, source)
         self._reduces_after = self._searches and sync and not complete
         reduces = sync and not self._reduces_after
         if self._ddp.require_backward_grad_sync is not reduces:  # setting attributes of it is slow
             self._ddp.require_backward_grad_sync = reduces
+
+    def _begin_micro_batch(self, sync: bool, source: int) -> None:
+        if self._begins_window and self._sends_buffers:
+            self._send_buffers()
+        self._begins_window, self._source = sync, source
 
     def backward(
         self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
@@ -521,7 +529,8 @@ class DataParallel(Replicas):
         if loss is None:
             return 0.0 if stats is None else self._reduce(stats)
         if self._searches and (stats is None or self._reduces_after):
-            discard_gradients(loss, self._trained())
+            # Not `discard_gradients`: DDP counts each accumulation as a use of the parameter.
+            torch.autograd.grad(loss, self._trained(), allow_unused=True)
             return 0.0 if stats is None else self._reduce(stats)
         with zero_gradients(self._trained()):
             if stats is None:
@@ -539,8 +548,6 @@ class DataParallel(Replicas):
     def _reduce(self, stats: StepStats) -> float | Tensor:
         """Reduce the gradients of a window that backward has left unreduced, or that has none."""
         self._ddp.require_backward_grad_sync = True
-        if self._has_run:  # then it has received the buffers that others receive once
-            self._ddp.require_forward_param_sync = False
         vector = self._vector_of(stats)
         _, rides = self._ddp(None)
         if self._searches:
@@ -651,10 +658,6 @@ class DataParallel(Replicas):
         hooks = [rank.get("communication", {}) for rank in saved]
         self._saved = comm_hooks.for_processes(hooks, dist.get_rank(), self.data_size)
 
-    def broadcast_buffers(self) -> None:
-        """Broadcast rank 0's buffers to all processes, before an evaluation or a save."""
-        broadcast(list(self.module.buffers()))
-
 
 class StaticDataParallel(DataParallel):
     """`DataParallel` with ``static_graph=True``.
@@ -694,7 +697,6 @@ class StaticDataParallel(DataParallel):
         self._kwargs = replace(self._kwargs, find_unused_parameters=False)
         comm_hooks.check(module, self._kwargs)  # the hook is registered later
         self.graph: dict[str, int] = {}
-        self._is_first = False  # whether the next micro-batch begins a window: broadcast buffers
         super().start(module, step_sync)
 
     def _names(self) -> list[str]:
@@ -707,8 +709,6 @@ class StaticDataParallel(DataParallel):
         self._held_to = False  # whether an update has been compared with the graph
         if self._graph_known:
             super()._wrap()
-            # DDP's forward runs after the user's, so it would broadcast the buffers too late.
-            self._ddp.broadcast_buffers = False
             return
         self.graph = {}
         self._hook = None
@@ -733,13 +733,12 @@ class StaticDataParallel(DataParallel):
         if self._graph_known:
             super().begin_epoch()
 
-    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
         """Set, before the forward pass, whether the next backward ends the accumulation window."""
-        if self._is_first and self._sends_buffers:
-            self.broadcast_buffers()
-        self._is_first = sync
         if self._graph_known:
-            super().begin_micro_batch(sync=sync, complete=complete)
+            super().begin_micro_batch(sync=sync, complete=complete, source=source)
+        else:
+            self._begin_micro_batch(sync, source)
 
     def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by name."""

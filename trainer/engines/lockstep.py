@@ -23,9 +23,18 @@ def has_sync_batch_norm(module: nn.Module) -> bool:
 
 
 def discard_gradients(loss: Tensor, parameters: Iterable[Tensor]) -> None:
-    """Run backward of a dummy batch without touching ``grad``, where no hook reduces gradients."""
+    """Run backward of a dummy batch and leave each ``grad`` as it is, where no hook reduces them.
+
+    ``torch.autograd.grad`` would fail in modules that are checkpointed with ``use_reentrant=True``.
+    """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    torch.autograd.grad(loss, trained, allow_unused=True)
+    held = [parameter.grad for parameter in trained]
+    for parameter in trained:
+        parameter.grad = None
+    with zero_gradients(trained):
+        loss.backward()
+    for parameter, gradient in zip(trained, held, strict=True):
+        parameter.grad = gradient
 
 
 @contextmanager

@@ -125,7 +125,7 @@ class SingleDevice:
     def begin_epoch(self) -> None:
         """Do nothing: any parameter may be trained."""
 
-    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
         """Do nothing: there is nothing to reduce."""
 
     def forward(self, name: str, *args: Any) -> Any:

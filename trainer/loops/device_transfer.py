@@ -89,7 +89,12 @@ class DeviceTransfer:
         return batch if self._dtype is None else map_tree(partial(_as_dtype, self._dtype), batch)
 
     def global_batches(
-        self, epoch_iterator: EpochIterator, dataloader_idx: int = 0, *, counted: bool = True
+        self,
+        epoch_iterator: EpochIterator,
+        dataloader_idx: int = 0,
+        *,
+        counted: bool = True,
+        keeps_latest: bool = False,
     ) -> Generator[GlobalBatch, None, None]:
         """Yield an epoch's global batches on the device; see `EpochIterator.global_batches`.
 
@@ -97,6 +102,7 @@ class DeviceTransfer:
             epoch_iterator: The epoch iterator.
             dataloader_idx: The index of its loader among several, passed to the hooks.
             counted: Whether each batch is paired with its number of items, for `items_of`.
+            keeps_latest: Whether any batch may become the dummy batch, not only the last one.
         """
         if epoch_iterator.weighs is None:
             epoch_iterator.weighs = counted and not self.counts_items
@@ -108,7 +114,9 @@ class DeviceTransfer:
             global_batches = self._with_arrived_batches(global_batches)
         if epoch_iterator.world_size == 1:
             return global_batches
-        return self._with_dummy_batches(global_batches, dataloader_idx, counted=counted)
+        return self._with_dummy_batches(
+            epoch_iterator, global_batches, dataloader_idx, counted=counted, keeps=keeps_latest
+        )
 
     def _with_arrived_batches(
         self, global_batches: Generator[GlobalBatch, None, None]
@@ -121,26 +129,32 @@ class DeviceTransfer:
 
     def _with_dummy_batches(
         self,
+        epoch_iterator: EpochIterator,
         global_batches: Generator[GlobalBatch, None, None],
         dataloader_idx: int,
         *,
         counted: bool,
+        keeps: bool,
     ) -> Generator[GlobalBatch, None, None]:
-        """Give a rank without a batch a dummy batch: its latest, or rank 0's if it has had none."""
-        latest: Any = None
+        """Give a rank without a batch a dummy batch: its latest, or another rank's."""
+        epoch_iterator.dummy_batch = None
         with closing(global_batches):
             for number, current in enumerate(global_batches):
                 if number == 0 and current.batches < self._world_size:
                     batch = current.batch[0] if current.present and counted else current.batch
                     source = all_gather_object(current.present).index(True)
-                    latest = broadcast_object(to_host(batch), from_process=source)
-                    latest = self.move(latest, dataloader_idx)
-                if current.next_missing and current.present:
+                    sent = broadcast_object(to_host(batch), from_process=source)
+                    epoch_iterator.dummy_batch = self.move(sent, dataloader_idx)
+                if not current.present:
+                    current.batch = epoch_iterator.dummy_batch
+                    yield current
+                elif keeps or current.next_missing or (current.last and not epoch_iterator.sampler):
                     # A copy of its containers: the step may put other tensors into the batch's.
                     latest = detach(current.batch[0] if counted else current.batch)
-                if not current.present:
-                    current.batch = latest
-                yield current
+                    yield current
+                    epoch_iterator.dummy_batch = latest
+                else:
+                    yield current
 
     def _without_collectives(
         self, epoch_iterator: EpochIterator, transfer: Callable[[Any], Any]
@@ -337,9 +351,11 @@ def missing_batch_error(
     fit = f"a multiple of {epoch_iterator.world_size} that the data have"
     if epoch_iterator.limited_by == "fast_dev_run":  # it limits the batches of each rank
         fit = "no more batches than the data have for each process"
-    lacking = ", ".join(map(str, range(batches, epoch_iterator.world_size)))
+    lacking = "rank " + ", ".join(map(str, range(batches, epoch_iterator.world_size)))
+    if epoch_iterator.presharded:  # any rank may be among them
+        lacking = f"{epoch_iterator.world_size - batches} of {epoch_iterator.world_size} ranks"
     return (
-        f"is called in {where}, but rank {lacking} has no batch at this point and does not call "
+        f"is called in {where}, but {lacking} has no batch at this point and does not call "
         "it: the batches do not divide evenly among the processes. Set "
         f"{epoch_iterator.limited_by} to {fit}, or call it where all processes come, such as "
         f"{instead}."

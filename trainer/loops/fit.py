@@ -149,7 +149,7 @@ def train_epoch(run: FitRun) -> None:
     step = train_window if run.module.automatic_optimization else manual_window
     begun_at = counters.global_batches
     with closing(
-        run.device_transfer.global_batches(epoch_iterator)
+        run.device_transfer.global_batches(epoch_iterator, keeps_latest=run.hooks.may_end_epoch)
     ) as global_batches:  # ends the loader's workers, too
         for window in windows(run, global_batches):
             if step(run, window):
@@ -194,7 +194,7 @@ def windows(run: FitRun, global_batches: Iterator[GlobalBatch]) -> Iterator[Iter
         yield chain([first], islice(global_batches, run.optim.accumulation - 1))
     # A stream that has ended on this rank alone: the others go on until they hear of it.
     while first is not None and not run.counters.epoch_complete:
-        dummy = first.batch[0] if first.present else first.batch
+        dummy = run.data.epoch_iterator.dummy_batch
         without = GlobalBatch(False, dummy, 0, 0, 0, batches=0, ended=True)
         yield (replace(without) for _ in range(run.optim.accumulation))
 
@@ -374,6 +374,8 @@ def end_epoch(run: FitRun) -> None:
     """Call the epoch-end hooks, record the epoch's metrics and tick the epoch-wise schedulers."""
     reduce_update(run)
     record_epoch(run, "train")
+    if run.data.epoch_iterator.presharded:
+        run.engine.broadcast_buffers()  # from a rank whose data ended last
     if run.module.automatic_optimization:
         tick(run, "epoch", run.counters.epoch + 1)
 

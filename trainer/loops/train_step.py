@@ -63,7 +63,8 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     hooks.on_train_step_start()
     for number, micro in enumerate(window, 1):
         sync = micro.last or number == size
-        engine.begin_micro_batch(sync=sync, complete=micro.batches == run.data_size)
+        complete = micro.batches == run.data_size
+        engine.begin_micro_batch(sync=sync, complete=complete, source=micro.first)
         batch, items = items_of(micro)
         weighting.refer_to(items)
         batch_idx = run.batch_idx = counters.global_batches
@@ -130,6 +131,8 @@ def dummy_step(
     Returns:
         What `training_step` returned, None if it did not run; and the result of `Engine.backward`.
     """
+    if run.step.ends_epoch and run.data.epoch_iterator.dummy_batch is not None:
+        batch = run.data.epoch_iterator.dummy_batch  # the one left out may not be fit to run
     if batch is None:
         check_needs_no_dummy(run)
         return None, contribute_nothing(run, stats, skips=False)
@@ -261,7 +264,7 @@ def without_collectives(run: FitRun, micro: GlobalBatch) -> Any:
 def leave_batch_out(run: FitRun, micro: GlobalBatch) -> None:
     """Leave a batch out, because ``on_train_batch_start`` returned -1, and vote to end the epoch.
 
-    The rank goes on as one without a batch, and this one is its dummy batch.
+    The rank goes on as one without a batch.
 
     Args:
         run: The fit.

@@ -301,6 +301,21 @@ def test_an_evaluation_step_may_be_collective(ranks2, stage, samples):
         assert one[1] == samples
 
 
+def test_what_a_step_gathers_for_metrics_has_no_rows_of_dummy_batches(ranks2):
+    class Gathering(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            gather = self.trainer.accelerator.gather_for_metrics
+            self.seen = [*getattr(self, "seen", []), *gather(batch[0][:, 0]).tolist()]
+            self.names = [*getattr(self, "names", []), *gather([*map(str, batch[0][:, 0])])]
+
+    def evaluate() -> Any:
+        module = Gathering()
+        quiet().validate(module, loader(19))
+        return module.seen, len(module.names)
+
+    assert ranks2(evaluate) == [(X[:19, 0].tolist(), 19)] * 2
+
+
 @pytest.mark.parametrize(
     "options",
     [

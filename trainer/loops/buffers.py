@@ -30,6 +30,7 @@ from trainer.loops.state import FitRun, Run
 from trainer.names import bare_names
 from trainer.optim.optimizer import parameters_of
 from trainer.rng import isolated_rng, mix
+from trainer.state import GradientState
 from trainer.tree import as_bytes, dense, is_sharded
 
 logger = module_logger(__name__)
@@ -316,8 +317,9 @@ _OF_TORCH = vars(nn.Module()).keys()
 def kept_attributes(module: nn.Module) -> Iterator[None]:
     """Restore the module's attributes that are lists and other built-in containers on exit.
 
-    In evaluation, numbers and tensors too. In training, what counts updates must go on alike on all
-    ranks; in manual optimisation, containers as well.
+    In evaluation, numbers and tensors too, unless the step calls `gather_for_metrics`: what it
+    gathers has no rows of dummy batches, and belongs into the lists of all ranks. In training, what
+    counts updates must go on alike on all ranks; in manual optimisation, containers as well.
     """
     kinds: tuple[type, ...] = (int, float, Tensor, *_CONTAINERS)
     if module.training:
@@ -329,11 +331,12 @@ def kept_attributes(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        own.update(before)
-        for tensor, content in tensors:  # of an evaluation
-            tensor.copy_(content)
-        for restore in restorers:
-            restore()
+        if module.training or not GradientState()._gathered:
+            own.update(before)
+            for tensor, content in tensors:  # of an evaluation
+                tensor.copy_(content)
+            for restore in restorers:
+                restore()
 
 
 def _restorer(value: Any) -> Callable[[], object]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import count
 from typing import Any
@@ -27,6 +27,7 @@ from trainer.hooks import is_overridden
 from trainer.loops.module_state import kept_by
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix
+from trainer.state import GradientState
 from trainer.tree import detach, map_tree, to_host
 
 logger = module_logger(__name__)
@@ -138,8 +139,12 @@ class DeviceTransfer:
     ) -> Generator[GlobalBatch, None, None]:
         """Give a rank without a batch a dummy batch: its latest, or another rank's."""
         epoch_iterator.dummy_batch = None
-        with closing(global_batches):
+        gradient_state = GradientState()
+        with closing(global_batches), ExitStack() as stack:
+            stack.callback(gradient_state._set_batches, None)
             for number, current in enumerate(global_batches):
+                whole = current.batches == self._world_size or epoch_iterator.presharded
+                gradient_state._set_batches(None if whole else current.batches)
                 if number == 0 and current.batches < self._world_size:
                     batch = current.batch[0] if current.present and counted else current.batch
                     source = all_gather_object(current.present).index(True)

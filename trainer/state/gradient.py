@@ -41,6 +41,8 @@ class GradientState(Shared):
     _loaders: list[weakref.ref[Any]]
     _kept_end: tuple[int, int | None] | None
     _joins: bool  # whether a `join_uneven_inputs` block is active
+    _batches: int | None  # see `_set_batches`
+    _gathered: bool  # whether `gather_for_metrics` was called since `_set_batches`
 
     def __init__(
         self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
@@ -56,6 +58,8 @@ class GradientState(Shared):
             self._loaders = []
             self._kept_end = None
             self._joins = False
+            self._batches = None
+            self._gathered = False
             self.plugin = GradientAccumulationPlugin(num_steps=1)
         if gradient_accumulation_plugin is not None:
             self.plugin = gradient_accumulation_plugin
@@ -171,8 +175,15 @@ class GradientState(Shared):
         It is None if all ranks have such a batch, or if the number of samples without padding is
         known (see `_real_samples`).
         """
-        parts: int | None = getattr(self.active_dataloader, "_real_batches", None)
+        parts: int | None = getattr(self.active_dataloader, "_real_batches", self._batches)
         return parts
+
+    def _set_batches(self, batches: int | None) -> None:
+        """Set how many ranks, from rank 0 on, do not run a dummy batch; None means all."""
+        self._batches, self._gathered = batches, False
+
+    def _set_gathered(self) -> None:
+        self._gathered = True
 
     @property
     def _batch_sizes(self) -> frozenset[int]:
@@ -191,7 +202,12 @@ class GradientState(Shared):
 
     def _picklable(self) -> dict[str, Any]:
         # In the process that unpickles it, no loader is being read.
-        nothing: dict[str, Any] = {"_loaders": [], "_kept_end": None, "_joins": False}
+        nothing: dict[str, Any] = {
+            "_loaders": [],
+            "_kept_end": None,
+            "_joins": False,
+            "_batches": None,
+        }
         return {**self.__dict__, **nothing} if self.initialized else {}
 
     @staticmethod

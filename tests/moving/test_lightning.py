@@ -941,13 +941,16 @@ def test_arguments_of_loggers_that_would_change_names_are_refused(tmp_path):
         ({"gradient_clip_algorithm": "max"}, "gradient_clip_algorithm is 'max'"),
         ({"precision": "8"}, "precision is '8'"),
         ({"accelerator": "tpu"}, "accelerator is 'tpu'"),
-        ({"use_distributed_sampler": False, "devices": 2}, "use_distributed_sampler=False"),
+        (
+            {"use_distributed_sampler": False, "devices": 2},
+            r"use_distributed_sampler=False .*DataLoaderConfiguration\(presharded=True\)",
+        ),
         ({"val_check_interval": "1:30"}, "a time as DD:HH:MM:SS"),
         ({"val_check_interval": 3, "accumulate_grad_batches": 2}, "no multiple"),
         ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "a part of an epoch"),
         ({"check_val_every_n_epoch": None}, "give val_check_interval an int"),
         ({"devices": [0, 0]}, "must name devices, each once"),
-        ({"profiler": "advanced"}, "profiler is 'advanced'"),
+        ({"profiler": "advanced"}, "profiler='advanced' is not in Cadence: use profiler='simple'"),
     ],
     ids=str,
 )
@@ -961,11 +964,17 @@ def test_all_that_does_not_carry_over_is_in_one_error():
         def on_epoch_start(self, trainer: Any, module: Any) -> None:
             pass
 
-    wrong = {"precision": "8", "strategy": "horovod", "devices": [0, 0], "profiler": "advanced"}
+    wrong = {"precision": "8", "strategy": "horovod", "devices": [0, 0], "profiler": object()}
+    wrong |= {"max_epochs": -3, "limit_val_batches": -1, "gradient_clip_val": -1.0}
+    wrong |= {"accumulate_grad_batches": 0, "log_every_n_steps": "x", "deterministic": "no"}
     with pytest.raises(TypeError) as error:
-        L.Trainer(callbacks=[Old()], stochastic_weight_avg=True, **wrong)
+        L.Trainer(callbacks=[Old()], stochastic_weight_avg=True, logger="csv", **wrong)
     for said in ("no argument 'stochastic_weight_avg'", "Old defines on_epoch_start", *wrong):
         assert said in str(error.value)
+    assert "logger is 'csv'" in str(error.value)
+    wrong = {"max_epochs": -3, "num_sanity_val_steps": -2}
+    with pytest.raises(ValueError, match=r"max_epochs .*\nnum_sanity_val_steps "):
+        L.Trainer(accelerator="cpu", **wrong)
 
 
 def test_batch_normalisation_of_configure_model_is_that_over_all_processes(ranks2, tmp_path):

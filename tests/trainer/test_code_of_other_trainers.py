@@ -364,7 +364,7 @@ def test_what_is_recommended_for_them_are_arguments():
         ("enable_checkpointing", False, "use checkpointing=False."),
         ("progress_bar_refresh_rate", 0, "use progress_bar=False."),
         ("disable_tqdm", True, "use progress_bar=False."),
-        ("use_distributed_sampler", False, "leave it out: the Trainer shards the loaders"),
+        ("use_distributed_sampler", False, "DataLoaderConfiguration(presharded=True)"),
         # what is off by default
         ("logger", False, "leave it out: False asks for nothing"),
         ("profiler", None, "leave it out: None asks for nothing"),

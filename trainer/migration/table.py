@@ -39,6 +39,12 @@ SECOND_FIT = (
     "each fit is a run of its own: make another Trainer for it, with a project_dir of its own, or "
     "one with more epochs that goes on by ckpt_path='auto'"
 )
+SHARDED_BY_US = (
+    f"{NOTHING}: loaders are sharded already. Give every process the same dataset and the same "
+    "sampler, of the whole order; each reads its own batches, and no sample is repeated. Where an "
+    "IterableDataset gives each process its own part, pass "
+    "dataloader_config=DataLoaderConfiguration(presharded=True)"
+)
 _NO_SUCH_DEVICE = f"{NOTHING}: such devices are not supported"
 _ALL_DEVICES = "trainer launch --num_processes N script.py"
 
@@ -190,7 +196,7 @@ LIGHTNING_ARGUMENTS = {
     "prepare_data_per_node": f"{NOTHING}: one process of each machine calls prepare_data first",
     "progress_bar_refresh_rate": "progress_bar",
     "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
-    "replace_sampler_ddp": f"{NOTHING}: the Trainer shards the loaders",
+    "replace_sampler_ddp": SHARDED_BY_US,
     "resume_from_checkpoint": "fit(ckpt_path=...), where 'auto' is the newest if there is one",
     "stochastic_weight_avg": "callbacks=[StochasticWeightAveraging(swa_lrs=...)]",
     "strategy": _DDP,
@@ -198,7 +204,7 @@ LIGHTNING_ARGUMENTS = {
     "tpu_cores": _NO_SUCH_DEVICE,
     "track_grad_norm": "callbacks=[GradientNormMonitor()]",
     "truncated_bptt_steps": f"{NOTHING}; for parts of a sequence, {MANUAL}",
-    "use_distributed_sampler": f"{NOTHING}: the Trainer shards the loaders",
+    "use_distributed_sampler": SHARDED_BY_US,
     "val_check_interval": (
         "val_every='N steps', where a step is an update: divide a number of batches by "
         "gradient_accumulation_steps"
@@ -499,6 +505,34 @@ LIGHTNING_MODULES = {
 }
 """Of modules that are not here: what to use, also for those below; see `LIGHTNING_NAMES` first."""
 
+# -- names of torch --------------------------------------------------------------------------------
+
+TORCH_NAMES = dict.fromkeys(
+    ("torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler"),
+    SHARDED_BY_US,
+)
+"""Classes whose objects the Trainer and the Accelerator do not take."""
+
+_WEIGHTS = (
+    "use MyModule.load_from_checkpoint(path), or load_file(f'{path}/model.safetensors') of "
+    "safetensors.torch"
+)
+CHECKPOINT_CALLS = {
+    "torch.load": _WEIGHTS,
+    "open": "its files are manifest.json, model.safetensors and others",
+    "os.path.isfile": "use os.path.exists",
+    "shutil.copy": "use shutil.copytree",
+    "shutil.copy2": "use shutil.copytree",
+    "shutil.copyfile": "use shutil.copytree",
+    "add_file": "use add_dir of the artifact",
+}
+"""What reads a file, and is given `best_model_path` or `last_model_path`, which is a folder."""
+LOADED_ENTRIES = {
+    "state_dict": _WEIGHTS,
+    "hyper_parameters": "use MyModule.load_from_checkpoint(path).hparams",
+}
+"""What programs take of a checkpoint that they read with `torch.load`."""
+
 # -- names of accelerate ---------------------------------------------------------------------------
 
 _MEGATRON = "a model of megatron-core is prepared and stepped as any other, with megatron_lm_plugin"
@@ -687,6 +721,9 @@ TABLES = (
         "entries of the dict of on_save_checkpoint and on_load_checkpoint",
         CHECKPOINT_ENTRIES,
     ),
+    Table("Lightning", "calls with best_model_path or last_model_path", CHECKPOINT_CALLS),
+    Table("Lightning", "entries of what torch.load reads of a checkpoint", LOADED_ENTRIES),
+    Table("Lightning", "classes of torch", TORCH_NAMES),
     Table("Lightning", "names in lightning", LIGHTNING_NAMES),
     Table("Lightning", "other modules in these of lightning", LIGHTNING_MODULES),
     Table("Lightning", "arguments of trainer.Trainer", LIGHTNING_ARGUMENTS),

@@ -11,7 +11,15 @@ from datetime import timedelta
 from typing import Any
 
 from trainer.checks import choice_error
-from trainer.migration.table import BEST, NOTHING, SAVES, SHARDED, ZERO
+from trainer.migration.table import (
+    BEST,
+    LIGHTNING_NAMES,
+    NOTHING,
+    SAVES,
+    SHARDED,
+    SHARDED_BY_US,
+    ZERO,
+)
 
 _FIND_UNUSED = "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
 
@@ -257,6 +265,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     },
 }
 """Lightning's strategies, with the arguments of the class that the first word names."""
+_PROFILERS = {"advanced": "AdvancedProfiler", "xla": "XLAProfiler"}
 Arguments = Mapping[str, Any]
 _OBJECT = " An object of trainer.lightning.pytorch.{} is possible too."
 
@@ -307,6 +316,9 @@ def wrong_precision(given: Arguments) -> str | None:
 def wrong_profiler(given: Arguments) -> str | None:
     """Whether a name is that of another profiler."""
     profiler = given.get("profiler")
+    if profiler in ("advanced", "xla"):
+        use = LIGHTNING_NAMES[f"pytorch.profilers.{_PROFILERS[profiler]}"]
+        return f"profiler={profiler!r} is not in Cadence: {use}."
     further = _OBJECT.format("profilers")
     text = isinstance(profiler, str)
     return _one_of("profiler", profiler, ("simple", "pytorch"), further) if text else None
@@ -346,17 +358,13 @@ def wrong_interval(given: Arguments) -> str | None:
 
 
 def wrong_sampler(given: Arguments) -> str | None:
-    """Whether several processes should read the same data."""
-    devices, nodes = given.get("devices", 1), given.get("num_nodes", 1)
+    """Whether several processes, as far as known, should get their data by the program's code."""
+    devices, nodes = given.get("devices", "auto"), given.get("num_nodes", 1)
     numbers = device_numbers(devices)
     number = str(devices if numbers is None else len(numbers))
-    alone = nodes == 1 and number in ("1", "auto", "None")
-    if given.get("use_distributed_sampler", True) or alone:
+    if given.get("use_distributed_sampler", True) or (nodes == 1 and number == "1"):
         return None
-    return (
-        "use_distributed_sampler=False: the Trainer shards the data itself, so that no sample is "
-        "repeated; leave it out."
-    )
+    return f"use_distributed_sampler=False has no effect on several processes; {SHARDED_BY_US}."
 
 
 WRONG_VALUES: dict[str, Callable[[Arguments], str | None]] = {

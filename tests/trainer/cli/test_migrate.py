@@ -698,3 +698,48 @@ def test_a_program_that_would_not_compile_stays_as_it_is(capsys):
     assert main(["migrate", "script.py", "--write"]) == 1
     assert "script.py stays as it is; changed, it would end in 'return'" in capsys.readouterr().err
     assert Path("script.py").read_text() == text
+
+
+READS = """\
+import os
+import shutil
+import torch
+from torch.utils.data import DistributedSampler, distributed
+import lightning as L
+
+saver = L.pytorch.callbacks.ModelCheckpoint()
+trainer = L.Trainer(profiler="advanced")
+trainer = L.Trainer(devices=args.devices, use_distributed_sampler=False, precision=args.precision)
+trainer = L.Trainer(devices=1, use_distributed_sampler=False, profiler=args.profiler)
+loader = torch.utils.data.DataLoader([1], sampler=DistributedSampler([1]))
+other = distributed.DistributedSampler([1])
+weights = torch.load(saver.best_model_path)["state_dict"]
+best = trainer.checkpoint_callback.best_model_path
+saved = torch.load(best)
+saved["state_dict"]
+torch.load(args.path, weights_only=True)["state_dict"]
+saved = torch.load("last.ckpt")
+saved["hyper_parameters"], saved["own"]
+torch.load("resnet.pth")["state_dict"]
+shutil.copy(best, "out")
+if os.path.isfile(best) and os.path.exists(best):
+    open(saver.last_model_path)
+artifact.add_file(best)
+best = "text"
+open(best)
+"""
+
+
+def test_data_that_are_sharded_twice_and_checkpoints_read_as_files_are_listed(capsys):
+    _, findings, _ = migrate(capsys, READS, "--write")
+    assert [line for line, _ in findings] == [8, 9, 11, 12, 13, 15, 17, 19, 21, 22, 23, 24]
+    told = dict(findings)
+    assert "use profiler='simple'" in told[8]
+    assert all("DataLoaderConfiguration(presharded=True)" in told[line] for line in (9, 11, 12))
+    assert all("load_from_checkpoint" in told[line] for line in (13, 15, 17, 19))
+    assert "use shutil.copytree" in told[21]
+    assert "use os.path.exists" in told[22]
+    assert "use add_dir" in told[24]
+    # Own loops save files with `torch.save`.
+    _, findings, _ = migrate(capsys, READS.replace("import lightning as L", "import accelerate"))
+    assert not any("torch.load reads" in text for _, text in findings)

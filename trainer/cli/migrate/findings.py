@@ -45,15 +45,18 @@ from trainer.migration.refusals import (
 from trainer.migration.table import (
     ACCELERATE_CALLS,
     AS_LIGHTNING,
+    CHECKPOINT_CALLS,
     CHECKPOINT_ENTRIES,
     EVALUATION_ARGUMENTS,
     HUGGING_FACE_NAMES,
     LIGHTNING_CALLS,
+    LOADED_ENTRIES,
     LOG_ARGUMENTS,
     NO_LOGGER,
     STEP_ARGUMENTS,
+    TORCH_NAMES,
 )
-from trainer.migration.values import wrong_strategy
+from trainer.migration.values import WRONG_VALUES
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 
@@ -76,6 +79,7 @@ _STEPS = ("training", "validation", "test", "predict")
 _OF_MODULES = {"training_step", "train_dataloader"}  # by which a class is known
 _EVALUATIONS = ("validate", "test", "predict")
 _OF_CHECKPOINTS = ("on_save_checkpoint", "on_load_checkpoint")
+_CHECKPOINTS = ("best_model_path", "last_model_path")
 
 
 def find(module: cst.Module, path: Path, *, imports: bool, native: bool = False) -> list[Finding]:
@@ -87,7 +91,7 @@ def find(module: cst.Module, path: Path, *, imports: bool, native: bool = False)
         imports: Whether import lines that `--write` would change are findings too.
         native: Whether it is a finding too that `--native` leaves Lightning's Trainer.
     """
-    finder = _Finder(path, imports)
+    finder = _Finder(path, imports, native)
     program = MetadataWrapper(module)
     program.visit(finder)
     places = program.resolve(PositionProvider)
@@ -131,15 +135,19 @@ class _Finder(cst.CSTVisitor):
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider, ParentNodeProvider)
 
-    def __init__(self, path: Path, imports: bool) -> None:
+    def __init__(self, path: Path, imports: bool, native: bool) -> None:
         super().__init__()
         self.findings: list[Finding] = []
         self.is_known = False
+        self._of_lightning = False  # whether it imports anything of Lightning
         self._path = path
         self._imports = imports
+        self._is_native = native
         self._classes: dict[str, _Base] = {}  # of the program, by their qualified name
         self._trainers: set[str] = set()  # what holds a Trainer
         self._objects: dict[str, str] = {}  # what holds an object of a library, and its class
+        self._paths: set[str] = set()  # what holds the path of a checkpoint
+        self._loaded: set[str] = set()  # what holds the content of one
         self._scopes = [_Scope(None, frozenset())]  # of the classes and functions around
         self._native: set[str] = set()  # of these, what holds one of trainer.Trainer
         self._one: list[tuple[cst.CSTNode, str, Mapping[str, str]]] = []  # blocks of one process
@@ -175,6 +183,7 @@ class _Finder(cst.CSTVisitor):
         if not package_of(path) and top not in _LISTED:
             return
         self.is_known = True
+        self._of_lightning |= package_of(path) not in (None, "accelerate")
         package, _, module = line.rpartition(" ")
         if self._imports and line and (new := moved(module)) != module and is_module(new):
             self._add(alias, f"write {f'{package} {new}'.strip()!r}, or pass --write", IMPORTS)
@@ -213,13 +222,29 @@ class _Finder(cst.CSTVisitor):
 
     def visit_Subscript(self, node: cst.Subscript) -> None:
         scope, index = self._scopes[-1], node.slice[0].slice
-        if scope.checkpoint is None or dotted(node.value) != scope.checkpoint:
-            return
         key = literal(index.value) if isinstance(index, cst.Index) else None
-        if not isinstance(key, str) or key not in CHECKPOINT_ENTRIES:
+        if not isinstance(key, str):
             return
-        if scope.native or key != "state_dict":
-            self._add(node, f"{scope.checkpoint}[{key!r}] is not there: {CHECKPOINT_ENTRIES[key]}.")
+        if scope.checkpoint is not None and dotted(node.value) == scope.checkpoint:
+            if key in CHECKPOINT_ENTRIES and (scope.native or key != "state_dict"):
+                what = f"{scope.checkpoint}[{key!r}] is not there: {CHECKPOINT_ENTRIES[key]}."
+                self._add(node, what)
+        elif key in LOADED_ENTRIES and self._is_loaded(node.value):
+            self._add(
+                node,
+                f"{key!r} of what torch.load reads: a checkpoint of the Trainer is a folder, so "
+                f"{LOADED_ENTRIES[key]}.",
+            )
+
+    def _is_loaded(self, node: cst.BaseExpression) -> bool:
+        """Return whether a value is what ``torch.load`` reads, of no file of another library."""
+        if not self._of_lightning or not isinstance(node, cst.Call):
+            return dotted(node) in self._loaded
+        if path_of(self, node.func) != "torch.load" or not node.args:
+            return False
+        file = literal(node.args[0].value)
+        of_others = isinstance(file, str) and not file.endswith(".ckpt")
+        return not of_others and self._reads_file("torch.load", node) is None  # which is listed
 
     def _is_trainer(self, owner: str) -> bool:
         if owner == "self.trainer":
@@ -292,9 +317,12 @@ class _Finder(cst.CSTVisitor):
     # -- calls -------------------------------------------------------------------------------------
 
     def visit_Assign(self, node: cst.Assign) -> None:
-        if isinstance(node.value, cst.Call):
-            for each in node.targets:
-                self._see_variable(each.target, node.value.func)
+        value = node.value
+        for target in (each.target for each in node.targets):
+            if isinstance(value, cst.Call):
+                self._see_variable(target, value.func)
+            for seen, is_so in ((self._loaded, self._is_loaded), (self._paths, self._is_path)):
+                (seen.add if is_so(value) else seen.discard)(dotted(target))
 
     def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
         self._see_variable(node.target, node.annotation.annotation)
@@ -330,8 +358,23 @@ class _Finder(cst.CSTVisitor):
                     self._see_library(each, "callback")
         elif made is not None:
             self._see_arguments(made, path, given)
+        elif path in TORCH_NAMES:
+            self._add(node, f"{path.rpartition('.')[2]}: {TORCH_NAMES[path]}.")
+        elif (call := self._reads_file(path, node)) is not None:
+            said = f"is given a checkpoint, which is a folder: {CHECKPOINT_CALLS[call]}."
+            self._add(node, f"{call} {said}")
         elif isinstance(node.func, cst.Attribute):
             self._see_method(node, node.func, given)
+
+    def _reads_file(self, path: str, node: cst.Call) -> str | None:
+        """Return the name in the table of a call that takes the path of a checkpoint for a file."""
+        names = (path, dotted(node.func), dotted(node.func).rpartition(".")[2])
+        name = next((each for each in names if each in CHECKPOINT_CALLS), None)
+        return name if node.args and self._is_path(node.args[0].value) else None
+
+    def _is_path(self, node: cst.BaseExpression) -> bool:
+        """Return whether a value is the path of a checkpoint."""
+        return dotted(node) in self._paths or dotted(node).rpartition(".")[2] in _CHECKPOINTS
 
     def _see_trainer(self, given: dict[str, cst.Arg], known: set[str]) -> None:
         unknown = {n: literal(each.value) for n, each in given.items() if n not in known}
@@ -342,11 +385,12 @@ class _Finder(cst.CSTVisitor):
 
     def _see_values(self, given: dict[str, cst.Arg]) -> None:
         """List values that `trainer.lightning`'s Trainer does not take."""
-        if "strategy" in given:
-            wrong = wrong_strategy({"strategy": literal(given["strategy"].value)})
-            if wrong is not None:
-                self._add(given["strategy"], wrong)
-        if "plugins" in given and (value := literal(given["plugins"].value)):
+        values = {name: literal(each.value) for name, each in given.items()}
+        # With `--native`, those that keep Lightning's Trainer are listed as that.
+        for name, check in WRONG_VALUES.items() if not self._is_native else ():
+            if values.get(name, ...) is not ... and (wrong := check(values)) is not None:
+                self._add(given[name], wrong)
+        if "plugins" in given and (value := values["plugins"]):
             told = argument_refusals({"plugins": value}, signature(Trainer).parameters)
             self._add(given["plugins"], told["plugins"])
 

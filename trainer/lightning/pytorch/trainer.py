@@ -56,6 +56,7 @@ from trainer.lightning.pytorch.strategies import (
     Strategy,
     strategy_of,
 )
+from trainer.loops.config import Settings
 from trainer.loops.state import Counters
 from trainer.migration.refusals import argument_refusals, refuse, uncalled
 from trainer.migration.values import (
@@ -238,10 +239,37 @@ class Trainer(NativeTrainer):
             "accumulate_grad_batches": accumulate_grad_batches,
             "use_distributed_sampler": use_distributed_sampler,
         }
+        windows = accumulate_grad_batches
+        if isinstance(windows, Mapping):
+            added.append(GradientAccumulationScheduler(windows))
+            windows = 1
+        by_value = gradient_clip_algorithm == "value"
+        settings: dict[str, Any] = {
+            "sync_batchnorm": sync_batchnorm,
+            "max_epochs": _epochs_of(max_epochs, limited=max_steps != -1 or max_time is not None),
+            "min_epochs": min_epochs,
+            "max_steps": None if max_steps == -1 else max_steps,
+            "min_steps": min_steps,
+            "max_time": max_time,
+            "limit_train_batches": limit_train_batches,
+            "limit_val_batches": limit_val_batches,
+            "limit_test_batches": limit_test_batches,
+            "limit_predict_batches": limit_predict_batches,
+            "overfit_batches": overfit_batches or None,
+            "num_sanity_val_steps": num_sanity_val_steps,
+            "log_every": sys.maxsize if log_every_n_steps == 0 else log_every_n_steps,
+            "gradient_accumulation_steps": windows,
+            "max_grad_value" if by_value else "max_grad_norm": gradient_clip_val or None,
+            "deterministic": deterministic,
+            "detect_anomaly": detect_anomaly,
+            "barebones": barebones,
+            "reload_dataloaders_every_n_epochs": reload_dataloaders_every_n_epochs,
+        }
+        settings = {name: value for name, value in settings.items() if value is not None}
         with _lightnings_words():
             without = _given_of(plugins, model_registry, enable_autolog_hparams)
-            self._refuse(checked, others | without, added, logger)
-        cpu = _on_cpu(accelerator)
+            self._refuse(checked, settings, others | without, added, logger)
+        cpu = str(accelerator).lower() == "cpu"
         _check_devices(devices, num_nodes, cpu=cpu)
         if benchmark is not None:
             torch.backends.cudnn.benchmark = benchmark
@@ -256,41 +284,14 @@ class Trainer(NativeTrainer):
         self.profiler = _profiler_of(profiler)
         if isinstance(self.profiler, PyTorchProfiler):
             added.append(self.profiler)
-        windows = accumulate_grad_batches
-        if isinstance(windows, Mapping):
-            added.append(GradientAccumulationScheduler(windows))
-            windows = 1
-        if max_epochs is None and max_steps == -1 and max_time is None:
-            max_epochs = 1000
-        endless = sys.maxsize if max_steps == -1 and max_time is None else None
-        by_value = gradient_clip_algorithm == "value"
-        passed: dict[str, Any] = {
+        passed: dict[str, Any] = settings | {
             "cpu": cpu,
-            "sync_batchnorm": sync_batchnorm,
             "callbacks": added,
             "fast_dev_run": fast_dev_run,
-            "max_epochs": endless if max_epochs == -1 else max_epochs,
-            "min_epochs": min_epochs,
-            "max_steps": None if max_steps == -1 else max_steps,
-            "min_steps": min_steps,
-            "max_time": max_time,
-            "limit_train_batches": limit_train_batches,
-            "limit_val_batches": limit_val_batches,
-            "limit_test_batches": limit_test_batches,
-            "limit_predict_batches": limit_predict_batches,
-            "overfit_batches": overfit_batches or None,
             "val_every": interval_of(val_check_interval, check_val_every_n_epoch, windows),
-            "num_sanity_val_steps": num_sanity_val_steps,
-            "log_every": sys.maxsize if log_every_n_steps == 0 else log_every_n_steps,
             "checkpointing": enable_checkpointing,
             "progress_bar": enable_progress_bar,
-            "gradient_accumulation_steps": windows,
-            "max_grad_value" if by_value else "max_grad_norm": gradient_clip_val or None,
-            "deterministic": deterministic,
             "profile": "simple" if isinstance(self.profiler, SimpleProfiler) else None,
-            "detect_anomaly": detect_anomaly,
-            "barebones": barebones,
-            "reload_dataloaders_every_n_epochs": reload_dataloaders_every_n_epochs,
             "log_with": list(map(_tracker_of, [] if dry else self._loggers)) or None,
             "project_dir": self._run_dir(default_root_dir, dry=dry),
         }
@@ -353,12 +354,25 @@ class Trainer(NativeTrainer):
     val_check_interval = _Argument()
 
     def _refuse(
-        self, given: dict[str, Any], others: dict[str, Any], callbacks: Sequence[Any], loggers: Any
+        self,
+        given: dict[str, Any],
+        settings: dict[str, Any],
+        others: dict[str, Any],
+        callbacks: Sequence[Any],
+        loggers: Any,
     ) -> None:
-        """Raise one error for all that does not carry over.
+        """Raise one error for all that does not carry over, and for values that are wrong.
+
+        Args:
+            given: Arguments with values of Lightning's own.
+            settings: Arguments of `trainer.Trainer`, translated.
+            others: Arguments that Lightning's Trainer has not, or that are not translated.
+            callbacks: The callbacks.
+            loggers: The argument `logger`.
 
         Raises:
-            TypeError: There is an argument that the Trainer has not, or a hook that nobody calls.
+            TypeError: There is an argument that the Trainer has not, a hook that nobody calls, or a
+                value of a wrong type.
             ValueError: There are values that it cannot take, and none of those.
         """
         known = NativeTrainer.__init__.__kwdefaults__ or {}
@@ -374,10 +388,15 @@ class Trainer(NativeTrainer):
                 if isinstance(each, Logger)
                 for text in uncalled(each, "logger")
             ),
+            *_wrong_objects(given["profiler"], loggers),
         ]
         if given["devices"] in ("auto", -1, "-1", None):
             given["devices"] = _all_devices(given["accelerator"])
         values = wrong_values(given)
+        if str(given["accelerator"]).lower() in ("gpu", "cuda") and not torch.cuda.is_available():
+            values.append(f"accelerator is {given['accelerator']!r}, but there is no CUDA device.")
+        for error in _wrong_settings(settings):
+            (wrong if isinstance(error, TypeError) else values).append(str(error))
         if wrong:
             refuse(wrong + values)
         if values:
@@ -980,11 +999,37 @@ def _has(callbacks: Sequence[Callback], kind: type) -> bool:
     return any(isinstance(each, kind) for each in callbacks)
 
 
-def _on_cpu(accelerator: Any) -> bool:
-    name = str(accelerator).lower()
-    if name in ("gpu", "cuda") and not torch.cuda.is_available():
-        raise ValueError(f"accelerator is {accelerator!r}, but there is no CUDA device.")
-    return name == "cpu"
+def _epochs_of(epochs: int | None, *, limited: bool) -> int | None:
+    """Return `max_epochs` of our Trainer; `limited` is whether something else ends the run."""
+    if epochs == -1:
+        return None if limited else sys.maxsize
+    return 1000 if epochs is None and not limited else epochs
+
+
+def _wrong_objects(profiler: Any, loggers: Any) -> Iterator[str]:
+    """Yield a sentence for a profiler, and for each logger, of no kind that the Trainer takes."""
+    if not isinstance(profiler, (PassThroughProfiler, str, type(None))):
+        yield (
+            f"profiler is {profiler!r}; it must be 'simple', 'pytorch' or an object of "
+            "trainer.lightning.pytorch.profilers."
+        )
+    for each in _listed(loggers):
+        known = isinstance(each, (Logger, bool, type(None)))
+        if not known and not callable(getattr(each, "log_metrics", None)):
+            yield (
+                f"logger is {each!r}; it must be a bool, a logger of "
+                "trainer.lightning.pytorch.loggers, one of your own that inherits from Logger "
+                "there, or a list of these."
+            )
+
+
+def _wrong_settings(settings: Mapping[str, Any]) -> Iterator[Exception]:
+    """Yield the error of each argument of `trainer.Trainer` that is wrong by itself."""
+    for name, value in settings.items():
+        try:
+            Settings(**{name: value})
+        except (TypeError, ValueError) as error:
+            yield error
 
 
 def _check_devices(devices: Any, nodes: int, *, cpu: bool) -> None:
@@ -1100,13 +1145,7 @@ def interval_of(interval: Any, epochs: int | None, windows: Any) -> str | int | 
 
 def _profiler_of(given: Any) -> PassThroughProfiler:
     kinds = {None: PassThroughProfiler, "simple": SimpleProfiler, "pytorch": PyTorchProfiler}
-    made = kinds[given]() if given in kinds else given
-    if not isinstance(made, PassThroughProfiler):
-        raise ValueError(
-            f"profiler is {given!r}; it must be 'simple', 'pytorch' or an object of "
-            "trainer.lightning.pytorch.profilers."
-        )
-    return made
+    return kinds[given]() if given in kinds else given
 
 
 def _tracker_of(logger: Logger) -> GeneralTracker:
@@ -1127,10 +1166,4 @@ def _loggers_of(given: Any, root: Any, *, dry: bool) -> list[Any]:
     for each in (loggers := _listed(given)):
         if isinstance(each, Logger):
             each.share_version()
-        elif not callable(getattr(each, "log_metrics", None)):
-            raise TypeError(
-                f"logger is {each!r}; it must be a bool, a logger of "
-                "trainer.lightning.pytorch.loggers, one of your own that inherits from Logger "
-                "there, or a list of these."
-            )
     return loggers

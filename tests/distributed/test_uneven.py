@@ -414,3 +414,23 @@ def test_updates_in_hooks_that_all_ranks_call_may_gather(ranks2, hook):
 
     times = 2 if hook == "on_train_step_end" else 1
     assert ranks2(body) == [[2] * times] * 2
+
+
+def test_batches_of_unequal_sizes_are_gathered_by_what_the_error_names(ranks2):
+    class Gathers(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:  # of 2 samples and of 1
+                with pytest.raises(DistributedOperationException) as error:
+                    self.all_gather(batch[0])
+                named = "self.trainer.accelerator.gather_for_metrics"
+                assert f"In a module, write {named}(...)." in str(error.value)
+            self.seen += self.trainer.accelerator.gather_for_metrics(batch[0][:, 0]).tolist()
+
+    def body() -> list[float]:
+        module = Gathers()
+        rows = torch.arange(7.0)[:, None].repeat(1, 6)
+        trainer = Trainer(cpu=True, progress_bar=False)
+        trainer.validate(module, DataLoader(TensorDataset(rows), 2))
+        return sorted(module.seen)
+
+    assert ranks2(body) == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]] * 2

@@ -221,7 +221,7 @@ def _complaint(plans: list[str]) -> str:
             "and types:",
             *lines,
             "pad_across_processes makes sizes equal; gather_for_metrics and gather_object take "
-            "unequal ones.",
+            "unequal ones. In a module, write self.trainer.accelerator.gather_for_metrics(...).",
         ]
     )
 

@@ -9,7 +9,7 @@ module is made again, are redacted only if their name leaves no doubt.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trackers.media import named_values
@@ -146,6 +146,23 @@ def is_redacted(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, (list, tuple)) and any(map(is_redacted, value))
+
+
+def redacted_places(value: Any, place: str) -> Iterator[str]:
+    """Yield where in a value `redact` has replaced secrets: ``options.login[0]``.
+
+    Args:
+        value: What `redact` has returned.
+        place: The name of the value.
+    """
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from redacted_places(each, f"{place}.{key}")
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, each in enumerate(value):
+            yield from redacted_places(each, f"{place}[{index}]")
+    elif isinstance(value, str) and MASK in value:
+        yield place
 
 
 def _without_credentials(text: str) -> str:

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from trackers.redaction import redact
+from trackers.redaction import redact, redacted_places
 from trainer.checkpoint.serialization import decode_tree, encode_tree
 from trainer.checks import choice_error
 from trainer.errors import CheckpointError, module_logger
@@ -250,9 +250,11 @@ def make(
     wanted = takes + sorted(hidden.difference(takes)) * variadic
     if missing := [name for name in wanted if name in needed and name not in arguments]:
         secrets = [name for name in missing if name in redacted_names]
+        masked = decode_tree(saved.get("arguments", {}), {})
+        places = [each for name in secrets for each in redacted_places(masked[name], name)]
         raise TypeError(
             f"{cls.__name__} cannot be created: {where} does not hold its {_listed(missing)}. "
-            + f"Secrets are not saved ({', '.join(secrets)}). " * bool(secrets)
+            + f"Secrets, by their names, are not saved ({', '.join(places)}). " * bool(secrets)
             + f"Pass load_from_checkpoint(…, {', '.join(f'{name}=…' for name in missing)})"
             + ("." if missing == secrets else _SAVE_THEM)
         )

@@ -103,8 +103,8 @@ def test_a_module_is_not_made_with_the_mask_of_a_secret():
         Net.load_from_checkpoint(path)
     assert str(error.value) == (
         f"Net cannot be created: {path} does not hold its arguments api_key, data, options. "
-        "Secrets are not saved (api_key, data, options). Pass load_from_checkpoint(…, api_key=…, "
-        "data=…, options=…)."
+        "Secrets, by their names, are not saved (api_key, data, options.credentials[0]). Pass "
+        "load_from_checkpoint(…, api_key=…, data=…, options=…)."
     )
     given = {"api_key": None, "data": URL, "options": None}
     assert Net.load_from_checkpoint(path, **given).hparams == {"width": 2, **given}
@@ -127,6 +127,8 @@ def test_a_checkpoint_keeps_what_may_be_no_secret_and_pages_do_not_show_it(caplo
     fit(module)
     (path,) = Path("run/checkpoints").glob("step-*")
     assert "do not hold the secrets among the arguments of Keyed: command." in caplog.text
+    with pytest.raises(TypeError, match=r"are not saved \(command\[2\], command\[4\]\). Pass"):
+        Keyed.load_from_checkpoint(path)
     loaded = Keyed.load_from_checkpoint(path, command=())
     assert loaded.hparams == {"key": "pixels", "token": "[CLS]", "command": ()}
     saved = json.loads((path / "manifest.json").read_text())["hyper_parameters"]["arguments"]
@@ -146,7 +148,7 @@ class Any(TrainModule):
 
 def test_secrets_are_asked_for_by_the_class_that_takes_them():
     saved = to_manifest(Any(width=2, api_key=WORD))
-    with pytest.raises(TypeError, match=r"Secrets are not saved \(api_key\)"):
+    with pytest.raises(TypeError, match=r"are not saved \(api_key\)"):
         make_from(Any, saved, {}, "there")
     assert make_from(Any, saved, {"api_key": WORD}, "there").hparams == {
         "width": 2,

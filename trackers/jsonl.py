@@ -179,7 +179,7 @@ class JsonlTracker(GeneralTracker):
             content.seek(offset - 1)
             return content.read(1) == b"\n"
 
-    def truncate(self, offset: int) -> None:
+    def truncate(self, offset: int, source: Path | None = None) -> None:
         """Remove the records after an offset, for a run that resumes from an earlier checkpoint.
 
         Does nothing for a file without records: a run that resumes in another folder begins a new
@@ -187,6 +187,7 @@ class JsonlTracker(GeneralTracker):
 
         Args:
             offset: in bytes, as returned by `offset` or `sync`.
+            source: the checkpoint that the run resumes from, for the warning.
 
         Raises:
             ValueError: the file is shorter than that, or no record ends there.
@@ -194,7 +195,11 @@ class JsonlTracker(GeneralTracker):
         size = self.offset
         if size == 0 and offset >= 0:  # there may be no file
             if offset:
-                _logger.warning("%s begins here: the earlier records are elsewhere.", self.path)
+                _logger.warning(
+                    "%s begins here: the earlier records are elsewhere%s.",
+                    self.path,
+                    f", in the folder of the run that saved {source}" if source else "",
+                )
             return
         if not self.ends_record(offset):
             raise ValueError(

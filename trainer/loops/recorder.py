@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any, cast
 
 from trackers import BackgroundTracker, GeneralTracker, JsonlTracker
@@ -191,6 +192,7 @@ class Recorder:
         step: int = 0,
         cut_at: int | None = None,
         cut_behind: int | None = None,
+        source: Path | None = None,
     ) -> None:
         """Start the local record and the trackers; does nothing if they are no-op objects.
 
@@ -203,12 +205,13 @@ class Recorder:
             step: The number of updates before this start.
             cut_at: The length in bytes to which the local record is truncated; None if unknown.
             cut_behind: The update after which the record is truncated if `cut_at` is None.
+            source: The checkpoint that the run resumes from.
         """
         try:
             self._local.start()
             if isinstance(self._local, BackgroundTracker):
                 cut = self._local.submit(
-                    lambda record: _begin(cast(JsonlTracker, record), cut_at, cut_behind)
+                    lambda record: _begin(cast(JsonlTracker, record), cut_at, cut_behind, source)
                 )
                 for tracker in self._trackers:
                     tracker.missed = Missed(self._local, cut, self.private)
@@ -292,12 +295,14 @@ class Recorder:
             self._end = _length(synced, 0.0)  # `finish_all` has waited already
 
 
-def _begin(record: JsonlTracker, cut_at: int | None, cut_behind: int | None) -> int:
+def _begin(
+    record: JsonlTracker, cut_at: int | None, cut_behind: int | None, source: Path | None
+) -> int:
     """Truncate the record, on its thread, and return its length in bytes."""
     if cut_at is None and cut_behind is not None:
         cut_at = record.offset_behind(cut_behind)
     if cut_at is not None:
-        record.truncate(cut_at)
+        record.truncate(cut_at, source)
     return record.offset
 
 

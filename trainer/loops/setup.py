@@ -708,6 +708,7 @@ def start_fit(
         step=step,
         cut_at=offset,
         cut_behind=None if chosen is None else step,
+        source=chosen,
     )
     with _finished_on_error(run.recorder):
         on_main(start)

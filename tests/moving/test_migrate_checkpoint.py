@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer.lightning as L
@@ -75,16 +76,24 @@ class Counter(L.Callback):
         self.start = (trainer.current_epoch, trainer.global_step)
 
 
-def saved_by_a_plain_loop(epochs: int, file: Path) -> tuple[Any, Any]:
-    """Train, and save in Lightning's documented layout; return the module and its optimizer."""
+def saved_by_a_plain_loop(
+    epochs: int, file: Path, average_from: int | None = None
+) -> tuple[Any, Any]:
+    """Train, and save in Lightning's documented layout; return the module and its optimizer.
+
+    With `average_from`, the first update to average, it returns the averages and the optimizer.
+    """
     module = make_module(SimpleNamespace(LightningModule=TrainModule))(width=4)
     made = module.configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]
-    for _ in range(epochs):
+    averages = AveragedModel(module, use_buffers=True)
+    for epoch in range(epochs):
         for number, batch in enumerate(loader()):
             optimizer.zero_grad()
             module.training_step(batch, number).backward()
             optimizer.step()
+            if average_from is not None and epoch * BATCHES + number >= average_from:
+                averages.update_parameters(module)
         schedule.step()
     done = {"ready": epochs, "started": epochs, "processed": epochs, "completed": epochs - 1}
     batches = dict.fromkeys(("ready", "started", "processed", "completed"), BATCHES)
@@ -97,12 +106,19 @@ def saved_by_a_plain_loop(epochs: int, file: Path) -> tuple[Any, Any]:
         },
         "epoch_progress": {"total": done, "current": done},
     }
+    weights = {"state_dict": OrderedDict(module.state_dict())}
+    if average_from is not None:
+        weights = {
+            "current_model_state": OrderedDict(module.state_dict()),
+            "state_dict": averages.module.state_dict(),
+            "averaging_state": {"n_averaged": averages.n_averaged},
+        }
     torch.save(
         {
             "epoch": epochs - 1,
             "global_step": epochs * BATCHES,
             "pytorch-lightning_version": "2.5.0",
-            "state_dict": OrderedDict(module.state_dict()),
+            **weights,
             "loops": {"fit_loop": fit},
             "callbacks": {
                 "ModelCheckpoint{'monitor': 'loss'}": {
@@ -110,6 +126,7 @@ def saved_by_a_plain_loop(epochs: int, file: Path) -> tuple[Any, Any]:
                     "current_score": torch.tensor(0.25),
                 },
                 "Counter": {"count": 3},
+                "WeightAveraging": {"latest_update_step": epochs * BATCHES},
             },
             "optimizer_states": [optimizer.state_dict()],
             "lr_schedulers": [schedule.state_dict()],
@@ -119,7 +136,7 @@ def saved_by_a_plain_loop(epochs: int, file: Path) -> tuple[Any, Any]:
         },
         file,
     )
-    return module, optimizer
+    return module if average_from is None else averages.module, optimizer
 
 
 def test_a_run_resumes_from_a_checkpoint_of_lightning_to_the_last_bit(capsys):
@@ -150,6 +167,35 @@ def test_a_run_resumes_from_a_checkpoint_of_lightning_to_the_last_bit(capsys):
     assert loaded.hparams.width == 4
     two, _ = saved_by_a_plain_loop(2, Path("again.ckpt"))
     torch.testing.assert_close(copy_of(loaded), copy_of(two), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("first", [0, 12], ids=["before the save", "after the save"])
+def test_averages_and_trained_weights_go_on_as_under_lightning(first):
+    averages, _ = saved_by_a_plain_loop(2, Path("last.ckpt"), first)
+    trained, _ = saved_by_a_plain_loop(2, Path("trained.ckpt"))
+    assert convert_checkpoint("last.ckpt").notes == [
+        "Callbacks of Lightning begin anew: ModelCheckpoint{'monitor': 'loss'}."
+    ]
+    Line = make_module(L)
+    loaded = Line.load_from_checkpoint("last")
+    shown = averages if first == 0 else trained
+    torch.testing.assert_close(copy_of(loaded), copy_of(shown), rtol=0, atol=0)
+
+    class Late(L.pytorch.callbacks.WeightAveraging):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return step_idx is not None and step_idx >= first
+
+    expected, _ = saved_by_a_plain_loop(4, Path("four.ckpt"), first)
+    whole, _ = saved_by_a_plain_loop(4, Path("whole.ckpt"))
+    for callbacks, weights in (([Late()], expected), ([], whole)):
+        module = Line(width=4)
+        folder = f"run-{len(callbacks)}"
+        trainer = L.Trainer(
+            max_epochs=4, accelerator="cpu", default_root_dir=folder, callbacks=callbacks
+        )
+        trainer.fit(module, loader(), ckpt_path="./last")
+        assert module.losses == whole.losses[2 * BATCHES :]
+        torch.testing.assert_close(copy_of(module), copy_of(weights), rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own

@@ -7,6 +7,9 @@ code::
      "epoch": …, "global_step": …, "loops": {"fit_loop": …},             the position
      "callbacks": {…}, "MixedPrecision": …, "hyper_parameters": {…}}
 
+With Lightning's ``WeightAveraging``, ``state_dict`` has the averages, ``current_model_state`` the
+trained weights, and ``averaging_state`` the number of updates of the average, ``n_averaged``.
+
 It has neither the states of random generators nor the order of the data: a resumed run draws anew.
 """
 
@@ -23,7 +26,9 @@ from typing import Any
 
 import torch
 
+from callbacks import WeightAveraging
 from trainer.checkpoint.loading import read_torch_file
+from trainer.checkpoint.parts import TRAINED_NAME
 from trainer.checkpoint.serialization import encode_tree, save_tree
 from trainer.checkpoint.storage import commit, open_staging, rank_stem
 from trainer.checkpoint.weights import save_weights
@@ -47,6 +52,7 @@ _OF_LIGHTNING = {
     *("epoch", "global_step", _VERSION, "state_dict", "loops", "callbacks", "optimizer_states"),
     *("lr_schedulers", "hyper_parameters", "hparams_name", "hparams_type", *_SCALERS),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
+    *("current_model_state", "averaging_state"),
 }
 
 
@@ -109,7 +115,12 @@ def convert_checkpoint(
     }
     state = _state(saved, counters, manifest["run_id"], notes) if resumes else {}
     staging = open_staging(target)
+    trained = saved.get("current_model_state")
+    if trained is not None and not _averages(saved):  # it has the initial weights as averages
+        saved["state_dict"], trained = trained, None
     _write_weights(saved["state_dict"], staging, file)
+    if trained is not None:
+        _write_weights(trained, staging / TRAINED_NAME, file)
     if resumes:
         save_tree(saved["optimizer_states"], staging, OPTIMIZER)
         save_tree(state, staging, TRAINER)
@@ -210,21 +221,41 @@ def _state(
         ],
         schedulers=saved.get("lr_schedulers", []),
         scaler=next((saved[name] for name in _SCALERS if name in saved), {}),
-        callbacks=_callbacks(saved.get("callbacks", {}), notes),
+        callbacks=_callbacks(saved.get("callbacks", {}), notes) | _state_of_averages(saved),
         extra=extra | {"epoch": counters.epoch, "global_step": counters.global_step},
     )
 
 
 def _callbacks(states: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """Return the states of the user's callbacks; those of Lightning's own have another form."""
+    # Those of `WeightAveraging` and its subclasses are read by `_state_of_averages`.
+    states = {
+        key: state for key, state in states.items() if state and {*state} != {"latest_update_step"}
+    }
     own = {
         key: state
         for key, state in states.items()
-        if state and not hasattr(known_callbacks, key.partition("{")[0])
+        if not hasattr(known_callbacks, key.partition("{")[0])
     }
-    if others := sorted(key for key, state in states.items() if state and key not in own):
+    if others := sorted(states.keys() - own.keys()):
         notes.append(f"Callbacks of Lightning begin anew: {', '.join(others)}.")
     return _plain(own, "the state of the callback", notes)
+
+
+def _averages(saved: Mapping[str, Any]) -> int:
+    """Return the number of updates of the average that the file's ``state_dict`` has."""
+    return int(saved.get("averaging_state", {}).get("n_averaged", 0))
+
+
+def _state_of_averages(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of our `WeightAveraging`, which takes the averages from the weights."""
+    updates = _averages(saved)
+    if not updates:
+        return {}
+    weights = {name: each for name, each in saved["state_dict"].items() if torch.is_tensor(each)}
+    names = [name for name, each in weights.items() if each.is_floating_point()]
+    state = {"num_updates": updates, "names": names, "exact": {}}
+    return {WeightAveraging().state_key: state}
 
 
 def _metrics(states: Mapping[str, Any]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging.handlers
 import os
 import random
 from pathlib import Path
@@ -260,6 +261,28 @@ def test_the_main_process_saves_alone_and_the_others_are_derived(ranks3, tmp_pat
     kept = {path.name for path in (tmp_path / "project/checkpoints").iterdir()}
     assert kept == {"checkpoint_2", "checkpoint_3"}
     verify(tmp_path / "project/checkpoints/checkpoint_2")
+
+
+def test_a_save_of_the_main_process_alone_says_that_it_is_inside_a_window(ranks2, tmp_path):
+    def body():
+        told = logging.handlers.BufferingHandler(99)
+        accelerator, model, optimizer = ready("project", gradient_accumulation_steps=2)
+        logging.getLogger("trainer").addHandler(told)
+        counts = []
+        try:
+            for _ in range(4):
+                with accelerator.accumulate(model):
+                    update(accelerator, model, optimizer)
+                if accelerator.is_main_process:
+                    accelerator.save_state()
+                    texts = [each.getMessage() for each in told.buffer]
+                    counts.append(sum("inside a window of micro-batches" in each for each in texts))
+        finally:
+            logging.getLogger("trainer").removeHandler(told)
+        accelerator.wait_for_everyone()
+        return counts
+
+    assert ranks2(body) == [[1, 1, 2, 2], []]
 
 
 def test_a_process_that_comes_later_adds_its_state(ranks3, tmp_path):

@@ -289,6 +289,12 @@ def save_state(
             if may_be_alone:
                 main_alone.forget()
             raise
+    if prepared.window_open:
+        logger.warning(
+            "The main process saves its state alone, inside a window of micro-batches: the "
+            "gradients of the others are in it only if these call save_state too. Save when "
+            "accelerator.sync_gradients is true, after the update."
+        )
     saved = None
     try:
         with forbid_collectives(

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchmetrics
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
+from tests.helpers.ranks import RankError
 from trainer import GradScalerKwargs, Trainer, TrainModule
 from trainer.errors import DistributedOperationException
 from trainer.loops import buffers
@@ -434,3 +436,21 @@ def test_batches_of_unequal_sizes_are_gathered_by_what_the_error_names(ranks2):
         return sorted(module.seen)
 
     assert ranks2(body) == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]] * 2
+
+
+def test_a_sampler_that_splits_the_data_by_rank_is_an_error(ranks2):
+    """Half of the data would be missing without a word."""
+
+    class OwnPart(Sampler):
+        def __iter__(self) -> Any:
+            return iter(range(dist.get_rank(), 12, 2))
+
+        def __len__(self) -> int:
+            return 6
+
+    def run() -> None:
+        data = DataLoader(TensorDataset(torch.randn(12, 2)), 2, sampler=OwnPart())
+        Trainer(max_epochs=1, cpu=True, barebones=True).fit(Net(), data)
+
+    with pytest.raises(RankError, match=r"\(OwnPart\) gives rank 1 another order than rank 0"):
+        ranks2(run)

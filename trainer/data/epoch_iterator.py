@@ -460,6 +460,26 @@ class EpochIterator:
             " or ".join(dict.fromkeys(names)),
         )
 
+    def check_same_order(self) -> None:
+        """Check that the user's own sampler gives all processes the same order; collective.
+
+        Call it when the first batch of a pass has been read.
+
+        Raises:
+            ValueError: It does not, so that samples would be missing or be read twice.
+        """
+        if self.sampler is None or self.sampler.is_pure:
+            return
+        marks = all_gather_object(self.mark)
+        if differing := [str(rank) for rank, mark in enumerate(marks) if mark != marks[0]]:
+            raise ValueError(
+                f"The sampler ({type(self.sampler.sampler).__name__}) gives rank "
+                f"{', '.join(differing)} another order than rank 0. All processes must have the "
+                "same order, of which each reads its own batches: seed it alike on all. If it "
+                "splits the data by rank, let it give the whole order, or read the data through an "
+                "IterableDataset with DataLoaderConfiguration(presharded=True)."
+            )
+
     def close(self) -> None:
         """Shut down persistent workers."""
         if isinstance(self.loader, DataLoader):

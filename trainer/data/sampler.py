@@ -500,7 +500,7 @@ class ShardedSampler(Sampler[Any]):
     ) -> None:
         self.batch_sampler = batches  # the user's object, under the name that scripts read
         self._as_batch: Callable[[Any], Any] = _as_it_is if keys else _listed
-        self._sampler, self._pure = _pure_order(batches, seed, shuffle=shuffle)
+        self._sampler, self.is_pure = _pure_order(batches, seed, shuffle=shuffle)
         whole = self._sampler
         inner = whole.sampler if type(whole) is BatchSampler else whole
         plain = inner.like if type(inner) is SeededSampler else inner
@@ -647,7 +647,7 @@ class ShardedSampler(Sampler[Any]):
     def _order(self, rest: SkippedOrder) -> Iterable[Any]:
         self.rest = rest
         stream: Iterable[Any] = rest
-        if not self._pure:
+        if not self.is_pure:
             # A custom sampler may draw from the global generators. Without seeding, its order
             # would differ between processes, and between a resumed run and the original one.
             seed = mix(self.seed, self.epoch)

@@ -145,6 +145,8 @@ class DeviceTransfer:
             for number, current in enumerate(global_batches):
                 whole = current.batches == self._world_size or epoch_iterator.presharded
                 gradient_state._set_batches(None if whole else current.batches)
+                if number == 0:
+                    epoch_iterator.check_same_order()
                 if number == 0 and current.batches < self._world_size:
                     batch = current.batch[0] if current.present and counted else current.batch
                     source = all_gather_object(current.present).index(True)

@@ -309,6 +309,46 @@ def test_a_process_that_comes_later_adds_its_state(ranks3, tmp_path):
     assert found[0][0] == sorted(files)
 
 
+def test_a_save_of_all_beside_one_of_the_main_process_never_waits_in_vain(ranks2, tmp_path):
+    def body():
+        accelerator, model, optimizer = ready("project")
+        third = Path("project/checkpoints/checkpoint_2/manifest.json")
+        for number in range(3):
+            update(accelerator, model, optimizer)
+            if accelerator.is_main_process and number != 1:
+                accelerator.save_state()
+            while accelerator.process_index and number == 1 and not third.exists():
+                pass  # this one comes late
+            accelerator.save_state()
+        update(accelerator, model, optimizer)
+        accelerator.wait_for_everyone()
+        return sorted(path.name for path in Path("project/checkpoints").iterdir())
+
+    assert ranks2(body) == [["checkpoint_3", "checkpoint_4"]] * 2
+
+
+def test_a_process_that_comes_after_two_saves_adds_its_state_to_the_second(ranks2, tmp_path):
+    def body():
+        patch = pytest.MonkeyPatch()
+        accelerator, model, optimizer = ready("project")
+        update(accelerator, model, optimizer)
+        second = Path("project/checkpoints/checkpoint_1")
+        if accelerator.process_index == 1:
+            while not (second / "manifest.json").exists():
+                pass
+        with patch.context() as patched:
+            patched.setattr(main_alone, "_PATIENCE", 0.0)
+            accelerator.save_state()
+            accelerator.save_state()
+        accelerator.wait_for_everyone()
+        return [
+            sum("random" in each for each in verify(folder)["files"])
+            for folder in (second.with_name("checkpoint_0"), second)
+        ]
+
+    assert ranks2(body) == [[2, 4], [2, 4]]
+
+
 def test_a_hook_that_waits_for_others_raises_if_the_main_process_saves_alone(ranks2, tmp_path):
     def body():
         accelerator, model, optimizer = ready("project")

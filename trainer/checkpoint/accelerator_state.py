@@ -275,7 +275,7 @@ def save_state(
         rank, where = processes.process_index, prepared.progress
         if processes.is_main_process:
             alone = main_alone.save_alone(where)
-        elif late := main_alone.join_or_find(where, rank):
+        elif late := main_alone.join_or_find(where):
             return _add_to(late, prepared, rank, project, hooks)
     elif several and not prepared.replicated:
         main_alone.meet(processes.process_index, processes.num_processes)
@@ -417,7 +417,9 @@ def _add_to(
         "one. Call accelerator.wait_for_everyone() before save_state."
     ):
         if not main_alone.add(late, rank, work):
-            logger.warning("%s was saved again before rank %d came.", target, rank)
+            logger.warning(
+                "Rank %d came too late to add its random states to a save before %s.", rank, target
+            )
     if project.automatic_checkpoint_naming:
         project.iteration = _number_of(target)
     project.iteration += 1

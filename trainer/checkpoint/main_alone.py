@@ -6,14 +6,14 @@ whether the others will call it too, so they meet in the store of the process gr
 - A process that is not the main one notes that it has come, and the save is joint.
 - The main process saves alone if nobody has come when all others wait elsewhere or have begun
   another backward pass, or after some seconds. It remembers how it went by the line of the program
-  from which it was called: later calls from there are joint, without a limit, or alone, at once.
+  from which it was called: later calls from there have more time, or are alone, at once.
 - A process that comes after such a save adds its own files to the committed folder.
 
 All this is one value of the store, which changes only by compare-and-set::
 
     ""                                                nobody has come
     "joint"                                           a process has come: all meet in collectives
-    {"number": 1, "progress": [0, 8, [8]],            the latest save of the main process alone
+    {"number": 1, "progress": [0, 8, [8]], "calls": 1,     the latest save of the main process alone
      "path": "/runs/state", "status": "saved", "added": [2]}
 """
 
@@ -59,6 +59,7 @@ class SaveAlone:
     Attributes:
         number: Counts such saves.
         progress: How far the main process had come; see `join_or_find`.
+        calls: Counts those with the same progress.
         path: The committed folder.
         status: ``"saving"``, ``"saved"``, ``"failed"``, or ``"adding"`` while a process adds files.
         added: The ranks that have added their files.
@@ -66,6 +67,7 @@ class SaveAlone:
 
     number: int
     progress: Any
+    calls: int = 1
     path: str = ""
     status: str = "saving"
     added: list[int] = field(default_factory=list)
@@ -73,17 +75,26 @@ class SaveAlone:
 
 @dataclass
 class _Memory:
-    """What the main process remembers of earlier saves.
+    """What a process remembers of earlier saves.
 
     Attributes:
-        joint: Whether the save from a line of the program was joint.
+        joint: On the main process, whether the save from a line of the program was joint.
         line: The line of the latest save alone.
         number: The number of that save.
+        progress: On another process, how far it had come at the latest call.
+        calls: The number of its calls there.
     """
 
     joint: dict[Any, bool] = field(default_factory=dict)
     line: Any = None
     number: int = 0
+    progress: Any = None
+    calls: int = 0
+
+
+def _memory() -> _Memory:
+    memory: _Memory = PartialState().__dict__.setdefault("_saves", _Memory())
+    return memory
 
 
 def _line_of_caller() -> Any:
@@ -101,21 +112,23 @@ def save_alone(progress: Any) -> bool:
     Args:
         progress: See `join_or_find`.
     """
-    memory: _Memory = PartialState().__dict__.setdefault("_saves", _Memory())
+    memory = _memory()
     line, number, latest = _line_of_caller(), memory.number + 1, _parsed(_read())
     if latest is not None and latest.number == memory.number and latest.added:
         memory.joint[memory.line] = True  # they only came late
-    known, until = memory.joint.get(line), time.monotonic() + _PATIENCE
+    known, begun = memory.joint.get(line), time.monotonic()
+    patience = 0.0 if known is False else _MEETING if known else _PATIENCE
     with guards.waiting:
         while (value := _read()) != _JOINT:
-            found = _parsed(value)
-            if found is not None and found.status == "adding":
+            found, waited = _parsed(value), time.monotonic() - begun
+            calls = found.calls + 1 if found and found.progress == progress else 1
+            alone = SaveAlone(number=number, progress=progress, calls=calls)
+            adds = found is not None and found.status == "adding"
+            if adds or (waited < patience and not _others_are_elsewhere()):
                 time.sleep(_PAUSE)
-            elif known:
-                _swap(value, _JOINT)
-            elif known is None and time.monotonic() < until and not _others_are_elsewhere():
-                time.sleep(_PAUSE)
-            elif _swap(value, _text(SaveAlone(number=number, progress=progress))):
+            elif known and waited >= patience:
+                _swap(value, _JOINT)  # the collective says who is missing
+            elif _swap(value, _text(alone)):
                 memory.joint[line], memory.line, memory.number = False, line, number
                 return True
     memory.joint[line] = True
@@ -130,26 +143,28 @@ def end_alone(path: Path | None) -> None:
     _swap(value, _text(replace(found, path=str(path or ""), status=status)))
 
 
-def join_or_find(progress: Any, rank: int) -> SaveAlone | None:
+def join_or_find(progress: Any) -> SaveAlone | None:
     """Note on another process that it has come; return the save that it is late for, if any.
 
     Args:
         progress: How far the process has come in the program: equal on all at the same call.
-        rank: The process.
 
     Raises:
         CheckpointError: The main process failed to make this save.
     """
+    memory = _memory()
+    memory.calls = memory.calls + 1 if memory.progress == progress else 1
+    memory.progress = progress
     with guards.waiting:
         while True:
             found = _parsed(value := _read())
-            if found is None or found.progress != progress or rank in found.added:
+            if found is None or found.progress != progress or found.calls < memory.calls:
                 if value == _JOINT or _swap(value, _JOINT):
                     return None
             elif found.status == "failed":
                 raise CheckpointError("save_state failed on the main process, see its error.")
             elif found.status == "saved":
-                return found
+                return replace(found, number=found.number - found.calls + memory.calls)
             time.sleep(_PAUSE)
 
 

@@ -28,12 +28,17 @@ class Rows:
         step: the update from which the run resumes, if it does.
         reported: the last update that the service reports, if known. The number of rows may be
             larger, since late values also have rows.
+        reached: the row that this program has reached; it may be incomplete.
     """
 
     def __init__(
-        self, begun: int = 0, step: int | None = None, reported: int | None = None
+        self,
+        begun: int = 0,
+        step: int | None = None,
+        reported: int | None = None,
+        reached: int = 0,
     ) -> None:
-        self._last = begun - 1
+        self._last = max(begun - 1, reached or -1)
         self._step: int | None = None
         # Steps that a killed run logged after its last checkpoint. Its last row may be incomplete.
         end = begun - 1 if reported is None else min(begun - 1, reported)
@@ -147,10 +152,12 @@ class WandBTracker(ServiceTracker):
         self._joined = run is open_run  # also with reinit="return_previous"
         self.run_id, self._new_id, self._tried = run.id, None, False
         reported = self._opened.summary.get("global_step")
-        begun = run.starting_step
-        if self._joined and run.step:
-            begun = run.step + 1  # that row may be incomplete
-        self._rows = Rows(begun, step, reported if isinstance(reported, int) else None)
+        self._rows = Rows(
+            run.starting_step,
+            step,
+            reported if isinstance(reported, int) else None,
+            reached=run.step if self._joined else 0,
+        )
         run.define_metric("global_step", hidden=True)
         run.define_metric("*", step_metric="global_step", step_sync=True)
 

@@ -314,6 +314,20 @@ def test_a_run_that_the_script_has_opened_is_joined_and_stays_open(tmp_path):
     assert (found.rows[0]["own"], found.rows[-1]["final"]) == (0.5, 3.0)
 
 
+def test_a_fit_that_resumes_in_a_new_run_of_the_script_logs_every_step(tmp_path):
+    with wandb.init(project="mine", dir=str(tmp_path), **QUIET) as run:
+        for number in range(20):
+            run.log({"own": number})
+        resumed = WandBTracker("project", dir=str(tmp_path))
+        resumed.resume("a run of before", 8)
+        resumed.start()
+        for step in (9, 10, 11):
+            resumed.log({"loss": step / 2}, step)
+        resumed.finish()
+    [found] = wandb_runs(tmp_path)
+    assert found.series("loss") == [(9, 4.5), (10, 5.0), (11, 5.5)]
+
+
 def test_a_separate_run_is_closed_although_the_script_has_one_open(tmp_path):
     with wandb.init(project="mine", dir=str(tmp_path), **QUIET) as run:
         tracker = WandBTracker("other", dir=str(tmp_path), reinit="create_new", **QUIET)

@@ -2,11 +2,12 @@
 # that has only Python, make and access to a package index.
 
 PYTHON ?= python3
+TORCH ?= 2.9.1
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long lint format coverage clean help
+.PHONY: demo test test-torch test-long lint format coverage clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -26,6 +27,22 @@ demo: $(READY)  ## train the digits example and print where its results are
 test: $(READY)  ## run every test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
+# Other releases of torch and Python, each with an environment of its own. Packages whose pinned
+# release fits one torch alone are not pinned there.
+OTHER := .venv-torch-$(TORCH)
+
+$(OTHER)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OTHER)
+	grep -vE '^(torch|torchao|mypy|ruff)==' constraints.txt > $(OTHER)/constraints.txt
+	echo 'torch==$(TORCH)' >> $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint $(OTHER)/constraints.txt --editable '.[test]'
+	touch $@
+
+test-torch: $(OTHER)/.ready  ## run every test with another torch: TORCH=2.9.1 PYTHON=python3.10
+	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist loadfile
+
 test-long: $(READY)  ## run the tests that take many minutes
 	$(BIN)/python -m pytest -m long
 
@@ -42,4 +59,4 @@ coverage: $(READY)  ## run every test and report uncovered lines
 	$(BIN)/python -m pytest --cov --cov-report=term-missing
 
 clean:  ## remove the environment and the caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache

@@ -29,6 +29,7 @@ from trainer.big_models.tensors import (
 )
 from trainer.checkpoint.weights import parse_size
 from trainer.errors import module_logger
+from trainer.torch_compat import free_device_memory
 
 logger = module_logger(__name__)
 
@@ -204,7 +205,7 @@ def _free_memory() -> dict[int | str, int]:
     if kind is not None and kind.type == "mps":
         return {"mps": _free_on_host()}  # the same memory as the CPU's
     for index in range(torch.accelerator.device_count()):
-        free[index] = torch.accelerator.get_memory_info(index)[0]
+        free[index] = free_device_memory(index)
     return {**free, "cpu": _free_on_host()}
 
 

@@ -10,7 +10,6 @@ each optimizer all-reduces its own gradients when it steps.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -46,6 +45,7 @@ from trainer.engines.lockstep import discard_gradients, has_sync_batch_norm, zer
 from trainer.engines.single import SingleDevice
 from trainer.names import bare_names
 from trainer.state import PartialState
+from trainer.torch_compat import ddp_arguments
 
 
 def fix_layout(
@@ -151,10 +151,7 @@ def wrap(
     Raises:
         ValueError: The module is not on the kind of device that this process uses.
     """
-    arguments = (kwargs or DistributedDataParallelKwargs()).to_kwargs()
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
-        # torch 2.13 has renamed this argument; it broadcasts buffers once at the start anyway.
-        arguments["forward_sync_buffers"] = arguments.pop("broadcast_buffers", True)
+    arguments = ddp_arguments((kwargs or DistributedDataParallelKwargs()).to_kwargs())
     _take_unsendable(module)
     device_ids = _device_ids(module)  # also checks the module's device
     return DistributedDataParallel(

@@ -60,6 +60,7 @@ from trainer.parallelism import (
 )
 from trainer.rng import load_rng_state, rng_state
 from trainer.state import PartialState
+from trainer.torch_compat import fsdp_groups, reduce_unused_parameters
 from trainer.tree import fill_, gathered, part_here
 
 logger = module_logger(__name__)
@@ -244,7 +245,7 @@ class FullyShard(SingleDevice):
             _shard_one(root, reshard_after_forward=released, **arguments)
         for part in _units_in(module):
             # A process may leave out a parameter that others use: all reduce the same tensors.
-            part.set_reduce_scatter_unused_params(True)
+            reduce_unused_parameters(part)
         self._prefetch(units)
 
     def _ignored_parameters(self, module: nn.Module) -> set[nn.Parameter]:
@@ -1020,7 +1021,7 @@ def _initialise(module: nn.Module, function: Callable[[nn.Module], None] | None)
 
 def _held(unit: Any) -> Iterator[Any]:
     """Yield torch's records of the parameters of a unit: there are no public ones."""
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
+    for group in fsdp_groups(unit):
         yield from group.fsdp_params
 
 

@@ -95,13 +95,13 @@ def notebook_launcher(
         conf=dict(rdzv_conf or {}),
     )
     config |= {
-        "nproc_per_node": num_processes,
-        "run_id": rdzv_id,
+        "processes": num_processes,
+        "job": rdzv_id,
         "max_restarts": max_restarts,
         "monitor_interval": monitor_interval,
-        "log_line_prefix_template": log_line_prefix_template,
     }
-    return start(function, args, config, ACCELERATE_MIXED_PRECISION=precision)
+    prefix = log_line_prefix_template
+    return start(function, args, config, prefix=prefix, ACCELERATE_MIXED_PRECISION=precision)
 
 
 def debug_launcher(
@@ -130,7 +130,7 @@ def debug_launcher(
     from trainer.launchers.group import machines, start
 
     config = machines(num_nodes=1)
-    config |= {"nproc_per_node": num_processes, "run_id": "none", "max_restarts": 0}
+    config |= {"processes": num_processes, "job": "none"}
     return start(function, args, config, ACCELERATE_MIXED_PRECISION="no", ACCELERATE_USE_CPU=True)
 
 

@@ -11,18 +11,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer import environment
-from trainer.cli.launch.entry import SHUTDOWN_TIMEOUT
 from trainer.cli.launch.failure import failures_of, report
-from trainer.cli.launch.group import quiet_agent
+from trainer.cli.launch.group import Group, quiet_agent, worker_spec
 from trainer.cli.launch.rendezvous import BACKEND, private_variables
 from trainer.launchers import rank
+from trainer.torch_compat import PatientAgent
 
 _ROLE = "notebook"
+_TO_MEET = 900  # seconds that machines wait for each other, as in torch's launcher
+
+
+class _Agent(PatientAgent, LocalElasticAgent):
+    """Torch's agent, which gives the processes time to save after Ctrl-C."""
 
 
 class RankFailed(ChildFailedError):
@@ -53,40 +58,45 @@ def machines(
     port: str | int | None = None,
     conf: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return where the processes of a launch meet, as arguments of torch's `LaunchConfig`."""
-    nodes = {"min_nodes": num_nodes, "max_nodes": num_nodes}
+    """Return where the processes of a launch meet, as arguments of a `Group`."""
+    nodes = {"machines": (num_nodes, num_nodes)}
     if num_nodes == 1:
-        return {**nodes, "rdzv_backend": BACKEND, "rdzv_endpoint": f"127.0.0.1:{port or 0}"}
+        return {**nodes, "backend": BACKEND, "endpoint": f"127.0.0.1:{port or 0}"}
     port = environment.DEFAULT_PORT if port is None else port
     return {
         **nodes,
-        "rdzv_backend": backend,
-        "rdzv_endpoint": endpoint or f"{address}:{port}",
-        "rdzv_configs": {"rank": node_rank, **(conf or {})},
+        "backend": backend,
+        "endpoint": endpoint or f"{address}:{port}",
+        "rendezvous": {"rank": node_rank, "timeout": _TO_MEET, **(conf or {})},
     }
 
 
 def start(
-    function: Callable[..., Any], args: Sequence[Any], config: dict[str, Any], **variables: object
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    config: dict[str, Any],
+    *,
+    prefix: str | None = None,
+    **variables: object,
 ) -> Any:
-    """Run the call on all ranks, with these environment variables; return rank 0's value."""
+    """Run the call on all ranks; return rank 0's value.
+
+    Args:
+        function: The function.
+        args: Its arguments.
+        config: Arguments of a `Group`.
+        prefix: What each line of the processes' output begins with.
+        **variables: Environment variables of the processes.
+    """
     with tempfile.TemporaryDirectory(prefix="cadence-launch-") as name:
         folder = Path(name)
         rank.write_call(folder, function, tuple(args))
-        launch_config = LaunchConfig(
-            role=_ROLE,
-            logs_specs=DefaultLogsSpecs(log_dir=name),
-            # The notebook handles signals: Ctrl-C raises KeyboardInterrupt, which ends the ranks.
-            signals_to_handle="",
-            shutdown_timeout=SHUTDOWN_TIMEOUT,
-            **config,
-        )
+        group = Group(command=[sys.executable, *rank.command(folder)], **config)
         if environment.read("OMP_NUM_THREADS") is None:
-            share = environment.share_of_cores(launch_config.nproc_per_node)
-            variables["OMP_NUM_THREADS"] = share
-        # torch would set this one for good; here it is restored after the launch.
+            variables["OMP_NUM_THREADS"] = environment.share_of_cores(group.processes)
+        # The notebook handles signals: Ctrl-C raises KeyboardInterrupt, which ends the ranks.
         variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
-        if launch_config.max_nodes > 1:
+        if group.machines[1] > 1:
             # The store of the first machine still has the addresses of processes that are gone.
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         else:
@@ -95,12 +105,20 @@ def start(
             # What was printed before the launch precedes the processes' output.
             sys.stdout.flush()
             sys.stderr.flush()
+            spec = worker_spec(group, _ROLE)
+            agent = _Agent(
+                spec,
+                logs_specs=DefaultLogsSpecs(log_dir=name),
+                log_line_prefix_template=prefix,
+                shutdown_timeout=group.shutdown_timeout,
+            )
             try:
-                elastic_launch(launch_config, sys.executable)(*rank.command(folder))
-            except ChildFailedError as error:
-                failures = failures_of(error.failures)
-                text, _ = report(failures, launch_config.monitor_interval)
-                raise RankFailed(text, error.failures) from None
+                result = agent.run()
             except KeyboardInterrupt:  # without torch's frames
                 raise KeyboardInterrupt("The processes have been ended.") from None
+            finally:
+                spec.rdzv_handler.shutdown()
+            if result.is_failed():
+                text, _ = report(failures_of(result.failures), group.monitor_interval)
+                raise RankFailed(text, result.failures)
         return rank.read_value(folder)

@@ -63,9 +63,8 @@ def check_not_xla() -> None:
     asked = [f"{name}={value}" for name, value in read if value.lower() not in harmless]
     if asked:
         raise NotImplementedError(
-            f"{', '.join(asked)}: torch_xla's devices are not supported, because its newest "
-            "release (2.9) needs torch 2.9 and Cadence needs 2.12. This process would train on "
-            f"{default_device().type}: unset {', '.join(each.partition('=')[0] for each in asked)} "
+            f"{', '.join(asked)}: torch_xla's devices are not supported. This process would train "
+            f"on {default_device().type}: unset {', '.join(each.partition('=')[0] for each in asked)} "
             "if that is meant, or pass cpu=True."
         )
 

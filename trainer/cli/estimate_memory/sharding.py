@@ -35,6 +35,7 @@ from trainer.environment import patch_environment
 from trainer.module import TrainModule
 from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
 from trainer.state import PartialState
+from trainer.torch_compat import clear_sharding_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +138,6 @@ def give_fake_tensors(module: nn.Module, fake: Any) -> None:
 @contextmanager
 def fake_group(rank: int, processes: int) -> Iterator[None]:
     """Make this process one of many, of which the others do not exist, inside the block."""
-    # Results that it keeps by equal meshes hold the process groups of those; no public name.
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
     shared = PartialState._shared_state
     before = dict(shared)
     shared.clear()
@@ -149,7 +147,7 @@ def fake_group(rank: int, processes: int) -> Iterator[None]:
             PartialState(cpu=True)
         yield
     finally:
-        _clear_sharding_prop_cache()
+        clear_sharding_cache()  # which holds the process groups of equal meshes
         dist.destroy_process_group()
         shared.clear()
         shared.update(before)

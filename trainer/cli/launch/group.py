@@ -55,6 +55,7 @@ from trainer.cli.parsing import CommandError, echo
 from trainer.environment import patch_environment
 from trainer.errors import module_logger
 from trainer.state.network import reachable_from
+from trainer.torch_compat import PatientAgent
 
 logger = module_logger(__name__)
 
@@ -190,7 +191,7 @@ class Others:
                 logger.debug("Reports of the other machines could not be read: %s", error)
 
 
-class _Agent(LocalElasticAgent):
+class _Agent(PatientAgent, LocalElasticAgent):
     """Torch's agent, which also forwards a second signal and reports why it restarts."""
 
     _seen: RunResult
@@ -259,7 +260,9 @@ class _Agent(LocalElasticAgent):
         if self.others is not None and machines is not None:
             self.others.wait(machines)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None
+    ) -> None:
         hurried = False
         while True:
             try:
@@ -392,7 +395,8 @@ def _is_deaf_to(name: str) -> bool:
     return name == "SIGHUP" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def _run(group: Group, logs: _Logs) -> RunResult:
+def worker_spec(group: Group, role: str = "default") -> WorkerSpec:
+    """Return what torch's agent is told: where the machines meet, and what it starts."""
     host, _, port = group.endpoint.rpartition(":")
     own = reachable_from(host)  # others may not resolve this one's host name
     handler = rendezvous.get_rendezvous_handler(
@@ -407,19 +411,24 @@ def _run(group: Group, logs: _Logs) -> RunResult:
         )
     )
     static = group.backend == "static"
+    return WorkerSpec(
+        role=role,
+        local_world_size=group.processes,
+        entrypoint=group.command[0],
+        args=tuple(group.command[1:]),
+        rdzv_handler=handler,
+        max_restarts=group.max_restarts,
+        monitor_interval=group.monitor_interval,
+        master_addr=host if static else None,
+        master_port=int(port) if static else None,
+        local_addr=own,
+    )
+
+
+def _run(group: Group, logs: _Logs) -> RunResult:
+    spec = worker_spec(group)
     agent = _Agent(
-        WorkerSpec(
-            role="default",
-            local_world_size=group.processes,
-            entrypoint=group.command[0],
-            args=tuple(group.command[1:]),
-            rdzv_handler=handler,
-            max_restarts=group.max_restarts,
-            monitor_interval=group.monitor_interval,
-            master_addr=host if static else None,
-            master_port=int(port) if static else None,
-            local_addr=own,
-        ),
+        spec,
         logs_specs=logs,
         log_line_prefix_template="[rank ${rank}] " if group.tee != "0" else None,
         shutdown_timeout=group.shutdown_timeout,
@@ -435,7 +444,7 @@ def _run(group: Group, logs: _Logs) -> RunResult:
         # Other machines may continue without this one, so the rendezvous stays open.
         raise
     except BaseException:
-        handler.shutdown()
+        spec.rdzv_handler.shutdown()
         raise
-    handler.shutdown()
+    spec.rdzv_handler.shutdown()
     return result

@@ -1,0 +1,150 @@
+"""What older releases of torch lack, down to 2.9: each function says which release has it.
+
+No other module compares versions of torch. What cannot be bridged is refused by name where it is
+used.
+"""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainer import environment
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.local_elastic_agent import (
+        LocalElasticAgent as _Agent,
+    )
+else:
+    _Agent = object  # torch's launcher has many modules, and only launchers need them
+
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # those that torch's agent handles by default
+
+
+def ddp_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of DDP, with the name that `broadcast_buffers` has from torch 2.13."""
+    known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    if "forward_sync_buffers" not in known:
+        return arguments
+    renamed = dict(arguments)
+    renamed["forward_sync_buffers"] = renamed.pop("broadcast_buffers", True)
+    return renamed
+
+
+def fsdp_groups(unit: Any) -> list[Any]:
+    """Return torch's records of an FSDP2 unit: several are possible from torch 2.12."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def reduce_unused_parameters(unit: Any) -> None:
+    """Make an FSDP2 unit reduce zeros for parameters without a gradient.
+
+    Processes that take different branches then reduce the same tensors. From torch 2.12 it is
+    ``set_reduce_scatter_unused_params``.
+    """
+    if hasattr(unit, "set_reduce_scatter_unused_params"):
+        unit.set_reduce_scatter_unused_params(True)
+        return
+    for group in fsdp_groups(unit):
+        group.post_backward = _ZerosFirst(group)
+
+
+class _ZerosFirst:
+    """``FSDPParamGroup.post_backward``, which first gives unused parameters a zero gradient."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._reduce = group, group.post_backward
+
+    def __call__(self, *unused: Any) -> None:
+        if self._group.reduce_grads:
+            for held in self._group.fsdp_params:
+                whole = getattr(held, "_unsharded_param", None)
+                if whole is None or not whole.requires_grad:
+                    continue
+                if whole.grad is None and held.unsharded_accumulated_grad is None:
+                    held.unsharded_accumulated_grad = torch.zeros_like(whole)
+        self._reduce(*unused)
+
+
+def free_device_memory(index: int) -> int:
+    """Return the free bytes of an accelerator; ``torch.accelerator`` says it from torch 2.10."""
+    if hasattr(torch.accelerator, "get_memory_info"):
+        return int(torch.accelerator.get_memory_info(index)[0])
+    return int(torch.get_device_module().mem_get_info(index)[0])
+
+
+def clear_sharding_cache() -> None:
+    """Forget results that DTensor keeps by equal meshes; there is no public name."""
+    from torch.distributed.tensor import debug
+
+    if hasattr(debug, "_clear_sharding_prop_cache"):  # from torch 2.10
+        debug._clear_sharding_prop_cache()
+        return
+    from torch.distributed.tensor import DTensor
+
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+
+
+class PatientAgent(_Agent):
+    """Base of a ``LocalElasticAgent`` with ``shutdown_timeout``, which torch has from 2.12.
+
+    Earlier ones kill the processes 30 seconds after a signal, also those that are saving.
+    """
+
+    def __init__(self, *args: Any, shutdown_timeout: int, **kwargs: Any) -> None:
+        self._is_patient = "shutdown_timeout" in inspect.signature(super().__init__).parameters
+        if self._is_patient:
+            kwargs["shutdown_timeout"] = shutdown_timeout
+        super().__init__(*args, **kwargs)
+        self._shutdown_timeout = shutdown_timeout
+
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        """Start the processes; then handle the signals of ``TORCHELASTIC_SIGNALS_TO_HANDLE``.
+
+        Torch reads the variable from 2.10 on.
+        """
+        before = {name: signal.getsignal(getattr(signal, name)) for name in _SIGNALS.split(",")}
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        if not self._is_patient and threading.current_thread() is threading.main_thread():
+            handled = environment.read("TORCHELASTIC_SIGNALS_TO_HANDLE")
+            _handle_signals(_SIGNALS if handled is None else handled, before)
+        return started
+
+    def _stop_workers(self, worker_group: Any) -> None:  # noqa: ARG002 - torch's interface
+        self._shutdown(timeout=30)  # of a restart; the agent's own end is patient
+
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None
+    ) -> None:
+        timeout = self._shutdown_timeout if timeout is None else timeout
+        if self._is_patient:
+            super()._shutdown(death_sig, timeout)
+            return
+        processes, self._pcontext = self._pcontext, None  # torch would end them after 30 seconds
+        try:
+            super()._shutdown(death_sig)
+        finally:
+            self._pcontext = processes
+        if processes is not None:
+            processes.close(death_sig, timeout)
+
+
+def _handle_signals(names: str, before: dict[str, Any]) -> None:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    def end(number: int, _: Any) -> None:
+        found = signal.Signals(number)
+        raise SignalException(f"The launcher got {found.name}", sigval=found)
+
+    for name, handler in before.items():
+        signal.signal(getattr(signal, name), handler)
+    for name in filter(None, names.split(",")):
+        signal.signal(getattr(signal, name), end)

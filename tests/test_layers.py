@@ -31,6 +31,7 @@ FLOORS = {
     "trainer.memory": 0,
     "trainer.names": 0,
     "trainer.strict_json": 0,
+    "trainer.torch_compat": 0,
     "trainer.tree": 0,
     "callbacks": 1,
     "trackers": 1,

@@ -62,10 +62,10 @@ def check_not_xla() -> None:
     read = ((name, environment.read(name) or "") for name in XLA_VARIABLES)
     asked = [f"{name}={value}" for name, value in read if value.lower() not in harmless]
     if asked:
+        names = ", ".join(each.partition("=")[0] for each in asked)
         raise NotImplementedError(
             f"{', '.join(asked)}: torch_xla's devices are not supported. This process would train "
-            f"on {default_device().type}: unset {', '.join(each.partition('=')[0] for each in asked)} "
-            "if that is meant, or pass cpu=True."
+            f"on {default_device().type}: unset {names} if that is meant, or pass cpu=True."
         )
 
 

@@ -30,11 +30,12 @@ test: $(READY)  ## run every test
 # Other releases of torch and Python, each with an environment of its own. Packages whose pinned
 # release fits one torch alone are not pinned there.
 OTHER := .venv-torch-$(TORCH)
+PINNED_WITH_2.9.1 := torchao==0.15.0
 
 $(OTHER)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OTHER)
 	grep -vE '^(torch|torchao|mypy|ruff)==' constraints.txt > $(OTHER)/constraints.txt
-	echo 'torch==$(TORCH)' >> $(OTHER)/constraints.txt
+	printf '%s\n' torch==$(TORCH) $(PINNED_WITH_$(TORCH)) >> $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint $(OTHER)/constraints.txt --editable '.[test]'

@@ -92,8 +92,8 @@ class TorchAOLayers:
             from torchao.float8 import Float8LinearConfig
         except ImportError as error:
             raise ImportError(
-                "mixed_precision='fp8' with the recipe 'AO' needs torchao: pip install "
-                "'cadence-trainer[fp8]'."
+                "mixed_precision='fp8' with the recipe 'AO' needs torchao, in a release for torch "
+                f"{torch.__version__}: pip install 'cadence-trainer[fp8]' ({error})."
             ) from error
         given = {"enable_fsdp_float8_all_gather": recipe.enable_fsdp_float8_all_gather}
         given["pad_inner_dim"] = recipe.pad_inner_dim

@@ -198,8 +198,8 @@ def reset_torch() -> None:
     """Set torch to the settings and the seed that every test starts from."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
-    if torch.get_default_device().type != "cpu":
-        torch.set_default_device("cpu")  # not None, after which torch 2.9 cannot say which it is
+    torch.set_default_device(None)
+    vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context")  # None, which torch 2.9 trips over
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")

@@ -30,7 +30,7 @@ test: $(READY)  ## run every test
 # Other releases of torch and Python, each with an environment of its own. Packages whose pinned
 # release fits one torch alone are not pinned there.
 OTHER := .venv-torch-$(TORCH)
-PINNED_WITH_2.9.1 := torchao==0.15.0
+PINNED_WITH_2.9.1 := torchao==0.16.0
 
 $(OTHER)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OTHER)

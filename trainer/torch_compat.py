@@ -9,10 +9,12 @@ from __future__ import annotations
 import inspect
 import signal
 import threading
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from trainer import environment
 
@@ -79,6 +81,12 @@ def free_device_memory(index: int) -> int:
     if hasattr(torch.accelerator, "get_memory_info"):
         return int(torch.accelerator.get_memory_info(index)[0])
     return int(torch.get_device_module().mem_get_info(index)[0])
+
+
+def register_fake_collectives() -> None:
+    """Let collectives run on tensors without values; torch does it by itself from 2.10."""
+    if TorchVersion(torch.__version__) < "2.10":
+        import_module("torch.distributed._tools.fake_collectives")
 
 
 def clear_sharding_cache() -> None:

@@ -35,7 +35,7 @@ from trainer.environment import patch_environment
 from trainer.module import TrainModule
 from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
 from trainer.state import PartialState
-from trainer.torch_compat import clear_sharding_cache
+from trainer.torch_compat import clear_sharding_cache, register_fake_collectives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +141,7 @@ def fake_group(rank: int, processes: int) -> Iterator[None]:
     shared = PartialState._shared_state
     before = dict(shared)
     shared.clear()
+    register_fake_collectives()
     dist.init_process_group("fake", rank=rank, world_size=processes)
     try:
         with patch_environment(OMP_NUM_THREADS="1"):  # no other process needs a core

@@ -12,6 +12,7 @@ from torch import Tensor
 from callbacks.base import Callback
 from trainer.checks import check_counts, check_numbers
 from trainer.errors import module_logger
+from trainer.tree import record_event, start_copy_to_host
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -66,9 +67,7 @@ class _Stopwatch:
     def _now(self) -> Any:
         if not self._events:
             return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
+        return record_event(self._device, enable_timing=True)
 
     def start(self) -> None:
         self._begun = self._now()
@@ -215,11 +214,7 @@ class SlowRankDetector(Callback):
         if shared.device.type == "cpu":
             self._pending = shared, None
             return
-        host = torch.empty_like(shared, device="cpu", pin_memory=shared.device.type == "cuda")
-        host.copy_(shared, non_blocking=True)
-        event = torch.Event(shared.device)
-        event.record()
-        self._pending = host, event
+        self._pending = start_copy_to_host(shared)
 
     def _compare(self, trainer: Trainer, module: TrainModule) -> None:
         """Compare the times that were gathered."""

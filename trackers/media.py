@@ -74,12 +74,9 @@ def size_of(value: Any) -> int:
 def _to_host(tensor: Any, arrivals: list[Any]) -> Any:
     if tensor.device.type == "cpu":
         return tensor.clone()
-    import torch
+    from trainer.tree import start_copy_to_host  # imports torch
 
-    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-    host.copy_(tensor, non_blocking=True)
-    event = torch.Event(tensor.device)
-    event.record()
+    host, event = start_copy_to_host(tensor)
     arrivals.append(event)
     return host
 

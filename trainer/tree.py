@@ -317,6 +317,29 @@ def to_host(tree: Any) -> Any:
     return map_tree(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)
 
 
+def start_copy_to_host(tensor: Tensor) -> tuple[Tensor, Any]:
+    """Start to copy a tensor on an accelerator to host memory.
+
+    Returns:
+        The copy, and an event; the values are there once the event has been waited for.
+    """
+    # Into pageable memory, CUDA would make the host wait.
+    pinned = tensor.device.type in ("cuda", "xpu")
+    host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+    host.copy_(tensor, non_blocking=True)
+    return host, record_event(tensor.device)
+
+
+def record_event(device: torch.device, *, enable_timing: bool = False) -> Any:
+    """Record an event behind the work in the current stream of a device, and return it.
+
+    ``torch.Event(device).record()`` would take the current stream of the current device.
+    """
+    event = torch.Event(device, enable_timing=enable_timing)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
 def convert_to_fp32(tensor: Any) -> Any:
     """Return the tree with its float16 and bfloat16 tensors converted to float32."""
     half = (torch.float16, torch.bfloat16)

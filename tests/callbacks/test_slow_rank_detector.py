@@ -212,7 +212,8 @@ class Event:
     def __init__(self, device, enable_timing):
         assert enable_timing
 
-    def record(self):
+    def record(self, stream):
+        assert stream == torch.device("cuda", 0)
         self.at = self.line.now
 
     def query(self):
@@ -228,6 +229,7 @@ class Event:
 
 def test_pending_device_events_are_read_later(monkeypatch):
     monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: device)
     line = Event.line = SimpleNamespace(now=0.0, passed=0.0)
     watch = slow_rank_detector._Stopwatch(torch.device("cuda", 0))
     for seconds in (1.0, 2.0, 4.0):

@@ -191,10 +191,10 @@ def counted_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     waits = Waits()
 
     class Event:
-        def __init__(self, device: Any = None) -> None:
+        def __init__(self, device: Any = None, enable_timing: bool = False) -> None:
             assert torch.device(device) == DEVICE
 
-        def record(self) -> None:
+        def record(self, stream: Any = None) -> None:
             self.at = waits.updates
 
         def query(self) -> bool:
@@ -205,6 +205,7 @@ def counted_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
                 waits.note("event")
 
     monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
     monkeypatch.setattr(Accelerator, "device", DEVICE)
     with waits, _Numbers():
         yield waits

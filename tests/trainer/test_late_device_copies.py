@@ -35,7 +35,7 @@ class LateCopies(TorchDispatchMode):
                 target.fill_(torch.nan if target.is_floating_point() else -1)
         return result
 
-    def event(self, device):
+    def event(self, device, enable_timing):
         """In place of ``torch.Event``."""
         return _Event(self)
 
@@ -44,7 +44,7 @@ class _Event:
     def __init__(self, copies):
         self.copies = copies
 
-    def record(self):
+    def record(self, stream=None):
         self.behind, self.copies.late = self.copies.late, []
 
     def synchronize(self):

@@ -9,6 +9,7 @@ import threading
 from collections import namedtuple
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from callbacks import Callback, ModelCheckpoint
 from trainer import ProjectConfiguration, Trainer, TrainModule
 from trainer.checkpoint.async_writer import HostCopies, Writer
-from trainer.checkpoint.parts import tree_part, weights_part
+from trainer.checkpoint.parts import StatePart, tree_part, weights_part
 from trainer.checkpoint.serialization import load_tree
 from trainer.checkpoint.storage import checkpoint_name, committed, open_staging, step_of, verify
 from trainer.checkpoint.weights import load_weights
@@ -216,6 +217,32 @@ def test_host_copies_stay_and_their_memory_is_used_again(tmp_path):
     (tmp_path / "second").mkdir()
     write(tmp_path / "second")
     torch.testing.assert_close(load_weights(tmp_path / "second"), {"half": torch.ones(3)})
+
+
+def test_a_background_save_waits_for_the_stream_of_each_device_it_copies_from(monkeypatch):
+    """An event that is recorded without a stream is in that of the current device."""
+    waited = []
+
+    class Event:
+        def __init__(self, device, enable_timing):
+            assert not enable_timing
+
+        def record(self, stream):
+            self.stream = stream
+
+        def synchronize(self):
+            waited.append(self.stream)
+
+    def tensor(*device):
+        return SimpleNamespace(device=torch.device(*device))
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"of {device}")
+    monkeypatch.setattr(HostCopies, "_copy", staticmethod(lambda *_: None))
+    of_devices = {"a": tensor("cuda", 0), "b": tensor("cuda", 1), "c": tensor("cuda", 1)}
+    tensors = of_devices | {"host": tensor("cpu")}
+    HostCopies().hold([StatePart(tensors, lambda values, folder: None, [])])(Path())
+    assert sorted(waited) == ["of cuda:0", "of cuda:1"]
 
 
 def test_a_writer_refuses_a_second_save_and_reports_how_the_latest_ended(caplog):

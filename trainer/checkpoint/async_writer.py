@@ -18,6 +18,7 @@ from torch import Tensor
 from trainer.checkpoint.parts import StatePart, Write, files_of
 from trainer.checkpoint.save import Ranks
 from trainer.errors import CheckpointError, module_logger
+from trainer.tree import record_event
 
 logger = module_logger(__name__)
 
@@ -70,12 +71,8 @@ def _copies_by_itself(device: torch.device) -> bool:
 
 def _events_of(tensors: Sequence[Tensor]) -> list[Any]:
     """Record an event per device after the asynchronous copies that were just enqueued."""
-    events = []
-    for device in {tensor.device for tensor in tensors if _copies_by_itself(tensor.device)}:
-        event = torch.Event(device)
-        event.record()
-        events.append(event)
-    return events
+    devices = {tensor.device for tensor in tensors if _copies_by_itself(tensor.device)}
+    return list(map(record_event, devices))
 
 
 class Writer:

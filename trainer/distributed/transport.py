@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.distributed.guards import read_back, waiting
 from trainer.state import PartialState
-from trainer.tree import as_bytes, dense
+from trainer.tree import as_bytes, dense, start_copy_to_host
 
 
 def send(tensor: Tensor, from_process: int) -> None:
@@ -61,11 +61,7 @@ class HostCopy:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        pinned = tensor.device.type in ("cuda", "xpu")
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-        self._host.copy_(tensor, non_blocking=True)
-        self._event = torch.Event(tensor.device)
-        self._event.record()
+        self._host, self._event = start_copy_to_host(tensor)
 
     def read(self) -> Tensor:
         """Wait for the copy and return it."""

@@ -108,12 +108,13 @@ class DeviceLedger:
 
 
 def ledger_for(device: torch.device) -> HostLedger | DeviceLedger:
-    """Return a ledger: by device events on CUDA, by the host's clock elsewhere."""
-    if device.type != "cuda":
+    """Return a ledger: by device events on CUDA and XPU, by the host's clock elsewhere."""
+    if device.type not in ("cuda", "xpu"):
         return HostLedger()
-    stream = torch.cuda.current_stream(device)  # of the run, even if user code switches streams
+    module: Any = torch.get_device_module(device)
+    stream = module.current_stream(device)  # of the run, even if user code switches streams
 
-    return DeviceLedger(lambda: stream.record_event(torch.cuda.Event(enable_timing=True)))
+    return DeviceLedger(lambda: stream.record_event(module.Event(enable_timing=True)))
 
 
 class Stopwatch:

@@ -30,6 +30,7 @@ from trainer.metrics.cells import (
     weight_of,
 )
 from trainer.metrics.reduction import Reduction
+from trainer.tree import record_event
 
 RESERVED = frozenset({"step", "epoch", "time"})
 _HIDDEN = "\0"  # begins the hidden loader suffix of a name, with add_dataloader_idx=False
@@ -413,9 +414,7 @@ class MetricStore:
                 name: torch.as_tensor(value).to("cpu", non_blocking=True)
                 for name, value in latest.items()
             }
-            event = torch.Event(self.device)
-            event.record()
-            self._arriving = away, event
+            self._arriving = away, record_event(self.device)
         return dict(self._shown)
 
 

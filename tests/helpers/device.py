@@ -1,5 +1,8 @@
 """A simulated device in host memory that counts every synchronisation of the host with it.
 
+`counted_waits` is for one process. `counted_reads` is for the engines of several processes, which
+need storages and gloo: tensors of the CPU then take the branches of an accelerator's.
+
 Its tensors are a subclass that wraps host tensors and reports the device ``meta``. Operations on
 them run on the host, and their results are on the device. Calls that would make the host wait for
 a real device are counted by location: reading a value, synchronous copies, operations whose output
@@ -9,6 +12,9 @@ event recorded since the previous update. What waits is what waits on CUDA.
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainer import Accelerator
+from trainer.distributed import transport
+from trainer.distributed.step_sync import StepSync
 
 DEVICE = torch.device("meta")
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -31,6 +39,8 @@ _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 _MASKS = (torch.bool, torch.uint8)
 _COPIES = {"aten::_to_copy", "aten::copy_"}
 _ROOT = Path(__file__).parents[2]
+_OURS = tuple(f"{_ROOT}{os.sep}{name}{os.sep}" for name in ("callbacks", "trackers", "trainer"))
+_PLUMBING = ("distributed/", "tree.py", "metrics/cells.py")  # named is who calls these
 
 
 class OnDevice(torch.Tensor):
@@ -209,3 +219,120 @@ def counted_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     monkeypatch.setattr(Accelerator, "device", DEVICE)
     with waits, _Numbers():
         yield waits
+
+
+class Reads(TorchDispatchMode):
+    """Counts what would wait for the device if all tensors were there, by operation and function.
+
+    Tensors that code of ours has copied to the host are on the host. Other threads may wait.
+
+    Attributes:
+        places: How often, by the operation and the function of ours that caused it.
+        operation: What is going on, set by the test; None counts nothing.
+        updates: The number of updates, set by the test. Reading what was sent in an earlier one
+            does not wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: Counter[tuple[str, str]] = Counter()
+        self.operation: str | None = None
+        self.updates = 0
+        self._thread = threading.get_ident()
+        self._on_host: dict[int, torch.Tensor] = {}  # by the address of the storage
+
+    def put_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        copied = tensor.detach().clone()
+        self._on_host[copied.untyped_storage().data_ptr()] = copied
+        return copied
+
+    def note(self, tensor: torch.Tensor | None = None) -> None:
+        if self.operation is None or threading.get_ident() != self._thread:
+            return
+        if tensor is not None and tensor.untyped_storage().data_ptr() in self._on_host:
+            return
+        frame = sys._getframe(2)
+        while (name := _name_of_ours(frame)) is None:
+            if frame.f_back is None:
+                return
+            frame = frame.f_back
+        self.places[self.operation, name] += 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name in _INDEXING:
+            reads = any(each is not None and each.dtype in _MASKS for each in args[1])
+        else:
+            reads = name in _READS or not _READING.isdisjoint(func.tags)
+        if reads:
+            self.note(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def counted(self, name: str, method: Any) -> Any:
+        """Return a method of tensors that copies, which counts its calls."""
+
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if name != "to":
+                self.note(tensor)
+                result = method(tensor, *args, **kwargs)
+                return self.put_on_host(result) if name == "cpu" else result
+            target = args[0] if args else kwargs.get("device")
+            if isinstance(target, (str, torch.device)):
+                # Torch's own code asks for the device where a tensor is already.
+                ours = sys._getframe(1).f_code.co_filename.startswith(_OURS)
+                if ours and not kwargs.get("non_blocking"):
+                    self.note()
+                args = ("cpu", *args[1:]) if torch.device(target).type == "cuda" else args
+            return method(tensor, *args, **kwargs)
+
+        return call
+
+    def counted_maker(self, make: Any) -> Any:
+        """Return a function that makes tensors of numbers, which counts those on a device."""
+
+        def call(values: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("device") is not None and not isinstance(values, torch.Tensor):
+                self.note()
+            return make(values, *args, **kwargs)
+
+        return call
+
+    def start_copy_to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Arrival]:
+        """Replace `trainer.tree.start_copy_to_host`."""
+        return self.put_on_host(tensor), _Arrival(self)
+
+
+class _Arrival:
+    """An event behind a copy to the host."""
+
+    def __init__(self, reads: Reads) -> None:
+        self.reads, self.at = reads, reads.updates
+
+    def synchronize(self) -> None:
+        if self.at >= self.reads.updates:
+            self.reads.note()
+
+
+def _name_of_ours(frame: Any) -> str | None:
+    """Return the file and the function of a frame; None if it is not of ours, or plumbing."""
+    code = frame.f_code
+    if not code.co_filename.startswith(_OURS) or code.co_name.startswith("<"):
+        return None
+    file = Path(code.co_filename).relative_to(_ROOT).as_posix().removeprefix("trainer/")
+    return None if file.startswith(_PLUMBING) else f"{file}: {code.co_name}"
+
+
+@contextmanager
+def counted_reads() -> Iterator[Reads]:
+    """Inside, tensors of the CPU are treated as an accelerator's, and waits are counted."""
+    reads = Reads()
+    with pytest.MonkeyPatch.context() as patch, reads:
+        for name in ("to", "cpu", "cuda", "tolist", "numpy"):
+            patch.setattr(torch.Tensor, name, reads.counted(name, getattr(torch.Tensor, name)))
+        for name in ("tensor", "as_tensor"):
+            patch.setattr(torch, name, reads.counted_maker(getattr(torch, name)))
+        patch.setattr(transport, "start_copy_to_host", reads.start_copy_to_host)
+        patch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))
+        cuda = property(lambda _: torch.device("cuda"), lambda *_: None)
+        patch.setattr(StepSync, "_device", cuda, raising=False)
+        yield reads

@@ -4,9 +4,10 @@ On a device whose waits are counted, see `tests.helpers.device`.
 """
 
 import io
-import os
 import sys
 from collections import Counter
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ from callbacks import (
     ThroughputMonitor,
 )
 from callbacks import progress_bar as bars
-from tests.helpers.device import DEVICE, OnDevice, counted_waits
+from tests.helpers.device import DEVICE, OnDevice, counted_reads, counted_waits
 from trainer import (
+    Accelerator,
+    DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     Trainer,
@@ -331,19 +334,26 @@ def test_the_final_progress_line_is_up_to_date(monkeypatch):
         assert epoch.rpartition("number=")[2].startswith("4")
 
 
-# -- engines of several processes ----------------------------------------------------------------
+# -- all engines -------------------------------------------------------------------------------
 
 
 class Split(Module):
     """With layers that tensor parallelism splits, and one that it does not."""
 
-    validation_step = TrainModule.validation_step
     tp_plan = {"net.0": "colwise", "net.1": "rowwise"}
 
     def __init__(self):
         super().__init__()
         layers = torch.nn.Linear(3, 4), torch.nn.Linear(4, 3), torch.nn.Linear(3, 1)
         self.net = torch.nn.Sequential(*layers, torch.nn.Tanh())
+
+    def forward(self, rows):
+        return self.net(rows).square().mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+        return {"optimizer": optimizer, "scheduler": scheduler, "interval": "step"}
 
 
 class ByHand(Split):
@@ -360,70 +370,194 @@ class ByHand(Split):
 
 class Stream(IterableDataset):
     def __iter__(self):
-        return ((row,) for row in torch.ones(64, 3))
+        return ((row,) for row in torch.ones(80, 3))
 
 
-class Blocking(Callback):
-    """Counts the copies of ours that wait for a device, from the third update to the last."""
-
-    def __init__(self, patch):
-        self.places, self.counts = Counter(), False
-        for name in ("to", "cpu", "cuda"):
-            patch.setattr(torch.Tensor, name, self.counted(name, getattr(torch.Tensor, name)))
-
-    def counted(self, name, method):
-        def call(tensor, *args, **kwargs):
-            target = args[0] if args else kwargs.get("device")
-            moves = name != "to" or isinstance(target, (str, torch.device))
-            frame = sys._getframe(1)
-            ours = f"{os.sep}trainer{os.sep}" in frame.f_code.co_filename
-            if self.counts and moves and ours and not kwargs.get("non_blocking"):
-                self.places[f"{name} in {frame.f_code.co_name}"] += 1
-            return method(tensor, *args, **kwargs)
-
-        return call
-
-    def on_train_step_start(self, trainer, module):
-        self.counts = trainer.global_step >= 2
-
-    def on_train_step_end(self, trainer, module):
-        self.counts = False  # what is due at the end of an epoch may wait
-
-
-def blocking_copies(folder, module, data, options):
-    with pytest.MonkeyPatch.context() as patch:
-        blocking = Blocking(patch)
-        trainer = Trainer(
-            cpu=True,
-            max_epochs=1,
-            log_every=1000,
-            progress_bar=False,
-            checkpointing=False,
-            project_dir=folder,
-            callbacks=[blocking],
-            **({"max_grad_norm": 1.0} if module is Split else {}),
-            **options,
-        )
-        trainer.fit(module(), DataLoader(data, batch_size=4))
-    return trainer.global_step, blocking.places
-
-
+ROWS = TensorDataset(torch.ones(80, 3))
 ENGINES = {
+    "one process": {},
     "DDP": {},
     "FSDP": {"fsdp_plugin": FullyShardedDataParallelPlugin()},
     "tensor parallel": {"parallelism_config": ParallelismConfig(tp_size=2)},
 }
 
+NAMES = "the processes agree on the names, and on whether anybody has logged a mean"
+RANKS = "the processes exchange it, by the device where the group is NCCL's alone"
+UNREAD = "what the host has not read yet of the update before: whether it was bad, who has ended"
+# Nothing else may wait for the device: neither an update nor a batch of an evaluation.
+WAITS = {
+    "update": {},
+    "batch of an evaluation": {},
+    "update with non_finite='skip'": {
+        "optim/finite.py: should_step": "an optimizer that is not fused cannot skip on the device",
+    },
+    "update whose values are logged": {
+        "metrics/reduction.py: _all_reduce": NAMES,
+    },
+    "validation": {
+        "engines/ddp.py: broadcast_buffers": RANKS,
+        "engines/fsdp.py: _check_units": UNREAD,
+        "engines/fsdp.py: _compare": "whether all processes ran the same units",
+        "engines/fsdp.py: broadcast_buffers": RANKS,
+        "loops/buffers.py: sync_buffers": "frozen weights are compared by their hashes",
+        "loops/evaluate.py: check_all_have_batches": RANKS,
+        "loops/pending_saves.py: _of_all": "whether a process has asked for a save",
+        "loops/preemption.py: any_rank": "once a second: whether a process shall exit",
+        "loops/recorder.py: record": "its values are asked for, in one transfer",
+        "metrics/reduction.py: _agree": NAMES,
+        "metrics/reduction.py: _all_reduce": NAMES,
+        "optim/finite.py: settle": UNREAD,
+    },
+    "save": {
+        "checkpoint/save.py: run_on_all_ranks": "all processes know of an error of any",
+        "checkpoint/serialization.py: write_tensors": "the weights are written",
+        "engines/ddp.py: broadcast_buffers": RANKS,
+        "engines/fsdp.py: _check_units": UNREAD,
+        "engines/fsdp.py: broadcast_buffers": RANKS,
+        "loops/buffers.py: sync_buffers": "frozen weights are compared by their hashes",
+        "loops/fit_state.py: _settle": UNREAD,
+        "loops/preflight.py: check_checkpoint_names": RANKS,
+        "optim/finite.py: settle": UNREAD,
+        "trainer.py: save_checkpoint": "whether all processes save",
+    },
+    "end of an epoch": {
+        "loops/fit.py: check_data_ends_together": UNREAD,
+        "loops/recorder.py: _arriving": "the values of the last update are recorded",
+        "loops/recorder.py: record": "its values are asked for, in one transfer",
+        "loops/train_step.py: reduce_update": "the values of the last update are asked for",
+        "metrics/reduction.py: _agree": NAMES,
+        "metrics/reduction.py: _all_reduce": NAMES,
+    },
+}
+WAITS["save in the background"] = {
+    place: reason for place, reason in WAITS["save"].items() if "write_tensors" not in place
+}
 
-@pytest.mark.parametrize("module", [Split, ByHand])
-@pytest.mark.parametrize(
-    "data", [TensorDataset(torch.ones(64, 3)), Stream()], ids=["map", "stream"]
-)
+
+class Phases(Callback):
+    """Says what is going on, from the third update on; the last of all callbacks."""
+
+    runs_last = True
+
+    def __init__(self, reads, update, between, saves, last):
+        self.reads, self.update, self.between, self.saves = reads, update, between, saves
+        self.last = last
+
+    def on_train_step_start(self, trainer, module):
+        self.reads.updates = trainer.global_step
+        self.reads.operation = self.update if trainer.global_step >= 2 else None
+
+    def on_train_step_end(self, trainer, module):
+        if self.reads.operation is not None:
+            ends = trainer.global_step == self.last
+            self.reads.operation = "end of an epoch" if ends else self.between
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx):
+        self.between, self.reads.operation = self.reads.operation, "batch of an evaluation"
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.reads.operation = self.between
+
+    def on_train_epoch_end(self, trainer, module):
+        self.reads.operation = None
+
+    def on_boundary(self, trainer, module):
+        if self.saves and trainer.global_step == 3:
+            trainer.save_checkpoint("saved", background="background" in self.between)
+
+
+def waits_by_operation(folder, module, data, engine, operation):
+    """What a fit waits for, by what it does."""
+    settings = {}
+    several = engine != "one process"
+    automatic = module.automatic_optimization
+    updates = 20 // (2 if several and engine != "tensor parallel" else 1)
+    if automatic:
+        updates //= 2
+        settings = {"max_grad_norm": 1.0, "max_grad_value": 5.0, "gradient_accumulation_steps": 2}
+    alone = operation in ("validation", "save", "save in the background")
+    with counted_reads() as reads:
+        phases = Phases(
+            reads, "update" if alone else operation, operation, "save" in operation, updates
+        )
+        monitors = [GradientNormMonitor()] if automatic else []
+        trainer = Trainer(
+            cpu=True,
+            max_epochs=1,
+            progress_bar=False,
+            checkpointing=False,
+            num_sanity_val_steps=0,
+            project_dir=folder,
+            callbacks=[EMA(), *monitors, LearningRateMonitor(), ThroughputMonitor(), phases],
+            **{"log_every": 1000, **OPERATIONS[operation], **ENGINES[engine], **settings},
+        )
+        validation = DataLoader(ROWS, 4) if operation == "validation" else None
+        trainer.fit(module(), DataLoader(data, 4), validation)
+    assert trainer.global_step == updates
+    return reads.places
+
+
+OPERATIONS = {
+    "update": {},
+    "update with non_finite='skip'": {"non_finite": "skip"},
+    "update whose values are logged": {"log_every": 1},
+    "validation": {"val_every": "4 steps"},  # not at the end of the epoch
+    "save": {},
+    "save in the background": {},
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_nothing_waits_for_the_device_but_what_the_table_names(ranks2, tmp_path, operation):
+    """On CUDA each would make the host wait until the device has done all that was queued."""
+    found = set()
+    kinds = [(Split, ROWS)]
+    if operation == "update":
+        kinds += [(Split, Stream()), (ByHand, ROWS), (ByHand, Stream())]
+    for number, (engine, (module, data)) in enumerate(product(ENGINES, kinds)):
+        folder = tmp_path / str(number)
+        run = partial(waits_by_operation, folder, module, data, engine, operation)
+        of_ranks = [run()] if engine == "one process" else ranks2(run)
+        found |= {(engine, *place) for places in of_ranks for place in places}
+    surprises = [each for each in sorted(found) if each[2] not in WAITS[each[1]]]
+    assert not surprises, "repair these, or give the reason in the table"
+    assert WAITS[operation].keys() == {place for _, what, place in found if what == operation}
+
+
+def own_loop(engine):
+    """What a loop of one's own waits for."""
+    with counted_reads() as reads:
+        accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=2,
+            dataloader_config=DataLoaderConfiguration(non_blocking=True),
+            **ENGINES[engine],
+        )
+        model = Split()
+        made = model.configure_optimizers()
+        model, optimizer, scheduler, loader = accelerator.prepare(
+            model, made["optimizer"], made["scheduler"], DataLoader(ROWS, 4)
+        )
+        for number, (rows,) in enumerate(loader):
+            reads.updates, reads.operation = number // 2, "update" if number >= 4 else None
+            with accelerator.accumulate(model):
+                accelerator.backward(model(rows))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        reads.operation = None
+    return number + 1, reads.places
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-def test_no_engine_copies_to_or_from_the_device_and_waits(ranks2, tmp_path, engine, data, module):
-    """Each such copy synchronises the host with CUDA, once an update or more."""
-    found = ranks2(lambda: blocking_copies(tmp_path, module, data, ENGINES[engine]))
-    assert found == [(16 if engine == "tensor parallel" else 8, Counter())] * 2
+def test_a_loop_of_ones_own_waits_for_nothing(ranks2, engine):
+    if engine == "one process":
+        found = [own_loop(engine)] * 2
+    else:
+        found = ranks2(own_loop, engine)
+    assert found == [(10 if engine in ("DDP", "FSDP") else 20, Counter())] * 2
 
 
 class OnCuda(Callback):

@@ -211,7 +211,7 @@ def on_accelerator(values: Mapping[str, Value]) -> dict[str, Tensor]:
     return {
         name: value
         for name, value in values.items()
-        if isinstance(value, Tensor) and value.device.type != "cpu"
+        if isinstance(value, Tensor) and not value.is_cpu
     }
 
 

@@ -130,7 +130,8 @@ class Reduction:
 
     def _vector(self, values: list[Value]) -> Tensor:
         if not any(isinstance(value, Tensor) for value in values):
-            return torch.tensor(values, dtype=self._dtype, device=self._device)
+            # Created on the host: creating it on an accelerator would wait for the device.
+            return torch.tensor(values, dtype=self._dtype).to(self._device, non_blocking=True)
         like = torch.empty((), dtype=self._dtype, device=self._device)
         return torch.stack([as_tensor(value, like).reshape(()) for value in values])
 

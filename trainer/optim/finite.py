@@ -239,7 +239,7 @@ class FiniteGuard:
         """
         self.settle()
         unread = [one for one in skipped if isinstance(one, Tensor)]
-        if unread and unread[0].device.type != "cpu":
+        if unread and not unread[0].is_cpu:
             found = torch.stack([one.float() for one in unread]).sum()
             self._pending = HostCopy(found), partial(self._count, step=step)
         else:

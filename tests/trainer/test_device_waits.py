@@ -11,6 +11,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from callbacks import (
@@ -33,7 +34,10 @@ from trainer import (
     Trainer,
     TrainModule,
 )
+from trainer.engines.ddp import DataParallel, Replicas
+from trainer.engines.fsdp import FullyShard
 from trainer.metrics import MetricStore
+from trainer.tree import gathered
 
 
 class Module(TrainModule):
@@ -560,35 +564,174 @@ def test_a_loop_of_ones_own_waits_for_nothing(ranks2, engine):
     assert found == [(10 if engine in ("DDP", "FSDP") else 20, Counter())] * 2
 
 
-class OnCuda(Callback):
-    """Lets torch raise at each wait for the device, from the third update to the last."""
+# -- on a real device: torch raises at each wait ---------------------------------------------------
+
+
+def raise_at_waits(device, on):
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error" if on else "default")
+
+
+class Strict(Callback):
+    """Lets torch raise at each wait from the third update to the last, and in evaluations.
+
+    Not in what is due at the end of an epoch. Waits for events are allowed, see the table above.
+    """
+
+    runs_last = True
+
+    def __init__(self, device, last, saves=False):
+        self.device, self.last, self.saves = device, last, saves
 
     def on_train_step_start(self, trainer, module):
-        if trainer.global_step >= 2:
-            torch.cuda.set_sync_debug_mode("error")
+        if trainer.global_step == 2:
+            raise_at_waits(self.device, on=True)
 
     def on_train_step_end(self, trainer, module):
-        torch.cuda.set_sync_debug_mode("default")
+        if trainer.global_step == self.last:
+            raise_at_waits(self.device, on=False)
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx):
+        raise_at_waits(self.device, on=True)
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        raise_at_waits(self.device, on=False)
+
+    def on_boundary(self, trainer, module):
+        if self.saves and trainer.global_step in (1, 3):  # the first allocates host memory
+            trainer.save_checkpoint(f"step-{trainer.global_step:08}", background=True)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("module", [Split, ByHand])
-@pytest.mark.parametrize(
-    "data", [TensorDataset(torch.ones(64, 3)), Stream()], ids=["map", "stream"]
+class Fused(Split):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """The CPU shows that these runs work; nothing is waited for there."""
+    yield request.param
+    raise_at_waits(request.param, on=False)
+
+
+@pytest.fixture
+def group_of_one(device):
+    """A process group with which the engines of several processes run on one."""
+    on_cuda = device == "cuda"
+    dist.init_process_group(
+        "nccl" if on_cuda else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        device_id=torch.device("cuda", torch.cuda.current_device()) if on_cuda else None,
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def alone(engine, *, by_hand=False):
+    """The settings with which an engine runs on one process."""
+    if engine == "FSDP":
+        return {"engine": FullyShard, "fsdp_plugin": FullyShardedDataParallelPlugin()}
+    return {"engine": Replicas if by_hand else DataParallel} if engine == "DDP" else {}
+
+
+on_each_engine = pytest.mark.parametrize("engine", ["one process", "DDP", "FSDP"])
+no_prototype_warning = pytest.mark.filterwarnings(
+    "ignore:Synchronization debug mode is a prototype"
 )
-def test_no_update_synchronises_a_gpu(tmp_path, data, module):
-    options = {"max_grad_norm": 1.0} if module is Split else {}
+
+
+def fit_strictly(folder, device, module, *, data=ROWS, validation=None, saves=False, **settings):
+    updates = 20
+    if module.automatic_optimization:
+        updates //= 2
+        settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0, **settings}
     trainer = Trainer(
+        cpu=device == "cpu",
         max_epochs=1,
-        log_every=1,
         progress_bar=False,
         checkpointing=False,
-        project_dir=tmp_path,
-        callbacks=[OnCuda()],
-        **options,
+        num_sanity_val_steps=0,
+        project_dir=folder,
+        callbacks=[EMA(), LearningRateMonitor(), Strict(device, updates, saves)],
+        **{"log_every": 1, **settings},
     )
-    try:
-        trainer.fit(module(), DataLoader(data, batch_size=4, pin_memory=True))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert trainer.global_step == 16
+    trainer.fit(module, DataLoader(data, 4, pin_memory=device == "cuda"), validation)
+    assert trainer.global_step == updates
+    weights = [gathered(each).detach().cpu() for each in module.parameters()]
+    assert all(weight.isfinite().all() for weight in weights)
+    return weights
+
+
+@no_prototype_warning
+@pytest.mark.parametrize("make", [Split, ByHand, Fused])
+@pytest.mark.parametrize("data", [ROWS, Stream()], ids=["map", "stream"])
+@on_each_engine
+def test_no_update_synchronises_a_gpu(tmp_path, device, group_of_one, engine, data, make):
+    torch.manual_seed(0)
+    module = make()
+    torch.manual_seed(0)
+    same = make()
+    settings = alone(engine, by_hand=make is ByHand)
+    found = fit_strictly(tmp_path / "run", device, module, data=data, **settings)
+    expected = fit_strictly(tmp_path / "other", device, same, data=data)
+    torch.testing.assert_close(found, expected)
+
+
+@no_prototype_warning
+@pytest.mark.parametrize("settings", [{"mixed_precision": "bf16"}, {"mixed_precision": "fp16"}])
+@on_each_engine
+def test_no_update_in_mixed_precision_synchronises_a_gpu(
+    tmp_path, device, group_of_one, engine, settings
+):
+    fit_strictly(tmp_path, device, Fused(), **alone(engine), **settings)
+
+
+@no_prototype_warning
+def test_skipping_updates_on_the_device_does_not_synchronise_it(tmp_path, device):
+    fit_strictly(tmp_path, device, Fused(), non_finite="skip")
+
+
+@no_prototype_warning
+@on_each_engine
+def test_no_batch_of_an_evaluation_synchronises_a_gpu(tmp_path, device, group_of_one, engine):
+    validation = DataLoader(ROWS, 4, pin_memory=device == "cuda")
+    fit_strictly(tmp_path, device, Split(), validation=validation, **alone(engine))
+
+
+@no_prototype_warning
+@on_each_engine
+def test_no_background_save_synchronises_a_gpu(tmp_path, device, group_of_one, engine):
+    fit_strictly(tmp_path, device, Split(), saves=True, **alone(engine))
+
+
+@no_prototype_warning
+@on_each_engine
+def test_no_loop_of_ones_own_synchronises_a_gpu(device, group_of_one, engine):
+    accelerator = Accelerator(
+        cpu=device == "cpu",
+        gradient_accumulation_steps=2,
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
+        **alone(engine, by_hand=True),
+    )
+    model = Split()
+    made = model.configure_optimizers()
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        model,
+        made["optimizer"],
+        made["scheduler"],
+        DataLoader(ROWS, 4, pin_memory=device == "cuda"),
+    )
+    for number, (rows,) in enumerate(loader):
+        if number == 4:
+            raise_at_waits(device, on=True)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(rows))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    raise_at_waits(device, on=False)
+    assert number == 19

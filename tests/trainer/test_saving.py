@@ -245,6 +245,26 @@ def test_a_background_save_waits_for_the_stream_of_each_device_it_copies_from(mo
     assert sorted(waited) == ["of cuda:0", "of cuda:1"]
 
 
+@pytest.mark.gpu
+def test_a_background_save_has_the_values_of_its_moment_from_each_device(tmp_path):
+    """Also of the last device, where there are several, while the first is the current one."""
+    devices = [torch.device("cuda", number) for number in (0, torch.cuda.device_count() - 1)]
+    weights = {f"w{n}": torch.zeros(1 << 20, device=each) for n, each in enumerate(devices)}
+    copies = HostCopies()
+    for number in (1, 2):  # the second reuses the memory of the first
+        for weight in weights.values():
+            with torch.cuda.device(weight.device):
+                torch.cuda._sleep(10**8)  # the device is behind
+            weight.fill_(number)
+        write = copies.hold([weights_part(weights)])
+        for weight in weights.values():
+            weight.fill_(-1)
+        (tmp_path / str(number)).mkdir()
+        write(tmp_path / str(number))
+        for weight in load_weights(tmp_path / str(number)).values():
+            assert weight.eq(number).all()
+
+
 def test_a_writer_refuses_a_second_save_and_reports_how_the_latest_ended(caplog):
     writer, going_on = Writer(PartialState()), threading.Event()
     writer.start(lambda group: going_on.wait(LIMIT))

@@ -34,6 +34,7 @@ Policy = Literal["stop", "skip", "ignore"]
 POLICIES = ("stop", "skip", "ignore")
 _SHOWN = 8  # the maximum number of names in an error
 # The dtypes of the GradScaler kernel on CUDA; it takes bfloat16 only on the CPU (pytorch#127176).
+# On MPS the kernel reads its scale on the host, and so waits for the device.
 _KERNEL_DTYPES = (torch.float16, torch.float32, torch.float64)
 
 
@@ -54,8 +55,8 @@ def check_policy(policy: str, max_skipped_in_row: int) -> None:
 def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
     """Return whether any gradient holds NaN or infinity, without a device sync.
 
-    Each gradient is read once, by the kernel of `GradScaler` with a scale of 1. For dtypes that the
-    kernel does not support, the maximum norms are used.
+    Each gradient is read once, by the kernel of `GradScaler` with a scale of 1. On MPS, and for
+    dtypes that the kernel does not support, the maximum norms are used.
 
     Args:
         gradients: The gradients, also sparse or complex ones; None is skipped.
@@ -78,8 +79,8 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
 def _any_non_finite_in_groups(gradients: list[Tensor]) -> bool | Tensor:
     found: Tensor | None = None
     for tensors in _by_device_and_dtype(gradients):
-        look = _any_non_finite if tensors[0].dtype in _KERNEL_DTYPES else _any_non_finite_norm
-        here = look(tensors)
+        kernel = tensors[0].dtype in _KERNEL_DTYPES and tensors[0].device.type != "mps"
+        here = _any_non_finite(tensors) if kernel else _any_non_finite_norm(tensors)
         # The flag must be 0 or 1: fused optimizers compare it with 1 and subtract it from the step.
         found = here if found is None else torch.maximum(found, here.to(found.device))
     assert found is not None

@@ -617,7 +617,8 @@ class FullyShardedDataParallelPlugin:
         given = getattr(self.cpu_offload, "offload_params", self.cpu_offload)
         if isinstance(self.cpu_offload, OffloadPolicy):
             return self.cpu_offload
-        return CPUOffloadPolicy(pin_memory=device.type == "cuda") if given else OffloadPolicy()
+        pinned = device.type in ("cuda", "xpu")
+        return CPUOffloadPolicy(pin_memory=pinned) if given else OffloadPolicy()
 
     def ignores(self, name: str, module: Any) -> bool:
         """Return whether a submodule is not sharded."""

@@ -113,9 +113,10 @@ def test_a_mixed_precision_policy_may_be_a_name_a_dict_or_torchs():
     assert plugin.policy() == bf16  # only `override` replaces it
     for given in ("bf16", bf16, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}):
         assert FullyShardedDataParallelPlugin(mixed_precision_policy=given).policy() == bf16
-    assert isinstance(
-        FullyShardedDataParallelPlugin(cpu_offload=True).offload(CPU), CPUOffloadPolicy
-    )
+    offloading = FullyShardedDataParallelPlugin(cpu_offload=True)
+    assert isinstance(offloading.offload(CPU), CPUOffloadPolicy)
+    for kind, pinned in {"cpu": False, "cuda": True, "xpu": True}.items():
+        assert offloading.offload(torch.device(kind)).pin_memory is pinned
 
 
 def test_parallelism_config_has_the_documented_sizes_and_names(monkeypatch):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import Callback, ModelCheckpoint, PredictionWriter
 from trackers import read_metrics
 from trainer import Preempted, Trainer, TrainModule
-from trainer.loops.run_metadata import Listener, RunMetadata
+from trainer.loops.run_metadata import Listener, RunMetadata, name_of
 
 RUN = Path("run/run.json")
 
@@ -404,3 +404,11 @@ def test_what_json_cannot_represent_is_restored_exactly():
     loaded = Strange.load_from_checkpoint("strange/checkpoints/step-00000004")
     assert repr(loaded.hparams["strange"]) == repr(STRANGE)
     assert loaded.hparams["number"] == 2.5
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_gpu_is_named(monkeypatch, kind):
+    module = torch.get_device_module(kind)
+    monkeypatch.setattr(module, "get_device_name", lambda device: f"GPU {device.index}")
+    assert name_of(torch.device(kind, 1)) == "GPU 1"
+    assert name_of(torch.device("cpu")) == "cpu"

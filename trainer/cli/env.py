@@ -130,10 +130,12 @@ def _devices() -> list[str]:
     """Return the name of each device that a run could use, the CPU last."""
     import torch
 
+    from trainer.loops.run_metadata import name_of
+
     names = []
     for index in range(torch.accelerator.device_count()):
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
-        label = torch.cuda.get_device_name(index) if kind.type == "cuda" else kind.type
-        names.append(f"{kind.type}:{index} ({label})")
+        device = torch.device(kind.type, index)
+        names.append(f"{device} ({name_of(device)})")
     return [*names, f"cpu ({torch.get_num_threads()} threads)"]

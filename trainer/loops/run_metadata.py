@@ -183,4 +183,6 @@ def versions() -> dict[str, str]:
 
 def name_of(device: torch.device) -> str:
     """Return the name of a device's model if it is a GPU, else its type."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if device.type not in ("cuda", "xpu"):
+        return device.type
+    return str(torch.get_device_module(device).get_device_name(device))

@@ -9,14 +9,13 @@ from __future__ import annotations
 import inspect
 import signal
 import threading
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.torch_version import TorchVersion
-
-from trainer import environment
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import (
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 else:
     _Agent = object  # torch's launcher has many modules, and only launchers need them
 
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # those that torch's agent handles by default
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that torch's agent handles by default
 
 
 def ddp_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -104,10 +103,20 @@ def clear_sharding_cache() -> None:
 class PatientAgent(_Agent):
     """Base of a ``LocalElasticAgent`` with ``shutdown_timeout``, which torch has from 2.12.
 
-    Earlier ones kill the processes 30 seconds after a signal, also those that are saving.
+    Earlier ones kill the processes 30 seconds after a signal, also those that are saving. Before
+    2.10 they do not read ``TORCHELASTIC_SIGNALS_TO_HANDLE`` either.
+
+    Args:
+        *args: Arguments of torch's agent.
+        shutdown_timeout: Seconds that processes have to save after a signal.
+        signals: The names of the signals that end the processes, as in that variable.
+        **kwargs: Arguments of torch's agent.
     """
 
-    def __init__(self, *args: Any, shutdown_timeout: int, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, shutdown_timeout: int, signals: Sequence[str], **kwargs: Any
+    ) -> None:
+        self._signals = signals
         self._is_patient = "shutdown_timeout" in inspect.signature(super().__init__).parameters
         if self._is_patient:
             kwargs["shutdown_timeout"] = shutdown_timeout
@@ -115,15 +124,11 @@ class PatientAgent(_Agent):
         self._shutdown_timeout = shutdown_timeout
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-        """Start the processes; then handle the signals of ``TORCHELASTIC_SIGNALS_TO_HANDLE``.
-
-        Torch reads the variable from 2.10 on.
-        """
-        before = {name: signal.getsignal(getattr(signal, name)) for name in _SIGNALS.split(",")}
+        """Start the processes, and handle the signals."""
+        before = {name: signal.getsignal(getattr(signal, name)) for name in _SIGNALS}
         started: dict[int, Any] = super()._start_workers(worker_group)
         if not self._is_patient and threading.current_thread() is threading.main_thread():
-            handled = environment.read("TORCHELASTIC_SIGNALS_TO_HANDLE")
-            _handle_signals(_SIGNALS if handled is None else handled, before)
+            _handle_signals(self._signals, before)
         return started
 
     def _stop_workers(self, worker_group: Any) -> None:  # noqa: ARG002 - torch's interface
@@ -145,7 +150,7 @@ class PatientAgent(_Agent):
             processes.close(death_sig, timeout)
 
 
-def _handle_signals(names: str, before: dict[str, Any]) -> None:
+def _handle_signals(names: Sequence[str], before: dict[str, Any]) -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     def end(number: int, _: Any) -> None:
@@ -154,5 +159,5 @@ def _handle_signals(names: str, before: dict[str, Any]) -> None:
 
     for name, handler in before.items():
         signal.signal(getattr(signal, name), handler)
-    for name in filter(None, names.split(",")):
+    for name in names:
         signal.signal(getattr(signal, name), end)

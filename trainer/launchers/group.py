@@ -111,6 +111,7 @@ def start(
                 logs_specs=DefaultLogsSpecs(log_dir=name),
                 log_line_prefix_template=prefix,
                 shutdown_timeout=group.shutdown_timeout,
+                signals=(),
             )
             try:
                 result = agent.run()

@@ -349,7 +349,7 @@ def run_group(group: Group) -> int:
                 tee=Std.from_str(group.tee),
             )
             try:
-                result = _run(group, logs)
+                result = _run(group, logs, names)
             except SignalException as end:
                 failed = logs.failures()
                 return _report_failures(failed, group) if failed else 128 + end.sigval
@@ -425,13 +425,14 @@ def worker_spec(group: Group, role: str = "default") -> WorkerSpec:
     )
 
 
-def _run(group: Group, logs: _Logs) -> RunResult:
+def _run(group: Group, logs: _Logs, signals: Sequence[str]) -> RunResult:
     spec = worker_spec(group)
     agent = _Agent(
         spec,
         logs_specs=logs,
         log_line_prefix_template="[rank ${rank}] " if group.tee != "0" else None,
         shutdown_timeout=group.shutdown_timeout,
+        signals=signals,
     )
     least, most = group.machines
     if most > 1:

@@ -198,7 +198,7 @@ def versions() -> dict[str, str]:
             continue
     commit = git_commit(Path(__file__).parent)
     if commit is not None:
-        found["cadence-trainer"] = f"{found['cadence-trainer']} at {commit[:9]}"
+        found["cadence-trainer"] = f"{found.get('cadence-trainer', 'checkout')} at {commit[:9]}"
     return found
 
 

@@ -90,6 +90,7 @@ def skip_what_is_old() -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """`ranks(n)` is the pool of n ranks, whose processes start when the pool is first called."""
+    pytest.importorskip("cloudpickle")
     pools: dict[int, RankPool] = {}
 
     def pool(size: int) -> RankPool:

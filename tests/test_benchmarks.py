@@ -13,6 +13,7 @@ import tempfile
 import time
 from argparse import Namespace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
@@ -34,6 +35,7 @@ from benchmarks import (
     overhead,
     page,
     peers,
+    report,
     scale,
     transformer,
 )
@@ -232,6 +234,17 @@ def test_a_result_comes_back_from_its_file(tmp_path):
     assert torch.__version__.startswith(result.versions["torch"])  # without the build, as "+cpu"
     assert "steps 3" in result.about()
     assert json.loads((tmp_path / "new" / "small.json").read_text())["made"] == result.made
+
+
+def test_a_plain_checkout_has_a_version_too(monkeypatch):
+    def version(name):
+        if name == "cadence-trainer":
+            raise metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(report, "git_commit", lambda folder: "0123456789abcdef")
+    monkeypatch.setattr(metadata, "version", version)
+    assert report.versions()["cadence-trainer"] == "checkout at 012345678"
 
 
 def test_the_page_has_the_figures_of_the_files(tmp_path):

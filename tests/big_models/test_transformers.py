@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from trainer import Accelerator
@@ -15,6 +14,8 @@ from trainer.big_models import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
+
+peft = pytest.importorskip("peft")
 
 SIZES = {"vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 LLAMA = {**SIZES, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
@@ -77,8 +78,8 @@ def test_adapters_train_while_the_base_is_on_disk():
 
     def losses(places):
         torch.manual_seed(0)
-        config = LoraConfig(target_modules="all-linear", init_lora_weights="gaussian")
-        model = get_peft_model(MODELS["llama-tied"](), config)
+        config = peft.LoraConfig(target_modules="all-linear", init_lora_weights="gaussian")
+        model = peft.get_peft_model(MODELS["llama-tied"](), config)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if places:
             dispatch_model(model, places | dict.fromkeys(trained, "cpu"), offload_dir="off")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -25,6 +24,8 @@ from trainer import (
 )
 from trainer.checkpoint.shards import merge_weights
 from trainer.checkpoint.weights import load_weights
+
+peft = pytest.importorskip("peft")
 
 # peft asks for it.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -52,8 +53,8 @@ def adapted(model: str, dtype: torch.dtype = torch.float32, **options: Any) -> A
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     gpt = model.startswith("GPT")
     layers: Any = ["c_attn", "c_fc", "c_proj"] if gpt else "all-linear"
-    config = LoraConfig(r=4, target_modules=layers, fan_in_fan_out=gpt, **options)
-    return get_peft_model(base, config)
+    config = peft.LoraConfig(r=4, target_modules=layers, fan_in_fan_out=gpt, **options)
+    return peft.get_peft_model(base, config)
 
 
 class Adapted(TrainModule):
@@ -127,7 +128,7 @@ def test_a_fit_of_adapters_equals_one_process_and_loads_into_plain_peft(
     assert_close(found, expected)
     moved = [(expected[name] - start[name]).abs().max().item() for name in expected]
     assert min(moved) > 1e-4
-    plain = PeftModel.from_pretrained(base_of(model), tmp_path / "saved")
+    plain = peft.PeftModel.from_pretrained(base_of(model), tmp_path / "saved")
     torch.testing.assert_close(logits(plain), logits(module.model), rtol=0, atol=1e-5)
 
 
@@ -156,9 +157,9 @@ def test_an_own_loop_of_adapters_equals_one_process_and_loads_into_plain_peft(
     assert_close(found, whole)
     plain = []
     for weights in (whole, found):
-        plain.append(get_peft_model(base_of(model), adapted(model).peft_config["default"]))
+        plain.append(peft.get_peft_model(base_of(model), adapted(model).peft_config["default"]))
         own = {n.replace(".default.", "."): v for n, v in weights.items() if "lora_" in n}
-        assert not set_peft_model_state_dict(plain[-1], own).unexpected_keys
+        assert not peft.set_peft_model_state_dict(plain[-1], own).unexpected_keys
     assert not torch.allclose(logits(plain[0]), logits(base_of(model)), atol=1e-3)
     torch.testing.assert_close(logits(plain[1]), logits(plain[0]), rtol=0, atol=1e-5)
 
@@ -212,12 +213,12 @@ def test_each_process_holds_its_part_of_base_and_adapters(ranks):
 def test_adapters_that_cannot_be_split_are_refused(ranks2):
     def prepare(config: Any) -> None:
         Accelerator(cpu=True, **LAYOUTS["split layers"]()).prepare(
-            get_peft_model(base_of("Llama"), config)
+            peft.get_peft_model(base_of("Llama"), config)
         )
 
     for config, kinds in (
-        (LoraConfig(target_modules="all-linear", use_dora=True), "lora_magnitude_vector"),
-        (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "ia3_l"),
+        (peft.LoraConfig(target_modules="all-linear", use_dora=True), "lora_magnitude_vector"),
+        (peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "ia3_l"),
     ):
         with pytest.raises(RankError, match=f"tp_plan splits .*q_proj, .*{kinds}.*only LoRA"):
             ranks2(prepare, config)

@@ -20,18 +20,19 @@ from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
-import matplotlib
 import numpy
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from sklearn.datasets import load_digits
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers.services import comet_runs, wandb_runs
 from trackers import read_metrics
 from trainer import Accelerator
+
+matplotlib = pytest.importorskip("matplotlib")
+load_digits = pytest.importorskip("sklearn.datasets").load_digits
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

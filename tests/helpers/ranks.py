@@ -44,11 +44,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
 import torch.distributed as dist
 
 from tests.helpers import isolation
 from trainer.launchers.rank import with_files
+
+with contextlib.suppress(ImportError):  # the tests of one process run without it
+    import cloudpickle
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT = 180.0  # seconds for all ranks to import torch and form the group
@@ -279,12 +281,10 @@ def _pack_by_value(value: object) -> bytes:
         if isinstance(file, str) and TEST_MODULE.search(file) and "site-packages" not in file:
             cloudpickle.register_pickle_by_value(module)
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
+    pickler = cloudpickle.Pickler(buffer)
+    pickler.dispatch_table = with_files(pickler.dispatch_table)
+    pickler.dump(value)
     return buffer.getvalue()
-
-
-class _Pickler(cloudpickle.Pickler):
-    dispatch_table = with_files(cloudpickle.Pickler.dispatch_table)
 
 
 def _portable(filters: Iterable[Any]) -> list[tuple[Any, ...]]:

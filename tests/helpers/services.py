@@ -11,6 +11,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+# Without what costs seconds and needs no test of ours.
+QUIET_COMET = {
+    "online": False,
+    "log_code": False,
+    "log_env_details": False,
+    "log_git_metadata": False,
+    "auto_output_logging": False,
+    "display_summary_level": 0,
+}
+QUIET_WANDB = {"mode": "offline", "settings": {"console": "off", "silent": True}}
+
 _BLOCK, _HEAD = 32768, 7
 _WHOLE, _LAST = 1, 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainer.lightning as L
 from tests.moving.running import real
 from tests.numerics.running import copy_of
-from trainer.lightning.pytorch import cli as ours
+
+pytest.importorskip("jsonargparse")
+ours = import_module("trainer.lightning.pytorch.cli")
 
 QUIET = {
     "accelerator": "cpu",

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader
@@ -31,6 +30,8 @@ from trainer.lightning.pytorch.loggers import (
     WandbLogger,
 )
 from trainer.lightning.pytorch.utilities import rank_zero
+
+wandb = pytest.importorskip("wandb")
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 LOADER = DataLoader(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), 2)

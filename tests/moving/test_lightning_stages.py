@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import wandb
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,6 +19,8 @@ from tests.moving.test_lightning_callbacks import PRUNING, X, Y, fit, make_net
 from tests.numerics.running import copy_of
 from trainer.lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, RichProgressBar
 from trainer.lightning.pytorch.loggers import CometLogger, WandbLogger
+
+wandb = pytest.importorskip("wandb")
 
 FLAGS = ("training", "validating", "testing", "predicting", "sanity_checking", "evaluating")
 

@@ -5,24 +5,16 @@ import io
 import random
 import shutil
 
-import comet_ml
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from tests.helpers.services import QUIET_COMET as QUIET
 from tests.helpers.services import comet_runs
 from trackers import CometMLTracker
 
-# What costs seconds and needs no test of ours.
-QUIET = {
-    "online": False,
-    "log_code": False,
-    "log_env_details": False,
-    "log_git_metadata": False,
-    "auto_output_logging": False,
-    "display_summary_level": 0,
-}
+comet_ml = pytest.importorskip("comet_ml")
+Image = pytest.importorskip("PIL.Image")
 
 
 def make(tmp_path, **options):

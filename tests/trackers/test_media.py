@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
-from PIL import Image
 
 from trackers.media import finite, image_layout, pixels, rendered
+
+Figure = pytest.importorskip("matplotlib.figure").Figure
+Image = pytest.importorskip("PIL.Image")
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,16 @@
 import math
 from pathlib import Path
 
-import mlflow
 import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
 
 from tests.helpers.services import mlflow_runs, mlflow_store
 from trackers import BackgroundTracker, MLflowTracker, resolve_trackers
+
+mlflow = pytest.importorskip("mlflow")
+Image = pytest.importorskip("PIL.Image")
 
 
 @pytest.fixture

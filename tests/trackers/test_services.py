@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.services import comet_runs, mlflow_runs, mlflow_store, wandb_runs
-from tests.trackers.test_comet import QUIET as QUIET_COMET
-from tests.trackers.test_wandb import QUIET as QUIET_WANDB
+from tests.helpers.services import (
+    QUIET_COMET,
+    QUIET_WANDB,
+    comet_runs,
+    mlflow_runs,
+    mlflow_store,
+    wandb_runs,
+)
 from trackers import (
     BackgroundTracker,
     CometMLTracker,
@@ -45,6 +50,7 @@ class Service(NamedTuple):
 
 @pytest.fixture(params=["wandb", "comet_ml", "mlflow"])
 def service(request: pytest.FixtureRequest, tmp_path: Path) -> Service:
+    pytest.importorskip(request.param)
     folder = str(tmp_path)
     if request.param == "wandb":
         return Service(

@@ -7,18 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import pytest
 import torch
-import wandb
-from PIL import Image
 
+from tests.helpers.services import QUIET_WANDB as QUIET
 from tests.helpers.services import wandb_runs
 from trackers import BackgroundTracker, WandBTracker
 from trackers.wandb import Rows
 
-QUIET = {"mode": "offline", "settings": {"console": "off", "silent": True}}
+matplotlib = pytest.importorskip("matplotlib")
+wandb = pytest.importorskip("wandb")
+Image = pytest.importorskip("PIL.Image")
 
 
 @pytest.fixture

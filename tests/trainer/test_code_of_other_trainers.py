@@ -6,7 +6,6 @@ import logging
 import re
 from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,6 +18,8 @@ from trainer import DataModule, Trainer, TrainModule
 from trainer.cli import main
 from trainer.migration import refusals, table
 from trainer.migration.values import instead_of
+
+cloudpickle = pytest.importorskip("cloudpickle")
 
 
 def words(text):

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
+from tests.helpers.services import QUIET_COMET as COMET
 from tests.helpers.services import comet_runs, mlflow_runs, mlflow_store, wandb_runs
 from tests.numerics.running import quiet_trainer
 from trackers import (
@@ -24,14 +24,8 @@ from trackers import (
 from trainer import Accelerator, TrainModule
 from trainer.rng import isolated_rng
 
-COMET = {
-    "online": False,
-    "log_code": False,
-    "log_env_details": False,
-    "log_git_metadata": False,
-    "auto_output_logging": False,
-    "display_summary_level": 0,
-}
+wandb = pytest.importorskip("wandb")
+
 WANDB = {"mode": "offline", "settings": wandb.Settings(console="off", silent=True)}
 
 

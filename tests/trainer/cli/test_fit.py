@@ -8,6 +8,7 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from safetensors.torch import load_file
 from callbacks import EarlyStopping, ModelCheckpoint, PredictionWriter
 from trainer import DataLoaderConfiguration, DistributedDataParallelKwargs, Trainer
 from trainer.cli import main
-from trainer.cli.fit.configured import ConfiguredLine, Made
 from trainer.cli.parsing import import_from_here
+
+pytest.importorskip("jsonargparse")
+configured = import_module("trainer.cli.fit.configured")
 
 SCRIPT = '''
 """What a user has beside the configuration."""
@@ -139,12 +142,12 @@ def records(run: str) -> list[dict[str, object]]:
     return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in lines]
 
 
-def line_of(stage: str = "fit") -> ConfiguredLine:
+def line_of(stage: str = "fit") -> Any:
     import_from_here()
-    return ConfiguredLine(f"trainer {stage}", stage)
+    return configured.ConfiguredLine(f"trainer {stage}", stage)
 
 
-def made(*words: str) -> Made:
+def made(*words: str) -> Any:
     line = line_of()
     return line.make(line.parse(words))
 

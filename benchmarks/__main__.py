@@ -16,6 +16,7 @@ from benchmarks import (
     data,
     ddp,
     fsdp,
+    gpu,
     imports,
     logs,
     memory,
@@ -49,12 +50,12 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure what Cadence costs. benchmarks/README.md says how to read it.",
-        epilog="exit codes: 0 done, 2 wrong arguments, 3 a requirement is missing",
+        epilog="exit codes: 0 done, 1 a section of gpu failed, 2 wrong arguments, 3 a requirement is missing",
         allow_abbrev=False,
     )
     commands = made.add_subparsers(dest="command", required=True, metavar="benchmark")
     for name, module in BENCHMARKS.items():
-        summary = (module.__doc__ or "").partition("\n")[0]
+        summary = _summary(module)
         one = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         _add_common(one, module.names)
         if hasattr(module, "STEPS"):
@@ -72,6 +73,13 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_common(everything, _all_names)
+    one = commands.add_parser(
+        "gpu", help=_summary(gpu), description=_summary(gpu), allow_abbrev=False
+    )
+    one.add_argument(
+        "--output", type=folder_at, default=gpu.RUNS, help="folder of gpu.json; default runs/gpu"
+    )
+    gpu.add_arguments(one)
     for name, summary in (
         ("chart", "Draw the chart of the README from the JSON."),
         ("readme", "Write the figures of the README from the JSON."),
@@ -80,6 +88,10 @@ def parser() -> argparse.ArgumentParser:
             commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         )
     return made
+
+
+def _summary(module: ModuleType) -> str:
+    return (module.__doc__ or "").partition("\n")[0]
 
 
 def _all_names() -> list[str]:
@@ -166,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     made = parser()
     options = made.parse_args(arguments)
-    if options.command in (*BENCHMARKS, "all"):
+    if options.command in (*BENCHMARKS, "all", "gpu"):
         _make_folders(made, options)
     torch.set_num_threads(1)  # the model is too small for more, whose overhead would be measured
     try:
@@ -174,6 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_all(made, options)
         if options.command == "chart":
             say(f"Written: {chart.draw(options.output or RESULTS)}")
+        elif options.command == "gpu":
+            return 1 if gpu.run(options) else 0
         elif options.command == "readme":
             say(f"Written: {page.write(options.output or RESULTS)}")
         else:

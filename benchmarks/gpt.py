@@ -99,12 +99,12 @@ class Task:
         steps: The number of steps.
         size: The size of the model and its batches.
         device: ``"cuda"`` or ``"cpu"``.
-        backend: The backend of ``torch.compile``.
+        backend: The backend of ``torch.compile``; None trains uncompiled.
     """
 
     precision = "bf16"
 
-    def __init__(self, steps: int, size: Size, *, device: str, backend: str) -> None:
+    def __init__(self, steps: int, size: Size, *, device: str, backend: str | None) -> None:
         wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
         self.clock = Clock(steps, skip=max(1, steps // 5), wait=wait)
         self.device, self.backend = device, backend
@@ -122,8 +122,10 @@ class Task:
             self.dataset, batch_size=size.batch, pin_memory=device == "cuda"
         )
         torch.manual_seed(2)
-        self.bare = Gpt(size).to(device)
-        self.model = Ticking(torch.compile(self.bare, backend=backend), self.clock)
+        with torch.device(device):
+            self.bare = Gpt(size)
+        forward = torch.compile(self.bare, backend=backend) if backend else self.bare
+        self.model = Ticking(forward, self.clock)
 
     def optimizer(self) -> torch.optim.Optimizer:
         """Return AdamW, fused on CUDA."""
@@ -137,10 +139,15 @@ class Task:
 
     def lap(self) -> Lap:
         """Return the time per step, and the loss of the first batch with the final weights."""
+        model = self.trained().to(self.device)  # Lightning leaves it on the host
         batch = [codes.to(self.device) for codes in next(iter(self.whole))]
         with torch.no_grad(), torch.autocast(self.device, torch.bfloat16):
-            outcome = self.loss(self.bare, batch).item()
+            outcome = self.loss(model, batch).item()
         return self.clock.lap(outcome)
+
+    def trained(self) -> nn.Module:
+        """Return the model with its final weights."""
+        return self.bare
 
 
 def flops_per_token(model: Gpt, size: Size) -> float:

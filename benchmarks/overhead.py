@@ -6,6 +6,7 @@ import operator
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -24,6 +25,13 @@ GROUPS = {
     "compiled": "TensorDataset, compiled steps",
 }
 COMPILED = "compiled"
+OURS: dict[str, Callable[[Any], None]] = {
+    "PyTorch loop by hand": contestants.by_hand,
+    "Cadence Trainer, everything off": contestants.barebones,
+    "Cadence Trainer, defaults": contestants.defaults,
+    "Cadence Trainer, every step written": partial(contestants.defaults, log_every=1),
+    "Cadence Accelerator": contestants.own_loop,
+}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -66,14 +74,7 @@ def rows(
         return task.lap()
 
     settings = {"backend": backend} if group == COMPILED else {"dataset": group}
-    ours: dict[str, Callable[[Task], None]] = {
-        "PyTorch loop by hand": contestants.by_hand,
-        "Cadence Trainer, everything off": contestants.barebones,
-        "Cadence Trainer, defaults": contestants.defaults,
-        "Cadence Trainer, every step written": partial(contestants.defaults, log_every=1),
-        "Cadence Accelerator": contestants.own_loop,
-    }
-    found = [Contender(name=name, run=partial(turn, train)) for name, train in ours.items()]
+    found = [Contender(name=name, run=partial(turn, train)) for name, train in OURS.items()]
     return found + [
         Contender(name=peer.name, run=partial(turn, peer.train), needs=peer.needs)
         for peer in peers.PEERS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from benchmarks import gpu
 from benchmarks.report import Result, Unavailable
 
 README = Path(__file__).with_name("README.md")
@@ -15,6 +16,8 @@ def section(path: Path) -> str:
     """Return the text of the README about one result."""
     if not path.exists():
         return f"*Not measured yet: `python -m benchmarks {path.stem}`.*\n"
+    if path.stem == "gpu":
+        return gpu.page(path)
     result = Result.load(path)
     notes = "".join(f"{note} " for note in result.notes)
     return f"{result.title}:\n\n{result.table()}\n\n{notes}<br>\n<sub>{result.about()}</sub>\n"

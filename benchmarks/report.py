@@ -100,16 +100,20 @@ class Result:
         """Save the result in a folder as ``<benchmark>.json``."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.benchmark}.json"
-        path.write_text(json.dumps(_rounded(asdict(self)), indent=1, ensure_ascii=False) + "\n")
+        path.write_text(json.dumps(rounded(asdict(self)), indent=1, ensure_ascii=False) + "\n")
         return path
 
     @classmethod
     def load(cls, path: Path) -> Result:
         """Load a result that `save` wrote."""
-        values = json.loads(path.read_text())
-        values["columns"] = [Column(**column) for column in values["columns"]]
-        values["rows"] = [Row(**row) for row in values["rows"]]
-        return cls(**values)
+        return cls.of(json.loads(path.read_text()))
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Result:
+        """Return a result from its values, as `dataclasses.asdict` gives them."""
+        columns = [Column(**column) for column in values["columns"]]
+        rows = [Row(**row) for row in values["rows"]]
+        return cls(**(values | {"columns": columns, "rows": rows}))
 
     def table(self) -> str:
         """Return the table as aligned Markdown."""
@@ -157,14 +161,14 @@ def _aligned(head: list[str], body: list[list[str]]) -> str:
     return "\n".join([line(head), rule + "|", *map(line, body)])
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Round all numbers to six digits, which exceed the precision of a clock."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
+        return {key: rounded(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(each) for each in value]
+        return [rounded(each) for each in value]
     return value
 
 

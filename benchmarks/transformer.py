@@ -63,28 +63,35 @@ def with_trainer(task: Task, *, callbacks: tuple[Callback, ...] = ()) -> None:
     contestants.defaults(task, checkpointing=False, callbacks=callbacks)
 
 
+def turn(
+    make: Callable[[], Task], train: Callable[[Task], None], name: str, peaks: dict[str, float]
+) -> Lap:
+    """Make one turn, and record the row's peak of device memory in MB."""
+    torch.compiler.reset()  # torch stops recompiling code that it has compiled a few times
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    task = make()
+    train(task)
+    if torch.cuda.is_available():
+        peaks[name] = torch.cuda.max_memory_allocated() / 1e6
+    return task.lap()
+
+
 def rows(make: Callable[..., Task], peaks: dict[str, float]) -> list[Contender]:
     """Return the contenders, the reference first; each records its peak device memory."""
-
-    def turn(name: str, train: Callable[[Task], None]) -> Lap:
-        torch.compiler.reset()  # torch stops recompiling code that it has compiled a few times
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        task = make()
-        train(task)
-        if torch.cuda.is_available():
-            peaks[name] = torch.cuda.max_memory_allocated() / 1e6
-        return task.lap()
-
     ours: dict[str, Callable[[Task], None]] = {
         "PyTorch loop by hand": by_hand,
         "Cadence Trainer": with_trainer,
         "Cadence Accelerator": contestants.own_loop,
     }
-    found = [Contender(name=name, run=partial(turn, name, train)) for name, train in ours.items()]
-    return found + [
-        Contender(name=peer.name, run=partial(turn, peer.name, peer.train), needs=peer.needs)
+    return [
+        Contender(name=name, run=partial(turn, make, train, name, peaks))
+        for name, train in ours.items()
+    ] + [
+        Contender(
+            name=peer.name, run=partial(turn, make, peer.train, peer.name, peaks), needs=peer.needs
+        )
         for peer in peers.PEERS
         if peer.name in PEERS
     ]
@@ -113,8 +120,12 @@ class Trace(Callback):
         if trainer.global_step == self.first:
             self.profiler.start()
         elif trainer.global_step == self.last:
-            self.profiler.stop()
-            self.profiler.export_chrome_trace(str(self.path))
+            self.end()
+
+    def end(self) -> None:
+        """End the trace, and write it."""
+        self.profiler.stop()
+        self.profiler.export_chrome_trace(str(self.path))
 
 
 def overlap(trace: dict[str, Any]) -> float | None:
@@ -193,7 +204,7 @@ def run(options: Namespace) -> Result:
         benchmark="transformer" if not options.tiny else "transformer-tiny",
         title=f"Training a transformer in bf16, compiled, {size.batch} × {size.context} tokens",
         columns=COLUMNS,
-        rows=[_in_tokens(row, size, device, peaks) for row in found],
+        rows=[in_tokens(row, size, device, peaks) for row in found],
         settings={
             "steps": options.steps,
             "repeats": options.repeats,
@@ -204,11 +215,12 @@ def run(options: Namespace) -> Result:
     )
 
 
-def _in_tokens(row: Row, size: Size, device: str, peaks: dict[str, float]) -> Row:
+def in_tokens(row: Row, size: Size, device: str, peaks: dict[str, float]) -> Row:
     """Convert a row of times to a row of speeds."""
     if row.void is not None:
         return row
-    per_token = flops_per_token(Gpt(size), size)
+    with torch.device("meta"):
+        per_token = flops_per_token(Gpt(size), size)
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     peak = peak_flops(name, torch.bfloat16)
     tokens = [1e3 * size.batch * size.context / each for each in row.samples["wall"]]

@@ -50,7 +50,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure what Cadence costs. benchmarks/README.md says how to read it.",
-        epilog="exit codes: 0 done, 1 a section of gpu failed, 2 wrong arguments, 3 a requirement is missing",
+        epilog="exit codes: 0 done, 1 a section of gpu failed, 2 wrong arguments, "
+        "3 a requirement is missing",
         allow_abbrev=False,
     )
     commands = made.add_subparsers(dest="command", required=True, metavar="benchmark")

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -157,10 +158,8 @@ def _measured(name: str, seconds: float, folder: Path, dry_run: bool) -> dict[st
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process, the workers that it may have left behind, and compilers."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

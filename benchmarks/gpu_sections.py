@@ -334,7 +334,7 @@ def host(run: Run) -> Result:
     torch.set_num_threads(1)
     steps, repeats = run.of(1000, 8), run.of(4, 2)
 
-    def turn(train: Callable[[Any], None], name: str) -> Lap:
+    def turn(train: Callable[[Any], None], _: str) -> Lap:
         trained = SmallTask(steps, run.device)
         train(trained)
         return trained.lap()
@@ -408,7 +408,7 @@ def is_layer(part: nn.Module) -> bool:
 def syncs(run: Run) -> Result:
     """What waits for the device in ten steps of each engine, which is to be nothing."""
     notes: list[str] = []
-    set_mode = torch.cuda.set_sync_debug_mode if run.device == "cuda" else lambda mode: None
+    set_mode = torch.cuda.set_sync_debug_mode if run.device == "cuda" else len
 
     def trainer(mode: str, **settings: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -586,7 +586,8 @@ def copies(run: Run) -> Result:
         by_hand(trained)
 
     def ours(trained: Any, trace: Any = None) -> None:
-        contestants.barebones(trained, callbacks=[] if trace is None else [trace])
+        callbacks = [] if trace is None else [trace]
+        contestants.defaults(trained, log_with=None, checkpointing=False, callbacks=callbacks)
 
     def measure(train: Callable[..., None]) -> dict[str, Any]:
         trained = WideTask(run, steps, workers)

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.arguments import at_least
-from benchmarks.gpu_sections import SECTIONS, Run
+from benchmarks.gpu_sections import NO_TIME, SECTIONS, Run
 from benchmarks.report import Result, Unavailable, rounded, say, versions
 from trainer.environment import defaulting
 
@@ -60,7 +60,7 @@ def _sections(text: str) -> list[str]:
     found = text.split(",")
     for name in found:
         if name not in SECTIONS:
-            raise ValueError(f"{name!r} is no section")
+            raise ArgumentTypeError(f"{name!r} is no section; some of {','.join(SECTIONS)}.")
     return [name for name in SECTIONS if name in found]
 
 
@@ -84,25 +84,38 @@ def run(options: Namespace) -> int:
         "versions": versions(),
         "sections": {},
     }
+    path = folder / "gpu.json"
+    if len(options.only) < len(SECTIONS) and path.exists():  # the others stay as they were
+        earlier = json.loads(path.read_text())
+        if earlier["dry_run"] == options.dry_run:
+            report["sections"] = earlier["sections"]
+    (folder / "gpu.log").unlink(missing_ok=True)
     ends = time.monotonic() + options.budget
-    failed = 0
-    for name in options.only:
-        left = ends - time.monotonic()
-        if left < LEAST:
-            entry: dict[str, Any] = {"state": "skipped", "why": f"{left:.0f} s of the budget left"}
-        else:
-            entry = _measured(name, min(SECTIONS[name].seconds, left), folder, options.dry_run)
-        report["sections"][name] = entry
-        failed += entry["state"] == "failed"
-        _write(folder / "gpu.json", report)
-        say(f"-- {name}: {entry['state']}, {ends - time.monotonic():.0f} s left")
-        if entry.get("result"):
-            print(f"{Result.of(entry['result']).table()}\n", flush=True)
-        for text in (entry.get("why"), entry.get("error")):
-            if text:
-                say(text)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a section ends with us
+    try:
+        failed = sum(_run_one(name, ends, report, options) for name in options.only)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     say(f"Written: {folder / 'gpu.json'}")
     return failed
+
+
+def _run_one(name: str, ends: float, report: dict[str, Any], options: Namespace) -> bool:
+    """Run a section if the budget suffices, add it to the file, and return whether it failed."""
+    left = ends - time.monotonic()
+    if left < LEAST:
+        entry: dict[str, Any] = {"state": "skipped", "why": f"{left:.0f} s of the budget left"}
+    else:
+        limit = min(SECTIONS[name].seconds, left)
+        entry = _measured(name, limit, options.output, options.dry_run)
+    report["sections"][name] = entry
+    _write(options.output / "gpu.json", report)
+    say(f"-- {name}: {entry['state']}, {ends - time.monotonic():.0f} s left")
+    if entry.get("result"):
+        print(f"{Result.of(entry['result']).table()}\n", flush=True)
+    for text in filter(None, (entry.get("why"), entry.get("error"))):
+        say(text)
+    return entry["state"] == "failed"
 
 
 def _device() -> str:
@@ -123,7 +136,8 @@ def _measured(name: str, seconds: float, folder: Path, dry_run: bool) -> dict[st
     RUNS.mkdir(parents=True, exist_ok=True)
     kept, log = RUNS / f"{name}.json", RUNS / f"{name}.log"
     kept.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.gpu", name, str(kept), f"{seconds:.0f}"]
+    ends = time.time() + seconds - 5  # to write, and to end
+    command = [sys.executable, "-m", "benchmarks.gpu", name, str(kept), str(ends)]
     begin = time.monotonic()
     with (
         defaulting("TORCHINDUCTOR_CACHE_DIR", str(RUNS / "inductor")),
@@ -147,13 +161,22 @@ def _measured(name: str, seconds: float, folder: Path, dry_run: bool) -> dict[st
             _end(process)
     with (folder / "gpu.log").open("a") as whole:
         whole.write(f"-- {name}\n{log.read_text(errors='replace')}\n")
-    entry = json.loads(kept.read_text()) if kept.exists() else {"state": "failed"}
+    entry = json.loads(kept.read_text()) if kept.exists() else {"state": "begun"}
     entry["seconds"] = round(time.monotonic() - begin, 1)
-    if entry["state"] not in ("measured", "skipped"):
+    if entry["state"] == "begun":
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LINES:])
         how = f"ended at its limit of {seconds:.0f} s" if code is None else f"exit code {code}"
         entry |= {"state": "failed", "error": f"{how}\n{tail}"}
+    elif failures := _failures(entry.get("result") or {"rows": []}):
+        entry |= {"state": "failed", "error": failures}
     return entry
+
+
+def _failures(result: dict[str, Any]) -> str:
+    """Return the rows that failed; those that are not installed, or out of time, did not."""
+    voids = {row["name"]: row["void"] for row in result["rows"] if row["void"]}
+    accepted = ("not installed", NO_TIME)
+    return "\n".join(f"{n}: {why}" for n, why in voids.items() if not why.startswith(accepted))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -192,15 +215,14 @@ def page(path: Path) -> str:
 
 def _process() -> None:
     """Measure the section that the command line names, and write what is known of it."""
-    begin = time.monotonic()
     parser = ArgumentParser()
     parser.add_argument("section", choices=SECTIONS)
     parser.add_argument("kept", type=Path)
-    parser.add_argument("seconds", type=float)
+    parser.add_argument("ends", type=float)
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
 
-    def keep(result: Result, state: str = "unfinished") -> None:
+    def keep(result: Result, state: str = "begun") -> None:
         _write(options.kept, {"state": state, "result": asdict(result)})
 
     if options.dry_run:
@@ -209,7 +231,7 @@ def _process() -> None:
     run = Run(
         device="cpu" if options.dry_run else "cuda",
         tiny=options.dry_run,
-        ends=begin + options.seconds - 5,  # to write, and to end
+        ends=options.ends,
         keep=keep,
         folder=RUNS,
     )

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import batch_norm, cross_entropy
@@ -39,7 +40,13 @@ from benchmarks.gpt import Task as GptTask
 from benchmarks.report import Column, Result, Row, Unavailable, say
 from benchmarks.timing import MICROSECONDS, Clock, Contender, Lap, quartiles, unseen
 from callbacks import Callback
-from trainer import Accelerator, FullyShardedDataParallelPlugin, Trainer, TrainModule
+from trainer import (
+    Accelerator,
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    Trainer,
+    TrainModule,
+)
 from trainer.engines.ddp import DataParallel, Replicas
 from trainer.engines.fsdp import FullyShard
 from trainer.plugins import TorchDynamoPlugin
@@ -56,7 +63,7 @@ class Run:
     Attributes:
         device: ``"cuda"``; ``"cpu"`` to check that it works.
         tiny: Take small sizes and few steps.
-        ends: When it must have ended, by `time.monotonic`.
+        ends: When it must have ended, by `time.time`.
         keep: Keeps a result that is not whole yet, in case the process is ended.
         folder: Where it may write large files.
     """
@@ -70,7 +77,7 @@ class Run:
     @property
     def left(self) -> float:
         """Seconds until it must have ended."""
-        return self.ends - time.monotonic()
+        return self.ends - time.time()
 
     def wait(self) -> None:
         """Wait for the device."""
@@ -167,7 +174,8 @@ def rounds(
         at = number % len(contenders)
         for contender in (*contenders[at:], *contenders[:at]):
             name = contender.name
-            if name in errors or 1.2 * longest.get(name, 0.0) > run.left:
+            usual = longest.get(name, min(longest.values(), default=0.0))
+            if name in errors or 1.2 * usual > run.left:
                 continue
             clean(run)
             begin = time.monotonic()
@@ -425,7 +433,12 @@ def syncs(run: Run) -> Result:
     def own_loop(mode: str, **settings: Any) -> None:
         AcceleratorState._reset_state()
         trained = _bf16_task(run, 16)
-        accelerator = Accelerator(cpu=run.device == "cpu", mixed_precision="bf16", **settings)
+        accelerator = Accelerator(
+            cpu=run.device == "cpu",
+            mixed_precision="bf16",
+            dataloader_config=DataLoaderConfiguration(non_blocking=True),
+            **settings,
+        )
         model, optimizer, loader = accelerator.prepare(
             trained.model, trained.optimizer(), trained.whole
         )
@@ -550,69 +563,65 @@ class WideTask:
         return model(batch[0])
 
 
+def _copied_by_hand(trained: Any, trace: Any = None) -> None:
+    """Train by hand; a trace has the steps that it has of the Trainer."""
+    steps, inner = iter(range(trained.clock.steps)), trained.loss
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        step = next(steps)
+        if trace is not None and step == trace.first:
+            trace.profiler.start()
+        elif trace is not None and step == trace.last:
+            trace.end()
+        return inner(model, batch)
+
+    trained.loss = loss
+    by_hand(trained)
+
+
+def _copied_ahead(trained: Any, trace: Any = None) -> None:
+    callbacks = [] if trace is None else [trace]
+    contestants.defaults(trained, log_with=None, checkpointing=False, callbacks=callbacks)
+
+
+def _workers(run: Run) -> int:
+    """Return the number of workers, whose batches are in shared memory; 0 where that is small."""
+    shared = Path("/dev/shm")
+    if run.tiny:
+        return 1
+    return 4 if shared.exists() and shutil.disk_usage(shared).free > 2e9 else 0
+
+
 def copies(run: Run) -> Result:
     """Share of the copies to the device that kernels hide, and the time of a step."""
-    steps, workers = run.of(24, 6), 4
-    notes = ["Each batch has 64 MB, read by 4 workers into pinned memory."]
-    shared = Path("/dev/shm")
-    if not run.tiny and shared.exists() and shutil.disk_usage(shared).free < 2e9:
-        workers = 0
-        notes = ["Each batch has 64 MB, read without workers: /dev/shm is small."]
-    if run.tiny:
-        workers = 1
-
-    def traced(train: Callable[..., None], path: Path) -> float | None:
-        number = run.of(10, 2)
-        trace = transformer.Trace(path, steps - number - 2, number)
-        trained = WideTask(run, steps, workers)
-        with unseen():
-            train(trained, trace)
-        return transformer.overlap(json.loads(path.read_text()))
-
-    def hand(trained: Any, trace: Any = None) -> None:
-        if trace is not None:
-            steps_made = iter(range(steps))
-            inner = trained.loss
-
-            def loss(model: nn.Module, batch: Any) -> Tensor:
-                at = next(steps_made)
-                if at == trace.first:
-                    trace.profiler.start()
-                elif at == trace.last:
-                    trace.end()
-                return inner(model, batch)
-
-            trained.loss = loss
-        by_hand(trained)
-
-    def ours(trained: Any, trace: Any = None) -> None:
-        callbacks = [] if trace is None else [trace]
-        contestants.defaults(trained, log_with=None, checkpointing=False, callbacks=callbacks)
-
-    def measure(train: Callable[..., None]) -> dict[str, Any]:
-        trained = WideTask(run, steps, workers)
-        with unseen():
-            train(trained)
-        values: dict[str, Any] = {"step": 1e3 * trained.clock.lap().wall}
-        share = traced(train, run.folder / "copies-trace.json")
-        if share is not None:
-            values["hidden"] = 100 * share
-        return values
-
+    steps, workers = run.of(24, 6), _workers(run)
     result = Result(
         benchmark="copies",
-        title="Copies of batches to the device",
+        title=f"Batches of 64 MB, read by {workers} workers into pinned memory",
         columns=[Column("step", "step, ms", 2), Column("hidden", "copies behind kernels, %", 0)],
         rows=[],
         settings={"steps": steps, "workers": workers},
-        notes=notes,
     )
-    kinds = {"by hand, on the stream that computes": hand, "Cadence Trainer": ours}
+
+    def measure(train: Callable[..., None]) -> dict[str, Any]:
+        trained, traced = (WideTask(run, steps, workers) for _ in range(2))
+        path, number = run.folder / "copies-trace.json", run.of(10, 2)
+        with unseen():
+            train(trained)
+            train(traced, transformer.Trace(path, steps - number - 2, number))
+        share = transformer.overlap(json.loads(path.read_text()))
+        hidden = {} if share is None else {"hidden": 100 * share}
+        return {"step": 1e3 * trained.clock.lap().wall} | hidden
+
+    kinds = {
+        "by hand, on the stream that computes": _copied_by_hand,
+        "Cadence Trainer": _copied_ahead,
+    }
     for name, train in kinds.items():
         result.rows.append(attempt(Row(name=name), partial(measure, train)))
         run.keep(result)
     if not any("hidden" in row.values for row in result.rows):
-        notes.append("The trace has no copies to a device.")
+        result.notes = ["The trace has no copies to a device."]
     return result
 
 
@@ -716,85 +725,103 @@ def _step(ends: Sequence[float]) -> float:
     return 1e3 * (ends[-1] - ends[0]) / max(1, len(ends) - 1)
 
 
-def saving(run: Run) -> Result:
-    """How long training waits for a save of the transformer with AdamW, and what it takes."""
-    size = TINY if run.tiny else replace(Size(), batch=8)
-    steps, repeats = run.of(80, 8), run.of(3, 2)
-    chosen = ("torch.save", "torch.save, synced", "Cadence, waiting", "Cadence, in the background")
-    times: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
-    beside: dict[str, float] = {}
-    peer = Row(name="Lightning, Trainer.save_checkpoint")
-    notes = [
-        "Plain torch.save returns before anything is on disk; Cadence syncs and hashes.",
-        "Lightning's ModelCheckpoint calls its Trainer.save_checkpoint, which does not sync.",
-    ]
+class Saves:
+    """What is measured of saves.
 
-    def finish() -> Result:
+    Args:
+        run: The run of the section.
+        size: The size of the transformer.
+        repeats: How many saves; the first one allocates what later ones reuse, and does not count.
+    """
+
+    WAYS = ("torch.save", "torch.save, synced", "Cadence, waiting", "Cadence, in the background")
+
+    def __init__(self, run: Run, size: Size, repeats: int) -> None:
+        self.run, self.size, self.repeats = run, size, repeats
+        self.times: dict[str, list[dict[str, float]]] = {name: [] for name in self.WAYS}
+        self.beside: dict[str, float] = {}
+        self.peer = Row(name="Lightning, Trainer.save_checkpoint", void=NO_TIME)
+
+    def fit(self, steps: int, folder: Path, callback: Callback) -> None:
+        """Train with a callback that saves."""
+        with unseen():
+            contestants.defaults(
+                GptTask(steps, self.size, device=self.run.device, backend=None),
+                callbacks=[callback],
+                checkpointing=False,
+                log_with=None,
+                project_dir=folder,
+            )
+
+    def save(self, folder: Path, trainer: Trainer) -> None:
+        """Save in all ways, after the second update."""
+        if trainer.global_step != 2:
+            return
+        ways = {name: WAYS[name](trainer) for name in self.WAYS}
+        for number in range(self.repeats):
+            for name, way in ways.items():
+                if self.run.left > 15:
+                    self.run.wait()
+                    self.times[name].append(save_once(way, folder / f"save-{number}"))
+            self.run.keep(self.result())
+
+    def rows(self) -> list[Row]:
+        """Return the rows of what was measured so far."""
         rows = []
-        for name, turns in times.items():
+        for name, turns in self.times.items():
             row = Row(name=name)
-            counted = turns[1:] or turns  # the first one allocates what later ones reuse
-            if counted:
-                for key in ("stall", "total") if name != "torch.save" else ("stall",):
-                    row.samples[key] = [each[key] for each in counted]
-                row.values = {key: quartiles(values) for key, values in row.samples.items()}
-            else:
-                row.void = NO_TIME
             rows.append(row)
+            if len(turns) < 2:
+                row.void = NO_TIME
+                continue
+            for key in ("stall",) if name == "torch.save" else ("stall", "total"):
+                row.samples[key] = [each[key] for each in turns[1:]]
+            row.values = {key: quartiles(values) for key, values in row.samples.items()}
         if rows[-1].void is None:
-            rows[-1].values |= beside
+            rows[-1].values |= self.beside
+        return [*rows, self.peer]
+
+    def result(self) -> Result:
+        """Return what was measured so far."""
+        size = 3 * 4 * float(_millions(self.size))
         return Result(
             benchmark="saving",
-            title=f"A save of {3 * 4 * float(_millions(size)):,.0f} MB: weights and AdamW's state",
+            title=f"A save of {size:,.0f} MB: the weights of a transformer, and AdamW's state",
             columns=[
                 Column("stall", "training waits, ms"),
                 Column("total", "until on disk, ms"),
                 Column("step", "step, ms", 2),
                 Column("beside", "step beside the save, ms", 2),
             ],
-            rows=[*rows, peer],
-            settings={"steps": steps, "repeats": repeats - 1},
-            notes=notes,
+            rows=self.rows(),
+            settings={"repeats": self.repeats - 1},
+            notes=[
+                "Plain torch.save returns before anything is on disk; Cadence syncs and hashes.",
+                "Lightning's ModelCheckpoint calls save_checkpoint of its Trainer, without a sync.",
+            ],
         )
 
+
+def saving(run: Run) -> Result:
+    """How long training waits for a save of the transformer with AdamW, and what it takes."""
+    size = TINY if run.tiny else replace(Size(), batch=8)
+    saves = Saves(run, size, run.of(3, 2))
     with tempfile.TemporaryDirectory(dir=run.folder) as made:
         folder = Path(made)
-
-        def save(trainer: Trainer) -> None:
-            if trainer.global_step != 2:
-                return
-            ways = {name: WAYS[name](trainer) for name in chosen}
-            for number in range(repeats):
-                for name, way in ways.items():
-                    if run.left > 15:
-                        run.wait()
-                        times[name].append(save_once(way, folder / f"save-{number}"))
-                run.keep(finish())
-
-        def fit(number: int, callback: Callback) -> None:
-            trained = GptTask(number, size, device=run.device, backend=None)
-            with unseen():
-                contestants.defaults(
-                    trained,
-                    callbacks=[callback],
-                    checkpointing=False,
-                    log_with=None,
-                    project_dir=folder / f"run-{number}",
-                )
-
-        fit(4, AtTheBoundary(save))
+        saves.fit(4, folder / "run", AtTheBoundary(partial(saves.save, folder)))
         clean(run)
         watch = Watch(run, folder / "beside", run.of(8, 3))
-        fit(steps, watch)
-        beside |= watch.values()
+        saves.fit(run.of(80, 8), folder / "run-beside", watch)
+        saves.beside = watch.values()
         shutil.rmtree(folder / "beside")
-        run.keep(finish())
+        run.keep(saves.result())
         clean(run)
         if find_spec("lightning") is None:
-            peer.void = "not installed: lightning"
+            saves.peer.void = "not installed: lightning"
         else:
-            attempt(peer, partial(_lightnings_save, run, size, folder))
-    return finish()
+            saves.peer.void = None
+            attempt(saves.peer, partial(_lightnings_save, run, size, folder))
+    return saves.result()
 
 
 def _lightnings_save(run: Run, size: Size, folder: Path) -> dict[str, Any]:
@@ -802,7 +829,7 @@ def _lightnings_save(run: Run, size: Size, folder: Path) -> dict[str, Any]:
 
     found: list[float] = []
 
-    class Saves(TheirCallback):
+    class Timer(TheirCallback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             run.wait()
             begin = time.perf_counter()
@@ -812,7 +839,7 @@ def _lightnings_save(run: Run, size: Size, folder: Path) -> dict[str, Any]:
     with unseen():
         peers.lightning(
             GptTask(4, size, device=run.device, backend=None),
-            callbacks=[Saves()],
+            callbacks=[Timer()],
             enable_checkpointing=False,
         )
     return {"stall": quartiles(found[1:])}
@@ -856,9 +883,10 @@ def is_block(part: nn.Module) -> bool:
 def sharded_by_hand(trained: Any) -> None:
     """Train with the loop of PyTorch's FSDP2 tutorial, in bf16."""
     policy = FullyShardedDataParallelPlugin().policy("bf16")
+    mesh = init_device_mesh(trained.device, (1,))
     for block in trained.bare.blocks:
-        fully_shard(block, mp_policy=policy)
-    model = fully_shard(trained.model, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    model = fully_shard(trained.model, mesh=mesh, mp_policy=policy)
     optimizer = trained.optimizer()
     model.train()
     for batch in trained.loader:
@@ -977,7 +1005,7 @@ def _sharded(run: Run, told: list[str], size: Size, notes: list[str]) -> Result:
             columns=transformer.COLUMNS,
             rows=[transformer.in_tokens(row, size, run.device, peaks) for row in rows],
             settings={"steps": steps},
-            notes=[*told, *notes],
+            notes=[*told, *notes, "The losses agree within 5 %."],
         )
 
     return rounds(
@@ -985,7 +1013,7 @@ def _sharded(run: Run, told: list[str], size: Size, notes: list[str]) -> Result:
         contenders_of(turn, ours),
         run.of(2, 1),
         finish,
-        agree=partial(math.isclose, rel_tol=0.02),
+        agree=partial(math.isclose, rel_tol=0.05),
     )
 
 

@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-torch test-long lint format coverage clean help
+.PHONY: demo test test-torch test-long gpu lint format coverage clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -46,6 +46,20 @@ test-torch: $(OTHER)/.ready  ## run every test with another torch: TORCH=2.9.1 P
 
 test-long: $(READY)  ## run the tests that take many minutes
 	$(BIN)/python -m pytest -m long
+
+# With the Python that is there, and what it has: nothing is installed. Both parts have a limit.
+BUDGET ?= 540
+OUTPUT ?= runs/gpu
+GPU_TESTS = $(shell grep -rlE 'mark\.gpu|requires_cuda' --include='test_*.py' tests)
+
+gpu:  ## measure the GPU of this machine, and run the tests that need one
+	mkdir -p $(OUTPUT)
+	code=0; \
+	timeout -k 10 $$(($(BUDGET) + 30)) $(PYTHON) -m benchmarks gpu --budget $(BUDGET) \
+		--output $(OUTPUT) || code=$$?; \
+	timeout -k 10 300 $(PYTHON) -m pytest -m gpu -n 4 --timeout 90 -p no:cacheprovider \
+		--junitxml $(OUTPUT)/tests.xml $(GPU_TESTS) || code=$$?; \
+	exit $$code
 
 lint: $(READY)  ## check formatting, lint rules and types
 	$(BIN)/ruff format --check .

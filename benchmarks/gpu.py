@@ -106,7 +106,7 @@ def _run_one(name: str, ends: float, report: dict[str, Any], options: Namespace)
     if left < LEAST:
         entry: dict[str, Any] = {"state": "skipped", "why": f"{left:.0f} s of the budget left"}
     else:
-        limit = min(SECTIONS[name].seconds, left)
+        limit = left if options.dry_run else min(SECTIONS[name].seconds, left)
         entry = _measured(name, limit, options.output, options.dry_run)
     report["sections"][name] = entry
     _write(options.output / "gpu.json", report)
@@ -199,15 +199,14 @@ def page(path: Path) -> str:
     report = json.loads(path.read_text())
     texts = []
     for name, entry in report["sections"].items():
-        result = Result.of(entry["result"]) if entry.get("result") else None
-        title = f"**{name}**: {result.title if result else entry['state']}"
-        texts.append(f"{title}\n")
-        if result:
-            texts.append(f"{result.table()}\n")
-            texts.append("".join(f"{note} " for note in result.notes) + "<br>\n")
         told = entry.get("why") or entry.get("error", "").partition("\n")[0]
-        if told:
-            texts.append(f"{entry['state']}: {told}\n")
+        state = entry["state"] + (f": {told}" if told else "")
+        if not entry.get("result"):
+            texts.append(f"**{name}**: {state}.\n")
+            continue
+        result = Result.of(entry["result"])
+        notes = [*result.notes, *([f"The section {state}."] if told else [])]
+        texts += [f"**{name}**: {result.title}\n", f"{result.table()}\n", f"{' '.join(notes)}\n"]
     packages = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     texts.append(f"<sub>{report['made']}; {report['device']}; {packages}.</sub>\n")
     return "\n".join(texts)
@@ -233,7 +232,7 @@ def _process() -> None:
         tiny=options.dry_run,
         ends=options.ends,
         keep=keep,
-        folder=RUNS,
+        folder=options.kept.parent,
     )
     try:
         keep(section(run), "measured")

@@ -413,6 +413,33 @@ def is_layer(part: nn.Module) -> bool:
     return isinstance(part, nn.Linear) and part.out_features > 10
 
 
+def waits(loop: Callable[[str], None], set_mode: Callable[[str], object]) -> Counter[str]:
+    """Return where a loop waits for the device, and how often; nowhere if torch raises nothing.
+
+    Args:
+        loop: Trains with a mode of ``torch.cuda.set_sync_debug_mode``.
+        set_mode: Sets it.
+    """
+    try:
+        with unseen():
+            loop("error")
+        return Counter()
+    except Exception as error:  # noqa: BLE001 - what a wait breaks may raise something else
+        first = error
+    finally:
+        set_mode("default")
+    with warnings.catch_warnings(record=True) as caught, unseen():
+        warnings.simplefilter("always")
+        try:
+            loop("warn")
+        finally:
+            set_mode("default")
+    found = [each for each in caught if "called a synchronizing" in str(each.message)]
+    if not found:
+        raise first
+    return Counter(f"{'/'.join(Path(e.filename).parts[-3:])}:{e.lineno}" for e in found)
+
+
 def syncs(run: Run) -> Result:
     """What waits for the device in ten steps of each engine, which is to be nothing."""
     notes: list[str] = []
@@ -452,24 +479,12 @@ def syncs(run: Run) -> Result:
             optimizer.step()
             optimizer.zero_grad()
 
-    def waits(loop: Callable[..., None], settings: dict[str, Any], name: str) -> dict[str, Any]:
-        try:
-            with unseen():
-                loop("error", **settings)
-            return {"waits": 0}
-        except Exception as error:  # noqa: BLE001 - what a wait breaks may raise something else
-            set_mode("default")
-            first = error
-        with warnings.catch_warnings(record=True) as caught, unseen():
-            warnings.simplefilter("always")
-            loop("warn", **settings)
-        found = [each for each in caught if "called a synchronizing" in str(each.message)]
-        if not found:
-            raise first
-        places = Counter(f"{_short(each.filename)}:{each.lineno}" for each in found)
+    def measure(loop: Callable[..., None], settings: dict[str, Any], name: str) -> dict[str, Any]:
+        places = waits(partial(loop, **settings), set_mode)
         listed = ", ".join(f"{place} ({number})" for place, number in places.most_common(20))
-        notes.append(f"{name} waits at {listed or 'no known place'}.")
-        return {"waits": len(found)}
+        if places:
+            notes.append(f"{name} waits at {listed}.")
+        return {"waits": places.total()}
 
     shards = sharding(is_layer)
     kinds: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
@@ -490,11 +505,8 @@ def syncs(run: Run) -> Result:
     )
     with process_group(run):
         for name, (loop, settings) in kinds.items():
-            row = Row(name=name)
-            try:
-                result.rows.append(attempt(row, partial(waits, loop, settings, name)))
-            finally:
-                set_mode("default")
+            row = attempt(Row(name=name), partial(measure, loop, settings, name))
+            result.rows.append(row)
             run.keep(result)
     if run.device == "cpu":
         notes.append("Waits are found on CUDA alone.")
@@ -506,11 +518,6 @@ def _bf16_task(run: Run, steps: int) -> SmallTask:
     trained.precision = "bf16"
     trained.whole = DataLoader(trained.dataset, task.BATCH, pin_memory=run.device == "cuda")
     return trained
-
-
-def _short(path: str) -> str:
-    parts = Path(path).parts
-    return "/".join(parts[-3:])
 
 
 # -- 4: copies behind kernels ----------------------------------------------------------------------
@@ -903,9 +910,11 @@ class Resumed(TrainModule):
         super().__init__()
         self.net = nn.Sequential(task.perceptron((256, 256)))
         self.dropout = nn.Dropout(0.1)
+        self.calls = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss."""
+        self.calls += 1
         return cross_entropy(self.net(self.dropout(batch[0])), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -913,8 +922,10 @@ class Resumed(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def resumed_weights(run: Run, steps: int, folder: Path, **settings: Any) -> Tensor:
-    """Train to a step, from the last checkpoint in the folder if there is one."""
+def resumed_weights(
+    run: Run, steps: int, folder: Path, *, before: int = 0, **settings: Any
+) -> Tensor:
+    """Train to a step, from the checkpoint in the folder if steps were made before."""
     AcceleratorState._reset_state()
     torch.manual_seed(3)
     module, data = Resumed(), task.Task(16).dataset
@@ -931,6 +942,8 @@ def resumed_weights(run: Run, steps: int, folder: Path, **settings: Any) -> Tens
     )
     with unseen():
         trainer.fit(module, DataLoader(data, task.BATCH, shuffle=True), ckpt_path="auto")
+    if module.calls != steps - before:
+        raise RuntimeError(f"{module.calls} steps were made, but not the last {steps - before}.")
     return torch.cat([_whole(each.detach()).flatten().cpu() for each in module.parameters()])
 
 
@@ -979,7 +992,7 @@ def _resumes(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=run.folder) as folder:
         whole = resumed_weights(run, 20, Path(folder) / "whole", **settings)
         resumed_weights(run, 9, Path(folder) / "halted", **settings)
-        again = resumed_weights(run, 20, Path(folder) / "halted", **settings)
+        again = resumed_weights(run, 20, Path(folder) / "halted", before=9, **settings)
     return _compared(whole, again)
 
 

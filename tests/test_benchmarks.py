@@ -8,9 +8,11 @@ import itertools
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from argparse import Namespace
 from functools import partial
 from importlib import metadata
@@ -29,6 +31,8 @@ from benchmarks import (
     data,
     ddp,
     fsdp,
+    gpu,
+    gpu_sections,
     imports,
     logs,
     memory,
@@ -273,7 +277,7 @@ def test_the_readme_has_the_figures_of_the_results():
     text = page.README.read_text()
     message = "run python -m benchmarks readme"
     assert page.written(text, page.README.parent / "results") == text, message
-    for name in BENCHMARKS:
+    for name in (*BENCHMARKS, "gpu"):
         assert f"<!-- results of {name} -->" in text
 
 
@@ -698,6 +702,126 @@ def test_without_a_device_the_transformer_says_so(monkeypatch, capsys):
     assert "needs a CUDA device" in capsys.readouterr().err
 
 
+# -- a GPU, tried on the CPU -----------------------------------------------------------------------
+
+
+@pytest.mark.timeout(900)  # some minute on an idle machine
+def test_every_section_of_the_gpu_runs_small_on_the_cpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "RUNS", tmp_path / "runs")
+    arguments = ["gpu", "--dry-run", "--budget", "850", "--output", str(tmp_path / "out")]
+    assert main(arguments) == 0, capsys.readouterr()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"gpu.json", "gpu.log"}
+    sections = json.loads((tmp_path / "out" / "gpu.json").read_text())["sections"]
+    assert [*sections] == [*gpu_sections.SECTIONS]
+    absent = [] if importlib.util.find_spec("torchao") else ["fp8"]
+    assert [name for name in sections if sections[name]["state"] != "measured"] == absent
+    for name in absent:
+        assert sections.pop(name)["why"] == "torchao is not installed"
+    for entry in sections.values():
+        for row in entry["result"]["rows"]:
+            missing = (row["void"] or "not installed: ").partition("not installed: ")[2]
+            for package in filter(None, missing.split(", ")):
+                assert importlib.util.find_spec(package) is None
+            assert row["values"] or missing or entry["result"]["benchmark"] == "memory"
+    told = " ".join(sections["fsdp"]["result"]["notes"])
+    assert told.count("the same bits") == 4  # DDP, FSDP2, and the same resumed
+    assert all(row["values"]["waits"] == 0 for row in sections["syncs"]["result"]["rows"])
+    text = page.section(tmp_path / "out" / "gpu.json")
+    assert all(f"**{name}**" in text for name in gpu_sections.SECTIONS)
+
+
+def test_a_section_that_does_not_fit_the_budget_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "RUNS", tmp_path / "runs")
+    arguments = ["gpu", "--dry-run", "--output", str(tmp_path), "--budget", "1", "--only"]
+    assert main([*arguments, "fp8,host"]) == 0
+    assert main([*arguments, "syncs"]) == 0  # beside what was measured before
+    sections = json.loads((tmp_path / "gpu.json").read_text())["sections"]
+    assert [*sections] == ["host", "fp8", "syncs"]
+    for entry in sections.values():
+        assert entry["state"] == "skipped"
+        assert "of the budget left" in entry["why"]
+
+
+def test_a_section_at_its_limit_ends_with_what_it_has_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "RUNS", tmp_path)
+    entry = gpu._measured("tokens", 0.2, tmp_path, True)
+    assert entry["state"] == "failed"
+    assert "ended at its limit" in entry["error"]
+    shell = "sleep 1000 & echo $!; wait"
+    with subprocess.Popen(
+        ["sh", "-c", shell], stdout=subprocess.PIPE, start_new_session=True
+    ) as started:
+        child = psutil.Process(int(started.stdout.readline()))
+        gpu._end(started)
+    psutil.wait_procs([child], timeout=60)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_without_a_device_the_gpu_is_not_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["gpu", "--output", str(tmp_path)]) == 3
+    assert "--dry-run" in capsys.readouterr().err
+
+
+def a_run(tmp_path, kept, seconds=1000.0):
+    ends = time.time() + seconds
+    return gpu_sections.Run(device="cpu", tiny=True, ends=ends, keep=kept.append, folder=tmp_path)
+
+
+def test_a_row_that_fails_stops_no_other_and_rows_without_time_say_so(tmp_path):
+    seen, kept = [], []
+
+    def finish(rows):
+        result = small_result()
+        result.rows = rows
+        return result
+
+    def measured(run, *contenders):
+        return gpu_sections.rounds(
+            run, contenders, 2, finish, unit=1.0, agree=lambda one, other: one == other
+        ).rows
+
+    one = [playing("one", [1.0, 2.0], seen), playing("fails", [], seen)]
+    first, failed, other = measured(a_run(tmp_path, kept), *one, playing("other", [3.0, 4.0], seen))
+    assert failed.void.startswith("StopIteration")
+    assert "StopIteration" in gpu._failures({"rows": [vars(failed)]})
+    assert first.samples["wall"] == [1.0, 2.0]
+    assert other.samples["wall_ratio"] == [3.0, 2.0]
+    assert len(kept) == 5
+    late = measured(a_run(tmp_path, kept, seconds=-1), playing("one", [], seen))
+    assert late[0].void == gpu_sections.NO_TIME
+    assert not gpu._failures({"rows": [vars(late[0])]})
+    broken = measured(a_run(tmp_path, kept), playing("one", [], seen), playing("two", [], seen))
+    assert broken[1].void == gpu_sections.NO_TIME  # without the reference it would say nothing
+
+
+def test_a_batch_that_is_too_large_is_halved(tmp_path):
+    def measure(size, notes):
+        if size.batch == TINY.batch:
+            raise torch.OutOfMemoryError
+        return notes
+
+    notes = gpu_sections.halving(a_run(tmp_path, []), measure)
+    assert notes == ["Out of memory: the batch was halved to 1."]
+
+
+def test_calls_that_wait_for_the_device_are_listed_with_their_places():
+    def loop(mode):
+        if mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    modes = []
+    ((place, number),) = gpu_sections.waits(loop, modes.append).items()
+    assert (number, modes) == (3, ["default", "default"])
+    assert "tests/test_benchmarks.py:" in place
+    assert not gpu_sections.waits(lambda mode: None, modes.append)
+    with pytest.raises(ZeroDivisionError):  # which is no wait
+        gpu_sections.waits(lambda mode: 1 // (mode == "warn"), modes.append)
+
+
 def event(category, name, begin, duration):
     return {"cat": category, "name": name, "ts": begin, "dur": duration}
 
@@ -802,6 +926,7 @@ def test_a_chart_of_nothing_is_refused(tmp_path, capsys):
         (["checkpoint", "--steps", "3"], "unrecognized arguments: --steps 3"),
         (["data", "--step", "3"], "unrecognized arguments: --step 3"),
         (["import", "--steps", "3"], "unrecognized arguments: --steps 3"),
+        (["gpu", "--only", "tokens,speed"], "--only: 'speed' is no section; some of tokens,"),
         (["speed"], "invalid choice: 'speed'"),
         ([], "required: benchmark"),
     ],

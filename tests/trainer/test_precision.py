@@ -134,6 +134,27 @@ def test_low_precision_follows_float32():
     assert not torch.equal(weights["fp16"], weights["no"])
 
 
+@pytest.mark.gpu
+def test_fp16_on_a_gpu_is_the_loop_with_torchs_scaler():
+    torch.manual_seed(0)
+    ours, theirs = Net(), torch.nn.Linear(2, 1, device="cuda")
+    theirs.load_state_dict(ours.layer.state_dict())
+    Trainer(mixed_precision="fp16", max_epochs=1, checkpointing=False, progress_bar=False).fit(
+        ours, loader()
+    )
+    optimizer, scaler = torch.optim.SGD(theirs.parameters(), lr=0.1), torch.amp.GradScaler("cuda")
+    for x, y in loader():
+        with torch.autocast("cuda", torch.float16):
+            loss = torch.nn.functional.mse_loss(theirs(x.cuda()).float(), y.cuda())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert ours.computed_in == {("train", torch.float16)}
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.layer.state_dict()[name].cuda(), value)
+
+
 def test_fp16_on_the_cpu_warns_of_the_gradient_scaler(caplog):
     with caplog.at_level(logging.WARNING):
         make("bf16")

@@ -226,6 +226,8 @@ def _process() -> None:
 
     if options.dry_run:
         torch.set_num_threads(1)
+    else:
+        torch.ones(1, device="cuda")  # an error of the device is told by itself
     section = SECTIONS[options.section].measure
     run = Run(
         device="cpu" if options.dry_run else "cuda",

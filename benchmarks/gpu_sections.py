@@ -648,27 +648,18 @@ def _memory(run: Run, size: Size, notes: list[str]) -> Result:
         "Cadence Trainer, defaults": transformer.with_trainer,
         "Cadence Accelerator": contestants.own_loop,
     }
-    above: dict[str, float] = {}
+    peaks: dict[str, float] = {}
 
     def turn(train: Callable[[Any], None], name: str) -> Lap:
-        clean(run)
-        before = 0
-        if run.device == "cuda":
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-        trained = GptTask(steps, size, device=run.device, backend=None)
-        train(trained)
-        if run.device == "cuda":
-            above[name] = (torch.cuda.max_memory_allocated() - before) / 1e6
-        return trained.lap()
+        make = partial(GptTask, steps, size, device=run.device, backend=None)
+        return transformer.turn(make, train, name, peaks)
 
     def finish(rows: list[Row]) -> Result:
-        best = above.get(next(iter(ours)))
         for row in rows:
-            row.samples = {}
-            row.values = {}
-            if row.void is None and row.name in above and best:
-                row.values = {"peak": above[row.name], "ratio": above[row.name] / best}
+            row.samples, row.values = {}, {}
+            if row.void is None and row.name in peaks:
+                peak = peaks[row.name]
+                row.values = {"peak": peak, "ratio": peak / peaks[rows[0].name]}
         return Result(
             benchmark="memory",
             title=f"Peak of device memory, {size.batch} × {size.context} tokens in bf16, "
@@ -897,7 +888,9 @@ def sharded_by_hand(trained: Any) -> None:
     optimizer = trained.optimizer()
     model.train()
     for batch in trained.loader:
-        loss = trained.loss(model, [each.to(trained.device, non_blocking=True) for each in batch])
+        moved = [each.to(trained.device, non_blocking=True) for each in batch]
+        with torch.autocast(trained.device, torch.bfloat16):
+            loss = trained.loss(model, moved)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -66,15 +66,17 @@ def with_trainer(task: Task, *, callbacks: tuple[Callback, ...] = ()) -> None:
 def turn(
     make: Callable[[], Task], train: Callable[[Task], None], name: str, peaks: dict[str, float]
 ) -> Lap:
-    """Make one turn, and record the row's peak of device memory in MB."""
+    """Make one turn, and record by how many MB it raised the device memory at its peak."""
     torch.compiler.reset()  # torch stops recompiling code that it has compiled a few times
-    if torch.cuda.is_available():
+    before = 0
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     task = make()
     train(task)
-    if torch.cuda.is_available():
-        peaks[name] = torch.cuda.max_memory_allocated() / 1e6
+    if torch.cuda.is_initialized():
+        peaks[name] = (torch.cuda.max_memory_allocated() - before) / 1e6
     return task.lap()
 
 

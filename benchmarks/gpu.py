@@ -197,7 +197,7 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 def page(path: Path) -> str:
     """Return the text of the README about a file."""
     report = json.loads(path.read_text())
-    texts = []
+    texts = ["A dry run on the CPU, whose figures say nothing.\n"] if report["dry_run"] else []
     for name, entry in report["sections"].items():
         told = entry.get("why") or entry.get("error", "").partition("\n")[0]
         state = entry["state"] + (f": {told}" if told else "")

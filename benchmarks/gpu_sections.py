@@ -230,29 +230,31 @@ def _rows(
 
 # -- 1: tokens per second --------------------------------------------------------------------------
 
-LIGHTNING: dict[str, Any] = {  # neither do our rows save at the end, which is not timed anyway
-    "Lightning, defaults": partial(peers.lightning, enable_checkpointing=False)
-}
+# Of a large model Lightning saves nothing at the end either, which is not timed anyway.
+LARGE = {peer.name: peer for peer in peers.PEERS}
+LARGE["Lightning, defaults"] = replace(
+    LARGE["Lightning, defaults"], train=partial(peers.lightning, enable_checkpointing=False)
+)
 
 
 def contenders_of(
     turn: Callable[..., Lap],
     ours: dict[str, Callable[[Any], None]],
-    others: Sequence[str] = (),
+    others: Sequence[peers.Peer] = (),
 ) -> list[Contender]:
-    """Return rows: ours, and those peers, in this order.
+    """Return rows: ours, and then the peers.
 
     Args:
         turn: Makes a turn, given what trains and the row's name.
         ours: By name, what trains.
-        others: Names of peers.
+        others: The peers.
     """
-    found = [Contender(name=name, run=partial(turn, train, name)) for name, train in ours.items()]
-    known = {peer.name: peer for peer in peers.PEERS}
-    for name in others:
-        train = LIGHTNING.get(name, known[name].train)
-        found.append(Contender(name=name, run=partial(turn, train, name), needs=known[name].needs))
-    return found
+    return [
+        Contender(name=name, run=partial(turn, train, name)) for name, train in ours.items()
+    ] + [
+        Contender(name=peer.name, run=partial(turn, peer.train, peer.name), needs=peer.needs)
+        for peer in others
+    ]
 
 
 def tokens(run: Run) -> Result:
@@ -289,7 +291,7 @@ def _tokens(run: Run, size: Size, notes: list[str]) -> Result:
             )
 
         agree = partial(math.isclose, rel_tol=0.02)
-        contenders = contenders_of(turn, ours, others)
+        contenders = contenders_of(turn, ours, [LARGE[name] for name in others])
         return rounds(run, contenders, run.of(2, 1), finish, agree=agree)
 
     result = measure(backend)
@@ -358,7 +360,7 @@ def host(run: Run) -> Result:
         )
 
     ours = overhead.OURS | {"PyTorch loop by hand": by_hand}
-    contenders = contenders_of(turn, ours, [peer.name for peer in peers.PEERS])
+    contenders = contenders_of(turn, ours, peers.PEERS)
     return rounds(run, contenders, repeats, finish, warm_up=1, unit=1e-6, agree=task.nearly_equal)
 
 
@@ -670,9 +672,8 @@ def _memory(run: Run, size: Size, notes: list[str]) -> Result:
             notes=notes if run.device == "cuda" else [*notes, NEEDS_CUDA],
         )
 
-    contenders = contenders_of(
-        turn, ours, ("Lightning, defaults", "Accelerate", "Hugging Face Trainer")
-    )
+    others = ("Lightning, defaults", "Accelerate", "Hugging Face Trainer")
+    contenders = contenders_of(turn, ours, [LARGE[name] for name in others])
     turn(transformer.by_hand, "workspaces of cuBLAS, which stay")
     return rounds(run, contenders, 1, finish, agree=partial(math.isclose, rel_tol=0.02))
 

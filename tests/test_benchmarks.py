@@ -670,7 +670,7 @@ def test_scale(monkeypatch):
     assert hsdp.values["all-reduce"] == fsdp8.values["all-reduce"] + 1 + 3
     assert result.rows[5].values["file"] == 0  # its replica is not the first
     alike = 4 * (3 * 2 + 1) * 64  # norms, which each of the processes that share layers has
-    if "model.embed_tokens" not in scale.Language().model.tp_plan:  # in some releases of transformers
+    if "model.embed_tokens" not in scale.Language().model.tp_plan:  # in some transformers
         alike += 4 * 128 * 64
     whole = 8 * tp8.values["parameters"] * 1e9
     assert whole == pytest.approx(4 * number + 7 * alike)

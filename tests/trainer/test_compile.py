@@ -93,9 +93,12 @@ class Moody(Net):
 class Opaque(Net):
     """Nothing of the training step can be compiled."""
 
-    @torch.compiler.disable
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch)
+
+    @torch.compiler.disable
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch)
 
 
 def data(samples: int = 22, **kwargs: Any) -> DataLoader:
@@ -257,8 +260,11 @@ def test_a_training_step_of_which_nothing_compiles_is_an_error():
 
 def test_an_evaluation_of_which_nothing_compiles_is_warned_of(caplog):
     class Blind(Net):
-        @torch.compiler.disable
         def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.validate(batch)
+
+        @torch.compiler.disable
+        def validate(self, batch: Any) -> None:
             self.log("val", self.loss(batch))
 
     weights, *_ = trained(Blind(), "eager", validates=True)

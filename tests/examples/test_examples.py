@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers.services import comet_runs, wandb_runs
+from tests.helpers.terminal import without_gloo
 from trackers import read_metrics
 from trainer import Accelerator
 
@@ -63,7 +64,7 @@ def run(*arguments: object, processes: int = 1, expect: int = 0) -> str:
             os.killpg(started.pid, signal.SIGKILL)
             started.communicate()
     assert started.returncode == expect, f"{output}\n{errors}"
-    return errors if expect else output
+    return errors if expect else without_gloo(output)
 
 
 def load_example(name: str) -> ModuleType:

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.utils.data import DataLoader
 
 import trainer
+from tests.helpers.terminal import without_gloo
 from trainer import (
     Accelerator,
     Trainer,
@@ -443,9 +444,7 @@ def test_the_processes_end_with_that_of_the_launcher(tmp_path):
 
 def text_of(outputs: list[dict[str, Any]]) -> str:
     assert {output["output_type"] for output in outputs} <= {"stream"}, outputs
-    text = "".join(output["text"] for output in outputs)
-    # which gloo prints up to torch 2.11
-    return "".join(line for line in text.splitlines(True) if not line.startswith("[Gloo]"))
+    return without_gloo("".join(output["text"] for output in outputs))
 
 
 def wait_for_end(pid: int) -> None:

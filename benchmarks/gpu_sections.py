@@ -9,6 +9,7 @@ import gc
 import json
 import math
 import shutil
+import statistics
 import tempfile
 import time
 import traceback
@@ -158,12 +159,12 @@ def rounds(
         contenders: The first one is the reference. If it fails, the others are not run.
         repeats: The number of rounds.
         finish: Makes the result of the rows; it is kept after each turn.
-        warm_up: How many of the rounds do not count.
+        warm_up: How many of the rounds do not count, but where the time suffices for no more.
         unit: The unit of the figures, in seconds.
         agree: Returns whether two outcomes are the same.
     """
     laps: dict[str, list[Lap]] = {each.name: [] for each in contenders}
-    longest: dict[str, float] = {}
+    latest: dict[str, float] = {}
     errors = {
         each.name: f"not installed: {', '.join(each.missing)}"
         for each in contenders
@@ -174,8 +175,9 @@ def rounds(
         at = number % len(contenders)
         for contender in (*contenders[at:], *contenders[:at]):
             name = contender.name
-            usual = longest.get(name, min(longest.values(), default=0.0))
-            if name in errors or 1.2 * usual > run.left:
+            # what was slow by compiling for the first time will not be so again
+            usual = 2 * statistics.median(latest.values() or [0.0])
+            if name in errors or min(latest.get(name, usual), usual) > run.left:
                 continue
             clean(run)
             begin = time.monotonic()
@@ -187,8 +189,8 @@ def rounds(
             except Exception as error:  # noqa: BLE001 - of a peer, of CUDA, of a compiler: anything
                 say(traceback.format_exc())
                 errors[name] = first_line(error)
-            longest[name] = max(longest.get(name, 0.0), time.monotonic() - begin)
-            say(f"{name}: {errors.get(name, '')} {longest[name]:.1f} s")
+            latest[name] = time.monotonic() - begin
+            say(f"{name}: {errors.get(name, '')} {latest[name]:.1f} s")
             result = finish(_rows(contenders, laps, errors, warm_up, unit, agree))
             run.keep(result)
             if contenders[0].name in errors:
@@ -212,15 +214,16 @@ def _rows(
         mine = laps[contender.name]
         if contender.name in errors:
             row.void = errors[contender.name]
-        elif len(mine) <= warm_up:
+        elif not mine:
             row.void = NO_TIME
         elif not all(agree(lap.outcome, reference[0].outcome) for lap in mine if reference):
             row.void = "void: its outcome differs from the reference"
         else:
-            counted = mine[warm_up:]
+            begin = min(warm_up, len(mine) - 1)  # better the warm-up than nothing
+            counted = mine[begin:]
             for key in ("cpu", "wall"):
                 row.samples[key] = [getattr(lap, key) / unit for lap in counted]
-                pairs = zip(counted, reference[warm_up:], strict=False)
+                pairs = zip(counted, reference[begin:], strict=False)
                 ratios = [getattr(a, key) / max(getattr(b, key), 1e-9) for a, b in pairs]
                 if ratios:
                     row.samples[f"{key}_ratio"] = ratios
@@ -763,11 +766,11 @@ class Saves:
         for name, turns in self.times.items():
             row = Row(name=name)
             rows.append(row)
-            if len(turns) < 2:
+            if not turns:
                 row.void = NO_TIME
                 continue
             for key in ("stall",) if name == "torch.save" else ("stall", "total"):
-                row.samples[key] = [each[key] for each in turns[1:]]
+                row.samples[key] = [each[key] for each in turns[1:] or turns]
             row.values = {key: quartiles(values) for key, values in row.samples.items()}
         if rows[-1].void is None:
             rows[-1].values |= self.beside

@@ -791,6 +791,14 @@ def test_a_row_that_fails_stops_no_other_and_rows_without_time_say_so(tmp_path):
     late = measured(a_run(tmp_path, kept, seconds=-1), playing("one", [], seen))
     assert late[0].void == gpu_sections.NO_TIME
     assert not gpu._failures({"rows": [vars(late[0])]})
+    laps = {
+        "one": [Lap(wall=2.0, cpu=1.0)],
+        "two": [Lap(wall=3.0, cpu=1.0), Lap(wall=4.0, cpu=1.0)],
+    }
+    both = [playing("one", [], seen), playing("two", [], seen)]
+    rows = gpu_sections._rows(both, laps, {}, 1, 1.0, lambda a, b: True)  # one's warm-up alone
+    assert [row.samples["wall"] for row in rows] == [[2.0], [4.0]]
+    assert "wall_ratio" not in rows[1].samples  # its round is not the reference's
     broken = measured(a_run(tmp_path, kept), playing("one", [], seen), playing("two", [], seen))
     assert broken[1].void == gpu_sections.NO_TIME  # without the reference it would say nothing
 

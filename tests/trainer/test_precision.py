@@ -31,7 +31,7 @@ class Net(TrainModule):
         x, y = batch
         out = self.layer(x)
         self.computed_in.add(("train", out.dtype))
-        loss = torch.nn.functional.mse_loss(out.float(), y)
+        loss = torch.nn.functional.mse_loss(out.float(), y.float())
         self.losses.append(loss.item())
         return loss * self.scales[batch_idx] if self.scales else loss
 

@@ -145,8 +145,8 @@ def load_and_quantize_model(
     linear = _linear_layers(model, left)
     sizes = {f"{name}.weight": config.target_dtype for name in linear}
     if device_map is None:
-        kind = torch.accelerator.current_accelerator()
-        device_map = {"": "cpu" if kind is None else torch.accelerator.current_device_index()}
+        there = torch.accelerator.is_available()  # a build for CUDA may find no driver
+        device_map = {"": torch.accelerator.current_device_index() if there else "cpu"}
     places = as_device_map(
         model, device_map, max_memory, no_split_module_classes, config.torch_dtype, False, sizes
     )

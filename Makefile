@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-torch test-long gpu lint format coverage clean help
+.PHONY: demo test test-torch test-long gpu gpu-tests lint format coverage clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -57,9 +57,13 @@ gpu:  ## measure the GPU of this machine, and run the tests that need one
 	code=0; \
 	timeout -k 10 $$(($(BUDGET) + 30)) $(PYTHON) -m benchmarks gpu --budget $(BUDGET) \
 		--output $(OUTPUT) || code=$$?; \
-	timeout -k 10 300 $(PYTHON) -m pytest -m gpu -n 4 --timeout 90 -p no:cacheprovider \
-		--junitxml $(OUTPUT)/tests.xml $(GPU_TESTS) || code=$$?; \
+	$(MAKE) gpu-tests || code=$$?; \
 	exit $$code
+
+gpu-tests:  ## run the tests that need a GPU
+	mkdir -p $(OUTPUT)
+	timeout -k 10 300 $(PYTHON) -m pytest -m gpu -n 4 --timeout 90 -p no:cacheprovider \
+		--junitxml $(OUTPUT)/tests.xml $(GPU_TESTS)
 
 lint: $(READY)  ## check formatting, lint rules and types
 	$(BIN)/ruff format --check .

@@ -141,8 +141,9 @@ class PatientAgent(_Agent):
         if self._is_patient:
             super()._shutdown(death_sig, timeout)
             return
-        processes, self._pcontext = self._pcontext, None  # torch would end them after 30 seconds
+        processes = self._pcontext
         try:
+            self._pcontext = None  # which torch would end after 30 seconds
             super()._shutdown(death_sig)
         finally:
             self._pcontext = processes
@@ -158,6 +159,7 @@ def _handle_signals(names: Sequence[str], before: dict[str, Any]) -> None:
         raise SignalException(f"The launcher got {found.name}", sigval=found)
 
     for name, handler in before.items():
-        signal.signal(getattr(signal, name), handler)
+        if handler is not None:  # which was not installed from Python
+            signal.signal(getattr(signal, name), handler)
     for name in names:
         signal.signal(getattr(signal, name), end)

@@ -163,11 +163,13 @@ def send_to_device(
         tensor: The nested containers; they are not changed.
         device: The target device.
         non_blocking: Do not wait for copies from pinned memory; default False. It is passed to
-            every ``.to`` method that accepts it.
+            every ``.to`` method that accepts it. Copies to MPS are waited for all the same: torch
+            would read the memory of a tensor that is gone.
         skip_keys: Keys of mappings and fields of dataclasses whose values are not moved, at any
             depth.
     """
     skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
+    non_blocking = non_blocking and torch.device(device).type != "mps"
 
     def send(tree: Any) -> Any:
         if isinstance(tree, Tensor):

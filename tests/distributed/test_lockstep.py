@@ -251,19 +251,29 @@ def test_a_dummy_batch_of_a_module_that_is_checkpointed_by_reentering(ranks2):
         assert weights == pytest.approx(whole, abs=2e-6)
 
 
-@pytest.mark.parametrize("options", [{}, ddp(static_graph=True)], ids=["plain", "static"])
-def test_statistics_go_on_where_rank_0_has_the_fewest_batches(ranks2, options):
+class NormalByHand(ByHand):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.BatchNorm1d(3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(Normal, {}), (Normal, ddp(static_graph=True)), (NormalByHand, {})],
+    ids=["plain", "static", "manual"],
+)
+def test_statistics_go_on_where_rank_0_has_the_fewest_batches(ranks2, kind, options):
     """Buffers come from a rank that has a batch; of streams, rank 0 may have the fewest."""
 
     def fit() -> list[float]:
-        module = Normal()
+        module = kind()
         module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.0)
         own = Stream(4) if dist.get_rank() == 0 else Stream(16)
         config = DataLoaderConfiguration(presharded=True)
         quiet(dataloader_config=config, **options).fit(module, DataLoader(own, 4))
         return module.net[1].running_mean.tolist()
 
-    alone = Normal()
+    alone = kind()
     for _ in range(2):
         for rows in X[:16].split(4):
             alone.net(rows)

@@ -56,7 +56,7 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, each: i
             samples in the batch.
         Exception: See `gather` and `gather_object`.
     """
-    GradientState()._set_gathered()
+    GradientState()._begin_gather()
     found = [] if use_gather_object else list(leaves(input_data))
     if found and all(isinstance(leaf, Tensor) for leaf in found) and _has_only_columns(input_data):
         return _gather_tensors(input_data, each)

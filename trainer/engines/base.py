@@ -193,13 +193,12 @@ class Engine(Protocol):
     def begin_epoch(self) -> None:
         """Notice parameters that were frozen or unfrozen, before an epoch's first window."""
 
-    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
         """Announce a micro-batch, before the forward pass.
 
         Args:
             sync: Whether the next backward ends the window.
             complete: Whether every process has a batch; the same on all of them.
-            source: A process that has one, and whose buffers are everybody's from then on.
         """
 
     def forward(self, name: str, *args: Any) -> Any:
@@ -254,8 +253,11 @@ class Engine(Protocol):
             RuntimeError: Some were, of parameters that the engine does not know.
         """
 
+    def use_buffers_of(self, rank: int) -> None:
+        """Make this rank's buffers everybody's when they are sent next: it had the latest batch."""
+
     def broadcast_buffers(self) -> None:
-        """Make rank 0's buffers everybody's, before an evaluation or a save."""
+        """Make one process's buffers everybody's, before an evaluation or a save."""
 
     # -- the update --------------------------------------------------------------------------------
 

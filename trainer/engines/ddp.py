@@ -353,6 +353,10 @@ class Replicas(SingleDevice):
         sum_numbers(total)
         return self.step_sync.count(total)
 
+    def use_buffers_of(self, rank: int) -> None:
+        """Send this rank's buffers from now on."""
+        self._source = rank
+
     def broadcast_buffers(self) -> None:
         """Make one process's buffers everybody's, before an evaluation or a save."""
         broadcast(list(self.module.buffers()), self._source)
@@ -482,22 +486,22 @@ class DataParallel(Replicas):
         output, self._rides = self._ddp(name, *args)
         return output
 
-    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
         """Broadcast buffers once a window, and set whether the next backward reduces gradients.
 
         Where DDP searches for unused parameters and a process runs a dummy batch, whose use of
         parameters must not count, all processes reduce after their backward passes.
         """
-        self._begin_micro_batch(sync, source)
+        self._begin_micro_batch(sync)
         self._reduces_after = self._searches and sync and not complete
         reduces = sync and not self._reduces_after
         if self._ddp.require_backward_grad_sync is not reduces:  # setting attributes of it is slow
             self._ddp.require_backward_grad_sync = reduces
 
-    def _begin_micro_batch(self, sync: bool, source: int) -> None:
+    def _begin_micro_batch(self, sync: bool) -> None:
         if self._begins_window and self._sends_buffers:
             self._send_buffers()
-        self._begins_window, self._source = sync, source
+        self._begins_window = sync
 
     def backward(
         self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
@@ -730,12 +734,12 @@ class StaticDataParallel(DataParallel):
         if self._graph_known:
             super().begin_epoch()
 
-    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
         """Set, before the forward pass, whether the next backward ends the accumulation window."""
         if self._graph_known:
-            super().begin_micro_batch(sync=sync, complete=complete, source=source)
+            super().begin_micro_batch(sync=sync, complete=complete)
         else:
-            self._begin_micro_batch(sync, source)
+            self._begin_micro_batch(sync)
 
     def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by name."""

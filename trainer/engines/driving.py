@@ -206,13 +206,8 @@ class DrivesOptimizer(SingleDevice):
 
     # -- the window of micro-batches ---------------------------------------------------------------
 
-    def begin_micro_batch(
-        self,
-        *,
-        sync: bool,  # noqa: ARG002 - an interface
-        complete: bool = True,  # noqa: ARG002 - an interface
-        source: int = 0,  # noqa: ARG002 - an interface
-    ) -> None:
+    # ARG002: an interface
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:  # noqa: ARG002
         """Drop gradients of a window whose update was skipped."""
         if self._ended:
             self.optimizer_zero_grad()

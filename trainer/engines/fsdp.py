@@ -554,13 +554,8 @@ class FullyShard(SingleDevice):
                 "or before, and leave what is trained later out of ignored_modules."
             )
 
-    def begin_micro_batch(
-        self,
-        *,
-        sync: bool,
-        complete: bool = True,  # noqa: ARG002 - an interface
-        source: int = 0,  # noqa: ARG002 - an interface
-    ) -> None:
+    # ARG002: an interface
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:  # noqa: ARG002
         """Reduce gradients only in the last backward of a window."""
         root: Any = self.module
         sync = sync or self.options.sync_each_batch

@@ -125,7 +125,7 @@ class SingleDevice:
     def begin_epoch(self) -> None:
         """Do nothing: any parameter may be trained."""
 
-    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
         """Do nothing: there is nothing to reduce."""
 
     def forward(self, name: str, *args: Any) -> Any:
@@ -168,6 +168,9 @@ class SingleDevice:
 
     def check_unknown_parameters(self) -> None:
         """Do nothing: there are no other processes to average with."""
+
+    def use_buffers_of(self, rank: int) -> None:
+        """Do nothing: no other process has a replica."""
 
     def broadcast_buffers(self) -> None:
         """Do nothing: there are no other processes."""

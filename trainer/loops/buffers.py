@@ -317,9 +317,10 @@ _OF_TORCH = vars(nn.Module()).keys()
 def kept_attributes(module: nn.Module) -> Iterator[None]:
     """Restore the module's attributes that are lists and other built-in containers on exit.
 
-    In evaluation, numbers and tensors too, unless the step calls `gather_for_metrics`: what it
-    gathers has no rows of dummy batches, and belongs into the lists of all ranks. In training, what
-    counts updates must go on alike on all ranks; in manual optimisation, containers as well.
+    In evaluation, numbers and tensors too. They are restored when the step first calls
+    `gather_for_metrics`, if it does: what it gathers has no rows of dummy batches, and belongs into
+    the lists of all ranks. In training, what counts updates must go on alike on all ranks; in
+    manual optimisation, containers as well.
     """
     kinds: tuple[type, ...] = (int, float, Tensor, *_CONTAINERS)
     if module.training:
@@ -328,15 +329,22 @@ def kept_attributes(module: nn.Module) -> Iterator[None]:
     before = {n: v for n, v in own.items() if n not in _OF_TORCH and type(v) in kinds}
     tensors = [(v.data, v.data.clone()) for v in before.values() if isinstance(v, Tensor)]
     restorers = [_restorer(value) for value in before.values()]
-    try:
+
+    def restore() -> None:
+        own.update(before)
+        for tensor, content in tensors:  # of an evaluation
+            tensor.copy_(content)
+        for each in restorers:
+            each()
+
+    if module.training:
+        try:
+            yield
+        finally:
+            restore()
+        return
+    with GradientState()._before_gathering(restore):
         yield
-    finally:
-        if module.training or not GradientState()._gathered:
-            own.update(before)
-            for tensor, content in tensors:  # of an evaluation
-                tensor.copy_(content)
-            for restore in restorers:
-                restore()
 
 
 def _restorer(value: Any) -> Callable[[], object]:

@@ -63,8 +63,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     hooks.on_train_step_start()
     for number, micro in enumerate(window, 1):
         sync = micro.last or number == size
-        complete = micro.batches == run.data_size
-        engine.begin_micro_batch(sync=sync, complete=complete, source=micro.first)
+        engine.begin_micro_batch(sync=sync, complete=micro.batches == run.data_size)
         batch, items = items_of(micro)
         weighting.refer_to(items)
         batch_idx = run.batch_idx = counters.global_batches
@@ -99,6 +98,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         else:
             total = engine.backward(run.precision.scale(weighting.weigh(loss, items)), stats)
             of_backward.on_after_backward()
+        engine.use_buffers_of(micro.first)
         if sync:
             metrics.items = items_here  # the weight of what is logged about the update
             total = total if known is None else known
@@ -635,6 +635,7 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
                 outputs = engine.forward("training_step", batch, batch_idx)
     else:
         manual_dummy(run, batch)
+    engine.use_buffers_of(micro.first)
     count_global_batch(run, micro, None)
     engine.sync_stats(run.own_stats(items))
     stepped = sum(optimizer.steps for optimizer in run.optim.optimizers) > steps

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from trainer.configuration import GradientAccumulationPlugin
@@ -42,7 +44,7 @@ class GradientState(Shared):
     _kept_end: tuple[int, int | None] | None
     _joins: bool  # whether a `join_uneven_inputs` block is active
     _batches: int | None  # see `_set_batches`
-    _gathered: bool  # whether `gather_for_metrics` was called since `_set_batches`
+    _before_gather: Callable[[], object] | None  # called once, by `gather_for_metrics`
 
     def __init__(
         self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
@@ -59,7 +61,7 @@ class GradientState(Shared):
             self._kept_end = None
             self._joins = False
             self._batches = None
-            self._gathered = False
+            self._before_gather = None
             self.plugin = GradientAccumulationPlugin(num_steps=1)
         if gradient_accumulation_plugin is not None:
             self.plugin = gradient_accumulation_plugin
@@ -180,10 +182,21 @@ class GradientState(Shared):
 
     def _set_batches(self, batches: int | None) -> None:
         """Set how many ranks, from rank 0 on, do not run a dummy batch; None means all."""
-        self._batches, self._gathered = batches, False
+        self._batches = batches
 
-    def _set_gathered(self) -> None:
-        self._gathered = True
+    @contextmanager
+    def _before_gathering(self, function: Callable[[], object]) -> Iterator[None]:
+        """Call the function once: before `gather_for_metrics` if that is called, else on exit."""
+        self._before_gather = function
+        try:
+            yield
+        finally:
+            self._begin_gather()
+
+    def _begin_gather(self) -> None:
+        function, self._before_gather = self._before_gather, None
+        if function is not None:
+            function()
 
     @property
     def _batch_sizes(self) -> frozenset[int]:
@@ -207,6 +220,7 @@ class GradientState(Shared):
             "_kept_end": None,
             "_joins": False,
             "_batches": None,
+            "_before_gather": None,
         }
         return {**self.__dict__, **nothing} if self.initialized else {}
 

@@ -32,6 +32,7 @@ from trainer.distributed.objects import broadcast_object
 from trainer.distributed.process_control import exchange
 from trainer.files import with_home
 from trainer.state import PartialState
+from trainer.torch_compat import check_pipelining
 from trainer.tree import (
     leaves,
     map_tree,
@@ -339,6 +340,7 @@ class _Stages:
         if self._last == 0:
             model.to(self._device)
             return
+        check_pipelining()
         args, kwargs = send_to_device((example_args, example_kwargs or {}), "cpu")
         rows = required_batch_size((args, kwargs))
         plan = _plan(rows, args, kwargs, None, model.training)

@@ -75,6 +75,19 @@ class _ZerosFirst:
         self._reduce(*unused)
 
 
+def check_pipelining() -> None:
+    """Check that torch can cut a model into pipeline stages.
+
+    Raises:
+        NotImplementedError: It is older than 2.12, whose ``torch.export`` fails at the models'
+            buffers.
+    """
+    if TorchVersion(torch.__version__) < "2.12":
+        raise NotImplementedError(
+            f"A pipeline of several processes needs torch 2.12; this is torch {torch.__version__}."
+        )
+
+
 def free_device_memory(index: int) -> int:
     """Return the free bytes of an accelerator; ``torch.accelerator`` says it from torch 2.10."""
     if hasattr(torch.accelerator, "get_memory_info"):

@@ -15,8 +15,10 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from tests.helpers.ranks import RankError
+from tests.helpers.requires import requires_pipelining
 from trainer import Accelerator, PartialState, PipelineParallel, prepare_pippy
 from trainer.pipeline import choose_split_points
+from trainer.torch_compat import check_pipelining
 
 X = torch.randint(0, 11, (10, 6), generator=torch.Generator().manual_seed(1))
 Y = (X * 3 + 1) % 11
@@ -128,6 +130,7 @@ def read_model(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("schedule", "points"), [("1F1B", ["blocks.2"]), ("GPipe", ["blocks.1", "blocks.3"])]
 )
+@requires_pipelining
 def test_training_equals_one_process(ranks, schedule, points, tmp_path):
     expected, norms, weights = reference()
     found = ranks(len(points) + 1)(lambda: train(tmp_path, schedule, points))
@@ -155,6 +158,7 @@ def test_one_process_runs_the_same_micro_batches(tmp_path):
 
 
 @pytest.mark.parametrize("gather_output", [False, True])
+@requires_pipelining
 def test_inference_equals_the_whole_model(ranks2, gather_output):
     def run() -> Any:
         begin()
@@ -176,6 +180,7 @@ def test_inference_equals_the_whole_model(ranks2, gather_output):
         assert first == [None, None]
 
 
+@requires_pipelining
 def test_the_mode_of_a_submodule_counts_also_after_the_model_was_traced(ranks2):
     def outputs() -> list[Tensor]:
         begin()
@@ -212,6 +217,7 @@ class Tied(Net):
         self.head.weight = self.embedding.weight
 
 
+@requires_pipelining
 def test_what_cannot_be_a_pipeline_is_refused_by_name(ranks2):
     def refused() -> list[str]:
         begin()
@@ -259,6 +265,7 @@ def test_what_cannot_be_a_pipeline_is_refused_by_name(ranks2):
             assert part in text
 
 
+@requires_pipelining
 def test_an_error_of_the_loss_is_raised_on_all(ranks2):
     expected = reference()[0][0]
 
@@ -326,6 +333,7 @@ class Places(Net):
         return {**output, "logits": output["logits"] + self.places(places)}
 
 
+@requires_pipelining
 def test_an_error_of_one_stage_is_raised_on_all_and_the_next_batch_runs(ranks2):
     outside = X.clone()
     outside[-1] = 11  # in the last micro-batch
@@ -360,6 +368,7 @@ def test_an_error_of_one_stage_is_raised_on_all_and_the_next_batch_runs(ranks2):
     torch.testing.assert_close(of_last[1], expected["logits"].detach(), rtol=0, atol=1e-6)
 
 
+@requires_pipelining
 def test_an_error_of_rank_0_is_raised_on_all(ranks2):
     def run() -> None:
         begin()
@@ -369,3 +378,9 @@ def test_an_error_of_rank_0_is_raised_on_all(ranks2):
     with pytest.raises(RankError) as raised:
         ranks2(run)
     assert str(raised.value).count("TypeError: find_batch_size needs a tensor") == 2
+
+
+def test_an_older_torch_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
+    with pytest.raises(NotImplementedError, match=r"needs torch 2\.12; this is torch 2\.11"):
+        check_pipelining()

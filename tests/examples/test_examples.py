@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.helpers.requires import requires_pipelining
 from tests.helpers.services import comet_runs, wandb_runs
 from tests.helpers.terminal import without_gloo
 from trackers import read_metrics
@@ -566,6 +567,7 @@ def test_fp8_is_near_bf16_on_shards():
     assert float(fp8.split()[0]) == pytest.approx(float(bf16.split()[0]), abs=0.05)
 
 
+@requires_pipelining
 def test_a_pipeline_trains_alike_on_two_processes():
     one = run("pipeline.py", "--max-epochs", 2)
     two = run("pipeline.py", "--max-epochs", 2, processes=2)

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 NO_BITSANDBYTES = "needs bitsandbytes: pip install 'cadence-trainer[bnb]'"
 NO_DATASETS = "needs Hugging Face's datasets: pip install datasets"
@@ -23,6 +24,11 @@ requires_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason=NO_BITSANDBYTES
 )
 """Marks a test that needs the package."""
+
+requires_pipelining = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.12", reason="needs torch 2.12; older ones are refused"
+)
+"""Marks a test that traces a model into pipeline stages."""
 
 requires_datasets = pytest.mark.skipif(find_spec("datasets") is None, reason=NO_DATASETS)
 """Marks a test that needs the package; a stand-in is tested without it."""

@@ -162,7 +162,9 @@ class Trainer:
             manual optimisation only gradients are checked, and ``"skip"`` raises an error.
         max_skipped_in_row: End the run after this many skipped updates in a row.
         deterministic: Call ``torch.use_deterministic_algorithms`` for each run: operations without
-            a deterministic implementation raise; with ``"warn"`` they warn.
+            a deterministic implementation raise; with ``"warn"`` they warn. On CUDA they need
+            ``CUBLAS_WORKSPACE_CONFIG``, which is set here, and which torch reads at the first
+            product of matrices: set it yourself if there is one before.
         detect_anomaly: Make autograd report the forward operation whose gradient is NaN; slow.
         sync_batchnorm: Convert batch normalisation to ``torch.nn.SyncBatchNorm`` if there are
             several processes.

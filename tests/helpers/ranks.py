@@ -280,10 +280,12 @@ def _pack_by_value(value: object) -> bytes:
         file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
         if isinstance(file, str) and TEST_MODULE.search(file) and "site-packages" not in file:
             cloudpickle.register_pickle_by_value(module)
+
+    class Pickler(cloudpickle.Pickler):
+        dispatch_table = with_files(cloudpickle.Pickler.dispatch_table)  # read when one is made
+
     buffer = io.BytesIO()
-    pickler = cloudpickle.Pickler(buffer)
-    pickler.dispatch_table = with_files(pickler.dispatch_table)
-    pickler.dump(value)
+    Pickler(buffer).dump(value)
     return buffer.getvalue()
 
 

@@ -98,7 +98,6 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         else:
             total = engine.backward(run.precision.scale(weighting.weigh(loss, items)), stats)
             of_backward.on_after_backward()
-        engine.use_buffers_of(micro.first)
         if sync:
             metrics.items = items_here  # the weight of what is logged about the update
             total = total if known is None else known
@@ -322,6 +321,8 @@ def count_global_batch(run: FitRun, micro: GlobalBatch, known: float | None) -> 
         `known` plus the items of this global batch over all ranks; None if they are unknown.
     """
     counters = run.counters
+    if run.data_size > 1:
+        run.engine.use_buffers_of(micro.first)
     counters.global_batches += 1
     counters.epoch_batches += micro.batches
     counters.epoch_complete = micro.last
@@ -635,7 +636,6 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
                 outputs = engine.forward("training_step", batch, batch_idx)
     else:
         manual_dummy(run, batch)
-    engine.use_buffers_of(micro.first)
     count_global_batch(run, micro, None)
     engine.sync_stats(run.own_stats(items))
     stepped = sum(optimizer.steps for optimizer in run.optim.optimizers) > steps

@@ -55,10 +55,10 @@ def reduce_unused_parameters(unit: Any) -> None:
         unit.set_reduce_scatter_unused_params(True)
         return
     for group in fsdp_groups(unit):
-        group.post_backward = _ZerosFirst(group)
+        group.post_backward = _PostBackward(group)
 
 
-class _ZerosFirst:
+class _PostBackward:
     """``FSDPParamGroup.post_backward``, which first gives unused parameters a zero gradient."""
 
     def __init__(self, group: Any) -> None:
@@ -113,7 +113,7 @@ def clear_sharding_cache() -> None:
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
 
 
-class PatientAgent(_Agent):
+class ElasticAgent(_Agent):
     """Base of a ``LocalElasticAgent`` with ``shutdown_timeout``, which torch has from 2.12.
 
     Earlier ones kill the processes 30 seconds after a signal, also those that are saving. Before
@@ -130,8 +130,8 @@ class PatientAgent(_Agent):
         self, *args: Any, shutdown_timeout: int, signals: Sequence[str], **kwargs: Any
     ) -> None:
         self._signals = signals
-        self._is_patient = "shutdown_timeout" in inspect.signature(super().__init__).parameters
-        if self._is_patient:
+        self._takes_timeout = "shutdown_timeout" in inspect.signature(super().__init__).parameters
+        if self._takes_timeout:
             kwargs["shutdown_timeout"] = shutdown_timeout
         super().__init__(*args, **kwargs)
         self._shutdown_timeout = shutdown_timeout
@@ -140,7 +140,7 @@ class PatientAgent(_Agent):
         """Start the processes, and handle the signals."""
         before = {name: signal.getsignal(getattr(signal, name)) for name in _SIGNALS}
         started: dict[int, Any] = super()._start_workers(worker_group)
-        if not self._is_patient and threading.current_thread() is threading.main_thread():
+        if not self._takes_timeout and threading.current_thread() is threading.main_thread():
             _handle_signals(self._signals, before)
         return started
 
@@ -151,7 +151,7 @@ class PatientAgent(_Agent):
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None
     ) -> None:
         timeout = self._shutdown_timeout if timeout is None else timeout
-        if self._is_patient:
+        if self._takes_timeout:
             super()._shutdown(death_sig, timeout)
             return
         processes = self._pcontext

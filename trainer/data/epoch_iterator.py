@@ -711,5 +711,6 @@ class EpochIterator:
             self.batches_read = len(counts)
             if following is not None and transfer is not None:
                 batch = transfer(batch)
-            known = sum(counts.values()), sum(counts.values()), len(counts), min(counts)
-            yield GlobalBatch(following is not None, batch, samples, *known, place=place)
+            total, present = sum(counts.values()), following is not None
+            known = total, total, len(counts), min(counts)
+            yield GlobalBatch(present, batch, samples, *known, place=place)

@@ -222,7 +222,7 @@ class ZeroRedundancy(DrivesOptimizer):
 
     def _share_weights(self) -> None:
         """Let stages 1 and 2 update the model's float32 weights, as stage 3 does, not a copy."""
-        same = [part for part in self._own_parts() if _are_alike(*part)]
+        same = [part for part in self._own_parts() if _same_values(*part)]
         for part, master in same:
             master.data = part
         if same:
@@ -817,7 +817,7 @@ def _take(weight: Tensor, master: Tensor) -> None:
         torch.where(own.to(new.dtype) == new, own, new, out=own)
 
 
-def _are_alike(part: Tensor, master: Tensor) -> bool:
+def _same_values(part: Tensor, master: Tensor) -> bool:
     return (part.dtype, part.device) == (master.dtype, master.device)
 
 

@@ -20,13 +20,13 @@ from trainer.cli.launch.failure import failures_of, report
 from trainer.cli.launch.group import Group, quiet_agent, worker_spec
 from trainer.cli.launch.rendezvous import BACKEND, private_variables
 from trainer.launchers import rank
-from trainer.torch_compat import PatientAgent
+from trainer.torch_compat import ElasticAgent
 
 _ROLE = "notebook"
 _TO_MEET = 900  # seconds that machines wait for each other, as in torch's launcher
 
 
-class _Agent(PatientAgent, LocalElasticAgent):
+class _Agent(ElasticAgent, LocalElasticAgent):
     """Torch's agent, which gives the processes time to save after Ctrl-C."""
 
 

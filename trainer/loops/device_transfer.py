@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from itertools import count
 from typing import Any
@@ -138,10 +138,9 @@ class DeviceTransfer:
         keeps: bool,
     ) -> Generator[GlobalBatch, None, None]:
         """Give a rank without a batch a dummy batch: its latest, or another rank's."""
-        epoch_iterator.dummy_batch = None
-        gradient_state = GradientState()
-        with closing(global_batches), ExitStack() as stack:
-            stack.callback(gradient_state._set_batches, None)
+        latest: Any = None
+        gradient_state, is_stream = GradientState(), epoch_iterator.sampler is None
+        with closing(global_batches), gradient_state._incomplete_batches():
             for number, current in enumerate(global_batches):
                 whole = current.batches == self._world_size or epoch_iterator.presharded
                 gradient_state._set_batches(None if whole else current.batches)
@@ -151,17 +150,16 @@ class DeviceTransfer:
                     batch = current.batch[0] if current.present and counted else current.batch
                     source = all_gather_object(current.present).index(True)
                     sent = broadcast_object(to_host(batch), from_process=source)
-                    epoch_iterator.dummy_batch = self.move(sent, dataloader_idx)
+                    latest = self.move(sent, dataloader_idx)
+                # Until this batch has been run, the one before it is the latest.
+                epoch_iterator.dummy_batch = latest
                 if not current.present:
-                    current.batch = epoch_iterator.dummy_batch
-                    yield current
-                elif keeps or current.next_missing or (current.last and not epoch_iterator.sampler):
+                    current.batch = latest
+                elif keeps or current.next_missing or (current.last and is_stream):
                     # A copy of its containers: the step may put other tensors into the batch's.
                     latest = detach(current.batch[0] if counted else current.batch)
-                    yield current
-                    epoch_iterator.dummy_batch = latest
-                else:
-                    yield current
+                yield current
+                epoch_iterator.dummy_batch = latest
 
     def _without_collectives(
         self, epoch_iterator: EpochIterator, transfer: Callable[[Any], Any]

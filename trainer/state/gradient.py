@@ -180,6 +180,14 @@ class GradientState(Shared):
         parts: int | None = getattr(self.active_dataloader, "_real_batches", self._batches)
         return parts
 
+    @contextmanager
+    def _incomplete_batches(self) -> Iterator[None]:
+        """Let `_set_batches` hold inside the block."""
+        try:
+            yield
+        finally:
+            self._batches = None
+
     def _set_batches(self, batches: int | None) -> None:
         """Set how many ranks, from rank 0 on, do not run a dummy batch; None means all."""
         self._batches = batches

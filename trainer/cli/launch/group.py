@@ -55,7 +55,7 @@ from trainer.cli.parsing import CommandError, echo
 from trainer.environment import patch_environment
 from trainer.errors import module_logger
 from trainer.state.network import reachable_from
-from trainer.torch_compat import PatientAgent
+from trainer.torch_compat import ElasticAgent
 
 logger = module_logger(__name__)
 
@@ -191,7 +191,7 @@ class Others:
                 logger.debug("Reports of the other machines could not be read: %s", error)
 
 
-class _Agent(PatientAgent, LocalElasticAgent):
+class _Agent(ElasticAgent, LocalElasticAgent):
     """Torch's agent, which also forwards a second signal and reports why it restarts."""
 
     _seen: RunResult

@@ -484,7 +484,7 @@ class Trainer(NativeTrainer):
         self._loaders.update(train=train_dataloaders, val=val_dataloaders)
         with _lightnings_words():
             if not self.fast_dev_run:
-                if ckpt_path is None and self._fit is not None and not self._goes_on():
+                if ckpt_path is None and self._fit is not None and not self._fits_again():
                     return
                 ckpt_path = self._given_checkpoint(ckpt_path, WORDS)
                 choose_folders(self, ckpt_path)
@@ -502,7 +502,7 @@ class Trainer(NativeTrainer):
             validations=before.validations,
         )
 
-    def _goes_on(self) -> bool:
+    def _fits_again(self) -> bool:
         """Prepare a second fit, in a folder of its own; return False if nothing is left to do."""
         counters, length = self._begin_counters(), self._context.settings.length
         epochs = counters.epoch + counters.epoch_complete

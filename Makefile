@@ -62,7 +62,7 @@ gpu:  ## measure the GPU of this machine, and run the tests that need one
 
 gpu-tests:  ## run the tests that need a GPU
 	mkdir -p $(OUTPUT)
-	timeout -k 10 300 $(PYTHON) -m pytest -m gpu -n 4 --timeout 90 -p no:cacheprovider \
+	timeout -k 10 300 $(PYTHON) -m pytest -m gpu -n 4 --timeout 90 -p no:cacheprovider -p no:benchmark \
 		--junitxml $(OUTPUT)/tests.xml $(GPU_TESTS)
 
 lint: $(READY)  ## check formatting, lint rules and types

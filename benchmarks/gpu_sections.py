@@ -1228,10 +1228,10 @@ SECTIONS = {  # by value: what the budget does not suffice for stands at the end
     "tokens": Section(measure=tokens, seconds=240),
     "syncs": Section(measure=syncs, seconds=45),
     "fsdp": Section(measure=fsdp, seconds=65),
-    "host": Section(measure=host, seconds=45),
+    "host": Section(measure=host, seconds=65),
     "copies": Section(measure=copies, seconds=45),
     "memory": Section(measure=memory, seconds=50),
-    "saving": Section(measure=saving, seconds=70),
+    "saving": Section(measure=saving, seconds=100),
     "others": Section(measure=others, seconds=75),
     "fp8": Section(measure=fp8, seconds=90),
 }

@@ -115,7 +115,7 @@ class Trace(Callback):
 
     def __init__(self, path: Path, first: int, steps: int) -> None:
         self.path, self.first, self.last = path, first, first + steps
-        self.profiler = torch.profiler.profile()
+        self.profiler = torch.profiler.profile(acc_events=True)  # without, torch warns
 
     def on_boundary(self, trainer: Any, module: Any) -> None:
         """Begin or end the trace if due."""

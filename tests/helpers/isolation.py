@@ -42,8 +42,12 @@ FOREIGN_VARIABLES = {
 # Processes that serve the whole session: the ranks of the pools.
 SESSION_PROCESSES: set[int] = set()
 
-# Helper processes of Python, started on first use and kept until the interpreter exits.
-INTERPRETER_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# Processes that Python, and torch for its traces of C++, start on first use and keep.
+INTERPRETER_HELPERS = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "addr2line",
+)
 
 PATIENCE = 2.0  # seconds that a thread or process may take to end
 

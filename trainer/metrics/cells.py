@@ -64,7 +64,8 @@ class Cell:
             return  # a mean over no items is NaN, and NaN times a weight of 0 is still NaN
         self.last = value
         if self.kind == "mean":
-            self.total = self.total + value * weight
+            weighted = value * weight
+            self.total = self.total + weighted if self.weight else weighted
         elif self.kind == "sum":
             self.total = self.total + value
         elif isinstance(value, Tensor) or isinstance(self.total, Tensor):

@@ -121,7 +121,8 @@ def is_non_finite(loss: Tensor) -> float | Tensor:
     """Return 1 if a loss is NaN or infinite, else 0; on an accelerator a tensor of shape ()."""
     if loss.is_cpu:
         return 0.0 if math.isfinite(loss.item()) else 1.0
-    return (~loss.isfinite()).float()
+    one = _one(loss.device)
+    return torch.where(loss.detach().abs() < math.inf, torch.zeros_like(one), one)
 
 
 def names_of_non_finite(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:

@@ -220,7 +220,8 @@ def _rows(
         elif not all(agree(lap.outcome, reference[0].outcome) for lap in mine if reference):
             row.void = "void: its outcome differs from the reference"
         else:
-            begin = min(warm_up, len(mine) - 1)  # better the warm-up than nothing
+            # Better the warm-up than nothing, or than no ratio.
+            begin = min(warm_up, len(mine) - 1, max(len(reference) - 1, 0))
             counted = mine[begin:]
             for key in ("cpu", "wall"):
                 row.samples[key] = [getattr(lap, key) / unit for lap in counted]
@@ -346,7 +347,7 @@ def by_hand(trained: Any) -> None:
 def host(run: Run) -> Result:
     """Microseconds of a small step, whose kernels take less time than the host."""
     torch.set_num_threads(1)
-    steps, repeats = run.of(600, 8), run.of(4, 2)
+    steps, repeats = run.of(300, 8), run.of(3, 2)
 
     def turn(train: Callable[[Any], None], _: str) -> Lap:
         trained = SmallTask(steps, run.device)
@@ -1103,8 +1104,9 @@ def others(run: Run) -> Result:
     kinds: dict[str, Callable[[], dict[str, Any]]] = {
         "SyncBatchNorm in the Trainer, to batch_norm by hand": partial(_sync_batch_norm, run),
         "fp16 in the Trainer, to GradScaler by hand": partial(_scaled, run, contestants.barebones),
-        "fp16 in the Accelerator, to GradScaler by hand": partial(
-            _scaled, run, contestants.own_loop
+        # A prepared model returns float32.
+        "fp16 in the Accelerator, to GradScaler by hand with float32 outputs": partial(
+            _scaled, run, contestants.own_loop, outputs=torch.float32
         ),
         "by hand, uncompiled": partial(_graphs, run, by_hand, mode=None),
         "by hand, reduce-overhead": partial(_graphs, run, by_hand),
@@ -1138,7 +1140,9 @@ def _sync_batch_norm(run: Run) -> dict[str, Any]:
     return {"largest": _compared(*found)["largest"]}
 
 
-def _scaled(run: Run, train: Callable[[Any], None]) -> dict[str, Any]:
+def _scaled(
+    run: Run, train: Callable[[Any], None], *, outputs: torch.dtype = torch.float16
+) -> dict[str, Any]:
     steps = run.of(300, 6)
     trained = SmallTask(steps, run.device)
     scaler = torch.amp.GradScaler(run.device)
@@ -1146,7 +1150,7 @@ def _scaled(run: Run, train: Callable[[Any], None]) -> dict[str, Any]:
     for batch in trained.loader:
         moved = [each.to(run.device, non_blocking=True) for each in batch]
         with torch.autocast(run.device, torch.float16):
-            loss = trained.loss(model, moved)
+            loss = trained.loss(lambda x: model(x).to(outputs), moved)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

@@ -275,7 +275,8 @@ def test_copied_memory_is_kept_until_it_was_used():
     device = torch.device("cuda", torch.cuda.current_device())
     streams = streams_for(device)
     assert streams is streams_for(torch.device(device))
-    assert streams.side != streams.current() == torch.cuda.current_stream()
+    assert streams.current().stream_id == torch.cuda.current_stream().stream_id
+    assert streams.side.stream_id != streams.current().stream_id
     host = torch.arange(1 << 22, dtype=torch.float32).pin_memory()
     host.to(device).double().sum()  # loads the kernels, which may take longer than the pause below
     sent_in = []

@@ -34,7 +34,6 @@ from trainer.data.epoch_iterator import EpochIterator
 from trainer.deepspeed_plugin import DeepSpeedPlugin
 from trainer.distributed.guards import check_collective, decided_by_all
 from trainer.distributed.watchdog import watched
-from trainer.engines.averaging import gradients_kept
 from trainer.engines.base import Engine, EngineOptions
 from trainer.engines.compile import compiled_steps
 from trainer.errors import Preempted, module_logger
@@ -1171,9 +1170,7 @@ class Trainer:
         for optimizer in run.optim.optimizers:
             optimizer.note_backward()
         if run.step.is_dummy:
-            reduced_later = run.engine.reduce_gradients is not None
-            with gradients_kept(run.optim.parameters) if reduced_later else nullcontext():
-                run.engine.backward(run.precision.scale(loss * 0.0), None, *args, **kwargs)
+            run.engine.backward(run.precision.scale(loss * 0.0), None, *args, **kwargs)
             return
         run.step.hooks.on_before_backward(loss)
         run.engine.backward(run.precision.scale(loss), None, *args, **kwargs)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import ModelCheckpoint
-from tests.helpers.engines import finish_window, options, started
+from tests.helpers.engines import options, started
 from trainer import (
     Accelerator,
     DDPCommunicationHookType,
@@ -107,7 +107,7 @@ def window(own: DataParallel, batches: list[Any], items: float = 1.0) -> Any:
     own.begin_micro_batch(sync=True)
     loss = None if batches[-1] is None else own.forward("training_step", batches[-1])
     first = float(dist.get_rank() == 0)
-    return finish_window(own, loss, StepStats(items, 0, 0, seconds=first * CLOCK, ended=0))
+    return own.backward(loss, StepStats(items, 0, 0, seconds=first * CLOCK, ended=0))
 
 
 # -- 16 bits -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.engines import finish_window, options, started
+from tests.helpers.engines import options, started
 from tests.helpers.ranks import RankError
 from tests.helpers.reducing import reducing
 from trainer.configuration import DistributedDataParallelKwargs
@@ -108,7 +108,7 @@ def window(
         own.begin_micro_batch(sync=last)
         loss = None if batch is None else own.forward("training_step", batch)
         if last:
-            return finish_window(own, loss, stats(items, stop=stop, seconds=float(dist.get_rank())))
+            return own.backward(loss, stats(items, stop=stop, seconds=float(dist.get_rank())))
         if loss is not None:
             own.backward(loss)
     raise AssertionError
@@ -513,7 +513,7 @@ def test_gradients_are_bucket_views_unless_ddp_arguments_are_given(ranks2, handl
         for _ in range(2):
             own.begin_micro_batch(sync=True)
             loss = own.forward("training_step", data(2).float())
-            assert finish_window(own, loss, stats(2, stop=False, seconds=0.0)) == 4
+            assert own.backward(loss, stats(2, stop=False, seconds=0.0)) == 4
             found = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
             offsets = [p.grad.storage_offset() * 4 for p in model.parameters()]
             model.zero_grad()
@@ -608,9 +608,9 @@ def test_the_engine_of_one_process():
     own.begin_micro_batch(sync=False)
     own.backward(own.forward("training_step", data(2)))
     loss = own.forward("training_step", data(4))
-    assert finish_window(own, loss, StepStats(3.0, 1.0, 0.0, 2.0, 0.0)) == 3.0
+    assert own.backward(loss, StepStats(3.0, 1.0, 0.0, 2.0, 0.0)) == 3.0
     assert step_sync.latest == StepStats(3.0, 1.0, 0.0, 2.0, 0.0)
-    finish_window(own, None, StepStats(2.0, 0.0, 0.0, 3.0, 1.0))
+    own.backward(None, StepStats(2.0, 0.0, 0.0, 3.0, 1.0))
     assert step_sync.items_seen == 5.0
     own.broadcast_buffers()
     expected = mean_gradients(lambda m: [m.training_step(data(2)), m.training_step(data(4))], 1)

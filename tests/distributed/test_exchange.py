@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers.engines import finish_window, started
+from tests.helpers.engines import started
 from tests.helpers.reducing import reducing
 from trainer import DistributedDataParallelKwargs, Trainer, TrainModule
 from trainer.distributed.step_sync import StepStats, StepSync
@@ -61,7 +61,7 @@ def averaged(dtype: torch.dtype, kwargs: dict[str, Any]) -> tuple[bool, list[tor
     own = engine(module, **kwargs)
     own.begin_micro_batch(sync=True)
     loss = own.forward("training_step", [rows(dist.get_rank(), dtype)], 0)
-    finish_window(own, loss, StepStats(6.0, 0.0, 0.0, 0.0, 0.0))
+    own.backward(loss, StepStats(6.0, 0.0, 0.0, 0.0, 0.0))
     return exchanges(own), [p.grad.clone() for p in module.parameters()]
 
 

@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from trainer.configuration import DistributedDataParallelKwargs
-from trainer.distributed.step_sync import StepStats, StepSync
+from trainer.distributed.step_sync import StepSync
 from trainer.engines.base import EngineOptions
 from trainer.engines.choose import choose_engine
 from trainer.engines.model import prepare_model
@@ -38,13 +38,6 @@ def started(
     engine = kind(options(ddp_kwargs))
     engine.start(module, step_sync)
     return engine
-
-
-def finish_window(engine: Any, loss: Tensor | None, stats: StepStats) -> float | Tensor:
-    """Run the last backward of a window; without a loss, the dummy step after a forward pass."""
-    if loss is not None:
-        return engine.backward(loss, stats)
-    return engine.dummy_step(None, stats)
 
 
 def prepare(

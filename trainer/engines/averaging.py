@@ -6,7 +6,6 @@ Zero gradients with the layout (dense or sparse) of each parameter's real gradie
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -151,20 +150,6 @@ def give_nothing(module: nn.Module) -> None:
     missing = [p for p in module.parameters() if p.requires_grad and p.grad is None]
     for parameter, zero in zip(missing, zeros_for(module, missing), strict=True):
         parameter.grad = zero
-
-
-@contextmanager
-def gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Replace the gradients that backward adds inside the block by zeros, as of a dummy batch.
-
-    They are not multiplied by zero: infinity × 0 is NaN.
-    """
-    kept = [(p, p.grad if p.grad is None else p.grad.clone()) for p in parameters]
-    yield
-    for parameter, gradient in kept:
-        if gradient is None and parameter.grad is not None:
-            gradient = torch.zeros_like(parameter.grad)
-        parameter.grad = gradient
 
 
 def look_up_nothing(table: Tensor) -> Tensor:

@@ -205,12 +205,12 @@ class Engine(Protocol):
         """Call a method of the user's module by name, such as ``training_step``."""
 
     def backward(
-        self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
+        self, loss: Tensor | None, stats: StepStats | None = None, *args: Any, **kwargs: Any
     ) -> float | Tensor:
         """Accumulate the gradients of a micro-batch.
 
         Args:
-            loss: A tensor of shape ().
+            loss: A tensor of shape (); None if the micro-batch has none, which is like zeros.
             stats: This process's step stats if the micro-batch ends its window: the gradients of
                 the window are then averaged over the processes, and the stats are summed.
             *args: Further arguments of ``loss.backward``.
@@ -220,24 +220,12 @@ class Engine(Protocol):
             The number of items in the window over all processes; 0 without `stats`.
         """
 
-    def dummy_step(
-        self, rerun: Callable[[], Tensor | None] | None, stats: StepStats | None = None
-    ) -> float | Tensor:
-        """Take the place of forward and backward, on a process without a batch or without items.
-
-        Its gradients are zero. See `trainer.engines.lockstep`.
-
-        Args:
-            rerun: Runs the forward pass of a dummy batch; returns the loss times 0, or None if it
-                has none. Several processes call it, so that their collectives meet those of the
-                others. None if the forward pass has run already.
-            stats: See `backward`, also for the result.
-        """
-
     def dummy(self) -> AbstractContextManager[None]:
-        """Return a context for ``training_step`` on a dummy batch, in manual optimisation.
+        """Return a context for `forward` and `backward` of a dummy batch; its gradients are zero.
 
-        Where the engine reduces gradients in backward, those of passes inside are zero.
+        A process without a batch, or with one without items, runs it so that the collectives of
+        the other processes' passes meet its own; see `trainer.engines.lockstep`. `forward` may
+        return None where no pass is collective.
         """
 
     def sync_stats(self, stats: StepStats) -> float | Tensor:

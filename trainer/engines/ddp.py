@@ -10,7 +10,7 @@ each optimizer all-reduces its own gradients when it steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,7 @@ from trainer.engines.averaging import (
 from trainer.engines.base import EngineOptions
 from trainer.engines.compile import uncompiled
 from trainer.engines.exchange import exchange_if_few
-from trainer.engines.lockstep import discard_gradients, has_sync_batch_norm, zero_gradients
+from trainer.engines.lockstep import has_sync_batch_norm, keep_gradients, zero_gradients
 from trainer.engines.single import SingleDevice
 from trainer.names import bare_names
 from trainer.state import PartialState
@@ -504,9 +504,13 @@ class DataParallel(Replicas):
         self._begins_window = sync
 
     def backward(
-        self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
+        self, loss: Tensor | None, stats: StepStats | None = None, *args: Any, **kwargs: Any
     ) -> float | Tensor:
         """Run backward; the last one of a window reduces the gradients and the step stats."""
+        if loss is None:
+            return 0.0 if stats is None else self._reduce(stats)
+        if self._in_dummy:
+            return self._backward_of_dummy(loss, stats)
         if stats is None or self._reduces_after:
             self.run_backward(loss, *args, **kwargs)
             return 0.0 if stats is None else self._reduce(stats)
@@ -519,18 +523,13 @@ class DataParallel(Replicas):
         torch.autograd.backward([loss, *self._rides], [None, vector, *nothing])
         return self._reduced(stats)
 
-    def dummy_step(
-        self, rerun: Callable[[], Tensor | None] | None, stats: StepStats | None = None
-    ) -> float | Tensor:
+    def _backward_of_dummy(self, loss: Tensor, stats: StepStats | None) -> float | Tensor:
         """Contribute zero gradients to the reduction of a window.
 
         The collectives of backward and those of the buckets come in the same order as elsewhere.
         """
-        loss = None if rerun is None else rerun()
-        if loss is None:
-            return 0.0 if stats is None else self._reduce(stats)
         if self._searches and (stats is None or self._reduces_after):
-            # Not `discard_gradients`: DDP counts each accumulation as a use of the parameter.
+            # Not `keep_gradients`: DDP counts each accumulation as a use of the parameter.
             torch.autograd.grad(loss, self._trained(), allow_unused=True)
             return 0.0 if stats is None else self._reduce(stats)
         with zero_gradients(self._trained()):
@@ -746,19 +745,23 @@ class StaticDataParallel(DataParallel):
         return SingleDevice.forward(self, name, *args)
 
     def backward(
-        self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
+        self, loss: Tensor | None, stats: StepStats | None = None, *args: Any, **kwargs: Any
     ) -> float | Tensor:
         """See `DataParallel.backward`.
 
         Raises:
             RuntimeError: The loss does not use each parameter as often as the static graph says.
         """
+        trains = loss is not None and not self._in_dummy
         if not self._graph_known:
-            with _counted(self._trained()) as self._seen:
-                self.run_backward(loss, *args, **kwargs)
+            if trains:
+                with _counted(self._trained()) as self._seen:
+                    self.run_backward(loss, *args, **kwargs)
+            elif loss is not None:
+                keep_gradients(loss.backward, self._trained())
             return 0.0 if stats is None else self._learn(stats)
-        if stats is None:
-            return super().backward(loss, None, *args, **kwargs)
+        if stats is None or not trains:
+            return super().backward(loss, stats, *args, **kwargs)
         _, self._rides = self._ddp(None)
         if self._held_to:
             return super().backward(loss, stats)
@@ -766,16 +769,6 @@ class StaticDataParallel(DataParallel):
             items = super().backward(loss, stats)
         self._check(times)
         return items
-
-    def dummy_step(
-        self, rerun: Callable[[], Tensor | None] | None, stats: StepStats | None = None
-    ) -> float | Tensor:
-        """Contribute zero gradients; see `DataParallel.dummy_step`."""
-        if self._graph_known:
-            return super().dummy_step(rerun, stats)
-        if rerun is not None and (loss := rerun()) is not None:
-            discard_gradients(loss, self._trained())
-        return 0.0 if stats is None else self._learn(stats)
 
     def _backward_dummy(self, loss: Tensor, vector: Tensor) -> None:
         """Run backward of a dummy batch, which accumulates as often as the graph says."""

@@ -259,24 +259,17 @@ class ZeroRedundancy(DrivesOptimizer):
         return step(*args) if self.stage == 3 else self.run(step, *args)
 
     def backward(
-        self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
+        self, loss: Tensor | None, stats: StepStats | None = None, *args: Any, **kwargs: Any
     ) -> float | Tensor:
         """Accumulate the gradients of a micro-batch."""
+        if loss is None:
+            return self._end_micro_batch(stats)
         if self._ended:
             self.optimizer_zero_grad()
         self._pending = True
         self._engine.set_gradient_accumulation_boundary(False)
         with self._linear_of_stage_3():  # checkpointed activations run forward again
             self._engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
-        return self._end_micro_batch(stats)
-
-    def dummy_step(
-        self, rerun: Callable[[], Tensor | None] | None, stats: StepStats | None = None
-    ) -> float | Tensor:
-        """Run the dummy batch with zero gradients, to join the collectives of the others."""
-        if rerun is not None and (loss := rerun()) is not None:
-            with self.dummy():
-                self.backward(loss)
         return self._end_micro_batch(stats)
 
     @contextmanager

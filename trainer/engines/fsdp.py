@@ -125,7 +125,7 @@ class FullyShard(SingleDevice):
         self._watches: dict[Any, Any] = {}  # handles of hooks that note which are used
         self._checked: tuple[HostCopy, list[int]] | None = None
         self._non_finite: bool | Tensor | None = None  # what the latest `sync_stats` found
-        self._dummy = False
+        self._in_dummy = False
         self._reduces: bool | None = None  # in the next backward; None if that is not known
         self._handles: list[Any] = []
         self._undo: list[Callable[[], Any]] = []
@@ -522,7 +522,7 @@ class FullyShard(SingleDevice):
         @wraps(step)
         def run(*args: Any) -> Any:
             output = step(*args)
-            if self._dummy:
+            if self._in_dummy:
                 self._zero_gradients_of(self.module)
             return output
 
@@ -568,15 +568,13 @@ class FullyShard(SingleDevice):
         self._release()
 
     def backward(
-        self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
+        self, loss: Tensor | None, stats: StepStats | None = None, *args: Any, **kwargs: Any
     ) -> float | Tensor:
         """Accumulate the gradients of a micro-batch; unused parameters have none."""
-        return self._backward(partial(self.run_backward, loss, *args, **kwargs), stats)
-
-    def _backward(self, run: Callable[[], Any], stats: StepStats | None) -> float | Tensor:
         self._complete_windows()
         before = self._without_gradient()
-        run()
+        if loss is not None:
+            (Tensor.backward if self._in_dummy else self.run_backward)(loss, *args, **kwargs)
         self._reduced = [held for held in before if held.sharded_param.grad is not None]
         items: float | Tensor = 0.0
         if stats is not None:
@@ -620,7 +618,7 @@ class FullyShard(SingleDevice):
         return without
 
     def _note_use(self, held: Any, _: Tensor) -> None:
-        if not self._dummy:  # whose use of parameters does not count
+        if not self._in_dummy:  # whose use of parameters does not count
             self._used.add(held)
 
     def _flags_of_use(self) -> list[float]:
@@ -646,19 +644,10 @@ class FullyShard(SingleDevice):
                 if not used_by[held]:
                     held.sharded_param.grad = None
 
-    def dummy_step(
-        self, rerun: Callable[[], Tensor | None] | None, stats: StepStats | None = None
-    ) -> float | Tensor:
-        """Run the dummy batch with zero gradients, to join the collectives of the others."""
-        assert rerun is not None  # a forward pass without a loss is an error here
-        with self.dummy():
-            loss = rerun()
-            return self._backward((lambda: None) if loss is None else loss.backward, stats)
-
     @contextmanager
     def dummy(self) -> Iterator[None]:
         """Make the gradients of all parameters zero in backward passes inside the block."""
-        self._dummy = True
+        self._in_dummy = True
         # They run before FSDP's own hooks, which release the gathered parameters.
         self._handles = [
             unit.register_forward_hook(lambda part, *_: self._zero_gradients_of(part), prepend=True)
@@ -668,7 +657,7 @@ class FullyShard(SingleDevice):
         try:
             yield
         finally:
-            self._dummy = False
+            self._in_dummy = False
             for handle in self._handles:
                 handle.remove()
 

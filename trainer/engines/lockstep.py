@@ -8,7 +8,7 @@ gradients are replaced by zeros: infinity × 0 is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -22,19 +22,21 @@ def has_sync_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
 
 
-def discard_gradients(loss: Tensor, parameters: Iterable[Tensor]) -> None:
-    """Run backward of a dummy batch and leave each ``grad`` as it is, where no hook reduces them.
+def keep_gradients(backward: Callable[[], object], parameters: Iterable[Tensor]) -> None:
+    """Run backward of a dummy batch where no hook reduces gradients; they stay as they are.
 
-    ``torch.autograd.grad`` would fail in modules that are checkpointed with ``use_reentrant=True``.
+    Where there were none, they are zeros. ``torch.autograd.grad`` would fail in modules that are
+    checkpointed with ``use_reentrant=True``.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     held = [parameter.grad for parameter in trained]
     for parameter in trained:
         parameter.grad = None
     with zero_gradients(trained):
-        loss.backward()
+        backward()
     for parameter, gradient in zip(trained, held, strict=True):
-        parameter.grad = gradient
+        if gradient is not None:
+            parameter.grad = gradient
 
 
 @contextmanager

@@ -397,6 +397,8 @@ class Megatron(DrivesOptimizer):
 
     def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module; a training step also runs its backward passes."""
+        if self._in_dummy:
+            return None  # processes that share layers share their data
         if name != "training_step" or not self._has_schedule:
             return super().forward(name, *args)
         batch, *others = args
@@ -674,9 +676,13 @@ class Megatron(DrivesOptimizer):
         return output
 
     def backward(
-        self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
+        self, loss: Tensor | None, stats: StepStats | None = None, *args: Any, **kwargs: Any
     ) -> float | Tensor:
         """Accumulate the gradients of a batch; in a schedule, learn their factor."""
+        if loss is None:
+            if stats is not None:
+                self._begin_window()
+            return self._end_micro_batch(stats)
         if self._ended:
             self.optimizer_zero_grad()
         self._begin_window()
@@ -688,16 +694,6 @@ class Megatron(DrivesOptimizer):
             # The loop's factor for one item, which is the same for all batches of a window.
             window.scale = applied * (window.reference / window.items)
             window.loss = None
-        return self._end_micro_batch(stats)
-
-    def dummy_step(
-        self,
-        rerun: Callable[[], Tensor | None] | None,  # noqa: ARG002 - those that share layers share data
-        stats: StepStats | None = None,
-    ) -> float | Tensor:
-        """Contribute zero gradients."""
-        if stats is not None:
-            self._begin_window()
         return self._end_micro_batch(stats)
 
     def _begin_window(self) -> None:

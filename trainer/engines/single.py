@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -16,7 +16,7 @@ from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.averaging import give_nothing
 from trainer.engines.base import EngineOptions
 from trainer.engines.compile import compile_blocks, release_blocks
-from trainer.engines.lockstep import discard_gradients
+from trainer.engines.lockstep import keep_gradients
 from trainer.enums import DistributedType
 from trainer.names import bare_state_dict
 from trainer.optim.clipping import clip_
@@ -49,6 +49,7 @@ class SingleDevice:
     reduce_gradients: Callable[[Optimizer], None] | None = None
     run_backward: Callable[..., Any] = staticmethod(Tensor.backward)
     checks_gradients = False
+    _in_dummy = False
     module: nn.Module
     step_sync: StepSync
 
@@ -133,29 +134,27 @@ class SingleDevice:
         return getattr(self.module, name)(*args)
 
     def backward(
-        self, loss: Tensor, stats: StepStats | None = None, *args: Any, **kwargs: Any
+        self, loss: Tensor | None, stats: StepStats | None = None, *args: Any, **kwargs: Any
     ) -> float | Tensor:
-        """Accumulate the gradients of a micro-batch."""
-        self.run_backward(loss, *args, **kwargs)
-        return 0.0 if stats is None else self.sync_stats(stats)
-
-    def dummy_step(
-        self,
-        rerun: Callable[[], Tensor | None] | None,
-        stats: StepStats | None = None,
-    ) -> float | Tensor:
-        """Give zero gradients rather than none if the window has no items, as with processes."""
-        if rerun is not None and self.data_size > 1 and (loss := rerun()) is not None:
-            discard_gradients(loss, self.module.parameters())
+        """Accumulate the gradients of a micro-batch; a window without items gives zeros."""
+        if loss is not None and not self._in_dummy:
+            self.run_backward(loss, *args, **kwargs)
+        elif loss is not None:
+            keep_gradients(partial(loss.backward, *args, **kwargs), self.module.parameters())
         if stats is None:
             return 0.0
         if not stats.items:
             give_nothing(self.module)
         return self.sync_stats(stats)
 
-    def dummy(self) -> AbstractContextManager[None]:
-        """Do nothing: the loop keeps the gradients of a dummy batch out."""
-        return nullcontext()
+    @contextmanager
+    def dummy(self) -> Iterator[None]:
+        """Leave each ``grad`` as it is in backward passes inside the block."""
+        self._in_dummy = True
+        try:
+            yield
+        finally:
+            self._in_dummy = False
 
     def sync_stats(self, stats: StepStats) -> float | Tensor:
         """Record the step stats: there are no other processes."""

@@ -217,7 +217,7 @@ def watch(run: Run, stopwatch: Stopwatch) -> None:
     _time_methods(timed, LOGGING, run.recorder, "record", "record_later", "flush", "finish")
     if isinstance(run, FitRun):
         _time_methods(timed, FORWARD, run.engine, "forward")
-        _time_methods(timed, BACKWARD, run.engine, "backward", "dummy_step", "sync_stats")
+        _time_methods(timed, BACKWARD, run.engine, "backward", "sync_stats")
         _time_methods(timed, SAVING, run.saving.writer, "start", "wait")
         for optimizer in run.optim.optimizers:  # in manual optimisation the user calls them
             _time_methods(timed, OPTIMIZER, optimizer, "step")

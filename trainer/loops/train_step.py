@@ -137,22 +137,24 @@ def dummy_step(
         return None, contribute_nothing(run, stats, skips=False)
     if stats is not None:
         run.precision.scale_nothing(run.device)
-    outputs: Any = None
+    if micro.present:  # only without items
+        with run.precision.autocast(), isolated_batch_norm(run.module, counts=True):
+            return run_dummy(run, batch, number, stats)
+    with isolated_dummy(run):
+        return None, run_dummy(run, detach(batch), number, stats)[1]
 
-    def rerun() -> Tensor | None:
-        nonlocal outputs
+
+def run_dummy(
+    run: FitRun, batch: Any, number: int, stats: StepStats | None
+) -> tuple[Any, float | Tensor]:
+    """Run forward and backward of a dummy batch with a loss of 0; see `dummy_step`."""
+    with run.engine.dummy():
         outputs = run.engine.forward("training_step", batch, run.batch_idx)
         drop_leftover_gradients(run, number)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        return loss * 0.0 if isinstance(loss, Tensor) and loss.requires_grad else None
-
-    if not micro.present:
-        batch = detach(batch)
-        with isolated_dummy(run):
-            return None, run.engine.dummy_step(rerun, stats)
-    with run.precision.autocast(), isolated_batch_norm(run.module, counts=True):
-        total = run.engine.dummy_step(rerun, stats)
-    return outputs, total
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            return outputs, run.engine.backward(loss * 0.0, stats)
+        return outputs, run.engine.backward(None, stats)
 
 
 def contribute_nothing(run: FitRun, stats: StepStats | None, *, skips: bool) -> float | Tensor:
@@ -166,11 +168,9 @@ def contribute_nothing(run: FitRun, stats: StepStats | None, *, skips: bool) -> 
     """
     if stats is not None:
         run.precision.scale_nothing(run.device)
-        if skips and run.data_size == 1:
-            return run.engine.sync_stats(stats)
-    elif skips and run.data_size == 1:
-        return 0.0
-    return run.engine.dummy_step(None, stats)
+    if skips and run.data_size == 1:
+        return 0.0 if stats is None else run.engine.sync_stats(stats)
+    return run.engine.backward(None, stats)
 
 
 def check_needs_no_dummy(run: FitRun) -> None:

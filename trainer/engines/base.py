@@ -52,6 +52,10 @@ class EngineOptions:
         timeout: The time limit of a collective; None is the library's.
         engine: The user's own engine, or None for the one that fits the processes.
         mesh: The device mesh of all processes, if an earlier engine has made it.
+        run_backward: Runs the backward pass of a loss: ``Tensor.backward``, or the module's own
+            ``backward``.
+        checks_gradients: Whether nothing changes gradients after they are reduced, so that whether
+            they are finite may be asked of all processes along with the step stats.
     """
 
     device: torch.device
@@ -69,6 +73,8 @@ class EngineOptions:
     timeout: timedelta | None = None
     engine: Callable[[EngineOptions], Engine] | None = None
     mesh: Any = None
+    run_backward: Callable[..., Any] = Tensor.backward
+    checks_gradients: bool = False
 
 
 class Engine(Protocol):
@@ -98,10 +104,6 @@ class Engine(Protocol):
             steps.
         reduce_gradients: Averages an optimizer's gradients over the processes when it steps; None
             if backward has averaged them.
-        run_backward: Runs the backward pass of a loss: ``Tensor.backward``, or the module's own
-            ``backward``, as a fit sets it.
-        checks_gradients: Set by a fit in which nothing changes gradients after they are reduced:
-            whether they are finite may then be asked of all processes along with the step stats.
     """
 
     options: EngineOptions
@@ -118,8 +120,6 @@ class Engine(Protocol):
     optimizer_driver: OptimizerDriver | None
     compiles_units: bool
     reduce_gradients: Callable[[Optimizer], None] | None
-    run_backward: Callable[..., Any]
-    checks_gradients: bool
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer to use in its place, after the modules were prepared.

@@ -512,12 +512,12 @@ class DataParallel(Replicas):
         if self._in_dummy:
             return self._backward_of_dummy(loss, stats)
         if stats is None or self._reduces_after:
-            self.run_backward(loss, *args, **kwargs)
+            self._run_backward(loss, *args, **kwargs)
             return 0.0 if stats is None else self._reduce(stats)
         vector = self._vector_of(stats)
-        if self.run_backward is not Tensor.backward:
+        if self._run_backward is not Tensor.backward:
             carrying = _Carrying.apply(loss, vector, *self._rides)  # type: ignore[no-untyped-call]  # as in torch
-            self.run_backward(carrying)
+            self._run_backward(carrying)
             return self._reduced(stats)
         nothing = map(torch.zeros_like, self._rides[1:])
         torch.autograd.backward([loss, *self._rides], [None, vector, *nothing])
@@ -756,7 +756,7 @@ class StaticDataParallel(DataParallel):
         if not self._graph_known:
             if trains:
                 with _counted(self._trained()) as self._seen:
-                    self.run_backward(loss, *args, **kwargs)
+                    self._run_backward(loss, *args, **kwargs)
             elif loss is not None:
                 keep_gradients(loss.backward, self._trained())
             return 0.0 if stats is None else self._learn(stats)

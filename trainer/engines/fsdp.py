@@ -574,7 +574,7 @@ class FullyShard(SingleDevice):
         self._complete_windows()
         before = self._without_gradient()
         if loss is not None:
-            (Tensor.backward if self._in_dummy else self.run_backward)(loss, *args, **kwargs)
+            (Tensor.backward if self._in_dummy else self._run_backward)(loss, *args, **kwargs)
         self._reduced = [held for held in before if held.sharded_param.grad is not None]
         items: float | Tensor = 0.0
         if stats is not None:
@@ -669,7 +669,7 @@ class FullyShard(SingleDevice):
         vector = self.step_sync.sync_vector(stats)
         flags = self._on_device([*self._flags_of_use(), *self._digest()])
         bad = flags.new_zeros(1)
-        if self.checks_gradients:
+        if self.options.checks_gradients:
             updated = (each["params"] for one in self._optimizers for each in one.param_groups)
             here = find_non_finite(self._parts_of(chain.from_iterable(updated)))
             bad += 0.0 if here is None else here
@@ -682,7 +682,7 @@ class FullyShard(SingleDevice):
         else:
             self._checked = HostCopy(total[-2:]), ran
         self._drop_unused(total[len(vector) + 1 : -2])
-        if self.checks_gradients:
+        if self.options.checks_gradients:
             self._non_finite = _as_flag(total[len(vector)])
         return self.step_sync.count(total[: len(vector)])
 

@@ -47,14 +47,13 @@ class SingleDevice:
     optimizer_driver: OptimizerDriver | None = None
     compiles_units = False
     reduce_gradients: Callable[[Optimizer], None] | None = None
-    run_backward: Callable[..., Any] = staticmethod(Tensor.backward)
-    checks_gradients = False
     _in_dummy = False
     module: nn.Module
     step_sync: StepSync
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
+        self._run_backward = options.run_backward
         self._compiled_blocks: list[nn.Module] = []
         self._compiler = options.dynamo_plugin
         if self._compiler is not None and self._compiler.compiles_regions:
@@ -138,7 +137,7 @@ class SingleDevice:
     ) -> float | Tensor:
         """Accumulate the gradients of a micro-batch; a window without items gives zeros."""
         if loss is not None and not self._in_dummy:
-            self.run_backward(loss, *args, **kwargs)
+            self._run_backward(loss, *args, **kwargs)
         elif loss is not None:
             keep_gradients(partial(loss.backward, *args, **kwargs), self.module.parameters())
         if stats is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
@@ -554,7 +554,18 @@ def make_fit_run(
     recorder = context.project.make_recorder()
     # The user's `count_items` may return fractions.
     step_sync = StepSync(accelerator.device, whole_items=not counts_items(module))
-    engine = choose_engine(accelerator.engine.options, automatic=module.automatic_optimization)
+    between = {"on_after_backward", "on_before_optimizer_step"} & dict(hooks.overridden()).keys()
+    options = replace(
+        accelerator.engine.options,
+        run_backward=hooks.parts.get("backward", Tensor.backward),
+        checks_gradients=(
+            settings.non_finite != "ignore"
+            and module.automatic_optimization
+            and not accelerator.precision.scales
+            and not between
+        ),
+    )
+    engine = choose_engine(options, automatic=module.automatic_optimization)
     _convert(context, module)
     own_parts = hooks.parts.keys() - {"lr_scheduler_step"}
     if engine.optimizer_driver is not None and own_parts:
@@ -564,22 +575,14 @@ def make_fit_run(
             f"{engine.distributed_type.value} reduces, clips and updates at once: leave them out, "
             f"or the plugin (--use_{engine.distributed_type.value.lower()})."
         )
-    engine.run_backward = hooks.parts.get("backward", engine.run_backward)
     check_same_model(module, engine)
     engine.start(module, step_sync)
     optimizers, entries, schedulers = prepare_optimizers(module, accelerator, engine)
     names = names_of(entries)
-    options = options_of(names, optimizers, schedulers)
-    check_optimizer_fingerprints(options, alike=not engine.divides_layers)
+    fingerprints = options_of(names, optimizers, schedulers)
+    check_optimizer_fingerprints(fingerprints, alike=not engine.divides_layers)
     own = [Limits(max_norm=one.max_grad_norm, max_value=one.max_grad_value) for one in entries]
     guard = _guard(module, [each.optimizer for each in optimizers], accelerator, settings)
-    between = {"on_after_backward", "on_before_optimizer_step"} & dict(hooks.overridden()).keys()
-    engine.checks_gradients = (
-        guard is not None
-        and module.automatic_optimization
-        and not accelerator.precision.scales
-        and not between
-    )
     common = _common(
         context, module, data.sources.datamodule, hooks, recorder, engine, quiet=settings.barebones
     )
@@ -599,7 +602,7 @@ def make_fit_run(
             guard=guard,
             limits=Limits(max_norm=settings.max_grad_norm, max_value=settings.max_grad_value),
             own_limits=[pair for pair in zip(optimizers, own, strict=True) if pair[1] != NO_LIMITS],
-            fingerprint=options,
+            fingerprint=fingerprints,
             accumulation=settings.gradient_accumulation_steps,
             parameters=list(module.parameters()),
         ),

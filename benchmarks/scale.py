@@ -166,7 +166,7 @@ def train(engine: Engine, fake: Any) -> tuple[TrainModule, torch.optim.Optimizer
 
 def plan(weights: Mapping[str, Tensor], state: Any, engine: Engine) -> StatePart:
     """Return this process's file of a checkpoint, not yet written."""
-    shards = Shards(engine.options.rank, engine.mesh)
+    shards = Shards(engine.options.rank, engine.parallel.mesh)
     shards.add_weights(weights)
     tree_part(state, "optimizer", shards)
     return shards_part(shards)

@@ -95,7 +95,7 @@ class PredictionWriter(Callback):
         """Write the predictions of one batch."""
         if self._files:
             engine = trainer.accelerator.engine
-            number = batch_idx * engine.data_size + engine.data_rank
+            number = batch_idx * engine.parallel.dp_size + engine.parallel.dp_rank
             self._files[dataloader_idx].add(outputs, number)
 
     def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:

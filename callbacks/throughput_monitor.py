@@ -175,7 +175,7 @@ class ThroughputMonitor(Callback):
             return
         # A process that has had no batch yet logs with weight 0, so that all log the same names.
         flops, weight = self.flops_per_batch or 0.0, int(self.flops_per_batch is not None)
-        batches = (last.batches - first.batches) / trainer.accelerator.engine.data_size
+        batches = (last.batches - first.batches) / trainer.accelerator.engine.parallel.dp_size
         self._log(module, "device/flops_per_sec", flops * batches / seconds, weight)
         if self._peak is not None:
             self._log(module, "device/mfu", flops * batches / seconds / self._peak, weight)

@@ -330,7 +330,7 @@ class Accelerator:
         It is ``FSDP`` if models are sharded over the processes, ``DEEPSPEED`` with DeepSpeed, and
         ``MEGATRON_LM`` with `megatron_lm_plugin`.
         """
-        sharded = self.engine.mesh is not None
+        sharded = self.engine.parallel.mesh is not None
         kind = DistributedType.FSDP if sharded else self.engine.distributed_type
         return kind or PartialState().distributed_type
 
@@ -397,7 +397,7 @@ class Accelerator:
         """The mesh of all processes, with dimensions such as ``"tp"``; None if nothing is split."""
         config = self.parallelism_config
         mesh: DeviceMesh | None = None if config is None else config.device_mesh
-        return self.engine.mesh if mesh is None else mesh
+        return self.engine.parallel.mesh if mesh is None else mesh
 
     @property
     def should_save_model(self) -> bool:
@@ -418,7 +418,7 @@ class Accelerator:
 
     @property
     def data_parallel_rank(self) -> int:
-        """The rank among the replicas; 0 if there is one. The data have `engine.data_rank`."""
+        """The rank among the replicas; 0 if there is one. Data go by `engine.parallel.dp_rank`."""
         return self._rank_in("dp_replicate")
 
     @property
@@ -782,7 +782,7 @@ class Accelerator:
         if isinstance(scheduler, _DUMMY_SCHEDULERS) and not (
             self.scheduler_tick == "update" or self.split_batches
         ):
-            scheduler = scheduler.per_update(self.engine.data_size)
+            scheduler = scheduler.per_update(self.engine.parallel.dp_size)
         used = self.engine.prepare_scheduler(scheduler)
         own = [
             optimizer
@@ -795,7 +795,7 @@ class Accelerator:
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
             tick=None if used in self.engine.schedules else self.scheduler_tick,
-            processes=self.engine.data_size,
+            processes=self.engine.parallel.dp_size,
         )
         self._schedulers.append(prepared)
         return prepared
@@ -808,13 +808,13 @@ class Accelerator:
     ) -> PreparedLoader:
         """Return a loader of this rank's shard of the data, with its batches on the device."""
         device, dispatch = self._placed(device_placement), self.dispatch_batches
-        if dispatch is None and self.engine.data_size != self.num_processes:
+        if dispatch is None and self.engine.parallel.dp_size != self.num_processes:
             dispatch = False  # rank 0 can only send different batches
         prepared = prepare_data_loader(
             data_loader,
             device,
-            self.engine.data_size,
-            self.engine.data_rank,
+            self.engine.parallel.dp_size,
+            self.engine.parallel.dp_rank,
             put_on_device=device is not None,
             rng_types=self.rng_types,
             split_batches=self.split_batches,
@@ -1192,7 +1192,7 @@ class Accelerator:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, and drop the duplicates that `even_batches` added to the last batches."""
-        each = self.num_processes // self.engine.data_size
+        each = self.num_processes // self.engine.parallel.dp_size
         return gather_for_metrics(input_data, use_gather_object, each)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -1245,7 +1245,7 @@ class Accelerator:
             run_on_all_ranks(
                 what, lambda: self._writes and write(), self.state, operation="save_model"
             )
-        elif self.engine.mesh is not None:
+        elif self.engine.parallel.mesh is not None:
             run = partial(run_on_all_ranks, what, state=self.state, operation="save_model")
             write_model(*options, writes=self._writes, step=lambda work: run(work=work))
         elif self._writes:
@@ -1383,7 +1383,7 @@ class Accelerator:
     @property
     def _collects(self) -> bool:
         """Whether all processes take part in collecting a model's weights."""
-        return self.engine.mesh is not None or self.engine.gathers_state
+        return self.engine.parallel.mesh is not None or self.engine.gathers_state
 
     @property
     def _writes(self) -> bool:

@@ -721,9 +721,9 @@ class Trainer:
         engine = self.accelerator.engine
         return PredictionFiles(
             folder,
-            rank=engine.data_rank,
-            world_size=engine.data_size,
-            counts=engine.counts_data,
+            rank=engine.parallel.dp_rank,
+            world_size=engine.parallel.dp_size,
+            counts=engine.parallel.is_data_primary,
             merge=merge,
             overwrite=overwrite,
         )

@@ -154,7 +154,7 @@ def test_the_shards_of_64_processes_cover_each_weight_once(name, tmp_path):
             engine = layout.engine(rank, "no")
             module = Language()
             engine.start(module, None)
-            shards = Shards(rank, engine.mesh)
+            shards = Shards(rank, engine.parallel.mesh)
             shards.add_weights(module.model.state_dict())
             shards.write(shards.tensors, tmp_path)
     files = sorted(path.name for path in tmp_path.glob("shard-*"))

@@ -99,7 +99,7 @@ def fit(
         **options,
     )
     module = Adapted(adapted(model, **(made or {})))
-    size = 8 // trainer.accelerator.engine.data_size // trainer.gradient_accumulation_steps
+    size = 8 // trainer.accelerator.engine.parallel.dp_size // trainer.gradient_accumulation_steps
     loader = DataLoader(TOKENS, size, shuffle=True)  # type: ignore[arg-type]
     trainer.fit(module, loader, ckpt_path="auto")
     weights = trainer.accelerator.get_state_dict(module)
@@ -142,7 +142,7 @@ def test_an_own_loop_of_adapters_equals_one_process_and_loads_into_plain_peft(
         net = adapted(model)
         trained = [p for p in net.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
-        loader = DataLoader(TOKENS, 8 // accelerator.engine.data_size)  # type: ignore[arg-type]
+        loader = DataLoader(TOKENS, 8 // accelerator.engine.parallel.dp_size)  # type: ignore[arg-type]
         net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
         for batch in loader:
             accelerator.backward(net(input_ids=batch, labels=batch).loss)

@@ -135,7 +135,7 @@ def fit(
     )
     model = kind()
     model.plugin, model.precision = given, options.get("mixed_precision", "no")
-    each = batch // own.accelerator.engine.data_size
+    each = batch // own.accelerator.engine.parallel.dp_size
     loaders = DataLoader(data, each, shuffle=shuffle), DataLoader(data, each)
     own.fit(model, *loaders, ckpt_path=resumes)
     if returns_module:
@@ -561,7 +561,7 @@ def train_by_hand(layout: dict[str, Any], folder: Path, steps: range) -> Any:
         model = gpt(plugin.transformer_arguments())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=8)
-        loader = DataLoader(TensorDataset(TOKENS[:40]), 4 // accelerator.engine.data_size)
+        loader = DataLoader(TensorDataset(TOKENS[:40]), 4 // accelerator.engine.parallel.dp_size)
         model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
         if steps.start:
             accelerator.load_state(folder)

@@ -43,7 +43,7 @@ class AveragesWeights(SingleDevice):
         if self.updates % 2 == 0:
             for parameter in optimizer.param_groups[0]["params"]:
                 dist.all_reduce(parameter.data)
-                parameter.data /= self.data_size
+                parameter.data /= self.parallel.dp_size
 
     def sync_stats(self, stats: StepStats) -> Any:
         total = self.step_sync.sync_vector(stats)

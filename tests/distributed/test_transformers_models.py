@@ -125,7 +125,7 @@ def fit(
         cpu=True, max_epochs=2, seed=3, progress_bar=False, project_dir=folder, **options
     )
     module = kind(model)
-    size = 8 // trainer.accelerator.engine.data_size
+    size = 8 // trainer.accelerator.engine.parallel.dp_size
     trainer.fit(module, DataLoader(TOKENS, size))  # type: ignore[arg-type]
     return trainer.accelerator.get_state_dict(module.model)
 
@@ -134,7 +134,7 @@ def loop(model: str, layout: str | None = None) -> dict[str, Tensor]:
     accelerator = Accelerator(cpu=True, **({} if layout is None else LAYOUTS[layout][1]()))
     net = Language(model).model
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
-    loader = DataLoader(TOKENS, 8 // accelerator.engine.data_size)  # type: ignore[arg-type]
+    loader = DataLoader(TOKENS, 8 // accelerator.engine.parallel.dp_size)  # type: ignore[arg-type]
     net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     for batch in loader:
         accelerator.backward(net(input_ids=batch, labels=batch).loss)

@@ -23,6 +23,7 @@ from trainer.configuration import (
     KwargsHandler,
 )
 from trainer.data.dataloader import DataLoaderShard
+from trainer.distributed.parallel import Parallel
 from trainer.enums import DistributedType
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.scheduler import AcceleratedScheduler
@@ -323,7 +324,7 @@ def test_data_loader_configuration_reaches_the_loader():
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True)
     )
     assert accelerator.prepare(loader()).non_blocking
-    accelerator.engine.data_size = 2
+    accelerator.engine.parallel = Parallel(dp_size=2)
     assert [len(batch[0]) for batch in accelerator.prepare(loader(3, 2))] == [2]
 
 

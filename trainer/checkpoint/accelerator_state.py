@@ -158,7 +158,7 @@ class Prepared:
     @property
     def mesh(self) -> Any:
         """The device mesh over which models are sharded; None if they are not."""
-        return None if self.engine is None else self.engine.mesh
+        return None if self.engine is None else self.engine.parallel.mesh
 
     @property
     def gathers(self) -> bool:

@@ -119,7 +119,7 @@ def accumulation(accelerator: Accelerator, folder: Path) -> str:
     trainer.fit(module, _loader())
     trainer.save_checkpoint(folder / "weights", weights_only=True)
     optimizer = reference.configure_optimizers()
-    big = BATCH * steps * accelerator.engine.data_size
+    big = BATCH * steps * accelerator.engine.parallel.dp_size
     for start in range(0, SAMPLES, big):
         batch = [each[start : start + big] for each in _data().tensors]
         optimizer.zero_grad()

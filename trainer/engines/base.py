@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from trainer.configuration import DistributedDataParallelKwargs
 from trainer.deepspeed_plugin import DeepSpeedPlugin
+from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.enums import DistributedType
 from trainer.fp8 import TorchAOLayers, TransformerEngineLayers
@@ -82,15 +83,7 @@ class Engine(Protocol):
 
     Attributes:
         options: What it was made with.
-        data_rank: Which share of the data this process reads; its rank where all read different
-            data.
-        data_size: How many shares of the data there are. "World size" in code about data, loss
-            weights and metrics means this.
-        counts_data: Whether the items and predictions of this process count. False if another
-            process, with another part of the same layers or sequences, reads the same data.
-        counts_values: Whether the logged values of this process count. False if another process,
-            with another part of the same layers, logs the same values.
-        mesh: The device mesh of all processes, if tensors of modules are sharded over it.
+        parallel: Which share of the data this process reads, and whether its values count.
         forward_is_collective: Whether a forward pass is known to wait for the other processes.
         distributed_type: What `Accelerator.distributed_type` is; None if the processes say it.
         gathers_state: Whether `full_state_dict` and the optimizer's ``state_dict`` are collective,
@@ -107,11 +100,7 @@ class Engine(Protocol):
     """
 
     options: EngineOptions
-    data_rank: int
-    data_size: int
-    counts_data: bool
-    counts_values: bool
-    mesh: Any
+    parallel: Parallel
     forward_is_collective: bool
     distributed_type: DistributedType | None
     gathers_state: bool

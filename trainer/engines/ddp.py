@@ -306,7 +306,7 @@ class Replicas(SingleDevice):
         if count:
             raise RuntimeError(
                 f"{count} parameter(s) that required no gradients when their model was prepared do "
-                f"now, and the {self.data_size} processes would not average them. Unfreeze "
+                f"now, and the {self.parallel.dp_size} processes would not average them. Unfreeze "
                 "them before prepare; or prepare a model that is not trained here with "
                 "prepare_model(model, evaluation_mode=True)."
             )
@@ -439,7 +439,7 @@ class DataParallel(Replicas):
     def _wrap(self) -> None:
         trained = self._trained()
         hooked = self._arguments.comm_hook != "no"
-        dtype = self.step_sync.dtype_beside(trained, self.data_size)
+        dtype = self.step_sync.dtype_beside(trained, self.parallel.dp_size)
         # With a hook, the sync vector in DDP is unused. Give it the gradients' dtype, so that it
         # does not need a bucket of its own.
         if hooked and trained:
@@ -561,7 +561,7 @@ class DataParallel(Replicas):
         if self._separate_vector is not None:
             return self._separate_vector
         # DDP divides by the number of processes.
-        return self.step_sync.sync_vector(stats, self._vector.dtype, times=self.data_size)
+        return self.step_sync.sync_vector(stats, self._vector.dtype, times=self.parallel.dp_size)
 
     def _reduced(self, stats: StepStats) -> float | Tensor:
         """Check the reduction that has just ended, and return the window's number of items."""
@@ -656,7 +656,7 @@ class DataParallel(Replicas):
         Only then are the trained parameters known.
         """
         hooks = [rank.get("communication", {}) for rank in saved]
-        self._saved = comm_hooks.for_processes(hooks, dist.get_rank(), self.data_size)
+        self._saved = comm_hooks.for_processes(hooks, dist.get_rank(), self.parallel.dp_size)
 
 
 class StaticDataParallel(DataParallel):
@@ -797,7 +797,7 @@ class StaticDataParallel(DataParallel):
         """Adopt the process's own graph, or on another number of processes that of all."""
         super().load_state_dicts(saved)
         graphs = [rank.get("graph", {}) for rank in saved]
-        if len(graphs) == self.data_size:
+        if len(graphs) == self.parallel.dp_size:
             self.graph = graphs[dist.get_rank()]
         elif all(graph == graphs[0] for graph in graphs):
             self.graph = graphs[0]

@@ -40,6 +40,7 @@ from trainer.checks import choice_error
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.guards import read_back
 from trainer.distributed.objects import all_gather_object
+from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import HostCopy, sum_numbers
 from trainer.engines.base import EngineOptions
@@ -88,29 +89,34 @@ class FullyShard(SingleDevice):
             )
         self.plugin = options.fsdp_plugin or FullyShardedDataParallelPlugin()
         self.plugin.tell_transformers()
-        self.mesh = options.mesh or _root_mesh(options, self.plugin)
-        self.options = replace(options, mesh=self.mesh)  # a fit's engine has the same one
-        names = self.mesh.mesh_dim_names or ()
+        mesh = options.mesh or _root_mesh(options, self.plugin)
+        self.options = replace(options, mesh=mesh)  # a fit's engine has the same one
+        names = mesh.mesh_dim_names or ()
         shards = tuple(name for name in names if name != "tp")
         # The mesh over which parameters are sharded and, in its first dimension, replicated.
-        self._data_mesh = self.mesh[shards]
-        rank, self.data_size = 0, 1
+        self._data_mesh = mesh[shards]
+        rank, size = 0, 1
         for name in shards:
-            rank = rank * self.mesh[name].size() + self.mesh.get_local_rank(name)
-            self.data_size *= self.mesh[name].size()
+            rank = rank * mesh[name].size() + mesh.get_local_rank(name)
+            size *= mesh[name].size()
         # Processes that share sequences read the same data, and have different parts of the model.
         config = options.parallelism_config
         sharing = 1 if config is None or config.cp_size is None else config.cp_size
-        self.data_size //= sharing
-        self.data_rank, part = divmod(rank, sharing)
-        self._tp_mesh = self.mesh["tp"] if "tp" in names else None
+        dp_rank, part = divmod(rank, sharing)
+        self._tp_mesh = mesh["tp"] if "tp" in names else None
         if self._tp_mesh is not None and options.fp8_layers is not None:
             raise NotImplementedError(
                 "mixed_precision='fp8' is not supported with tensor parallel layers (tp_size above "
                 "1): use mixed_precision='bf16', or shard the model with dp_shard_size alone."
             )
-        self.counts_values = self._tp_mesh is None or self._tp_mesh.get_local_rank() == 0
-        self.counts_data = self.counts_values and part == 0
+        logs = self._tp_mesh is None or self._tp_mesh.get_local_rank() == 0
+        self.parallel = Parallel(
+            dp_rank=dp_rank,
+            dp_size=size // sharing,
+            is_data_primary=logs and part == 0,
+            is_log_primary=logs,
+            mesh=mesh,
+        )
         # By the id of each parameter that was replaced; the old ones are kept, without their
         # memory, so that no id recurs.
         self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -404,7 +410,7 @@ class FullyShard(SingleDevice):
     def _broadcast_part(self, part: Tensor) -> None:
         """Make the first replica's part of a layer everybody's who holds this part; collective."""
         for name in reversed(self._data_mesh.mesh_dim_names or ()):
-            torch.distributed.broadcast(part, group=self.mesh.get_group(name), group_src=0)
+            torch.distributed.broadcast(part, group=self.parallel.mesh.get_group(name), group_src=0)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """Keep whole gradients in backward, instead of reducing them."""

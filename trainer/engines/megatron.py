@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from trainer.data.batch import samples_in, take
 from trainer.distributed.guards import forbid_collectives
 from trainer.distributed.objects import all_gather_object, broadcast_object
+from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import sum_numbers
 from trainer.engines.base import EngineOptions
@@ -174,9 +175,13 @@ class Megatron(DrivesOptimizer):
         self._stage = states.get_pipeline_model_parallel_rank()
         self._stages = states.get_pipeline_model_parallel_world_size()
         self._is_last = self._stage == self._stages - 1
-        self.data_rank = states.get_data_parallel_rank()
-        self.data_size = states.get_data_parallel_world_size()
-        self.counts_data = self.counts_values = self._is_last and self._tp_rank == 0
+        counts = self._is_last and self._tp_rank == 0
+        self.parallel = Parallel(
+            dp_rank=states.get_data_parallel_rank(),
+            dp_size=states.get_data_parallel_world_size(),
+            is_data_primary=counts,
+            is_log_primary=counts,
+        )
         self.optimizer_driver = self
         self._model: Any = None
         self._replica: Any = None  # megatron-core's DDP around the model, in training
@@ -231,7 +236,9 @@ class Megatron(DrivesOptimizer):
         """Seed megatron-core's own generators, such as for the dropout inside divided layers."""
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-        seed = mix(broadcast_object(torch.initial_seed()), self.data_rank, self._stage) % 2**31
+        seed = (
+            mix(broadcast_object(torch.initial_seed()), self.parallel.dp_rank, self._stage) % 2**31
+        )
         with isolated_rng():  # it seeds the global one, too
             model_parallel_cuda_manual_seed(seed)
 
@@ -904,7 +911,7 @@ class Megatron(DrivesOptimizer):
             dtype: The dtype on all processes.
         """
         whole = torch.zeros(self._shapes[name], dtype=dtype, device=self.options.device)
-        writes = part is not None and self.data_rank == 0 and not _is_copy(like)
+        writes = part is not None and self.parallel.dp_rank == 0 and not _is_copy(like)
         if writes and (_is_divided(like) or self._tp_rank == 0):
             assert part is not None
             for here, there in self._chunks(like, part, whole):

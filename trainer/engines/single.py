@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.averaging import give_nothing
 from trainer.engines.base import EngineOptions
@@ -36,9 +37,6 @@ class SingleDevice:
         options: The process and the user's options.
     """
 
-    mesh: Any = None
-    counts_data = True
-    counts_values = True
     forward_is_collective = False
     distributed_type: DistributedType | None = None
     gathers_state = False
@@ -58,7 +56,7 @@ class SingleDevice:
         self._compiler = options.dynamo_plugin
         if self._compiler is not None and self._compiler.compiles_regions:
             self.compiles_units = True
-        self.data_rank, self.data_size = options.rank, options.world_size
+        self.parallel = Parallel(dp_rank=options.rank, dp_size=options.world_size)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer itself: its parameters are still the module's."""

@@ -219,7 +219,7 @@ def update_batch_norm(run: FitRun) -> None:
     before = [[buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in norms]
     epoch_iterator = run.data.epoch_iterator.another()
     # Independent of the RNG state, since a resumed run may call this at another point.
-    seed = mix(run.data.epoch_iterator.seed, run.counters.epoch, run.data_rank)
+    seed = mix(run.data.epoch_iterator.seed, run.counters.epoch, run.dp_rank)
     generators = of_module(run)
     with (
         kept_buffers(run.module, besides=set(norms)),

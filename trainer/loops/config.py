@@ -457,7 +457,7 @@ def _check_loop_options(ready: Accelerator) -> None:
         "sync_with_dataloader": (ready.gradient_state.sync_with_dataloader, True),
         "adjust_scheduler": (ready.gradient_state.adjust_scheduler, True),
     }
-    if ready.engine.mesh is None:  # shards save memory with it
+    if ready.engine.parallel.mesh is None:  # shards save memory with it
         usual["sync_each_batch"] = (ready.gradient_state.plugin.sync_each_batch, False)
     for name, (value, default) in usual.items():
         if value != default:

@@ -302,13 +302,13 @@ def make_epoch_iterators(
     """
     name, limit = settings.limit(kind)
     if settings.fast_dev_run and limit:
-        limit *= accelerator.engine.data_size  # that many batches on each rank
+        limit *= accelerator.engine.parallel.dp_size  # that many batches on each rank
     epoch_iterators = []
     for number, loader in enumerate(loaders):
         epoch_iterator = EpochIterator(
             loader.as_one() if isinstance(loader, CombinedLoader) else loader,
-            rank=accelerator.engine.data_rank,
-            world_size=accelerator.engine.data_size,
+            rank=accelerator.engine.parallel.dp_rank,
+            world_size=accelerator.engine.parallel.dp_size,
             seed=seed,
             place=0 if kind == "train" else mix(_KINDS.index(kind), number),
             shuffle=not settings.overfits(kind),

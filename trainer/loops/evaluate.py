@@ -126,7 +126,7 @@ def record_epoch(run: Run, phase: str) -> dict[str, float]:
         metrics.scope = Scope(phase, None, by_callbacks)
         metrics.begin_epoch_values()
         owners = run.hooks.attributes_of_callbacks() if by_callbacks else ()
-        with computing(run.module, *owners, counts=run.engine.counts_values):
+        with computing(run.module, *owners, counts=run.engine.parallel.is_log_primary):
             getattr(run.hooks, hook)()
         values = metrics.reduce_epoch(metrics.scope)
         if run.sanity_checking:

@@ -307,7 +307,7 @@ def check_data_ends_together(run: FitRun) -> None:
     if run.world_size == 1:
         return
     stream = run.data.epoch_iterator.sampler is None
-    together = (0, run.data_size) if stream else (0,)
+    together = (0, run.dp_size) if stream else (0,)
     if run.counters.epoch_complete and run.step_sync.latest.ended in together:
         if stream and run.step_sync.peek().ended not in together:
             run.counters.epoch_complete = False
@@ -316,7 +316,7 @@ def check_data_ends_together(run: FitRun) -> None:
     known, epoch = run.step_sync.latest, run.counters.epoch
     if known.ended in together:
         return
-    where = f"{known.ended} of {run.data_size} processes"
+    where = f"{known.ended} of {run.dp_size} processes"
     if known.ended == 1:
         where += f", on rank {known.ended_ranks},"
     if stream:
@@ -399,7 +399,7 @@ def sanity_check(run: FitRun) -> None:
     try:
         if run.plan.sanity_steps > 0:
             # A multiple, so that every rank has a batch.
-            rounded = run.plan.sanity_steps + -run.plan.sanity_steps % run.data_size
+            rounded = run.plan.sanity_steps + -run.plan.sanity_steps % run.dp_size
             for epoch_iterator in run.data.val_iterators:
                 known = epoch_iterator.num_batches
                 epoch_iterator.limit = rounded if known is None else min(rounded, known)

@@ -270,7 +270,7 @@ def save_run(
     shared: list[StatePart] = []
     own: list[Encoded] = []
     is_writer = is_writer_rank(state, on_each_node)
-    mesh = run.engine.mesh
+    mesh = run.engine.parallel.mesh
     shards = None if mesh is None else Shards(run.rank, mesh)
     gathered, optimizers = _gathered(run, weights_only)
 
@@ -392,7 +392,7 @@ def _state_from_hooks(
         group = run.saving.writer.group
         names = run_on_all_ranks(f"Saving {target}", ask, PartialState(), group)
         # Of whole weights only the writer's count; rank_zero_only may stand above a hook.
-        if run.engine.mesh is not None and any(each != names[0] for each in names):
+        if run.engine.parallel.mesh is not None and any(each != names[0] for each in names):
             raise CheckpointError(
                 f"Saving {target} failed: on_save_checkpoint left other names in "
                 'checkpoint["state_dict"] on some processes. Make the same changes on all.'
@@ -445,7 +445,7 @@ def _state_of_rank(run: FitRun) -> dict[str, Any]:
     state = {
         "rng": generators_of(run),
         "metrics": accumulators_of(run.metrics, run.module),
-        "counts_values": run.engine.counts_values,
+        "counts_values": run.engine.parallel.is_log_primary,
         "stream": run.data.epoch_iterator.position(),
         **run.engine.state_dict(),
     }
@@ -596,7 +596,7 @@ def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any
         "step": run.counters.global_step,
         "epoch": run.counters.epoch,
         "world_size": run.world_size,
-        "data_size": run.data_size,
+        "data_size": run.dp_size,
         "run_id": run.saving.run_id,
         "loaders": run.data.origin.describe(),
         "metrics": {  # only metrics of these weights, that is, of the latest update
@@ -786,7 +786,9 @@ def load_run(
             "pass its path as ckpt_path, in another project_dir."
         )
     state, record = reader.tree(TRAINER), reader.tree(RECORD)
-    later = run.engine.mesh is not None  # each process needs a share of what whole files hold
+    later = (
+        run.engine.parallel.mesh is not None
+    )  # each process needs a share of what whole files hold
     optimizers = reader.tree(OPTIMIZER, later=later)
     ranks = [reader.tree(rank_stem(rank)) for rank in range(reader.manifest["world_size"])]
     trained = set(map(id, parameters_of(run.optim.optimizers)))
@@ -923,17 +925,17 @@ def _restore_ranks(
     """
     each = len(ranks) // data_size
     shares = ranks[::each]
-    same = len(ranks) == run.world_size and data_size == run.data_size
+    same = len(ranks) == run.world_size and data_size == run.dp_size
     # Equal on all ranks, but in presharded streams.
-    own = shares[run.data_rank] if data_size == run.data_size else ranks[0]
+    own = shares[run.dp_rank] if data_size == run.dp_size else ranks[0]
     run.data.epoch_iterator.resume_at(own["stream"])
     for rank in ranks:  # decisions depend on which names were logged: equal on all ranks
         run.metrics.names.update(rank["metrics"]["names"])
     if same:
         taken_in, holds = ranks[run.rank : run.rank + 1], True
-    elif data_size == run.data_size:
-        first = run.data_rank * each
-        taken_in, holds = ranks[first : first + each], run.engine.counts_data
+    elif data_size == run.dp_size:
+        first = run.dp_rank * each
+        taken_in, holds = ranks[first : first + each], run.engine.parallel.is_data_primary
     else:
         taken_in, holds = ranks, run.rank == 0
     counted = [rank["metrics"] for rank in taken_in if same or rank.get("counts_values", True)]
@@ -942,8 +944,8 @@ def _restore_ranks(
     run.engine.load_state_dicts(ranks)
     if same:
         run.saving.saved_rng = ranks[run.rank]["rng"]
-    elif run.data_rank < data_size:
-        run.saving.saved_rng = shares[run.data_rank]["rng"]
+    elif run.dp_rank < data_size:
+        run.saving.saved_rng = shares[run.dp_rank]["rng"]
     else:
         logger.warning(
             "%s was saved by fewer processes: rank %d starts with freshly seeded generators.",
@@ -951,7 +953,7 @@ def _restore_ranks(
             run.rank,
         )
         with isolated_rng(
-            mix(run.data.epoch_iterator.seed, run.data_rank, run.counters.global_step) % 2**32
+            mix(run.data.epoch_iterator.seed, run.dp_rank, run.counters.global_step) % 2**32
         ):
             run.saving.saved_rng = rng_state()
 
@@ -969,7 +971,7 @@ def _restore_gradients(run: FitRun, ranks: Sequence[Mapping[str, Any]]) -> None:
 
 def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     counters = Counters(**state["counters"])
-    counters.global_batches = -(-counters.epoch_batches // run.data_size)
+    counters.global_batches = -(-counters.epoch_batches // run.dp_size)
     run.counters.__dict__.update(vars(counters))
     run.step_sync.items_seen = state["items_seen"]
     run.step_sync.latest = run.step_sync.latest._replace(

@@ -103,7 +103,7 @@ def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
     Raises:
         ValueError: There is such a callback.
     """
-    divided = engine.mesh is not None or engine.gathers_state
+    divided = engine.parallel.mesh is not None or engine.gathers_state
     for each in callbacks if divided else ():
         if each.needs_whole_model:
             raise ValueError(

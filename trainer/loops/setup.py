@@ -483,7 +483,10 @@ def choose_start(
             module.
     """
     check_rank_consistency(context.settings, context.callbacks, ckpt_path)
-    if context.accelerator.engine.mesh is not None or context.accelerator.engine.gathers_state:
+    if (
+        context.accelerator.engine.parallel.mesh is not None
+        or context.accelerator.engine.gathers_state
+    ):
         check_shared_disk(context.project.on_each_node)
     check_callbacks_of(context.accelerator.engine, context.callbacks)
     on_all(lambda: to_manifest(module), "fit")  # fail before the first step, not at the first save
@@ -596,7 +599,7 @@ def make_fit_run(
             schedulers=schedulers,
             weighting=LossWeighting(
                 micro_batches=settings.gradient_accumulation_steps,
-                world_size=engine.data_size,
+                world_size=engine.parallel.dp_size,
                 reference=_nominal_items(module, data.epoch_iterator),
             ),
             guard=guard,
@@ -685,12 +688,12 @@ def start_fit(
             run.plan.last_logged = run.counters.global_step
         if weights is not None:
             on_all(partial(load_weights, run.module, weights, run.engine), "fit")
-        if run.data_size < run.world_size:  # parts of one model may have drawn other numbers
+        if run.dp_size < run.world_size:  # parts of one model may have drawn other numbers
             load_rng_state(broadcast_object(rng_state()))
-        if run.data_rank > 0:
+        if run.dp_rank > 0:
             # Rank 0 draws the same random numbers as a single process. The other ranks are seeded
             # differently, so that their dropout masks differ, except where they read the same data.
-            seed_generators(mix(run.data.epoch_iterator.seed, run.data_rank) % 2**32)
+            seed_generators(mix(run.data.epoch_iterator.seed, run.dp_rank) % 2**32)
     check_one_pass_loaders(run, context.settings.reload_dataloaders_every_n_epochs)
     hparams = logged(run.module)
     if isinstance(run.datamodule, DataModule):
@@ -890,7 +893,7 @@ def _common(
     metrics = MetricStore(
         accelerator.device,
         world_size=accelerator.num_processes,
-        counts=engine.counts_values,
+        counts=engine.parallel.is_log_primary,
         quiet_training=quiet,
     )
     recorder.private = metrics.private
@@ -904,7 +907,7 @@ def _common(
         "device": accelerator.device,
         "world_size": accelerator.num_processes,
         "rank": accelerator.process_index,
-        "data_size": engine.data_size,
-        "data_rank": engine.data_rank,
+        "dp_size": engine.parallel.dp_size,
+        "dp_rank": engine.parallel.dp_rank,
         "engine": engine,
     }

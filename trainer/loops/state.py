@@ -115,8 +115,8 @@ class Run:
         device: The device that batches are moved to.
         world_size: The number of processes.
         rank: The rank of this process.
-        data_size: How many shares of the data there are; see `trainer.engines.base.Engine`.
-        data_rank: Which of them this process reads.
+        dp_size: How many shares of the data there are; see `trainer.distributed.parallel`.
+        dp_rank: Which of them this process reads.
         engine: Runs the module and reduces its gradients.
         counters: The progress of the fit. In an evaluation: that of the loaded checkpoint, or of
             the last fit.
@@ -136,8 +136,8 @@ class Run:
     device: Final[torch.device]
     world_size: Final[int]
     rank: Final[int]
-    data_size: Final[int]
-    data_rank: Final[int]
+    dp_size: Final[int]
+    dp_rank: Final[int]
     engine: Final[Engine]
     counters: Final[Counters] = field(default_factory=Counters)
     eval_lengths: list[int | None] = field(default_factory=list)
@@ -151,8 +151,8 @@ class Run:
             self.module,
             self.datamodule,
             device=self.device,
-            rank=self.data_rank,
-            world_size=self.data_size,
+            rank=self.dp_rank,
+            world_size=self.dp_size,
             dtype=self.precision.dtype,
         )
 
@@ -405,7 +405,7 @@ class FitRun(Run):
             loss: A scalar that is finite only if all losses of the window are; None without loss.
         """
         # Processes that read the same data count them once.
-        counts = self.engine.counts_data
+        counts = self.engine.parallel.is_data_primary
         ended = counts and self.data.ended
         if self.optim.guard is not None:
             self.optim.guard.window_loss = loss
@@ -448,7 +448,7 @@ class FitRun(Run):
             epochs += min(counters.epoch_batches / batches, 0.999_999)  # 1.0 only when it is over
         step_sync = self.step_sync
         seconds = self.clock if self.world_size == 1 else step_sync.latest.seconds
-        here = -(-(batches or 0) // self.data_size)
+        here = -(-(batches or 0) // self.dp_size)
         return Progress(
             step,
             epochs,

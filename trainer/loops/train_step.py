@@ -55,7 +55,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     # Items of all ranks; None if this rank cannot know the others'. On the CPU their sum is there
     # anyway, and knows of batches that others have skipped.
     may_skip = run.device.type == "cpu" or hooks.may_end_epoch
-    known = None if run.data_size > 1 and may_skip else 0.0
+    known = None if run.dp_size > 1 and may_skip else 0.0
     largest: Tensor | None = None  # non-finite only if a loss is: unlike a sum it cannot overflow
     seen: Tensor | None = None
     run.step.ends_epoch = False
@@ -63,7 +63,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     hooks.on_train_step_start()
     for number, micro in enumerate(window, 1):
         sync = micro.last or number == size
-        engine.begin_micro_batch(sync=sync, complete=micro.batches == run.data_size)
+        engine.begin_micro_batch(sync=sync, complete=micro.batches == run.dp_size)
         batch, items = items_of(micro)
         weighting.refer_to(items)
         batch_idx = run.batch_idx = counters.global_batches
@@ -77,7 +77,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
             if outputs is None:
                 check_may_skip(run)
                 skips, items, known = True, 0.0, None
-        elif micro.present and run.data_size == 1:
+        elif micro.present and run.dp_size == 1:
             outputs = step_without_gradient(run, batch, batch_idx)
         elif run.step.ends_epoch:
             items, known = 0.0, None
@@ -91,7 +91,7 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
         known = count_global_batch(run, micro, known)
         stats = run.own_stats(items_here, largest) if sync else None
         if loss is None:
-            if run.data_size > 1 and not skips:
+            if run.dp_size > 1 and not skips:
                 outputs, total = dummy_step(run, micro, batch, number, stats)
             else:
                 total = contribute_nothing(run, stats, skips=skips or not micro.present)
@@ -168,7 +168,7 @@ def contribute_nothing(run: FitRun, stats: StepStats | None, *, skips: bool) -> 
     """
     if stats is not None:
         run.precision.scale_nothing(run.device)
-    if skips and run.data_size == 1:
+    if skips and run.dp_size == 1:
         return 0.0 if stats is None else run.engine.sync_stats(stats)
     return run.engine.backward(None, stats)
 
@@ -242,7 +242,7 @@ def begin_batch(run: FitRun, micro: GlobalBatch, batch: Any, items: float) -> tu
     """
     of_batch: Any = run.hooks
     of_backward: Any = run.hooks
-    if micro.batches < run.data_size:
+    if micro.batches < run.dp_size:
         of_batch = of_backward = without_collectives(run, micro)
     elif run.device_transfer.may_lack_items:
         of_backward = NoCollectives(run.hooks, WITHOUT_ITEMS)
@@ -275,7 +275,7 @@ def leave_batch_out(run: FitRun, micro: GlobalBatch) -> None:
     run.step.ends_epoch, micro.present = True, False
     run.metrics.leave_batch()
     manual = not run.module.automatic_optimization
-    shared = run.engine.forward_is_collective and run.data_size < run.world_size
+    shared = run.engine.forward_is_collective and run.dp_size < run.world_size
     if run.engine.optimizer_driver is not None or shared or (manual and run.world_size > 1):
         what = "manual optimisation" if manual else type(run.engine).__name__
         raise RuntimeError(
@@ -300,7 +300,7 @@ def check_may_skip(run: FitRun) -> None:
             type(run.module).__name__,
         )
     if run.engine.forward_is_collective or (
-        run.data_size > 1 and run.device.type != "cpu" and not run.device_transfer.counts_items
+        run.dp_size > 1 and run.device.type != "cpu" and not run.device_transfer.counts_items
     ):
         raise TypeError(
             f"training_step of {type(run.module).__name__} returned None on rank {run.rank} at "
@@ -321,7 +321,7 @@ def count_global_batch(run: FitRun, micro: GlobalBatch, known: float | None) -> 
         `known` plus the items of this global batch over all ranks; None if they are unknown.
     """
     counters = run.counters
-    if run.data_size > 1:
+    if run.dp_size > 1:
         run.engine.use_buffers_of(micro.first)
     counters.global_batches += 1
     counters.epoch_batches += micro.batches
@@ -329,7 +329,7 @@ def count_global_batch(run: FitRun, micro: GlobalBatch, known: float | None) -> 
     run.data.ended = micro.ended or (micro.last and run.data.epoch_iterator.sampler is None)
     # A user's collate_fn may drop samples: a rank knows that only of its own batches. Batches that
     # the dataset yields ready-made are assumed to be as large on the other ranks as on this one.
-    items = micro.samples if run.data_size == 1 else micro.global_samples
+    items = micro.samples if run.dp_size == 1 else micro.global_samples
     read = micro.global_samples or micro.real_samples or micro.samples * micro.batches
     counters.samples_seen += read
     counters.batches_seen += micro.batches
@@ -624,7 +624,7 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
     metrics.begin_window()
     hooks.on_train_step_start()
     # `training_step` runs on all ranks (see `manual_dummy`), hooks only where there is a batch.
-    own: Any = hooks if micro.batches == run.data_size else without_collectives(run, micro)
+    own: Any = hooks if micro.batches == run.dp_size else without_collectives(run, micro)
     run.step.hooks, run.step.ends_epoch = own, False
     if micro.present:
         metrics.begin_batch(items)

@@ -340,7 +340,7 @@ def search_batch_size(
     """
     trainer = subject.trainer
     steps = trainer._context.settings.gradient_accumulation_steps
-    own = None if effective is None else effective // trainer.accelerator.engine.data_size
+    own = None if effective is None else effective // trainer.accelerator.engine.parallel.dp_size
     if own is not None:
         search = replace(search, max_val=min(own, search.max_val or own))
     with isolate(subject.module):

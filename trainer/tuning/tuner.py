@@ -221,7 +221,7 @@ class Tuner:
             raise ValueError(choice_error("method", method, METHODS))
         module = one_module(method, module, model)
         check_module(module, method)
-        world_size = self.trainer.accelerator.engine.data_size
+        world_size = self.trainer.accelerator.engine.parallel.dp_size
         if effective_batch_size is not None:
             check_effective(effective_batch_size, method, module, world_size)
             effective_batch_size = int(effective_batch_size)

@@ -251,7 +251,7 @@ class LightningModule(HyperparametersMixin, TrainModule):
     @property
     def device_mesh(self) -> Any:
         """The mesh that splits the model over processes; None on one device and with DDP."""
-        return self.trainer.accelerator.engine.mesh
+        return self.trainer.accelerator.engine.parallel.mesh
 
     def configure_callbacks(self) -> Any:
         """Return further callbacks, which replace those of the Trainer of the same class."""

@@ -890,7 +890,7 @@ class Trainer(NativeTrainer):
         if self.world_size == 1:
             return None
         engine = self.accelerator.engine
-        return {"num_replicas": engine.data_size, "rank": engine.data_rank}
+        return {"num_replicas": engine.parallel.dp_size, "rank": engine.parallel.dp_rank}
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -378,7 +378,7 @@ class Precision:
             return torch.stack([flag.to(self._device_type) for flag in found]).sum() == 0
         return bool(made)
 
-    def leave_out(self, optimizer: Optimizer) -> None:
+    def skip_step(self, optimizer: Optimizer) -> None:
         """Count an update that the user's code has not made as one with the current scale.
 
         Otherwise the next gradients would be taken for unscaled ones.

@@ -23,6 +23,7 @@ from trainer.loops.evaluate import (
     evaluate,
     record_epoch,
 )
+from trainer.loops.manual import before_manual_step, manual_window
 from trainer.loops.module_state import (
     changed_attributes,
     generators_of,
@@ -37,13 +38,8 @@ from trainer.loops.module_state import (
 from trainer.loops.preflight import check_reachable, warn_of_missed, warn_of_shared_names
 from trainer.loops.profiler import DATA, VALIDATING
 from trainer.loops.state import FitRun
-from trainer.loops.train_step import (
-    before_manual_step,
-    manual_window,
-    reduce_update,
-    tick,
-    train_window,
-)
+from trainer.loops.train_step import train_window
+from trainer.loops.update import reduce_update, step_schedulers
 from trainer.metrics import TRAIN_EPOCH
 from trainer.optim.schedule_free import evaluation_weights, schedule_free
 
@@ -236,7 +232,7 @@ def finish_update(run: FitRun) -> None:
         end_epoch(run)
     if run.optim.schedulers and run.module.automatic_optimization:
         # Schedulers such as ReduceLROnPlateau may monitor a metric of this update's validation.
-        tick(run, "step", counters.global_step, by_metric=True)
+        step_schedulers(run, "step", counters.global_step, by_metric=True)
     boundary(run, on_all_ranks=on_all_ranks)
 
 
@@ -371,13 +367,13 @@ def validate(run: FitRun) -> None:
 
 
 def end_epoch(run: FitRun) -> None:
-    """Call the epoch-end hooks, record the epoch's metrics and tick the epoch-wise schedulers."""
+    """Call the epoch-end hooks, record the epoch's metrics and step the epoch-wise schedulers."""
     reduce_update(run)
     record_epoch(run, "train")
     if run.data.epoch_iterator.presharded:
         run.engine.broadcast_buffers()  # from a rank whose data ended last
     if run.module.automatic_optimization:
-        tick(run, "epoch", run.counters.epoch + 1)
+        step_schedulers(run, "epoch", run.counters.epoch + 1)
 
 
 def sanity_check(run: FitRun) -> None:

@@ -197,7 +197,7 @@ class Optimization:
         unregistered: Unregistered parameters: an optimizer has them, the module does not.
         warned_of_unregistered: Whether a warning about unregistered parameters was logged.
         parameter_fingerprint: Fingerprint of the parameter lists, by which
-            `trainer.loops.train_step.refresh_parameter_lists` detects that they may have changed.
+            `trainer.loops.update.refresh_parameter_lists` detects that they may have changed.
     """
 
     optimizers: Final[list[AcceleratedOptimizer]]

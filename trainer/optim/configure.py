@@ -134,7 +134,7 @@ class SchedulerEntry:
                 "'scheduler': …, 'monitor': 'val/loss'}."
             )
 
-    def tick(
+    def step(
         self,
         metrics: Mapping[str, float],
         step: Callable[[Any, float | None], Any] | None = None,
@@ -163,7 +163,7 @@ class SchedulerEntry:
                 return
             with warnings.catch_warnings():
                 # If the first update was skipped for overflow, torch warns that `step` was called
-                # in the wrong order. The warning is suppressed only at the first tick, because
+                # in the wrong order. The warning is suppressed only at the first step, because
                 # `catch_warnings` resets Python's registry of warnings already shown.
                 warnings.filterwarnings(
                     "ignore", "Detected call of `lr_scheduler.step", UserWarning

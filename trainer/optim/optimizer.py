@@ -325,9 +325,9 @@ class AcceleratedOptimizer(Optimizer):
         """`step_was_skipped` without waiting for the device; may be a tensor of shape () there."""
         return self._skipped
 
-    def leave_out(self) -> None:
+    def skip_step(self) -> None:
         """Skip an update that is due, and record it as skipped."""
-        self._precision.leave_out(self.optimizer)
+        self._precision.skip_step(self.optimizer)
         self._skipped = True
         self._note_call()
         self._reduced = False

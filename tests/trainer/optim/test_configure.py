@@ -154,7 +154,7 @@ def test_a_plateau_without_a_metric_is_refused(sgd):
 def test_a_tick_advances_once_without_a_warning(sgd, steps):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        SchedulerEntry(scheduler=steps).tick({})  # the first update may have been skipped
+        SchedulerEntry(scheduler=steps).step({})  # the first update may have been skipped
     assert sgd.param_groups[0]["lr"] == 0.5
 
 
@@ -162,14 +162,14 @@ def test_a_plateau_is_given_its_metric(sgd):
     plateau = ReduceLROnPlateau(sgd, factor=0.1, patience=0)
     entry = SchedulerEntry(scheduler=plateau, monitor="val/loss")
     for loss in (1.0, 2.0):
-        entry.tick({"val/loss": loss})
+        entry.step({"val/loss": loss})
     assert sgd.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
 def test_a_metric_that_was_not_logged_is_named_with_those_that_were(sgd):
     entry = SchedulerEntry(scheduler=ReduceLROnPlateau(sgd), monitor="val/lss")
     with pytest.raises(ValueError, match=r"'val/lss'; .*'train/loss', 'val/loss'.*'val/loss'\?"):
-        entry.tick({"val/loss": 1.0, "train/loss": 2.0})
+        entry.step({"val/loss": 1.0, "train/loss": 2.0})
 
 
 def test_options_of_one_optimizer(sgd, steps):

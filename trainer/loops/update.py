@@ -1,0 +1,282 @@
+"""One update of the weights: unscale, check, clip, step, and what follows from it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import module_logger
+from trainer.loops.module_state import warn_of_dropout_off
+from trainer.loops.state import FitRun
+from trainer.metrics import to_floats
+from trainer.optim.clipping import clip_each_
+from trainer.optim.optimizer import AcceleratedOptimizer, LossOfUpdate, parameters_of
+
+logger = module_logger(__name__)
+
+
+def update(run: FitRun, total: float | Tensor, items: float, last_loss: Tensor | None) -> None:
+    """Make one optimizer update: unscale, call hooks, check for non-finite values, clip, step.
+
+    Step-wise schedulers step and `global_step` advances, also if the update is skipped. Nothing is
+    done if ``on_train_batch_start`` has left out all batches of all ranks.
+
+    Args:
+        run: The fit; its gradients are already reduced over the ranks.
+        total: Items of the window over all ranks. The gradients are divided by it.
+        items: Items of the window on this rank.
+        last_loss: The last loss of this rank, for the error message.
+
+    Raises:
+        FloatingPointError: A gradient is not finite; see `trainer.optim.finite`.
+    """
+    if run.hooks.may_end_epoch and not items and run.step_sync.no_batch_ran():
+        run.step_sync.settle()  # on all ranks, so that the epoch ends here
+        return
+    optim = run.optim
+    refresh_parameter_lists(run)
+    # No optimizer zeroes the gradients of parameters that none of them has. They would accumulate
+    # from update to update, and raise the total norm by which all gradients are clipped.
+    for parameter in optim.unused:
+        parameter.grad = None
+    if run.precision.scales:
+        run.precision.unscale_together([optimizer.optimizer for optimizer in optim.optimizers])
+    factor = optim.weighting.factor(total)
+    if factor is not None:
+        run.engine.scale_gradients_(optim.parameters, factor)
+    see_if_log_is_due(run)
+    for optimizer in optim.optimizers:
+        run.hooks.on_before_optimizer_step(optimizer)
+    if should_step(run, last_loss):
+        if optim.clips or "configure_gradient_clipping" in run.hooks.parts:
+            clip(run)
+        stepped = step_optimizers(run, last_loss)
+        if optim.guard is not None and run.precision.scales and stepped:
+            skipped = [optimizer.skipped for optimizer in stepped]
+            optim.guard.count_scaled(skipped, run.counters.global_step + 1)
+    run.counters.global_step += 1  # first: an overridden lr_scheduler_step may read it
+    step_schedulers(run, "step", run.counters.global_step, by_metric=False)
+
+
+def should_step(run: FitRun, last_loss: Tensor | None) -> bool:
+    """Return whether to make the update: False if a gradient or loss is non-finite on any rank.
+
+    With loss scaling (float16) it is always True: the gradient scaler skips overflows itself.
+
+    Args:
+        run: The fit.
+        last_loss: The last loss of this rank, for the error message.
+
+    Raises:
+        FloatingPointError: See `FiniteGuard.should_step`.
+    """
+    if run.optim.guard is None or run.precision.scales:
+        return True
+    found = run.engine.found_non_finite(run.optim.parameters)
+    if found is not None:
+        found = joined(found, run.step_sync.bad_losses)
+    if run.optim.guard.should_step(found, run.counters.global_step + 1, last_loss):
+        return True
+    for optimizer in run.optim.optimizers:
+        optimizer.skip_step()
+    return False
+
+
+def joined(found: bool | Tensor, bad_losses: float | Tensor) -> bool | Tensor:
+    """Return whether a gradient or a loss is non-finite, without a device sync.
+
+    Args:
+        found: Whether a gradient is; on an accelerator a tensor of shape (), 1 or 0.
+        bad_losses: The number of ranks with a non-finite loss; a tensor if not on the host yet.
+
+    Returns:
+        A bool, or a tensor of shape () like `found`.
+    """
+    if not isinstance(found, Tensor):
+        return found or bool(bad_losses > 0)
+    if isinstance(bad_losses, Tensor):
+        bad = bad_losses.to(found, non_blocking=True).clamp(max=1.0)
+        return torch.maximum(found, bad)
+    return torch.ones_like(found) if bad_losses else found
+
+
+def clip(run: FitRun) -> None:
+    """Clip the gradients: separately for each optimizer with limits of its own, the rest together.
+
+    The optimizers' parameters are listed each time, since the user may add a parameter group at any
+    time. A module that overrides `configure_gradient_clipping` clips those of each optimizer.
+    """
+    own_clip = run.hooks.parts.get("configure_gradient_clipping")
+    if own_clip is not None:
+        limits_of = {id(optimizer): limits for optimizer, limits in run.optim.own_limits}
+        for optimizer in run.optim.optimizers:
+            limits = limits_of.get(id(optimizer), run.optim.limits)
+            given = {"norm": limits.max_norm, "value": limits.max_value}
+            asked = {kind: limit for kind, limit in given.items() if limit is not None}
+            for kind, limit in asked.items():
+                own_clip(optimizer, limit, kind)
+            if not asked:
+                own_clip(optimizer, None, None)
+        return
+    apart = [(parameters_of([optimizer]), limits) for optimizer, limits in run.optim.own_limits]
+    clip_each_(run.engine, run.optim.parameters, apart, run.optim.limits)
+
+
+def step_optimizers(run: FitRun, last_loss: Tensor | None) -> list[AcceleratedOptimizer]:
+    """Let each optimizer make its update, or the module's own `optimizer_step`.
+
+    Args:
+        run: The fit.
+        last_loss: The last loss of this rank.
+
+    Returns:
+        Those that an override has not left out.
+    """
+    own_step = run.hooks.parts.get("optimizer_step")
+    if own_step is None:
+        for optimizer in run.optim.optimizers:
+            optimizer.step()
+        return run.optim.optimizers
+    stepped = []
+    for optimizer in run.optim.optimizers:
+        steps = optimizer.steps
+        own_step(run.counters.epoch, run.batch_idx, optimizer, LossOfUpdate(last_loss))
+        if optimizer.steps > steps:
+            stepped.append(optimizer)
+            continue
+        optimizer.skip_step()
+        if run.optim.guard is not None:
+            run.optim.guard.skipped += 1
+    return stepped
+
+
+def step_schedulers(
+    run: FitRun, interval: str, number: int, *, by_metric: bool | None = None
+) -> None:
+    """Advance the learning rate schedulers of one interval.
+
+    Args:
+        run: The fit.
+        interval: ``"step"`` or ``"epoch"``.
+        number: The number of the step or epoch, from 1; compared with each scheduler's frequency.
+        by_metric: True: only schedulers that monitor a metric (such as ``ReduceLROnPlateau``).
+            False: only the others. None: all.
+    """
+    if run.optim.schedulers_paused:
+        return
+    for entry in run.optim.schedulers:
+        if entry.interval != interval or number % entry.frequency:
+            continue
+        if by_metric in (None, entry.takes_metric):
+            latest = run.recorder.latest
+            if entry.takes_metric:
+                assert entry.monitor is not None
+                reduce_update(run)
+                known = run.recorder.monitored(entry.monitor)
+                if known is None and entry.monitor in latest:
+                    continue  # validation logs this name too, but none has run yet
+                latest = latest if known is None else latest | {entry.monitor: known[0]}
+            entry.step(latest, run.hooks.parts.get("lr_scheduler_step"), warns=run.warns)
+
+
+def reduce_update(run: FitRun) -> None:
+    """Reduce what the latest update logged, for decisions that depend on it; collective.
+
+    The values are remembered, not recorded. If they are already reduced, nothing is done. If the
+    validation after this update logged the same name, the validation's value is kept.
+    """
+    step = run.counters.global_step
+    run.recorder.flush()
+    if not run.metrics.step_reduced:
+        values = to_floats(run.metrics.reduce_step())
+        validated = {name: known for name, known in run.recorder.validated.items() if known}
+        later = {name: value for name, (value, at) in validated.items() if at == step}
+        run.recorder.remember(values | later, step)
+
+
+def see_if_log_is_due(run: FitRun) -> None:
+    """Set `Plan.log_due` for the update in progress, which `global_step` does not count yet."""
+    step, schedule = run.counters.global_step + 1, run.plan.log_schedule
+    run.plan.log_due = schedule.may_be_due(step) and schedule.due(run.progress_at(step))
+
+
+def drop_gradients(run: FitRun) -> None:
+    """Call `on_before_zero_grad` and zero the gradients, at the end of a window."""
+    own_zero_grad = run.hooks.parts.get("optimizer_zero_grad")
+    for optimizer in run.optim.optimizers:
+        run.hooks.on_before_zero_grad(optimizer)
+        if own_zero_grad is None:
+            optimizer.zero_grad()
+        else:
+            own_zero_grad(run.counters.epoch, run.batch_idx, optimizer)
+
+
+def refresh_parameter_lists(run: FitRun) -> None:
+    """Refresh the lists of parameters of the module and the optimizers if they may have changed.
+
+    That is: at the first update of each epoch, and whenever a parameter group is another list or
+    has another length, first or last parameter. Comparing all parameters at every update would be
+    slow.
+
+    Raises:
+        ValueError: See `check_unregistered_parameters`.
+        RuntimeError: Gradients of some parameters are not averaged over the ranks; see
+            `DataParallel.check_unknown_parameters`.
+    """
+    now = [run.counters.epoch]
+    for optimizer in run.optim.optimizers:
+        for group in optimizer.optimizer.param_groups:
+            parameters = group["params"]
+            now += id(parameters), len(parameters)
+            if parameters:
+                now += id(parameters[0]), id(parameters[-1])
+    if now != run.optim.parameter_fingerprint:
+        # At the first update: hooks before it may have called eval().
+        if not run.optim.parameter_fingerprint and run.warns:
+            warn_of_dropout_off(run.module)
+        own = list(run.module.parameters())
+        used = parameters_of(run.optim.optimizers)
+        own_ids, used_ids = set(map(id, own)), set(map(id, used))
+        run.optim.unused = [parameter for parameter in own if id(parameter) not in used_ids]
+        run.optim.unregistered = [parameter for parameter in used if id(parameter) not in own_ids]
+        run.optim.parameters = own + run.optim.unregistered
+        run.optim.parameter_fingerprint = now
+        run.engine.check_unknown_parameters()
+    if run.optim.unregistered and not run.optim.warned_of_unregistered:
+        check_unregistered_parameters(run)
+
+
+def check_unregistered_parameters(run: FitRun) -> None:
+    """Warn of unregistered parameters: an optimizer trains them, but the module does not have them.
+
+    Parameters without a gradient are ignored: the loss does not use them.
+
+    Raises:
+        ValueError: With several processes, where nothing averages the gradients of these
+            parameters.
+    """
+    trained = [parameter for parameter in run.optim.unregistered if parameter.grad is not None]
+    if not trained:
+        return
+    shapes = ", ".join(str(tuple(parameter.shape)) for parameter in trained)
+    what = (
+        f"An optimizer trains parameters of the shapes {shapes} that "
+        f"{type(run.module).__name__} does not have"
+    )
+    fix = (
+        "Assign them, or the module that has them, to an attribute of the module; a list of "
+        "them as an nn.ParameterList or nn.ModuleList."
+    )
+    if not all(isinstance(parameter, nn.Parameter) for parameter in trained):
+        fix = "Wrap a plain tensor in nn.Parameter first. " + fix
+    if run.world_size > 1 and run.module.automatic_optimization:
+        raise ValueError(
+            f"{what}: they would be neither averaged over the processes nor saved. {fix}"
+        )
+    run.optim.warned_of_unregistered = True
+    if run.rank == 0:
+        logger.warning(
+            "%s: no checkpoint holds them, and a resumed run starts with their initial values. %s",
+            what,
+            fix,
+        )

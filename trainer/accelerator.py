@@ -405,7 +405,7 @@ class Accelerator:
 
         Else the first process of each machine does.
         """
-        return self.is_fsdp2 or self.engine.gathers_state or self.is_local_main_process
+        return self.is_fsdp2 or self.engine.full_state_on_rank0 or self.is_local_main_process
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -1239,7 +1239,7 @@ class Accelerator:
         parse_size(max_shard_size, "max_shard_size")  # a bad size raises on every rank
         options = _bare(model), save_directory, max_shard_size, safe_serialization
         what = f"Saving the model to {os.fspath(save_directory)}"
-        if self.engine.gathers_state:
+        if self.engine.full_state_on_rank0:
             state = self.get_state_dict(model)
             write = partial(write_model, *options, writes=self._writes, state=state)
             run_on_all_ranks(
@@ -1383,7 +1383,7 @@ class Accelerator:
     @property
     def _collects(self) -> bool:
         """Whether all processes take part in collecting a model's weights."""
-        return self.engine.parallel.mesh is not None or self.engine.gathers_state
+        return self.engine.parallel.mesh is not None or self.engine.full_state_on_rank0
 
     @property
     def _writes(self) -> bool:

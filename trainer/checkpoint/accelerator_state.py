@@ -163,7 +163,7 @@ class Prepared:
     @property
     def gathers(self) -> bool:
         """Whether the engine gathers the state on rank 0."""
-        return self.engine is not None and self.engine.gathers_state
+        return self.engine is not None and self.engine.full_state_on_rank0
 
     @property
     def replicated(self) -> bool:
@@ -171,7 +171,7 @@ class Prepared:
         engine = self.engine
         if engine is None:
             return True
-        divided = self.mesh is not None or engine.gathers_state or engine.divides_layers
+        divided = self.mesh is not None or engine.full_state_on_rank0 or engine.is_model_parallel
         return not divided and not any(engine.state_dict().values())
 
     @property
@@ -184,7 +184,7 @@ class Prepared:
         """See `trainer.engines.base.Engine.settle`."""
         if self.engine is not None:
             for model in self.models:
-                self.engine.settle(model, drops_gradients=drops_gradients)
+                self.engine.reshard(model, drops_gradients=drops_gradients)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -349,7 +349,7 @@ def _save(
             main_alone.forget()  # all have come
         prepared.settle()
         engine = prepared.engine
-        gathers = engine is not None and engine.gathers_state
+        gathers = engine is not None and engine.full_state_on_rank0
         every.extend(map(engine.full_state_dict if engine and gathers else bare_state_dict, models))
         weights.extend(every)
 

@@ -86,9 +86,9 @@ class Engine(Protocol):
         parallel: Which share of the data this process reads, and whether its values count.
         forward_is_collective: Whether a forward pass is known to wait for the other processes.
         distributed_type: What `Accelerator.distributed_type` is; None if the processes say it.
-        gathers_state: Whether `full_state_dict` and the optimizer's ``state_dict`` are collective,
-            and give everything to rank 0 alone: a checkpoint is not sharded.
-        divides_layers: Whether processes hold parts of one model that do not say so themselves:
+        full_state_on_rank0: Whether `full_state_dict` and the optimizer's ``state_dict`` are
+            collective, and give everything to rank 0 alone: a checkpoint is not sharded.
+        is_model_parallel: Whether processes hold parts of one model that do not say so themselves:
             other layers, or parts of layers.
         schedules: Schedules that it advances itself with each update, in a loop of your own.
         optimizer_driver: Makes the updates of prepared optimizers, and has their state; None if
@@ -103,8 +103,8 @@ class Engine(Protocol):
     parallel: Parallel
     forward_is_collective: bool
     distributed_type: DistributedType | None
-    gathers_state: bool
-    divides_layers: bool
+    full_state_on_rank0: bool
+    is_model_parallel: bool
     schedules: Sequence[Any]
     optimizer_driver: OptimizerDriver | None
     compiles_units: bool
@@ -154,10 +154,10 @@ class Engine(Protocol):
     def load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
         """Copy weights that `full_state_dict` gave, on each process, into a module; collective.
 
-        It is called only if the engine `gathers_state`.
+        It is called only if the engine `full_state_on_rank0`.
         """
 
-    def settle(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
+    def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
         """Release gathered parameters, before the state of a module is saved or loaded.
 
         Args:
@@ -182,12 +182,13 @@ class Engine(Protocol):
     def begin_epoch(self) -> None:
         """Notice parameters that were frozen or unfrozen, before an epoch's first window."""
 
-    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
         """Announce a micro-batch, before the forward pass.
 
         Args:
             sync: Whether the next backward ends the window.
             complete: Whether every process has a batch; the same on all of them.
+            source: The lowest rank with a batch, whose buffers are then everybody's.
         """
 
     def forward(self, name: str, *args: Any) -> Any:
@@ -229,9 +230,6 @@ class Engine(Protocol):
         Raises:
             RuntimeError: Some were, of parameters that the engine does not know.
         """
-
-    def use_buffers_of(self, rank: int) -> None:
-        """Make this rank's buffers everybody's when they are sent next: it had the latest batch."""
 
     def broadcast_buffers(self) -> None:
         """Make one process's buffers everybody's, before an evaluation or a save."""

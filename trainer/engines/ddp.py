@@ -226,6 +226,7 @@ class Replicas(SingleDevice):
     """
 
     _source = 0  # the process whose buffers are everybody's
+    _begins_window = False  # whether the next micro-batch does, but for the first one
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -329,12 +330,11 @@ class Replicas(SingleDevice):
         self.reduce_gradients = partial(average_gradients, sparse=sparse_weights(module))
         broadcast([*module.parameters(), *module.buffers()])
 
-    def forward(self, name: str, *args: Any) -> Any:
-        """Call a method of the user's module by name; ``training_step`` on all processes."""
-        if name == "training_step" and self._sends_buffers:
-            # Otherwise saving, which broadcasts rank 0's buffers, would change the training.
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:  # noqa: ARG002
+        """Broadcast the buffers once a window: a save, which does, changes the training no more."""
+        if self._begins_window and self._sends_buffers:
             self._send_buffers()
-        return super().forward(name, *args)
+        self._begins_window, self._source = sync, source
 
     def _send_buffers(self) -> None:
         """Broadcast buffers coalesced, as DDP does: this is faster than one by one."""
@@ -352,10 +352,6 @@ class Replicas(SingleDevice):
         total = self.step_sync.sync_vector(stats)
         sum_numbers(total)
         return self.step_sync.count(total)
-
-    def use_buffers_of(self, rank: int) -> None:
-        """Send this rank's buffers from now on."""
-        self._source = rank
 
     def broadcast_buffers(self) -> None:
         """Make one process's buffers everybody's, before an evaluation or a save."""
@@ -420,7 +416,6 @@ class DataParallel(Replicas):
     """
 
     _reduces_after = False  # see `begin_micro_batch`
-    _begins_window = False  # whether the next micro-batch does, but for the first one
 
     def start(self, module: nn.Module, step_sync: StepSync | None) -> None:
         """Wrap the module.
@@ -486,22 +481,17 @@ class DataParallel(Replicas):
         output, self._rides = self._ddp(name, *args)
         return output
 
-    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
         """Broadcast buffers once a window, and set whether the next backward reduces gradients.
 
         Where DDP searches for unused parameters and a process runs a dummy batch, whose use of
         parameters must not count, all processes reduce after their backward passes.
         """
-        self._begin_micro_batch(sync)
+        super().begin_micro_batch(sync=sync, source=source)
         self._reduces_after = self._searches and sync and not complete
         reduces = sync and not self._reduces_after
         if self._ddp.require_backward_grad_sync is not reduces:  # setting attributes of it is slow
             self._ddp.require_backward_grad_sync = reduces
-
-    def _begin_micro_batch(self, sync: bool) -> None:
-        if self._begins_window and self._sends_buffers:
-            self._send_buffers()
-        self._begins_window = sync
 
     def backward(
         self, loss: Tensor | None, stats: StepStats | None = None, *args: Any, **kwargs: Any
@@ -733,12 +723,12 @@ class StaticDataParallel(DataParallel):
         if self._graph_known:
             super().begin_epoch()
 
-    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
         """Set, before the forward pass, whether the next backward ends the accumulation window."""
         if self._graph_known:
-            super().begin_micro_batch(sync=sync, complete=complete)
+            super().begin_micro_batch(sync=sync, complete=complete, source=source)
         else:
-            self._begin_micro_batch(sync)
+            Replicas.begin_micro_batch(self, sync=sync, source=source)
 
     def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by name."""

@@ -70,7 +70,7 @@ class DrivesOptimizer(SingleDevice):
         plugin: The settings of the library.
     """
 
-    gathers_state = True
+    full_state_on_rank0 = True
     library: str
     argument: str
     dummy_scheduler: type[Any]
@@ -207,7 +207,8 @@ class DrivesOptimizer(SingleDevice):
     # -- the window of micro-batches ---------------------------------------------------------------
 
     # ARG002: an interface
-    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:  # noqa: ARG002
+    # ARG002: an interface
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:  # noqa: ARG002
         """Drop gradients of a window whose update was skipped."""
         if self._ended:
             self.optimizer_zero_grad()
@@ -231,7 +232,7 @@ class DrivesOptimizer(SingleDevice):
         """Drop the gradients that no update has used."""
         raise NotImplementedError
 
-    def settle(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
+    def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
         """Notice gradients that no update has used.
 
         Raises:

@@ -438,7 +438,7 @@ class FullyShard(SingleDevice):
                 whole[name] = here
         return whole
 
-    def settle(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
+    def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
         """Put the shards in the place of gathered parameters.
 
         Raises:
@@ -561,12 +561,12 @@ class FullyShard(SingleDevice):
             )
 
     # ARG002: an interface
-    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:  # noqa: ARG002
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:  # noqa: ARG002
         """Reduce gradients only in the last backward of a window."""
-        root: Any = self.module
         sync = sync or self.options.sync_each_batch
         if sync is not self._reduces:  # torch visits all submodules to set it
-            root.set_requires_gradient_sync(sync)
+            for root in self._roots:
+                root.set_requires_gradient_sync(sync)
             self._reduces = sync
 
     def begin_epoch(self) -> None:

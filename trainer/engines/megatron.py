@@ -161,7 +161,7 @@ class Megatron(DrivesOptimizer):
     library, argument = "megatron-core", "megatron_lm_plugin"
     dummy_scheduler = MegatronLMDummyScheduler
     plugin: MegatronLMPlugin
-    divides_layers = True
+    is_model_parallel = True
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)

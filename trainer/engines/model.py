@@ -92,7 +92,7 @@ def check_same_model(model: nn.Module, engine: Engine) -> None:
         ValueError: Names, shapes, dtypes, what is tied or what is trained differ; raised on all
             processes, with the first difference.
     """
-    if PartialState().num_processes == 1 or engine.divides_layers:
+    if PartialState().num_processes == 1 or engine.is_model_parallel:
         return
     arguments = engine.options.ddp_kwargs
     own = _described(model, buffers=arguments is None or arguments.broadcast_buffers)

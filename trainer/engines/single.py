@@ -39,8 +39,8 @@ class SingleDevice:
 
     forward_is_collective = False
     distributed_type: DistributedType | None = None
-    gathers_state = False
-    divides_layers = False
+    full_state_on_rank0 = False
+    is_model_parallel = False
     schedules: Sequence[Any] = ()
     optimizer_driver: OptimizerDriver | None = None
     compiles_units = False
@@ -106,7 +106,7 @@ class SingleDevice:
         """Load a state dict."""
         module.load_state_dict(weights)
 
-    def settle(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
+    def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
         """Do nothing: a module's parameters and their gradients are always in it."""
 
     # -- the steps of a fit ------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class SingleDevice:
     def begin_epoch(self) -> None:
         """Do nothing: any parameter may be trained."""
 
-    def begin_micro_batch(self, *, sync: bool, complete: bool = True) -> None:
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
         """Do nothing: there is nothing to reduce."""
 
     def forward(self, name: str, *args: Any) -> Any:
@@ -164,9 +164,6 @@ class SingleDevice:
 
     def check_unknown_parameters(self) -> None:
         """Do nothing: there are no other processes to average with."""
-
-    def use_buffers_of(self, rank: int) -> None:
-        """Do nothing: no other process has a replica."""
 
     def broadcast_buffers(self) -> None:
         """Do nothing: there are no other processes."""

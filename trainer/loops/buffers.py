@@ -52,7 +52,7 @@ def sync_buffers(run: FitRun) -> None:
     frozen base model costs no communication. It is hashed once, see `_digests`.
     """
     run.engine.broadcast_buffers()
-    if run.world_size == 1 or run.engine.divides_layers:
+    if run.world_size == 1 or run.engine.is_model_parallel:
         return
     trained = set(map(id, parameters_of(run.optim.optimizers)))
     frozen = {

@@ -334,7 +334,7 @@ def save_run(
 
 def _gathered(run: FitRun, weights_only: bool) -> tuple[Mapping[str, Any] | None, list[Any] | None]:
     """Return the weights and the optimizers' states if the engine gathers them; collective."""
-    if not run.engine.gathers_state:
+    if not run.engine.full_state_on_rank0:
         return None, None
     optimizers = [] if weights_only else run.optim.optimizers
     states = [state_of(each, [run.module]) for each in optimizers]
@@ -375,7 +375,7 @@ def _state_from_hooks(
     def ask() -> list[str]:
         nonlocal edited
         weights: Mapping[str, object] = {}
-        if has_weights := run.module._hooks_have_weights and not run.engine.gathers_state:
+        if has_weights := run.module._hooks_have_weights and not run.engine.full_state_on_rank0:
             weights, trained = _weights_of(run, trainer, callbacks, None)
             extra["state_dict"] = dict(weights)
         for callback in () if weights_only else callbacks:
@@ -500,7 +500,7 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
         for name, value in weights.items():
             check_weight(name, value)
         tensors = [*weights.values()]
-        if not run.engine.gathers_state:  # which is collective
+        if not run.engine.full_state_on_rank0:  # which is collective
             tensors += leaves([optimizer.state_dict() for optimizer in run.optim.optimizers])
         now = _bytes_of(tensors)
         later = now + 2 * _bytes_of(p for p in run.optim.parameters if p.requires_grad)
@@ -851,7 +851,7 @@ def _load(
     strict: bool = True,
 ) -> None:
     """Load weights into a module, through its engine if only that can."""
-    if not engine.gathers_state:
+    if not engine.full_state_on_rank0:
         load_into(module, weights, where=where, strict=strict)
         return
     here = engine.described_weights(module)

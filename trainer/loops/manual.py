@@ -48,6 +48,7 @@ def manual_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:
     outputs: Any = None
     metrics.begin_window()
     hooks.on_train_step_start()
+    engine.begin_micro_batch(sync=True, complete=micro.batches == run.dp_size, source=micro.first)
     # `training_step` runs on all ranks (see `manual_dummy`), hooks only where there is a batch.
     own: Any = hooks if micro.batches == run.dp_size else without_collectives(run, micro)
     run.step.hooks, run.step.ends_epoch = own, False

@@ -103,7 +103,7 @@ def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
     Raises:
         ValueError: There is such a callback.
     """
-    divided = engine.parallel.mesh is not None or engine.gathers_state
+    divided = engine.parallel.mesh is not None or engine.full_state_on_rank0
     for each in callbacks if divided else ():
         if each.needs_whole_model:
             raise ValueError(
@@ -111,12 +111,12 @@ def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
                 "weights on each process, which has only its part of them. Leave it out (of "
                 "ModelCheckpoint, on_exception=True: the last checkpoint is there to resume from)."
             )
-        if engine.divides_layers and isinstance(each, GradientNormMonitor):
+        if engine.is_model_parallel and isinstance(each, GradientNormMonitor):
             raise ValueError(
                 f"GradientNormMonitor reads the gradient of each parameter, but the processes of "
                 f"{engine.distributed_type} have other layers, or parts of them: leave it out."
             )
-        if engine.gathers_state and is_overridden(each, "weights_to_save", Callback):
+        if engine.full_state_on_rank0 and is_overridden(each, "weights_to_save", Callback):
             raise ValueError(
                 f"{type(each).__name__} puts averaged weights in the place of the trained ones, "
                 f"which {engine.distributed_type} keeps to itself, in parts: leave it out, or "

@@ -485,7 +485,7 @@ def choose_start(
     check_rank_consistency(context.settings, context.callbacks, ckpt_path)
     if (
         context.accelerator.engine.parallel.mesh is not None
-        or context.accelerator.engine.gathers_state
+        or context.accelerator.engine.full_state_on_rank0
     ):
         check_shared_disk(context.project.on_each_node)
     check_callbacks_of(context.accelerator.engine, context.callbacks)
@@ -496,7 +496,7 @@ def choose_start(
     if chosen is not None and ckpt_path not in WORDS and holds_weights_only(chosen):
         context.project.check_fresh(context.roots())
         context.accelerator.print(f"Starting a new run with the weights of {chosen}.")
-        if context.accelerator.engine.divides_layers:
+        if context.accelerator.engine.is_model_parallel:
             return None, chosen
         on_all(partial(load_weights, module, chosen), "fit")
         return None, None
@@ -583,7 +583,7 @@ def make_fit_run(
     optimizers, entries, schedulers = prepare_optimizers(module, accelerator, engine)
     names = names_of(entries)
     fingerprints = options_of(names, optimizers, schedulers)
-    check_optimizer_fingerprints(fingerprints, alike=not engine.divides_layers)
+    check_optimizer_fingerprints(fingerprints, alike=not engine.is_model_parallel)
     own = [Limits(max_norm=one.max_grad_norm, max_value=one.max_grad_value) for one in entries]
     guard = _guard(module, [each.optimizer for each in optimizers], accelerator, settings)
     common = _common(
@@ -847,13 +847,13 @@ def prepare_evaluation(
         check_same_model(module, engine)
         engine.start(module, None)  # initial weights may differ between ranks
 
-    if engine.divides_layers:  # which the saved weights are not
+    if engine.is_model_parallel:  # which the saved weights are not
         start()
     if chosen is not None:
-        own = engine if engine.divides_layers else None
+        own = engine if engine.is_model_parallel else None
         manifest = on_all(partial(load_weights, module, chosen, own), stage)
         counters = Counters(global_step=manifest["step"], epoch=manifest["epoch"])
-    if not engine.divides_layers:
+    if not engine.is_model_parallel:
         start()
     recorder = context.project.make_recorder(evaluates=True)
     run = Run(**_common(context, module, datamodule, hooks, recorder, engine), counters=counters)

@@ -62,7 +62,9 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     hooks.on_train_step_start()
     for number, micro in enumerate(window, 1):
         sync = micro.last or number == size
-        engine.begin_micro_batch(sync=sync, complete=micro.batches == run.dp_size)
+        engine.begin_micro_batch(
+            sync=sync, complete=micro.batches == run.dp_size, source=micro.first
+        )
         batch, items = items_of(micro)
         weighting.refer_to(items)
         batch_idx = run.batch_idx = counters.global_batches
@@ -320,8 +322,6 @@ def count_global_batch(run: FitRun, micro: GlobalBatch, global_items: float | No
         `global_items` plus the items of this global batch over all ranks; None if they are unknown.
     """
     counters = run.counters
-    if run.dp_size > 1:
-        run.engine.use_buffers_of(micro.first)
     counters.global_batches += 1
     counters.epoch_batches += micro.batches
     counters.epoch_complete = micro.last

@@ -78,12 +78,12 @@ class Boundary:
             self._hooks[due.pop(0)][1]()
 
     @property
-    def left(self) -> list[str]:
+    def remaining_callbacks(self) -> list[str]:
         """The state keys of the callbacks that have not run yet at this boundary."""
         return [self._hooks[number][0] for number in self._due]
 
-    @left.setter
-    def left(self, keys: Sequence[str]) -> None:
+    @remaining_callbacks.setter
+    def remaining_callbacks(self, keys: Sequence[str]) -> None:
         missing, due = Counter(keys), []
         for number in reversed(self._all):  # of callbacks with the same key, the last ones remain
             key = self._hooks[number][0]
@@ -160,8 +160,8 @@ class HookTable:
     Attributes:
         boundary: Calls the ``on_boundary`` hooks.
         may_end_epoch: Whether the user overrides ``on_train_batch_start``, which may return -1.
-        parts: The parts of an update that the module overrides, by name: ``optimizer_step`` and so
-            on.
+        module_overrides: The parts of an update that the module overrides, by name:
+            ``optimizer_step`` and so on.
         monitors_due: `Callback.monitor_due` of the callbacks that monitor a metric.
 
     Args:
@@ -210,7 +210,7 @@ class HookTable:
             # Ours never do; `LambdaCallback` has the user's function.
             and not owner.on_train_batch_start.__module__.startswith("callbacks.")
         )
-        self.parts: dict[str, Callable[..., Any]] = {
+        self.module_overrides: dict[str, Callable[..., Any]] = {
             name: getattr(module, name)
             for name in PARTS_OF_UPDATE
             if hasattr(module_base, name) and is_overridden(module, name, module_base)

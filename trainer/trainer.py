@@ -975,7 +975,7 @@ class Trainer:
         run = self._fitting
         if run is None:
             return False
-        return (run.in_boundary or bool(run.hooks.boundary.left)) and finished(run)
+        return (run.in_boundary or bool(run.hooks.boundary.remaining_callbacks)) and finished(run)
 
     @property
     def optimizers(self) -> list[AcceleratedOptimizer]:
@@ -1096,7 +1096,7 @@ class Trainer:
 
         In a fit, those of the validation; in its sanity check, those of that.
         """
-        return [] if self._run is None else self._run.eval_lengths
+        return [] if self._run is None else self._run.num_eval_batches
 
     @property
     def sanity_checking(self) -> bool:

@@ -190,7 +190,7 @@ def _take_unsendable(module: nn.Module) -> None:
     broadcast([tensor for name, tensor in found.items() if name not in known])
 
 
-class _Stage(nn.Module):
+class _DDPRoot(nn.Module):
     """The module that DDP wraps: calls any method of the user's module, and holds the sync vector.
 
     The sync vector `sync_vector` is a parameter that belongs to no optimizer. Its "gradient" holds
@@ -391,12 +391,12 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     return model if isinstance(model, DistributedDataParallel) else None
 
 
-class _Carrying(torch.autograd.Function):
+class _AttachSyncVector(torch.autograd.Function):
     """A loss whose graph also gives the sync vector to DDP, for a backward pass of the user's."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, sync_vector: Tensor, *rides: Tensor) -> Tensor:
-        ctx.save_for_backward(sync_vector, *map(torch.zeros_like, rides[1:]))
+    def forward(ctx: Any, loss: Tensor, sync_vector: Tensor, *sync_outputs: Tensor) -> Tensor:
+        ctx.save_for_backward(sync_vector, *map(torch.zeros_like, sync_outputs[1:]))
         return loss.clone()
 
     @staticmethod
@@ -439,24 +439,24 @@ class DataParallel(Replicas):
         # does not need a bucket of its own.
         if hooked and trained:
             dtype = trained[0].dtype
-        stage = _Stage(self.module, self.step_sync.sync_vector(NOTHING, dtype))
+        root = _DDPRoot(self.module, self.step_sync.sync_vector(NOTHING, dtype))
         self._wrapped = {id(parameter) for parameter in trained}
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
-        self._vector: Tensor = stage.sync_vector
+        self._vector: Tensor = root.sync_vector
         # The loop's transfer hooks move the inputs.
-        self._ddp = wrap(stage, self._arguments, moves_inputs=False)
+        self._ddp = wrap(root, self._arguments, moves_inputs=False)
         # `begin_micro_batch` does it: not always from rank 0, and where DDP's forward comes late.
         self._ddp.broadcast_buffers = False
-        self._searches = stage.searched = self._ddp.find_unused_parameters
+        self._searches = root.searched = self._ddp.find_unused_parameters
         self._tables: list[nn.Parameter] = []
         # For parameters that the graph does not reach, DDP reduces zeros, which are always dense.
         # So the weights of sparse embeddings are added to every graph.
         if self._searches:
             sparse = sparse_weights(self.module)
             self._tables = [parameter for parameter in trained if id(parameter) in sparse]
-            stage.tables = [*self._tables]
+            root.tables = [*self._tables]
         else:
-            self._fix_layout([stage.sync_vector, *reversed(trained)])
+            self._fix_layout([root.sync_vector, *reversed(trained)])
         # After fixing the layout, which takes an iteration that PowerSGD would count.
         self._hook = comm_hooks.register(self._ddp, self._arguments)
         self._separate_vector = None if self._hook is None else torch.zeros_like(self._vector)
@@ -470,15 +470,15 @@ class DataParallel(Replicas):
         """Lay out DDP's buckets in the order in which backward reaches the parameters."""
         fix_layout(self._ddp, order)
 
-    def _backward_nothing(self, ride: Tensor, sync_vector: Tensor) -> None:
+    def _backward_nothing(self, sync_output: Tensor, sync_vector: Tensor) -> None:
         """Run backward with zero gradients and this sync vector, so that all buckets are filled."""
         parameters = self._trained()
         zeros = zeros_for(self.module, parameters)
-        torch.autograd.backward([*parameters, ride], [*zeros, sync_vector])
+        torch.autograd.backward([*parameters, sync_output], [*zeros, sync_vector])
 
     def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by name, through DDP's forward."""
-        output, self._rides = self._ddp(name, *args)
+        output, self._sync_outputs = self._ddp(name, *args)
         return output
 
     def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
@@ -506,11 +506,11 @@ class DataParallel(Replicas):
             return 0.0 if stats is None else self._reduce(stats)
         vector = self._vector_of(stats)
         if self._run_backward is not Tensor.backward:
-            carrying = _Carrying.apply(loss, vector, *self._rides)  # type: ignore[no-untyped-call]  # as in torch
-            self._run_backward(carrying)
+            loss = _AttachSyncVector.apply(loss, vector, *self._sync_outputs)  # type: ignore[no-untyped-call]  # as in torch
+            self._run_backward(loss)
             return self._reduced(stats)
-        nothing = map(torch.zeros_like, self._rides[1:])
-        torch.autograd.backward([loss, *self._rides], [None, vector, *nothing])
+        nothing = map(torch.zeros_like, self._sync_outputs[1:])
+        torch.autograd.backward([loss, *self._sync_outputs], [None, vector, *nothing])
         return self._reduced(stats)
 
     def _backward_of_dummy(self, loss: Tensor, stats: StepStats | None) -> float | Tensor:
@@ -531,23 +531,25 @@ class DataParallel(Replicas):
 
     def _backward_dummy(self, loss: Tensor, vector: Tensor) -> None:
         """Run backward of a dummy batch."""
-        tensors = [loss, *self._rides]
-        gradients = [None, vector, *map(torch.zeros_like, self._rides[1:])]
+        tensors = [loss, *self._sync_outputs]
+        gradients = [None, vector, *map(torch.zeros_like, self._sync_outputs[1:])]
         torch.autograd.backward(tensors, gradients)
 
     def _reduce(self, stats: StepStats) -> float | Tensor:
         """Reduce the gradients of a window that backward has left unreduced, or that has none."""
         self._ddp.require_backward_grad_sync = True
         vector = self._vector_of(stats)
-        _, rides = self._ddp(None)
+        _, sync_outputs = self._ddp(None)
         if self._searches:
-            torch.autograd.backward(rides, [vector, *map(torch.zeros_like, rides[1:])])
+            torch.autograd.backward(
+                sync_outputs, [vector, *map(torch.zeros_like, sync_outputs[1:])]
+            )
         else:
-            self._backward_nothing(rides[0], vector)
+            self._backward_nothing(sync_outputs[0], vector)
         return self._reduced(stats)
 
     def _vector_of(self, stats: StepStats) -> Tensor:
-        """Return the sync vector that rides with the gradients."""
+        """Return the sync vector that is reduced with the gradients."""
         if self._separate_vector is not None:
             return self._separate_vector
         # DDP divides by the number of processes.
@@ -707,13 +709,13 @@ class StaticDataParallel(DataParallel):
 
     def _fix_layout(self, order: list[nn.Parameter]) -> None:
         """Lay out DDP's buckets and teach DDP the static graph."""
-        ballot_and_parameters = [1, *(self.graph[name] for name in reversed(self._names()))]
-        fix_layout(self._ddp, order, ballot_and_parameters)
+        times = [1, *(self.graph[name] for name in reversed(self._names()))]
+        fix_layout(self._ddp, order, times)
 
-    def _backward_nothing(self, ride: Tensor, sync_vector: Tensor) -> None:
+    def _backward_nothing(self, sync_output: Tensor, sync_vector: Tensor) -> None:
         """Accumulate zeros as often as the graph says, then run backward of the sync vector."""
         add_zeros(self.module, self._trained(), [self.graph[name] for name in self._names()])
-        torch.autograd.backward(ride, sync_vector)
+        torch.autograd.backward(sync_output, sync_vector)
 
     def begin_epoch(self) -> None:
         """Take over the static graph of a resumed run; see `DataParallel.begin_epoch`."""
@@ -752,7 +754,7 @@ class StaticDataParallel(DataParallel):
             return 0.0 if stats is None else self._learn(stats)
         if stats is None or not trains:
             return super().backward(loss, stats, *args, **kwargs)
-        _, self._rides = self._ddp(None)
+        _, self._sync_outputs = self._ddp(None)
         if self._held_to:
             return super().backward(loss, stats)
         with _counted(self._trained()) as times:
@@ -762,8 +764,8 @@ class StaticDataParallel(DataParallel):
 
     def _backward_dummy(self, loss: Tensor, vector: Tensor) -> None:
         """Run backward of a dummy batch, which accumulates as often as the graph says."""
-        _, rides = self._ddp(None)
-        torch.autograd.backward([loss, *rides], [None, vector])
+        _, sync_outputs = self._ddp(None)
+        torch.autograd.backward([loss, *sync_outputs], [None, vector])
 
     def _learn(self, stats: StepStats) -> float | Tensor:
         """Average gradients without DDP; set the graph once every process has run a backward."""

@@ -89,7 +89,7 @@ def evaluate(run: Run, phase: str, epoch_iterators: list[EpochIterator]) -> list
     """
     hooks, metrics = run.hooks, run.metrics
     scope_before = metrics.scope
-    run.eval_lengths = [epoch_iterator.num_own_batches for epoch_iterator in epoch_iterators]
+    run.num_eval_batches = [epoch_iterator.num_own_batches for epoch_iterator in epoch_iterators]
     with evaluation_mode(run.module):
         metrics.scope = Scope(phase, None)
         metrics.begin_epoch_values()  # leaves the current training batch

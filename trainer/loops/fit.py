@@ -26,6 +26,7 @@ from trainer.loops.evaluate import (
 from trainer.loops.manual import before_manual_step, manual_window
 from trainer.loops.module_state import (
     changed_attributes,
+    frozen_and_eval_flags,
     generators_of,
     isolated_training_metrics,
     load_generators,
@@ -33,7 +34,6 @@ from trainer.loops.module_state import (
     plain_attributes,
     put_metrics_back,
     restore_generators,
-    switches_of,
 )
 from trainer.loops.preflight import check_reachable, warn_of_missed, warn_of_shared_names
 from trainer.loops.profiler import DATA, VALIDATING
@@ -59,14 +59,14 @@ def fit(run: FitRun) -> None:
         optimizer.train()
     hooks.on_fit_start()
     sanity_check(run)
-    run.eval_lengths = [each.num_own_batches for each in run.data.val_iterators]
+    run.num_eval_batches = [each.num_own_batches for each in run.data.val_iterators]
     metrics.scope = TRAIN_EPOCH
     # If the root is in train mode, submodules that the user has set to eval() stay so.
     if not run.module.training:
         run.module.train()
     with logged_before(run, again=counters.batches_seen > 0):
         hooks.on_train_start()
-    if hooks.boundary.left:
+    if hooks.boundary.remaining_callbacks:
         finish_boundary(run)
     while run.saving.unfinished or not finished(run):
         if counters.epoch_complete and not run.saving.unfinished:
@@ -89,7 +89,7 @@ def fit(run: FitRun) -> None:
     hooks.on_fit_end()
     for optimizer in free:
         optimizer.eval()  # the module keeps the weights to evaluate
-    run.saving.ended = switches_of(run.module)
+    run.saving.ended = frozen_and_eval_flags(run.module)
 
 
 def check_same_hook(run: FitRun, hook: str) -> None:

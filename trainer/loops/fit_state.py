@@ -58,12 +58,12 @@ from trainer.loops.buffers import sync_buffers
 from trainer.loops.config import Schedule
 from trainer.loops.module_state import (
     accumulators_of,
+    frozen_and_eval_flags,
     generators_of,
     load_switches,
     plain_attributes,
     restore_accumulators,
     set_attributes,
-    switches_of,
 )
 from trainer.loops.preflight import NUMBER
 from trainer.loops.run_metadata import versions
@@ -624,7 +624,10 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "order": run.data.epoch_iterator.mark,
         "length": list(run.data.epoch_iterator.length),
         "options": run.optim.fingerprint,
-        "switches": {"begun": run.saving.begun, "now": run.saving.ended or switches_of(run.module)},
+        "switches": {
+            "begun": run.saving.begun,
+            "now": run.saving.ended or frozen_and_eval_flags(run.module),
+        },
         "epoch_start": {
             "attributes": {
                 name: attributes.get(name, value)  # which may hold tensors now, as outputs
@@ -635,7 +638,7 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "should_stop": run.stopping.now or run.step_sync.latest.stop_votes > 0,
         "epoch_votes": run.step_sync.latest.epoch_votes,
         "unfinished": run.saving.unfinished,
-        "boundary": run.hooks.boundary.left,
+        "boundary": run.hooks.boundary.remaining_callbacks,
         "last_logged": run.plan.last_logged,
         "latest": run.recorder.latest,
         "updates": run.recorder.updates,
@@ -829,7 +832,7 @@ def load_run(
     _restore_epoch_start(run, state.get("epoch_start", {}))  # missing in earlier releases
     run.stopping.now = stays_stopped and state["should_stop"]
     run.saving.unfinished = state["unfinished"]
-    run.hooks.boundary.left = state.get("boundary", [])
+    run.hooks.boundary.remaining_callbacks = state.get("boundary", [])
     run.plan.last_logged = state["last_logged"]
     run.saving.run_id = state["run_id"]
     _restore_epoch(run, state)  # after the callbacks' hooks, which may restore the data

@@ -83,7 +83,7 @@ def of_module(run: FitRun) -> Found:
     return {path: each for path, each in kept_by(run.module).items() if id(each) not in of_data}
 
 
-def switches_of(module: nn.Module) -> dict[str, list[str]]:
+def frozen_and_eval_flags(module: nn.Module) -> dict[str, list[str]]:
     """Return the module flags: names of frozen parameters and of submodules in eval mode."""
     return {
         "frozen": [

@@ -421,7 +421,7 @@ def predict(
         ValueError: A loader gave no batch, or ended on some ranks before the others.
     """
     hooks, kept = run.hooks, keep and run.engine.parallel.is_data_primary
-    run.eval_lengths = [epoch_iterator.num_own_batches for epoch_iterator in epoch_iterators]
+    run.num_eval_batches = [epoch_iterator.num_own_batches for epoch_iterator in epoch_iterators]
     with evaluation_mode(run.module):
         hooks.on_predict_start()
         hooks.on_predict_epoch_start()

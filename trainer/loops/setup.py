@@ -44,7 +44,7 @@ from trainer.loops.dataloaders import (
 )
 from trainer.loops.device_transfer import counts_items
 from trainer.loops.fit_state import load_datamodule, load_run, load_weights, options_of
-from trainer.loops.module_state import switches_of
+from trainer.loops.module_state import frozen_and_eval_flags
 from trainer.loops.pending_saves import PendingSaves
 from trainer.loops.preflight import (
     can_be_due,
@@ -560,7 +560,7 @@ def make_fit_run(
     between = {"on_after_backward", "on_before_optimizer_step"} & dict(hooks.overridden()).keys()
     options = replace(
         accelerator.engine.options,
-        run_backward=hooks.parts.get("backward", Tensor.backward),
+        run_backward=hooks.module_overrides.get("backward", Tensor.backward),
         checks_gradients=(
             settings.non_finite != "ignore"
             and module.automatic_optimization
@@ -570,7 +570,7 @@ def make_fit_run(
     )
     engine = choose_engine(options, automatic=module.automatic_optimization)
     _convert(context, module)
-    own_parts = hooks.parts.keys() - {"lr_scheduler_step"}
+    own_parts = hooks.module_overrides.keys() - {"lr_scheduler_step"}
     if engine.optimizer_driver is not None and own_parts:
         assert engine.distributed_type is not None
         raise NotImplementedError(
@@ -623,7 +623,7 @@ def make_fit_run(
             writer=Writer(accelerator.state),
             pending_saves=PendingSaves(context.trainer.save_checkpoint),
             run_id=broadcast_object(uuid.uuid4().hex),
-            begun=switches_of(module),
+            begun=frozen_and_eval_flags(module),
         ),
         warns=context.warns,
     )

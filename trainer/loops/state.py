@@ -120,7 +120,7 @@ class Run:
         engine: Runs the module and reduces its gradients.
         counters: The progress of the fit. In an evaluation: that of the loaded checkpoint, or of
             the last fit.
-        eval_lengths: For each loader of the current evaluation, how many batches this rank gets.
+        num_eval_batches: This rank's batches of each loader of the current evaluation.
         batch_idx: The index of the current batch, as passed to the user's step.
         sanity_checking: Whether the current evaluation is the sanity check before training.
         timing: Measures the parts of the loop that are not calls of the objects above; see
@@ -140,7 +140,7 @@ class Run:
     dp_rank: Final[int]
     engine: Final[Engine]
     counters: Final[Counters] = field(default_factory=Counters)
-    eval_lengths: list[int | None] = field(default_factory=list)
+    num_eval_batches: list[int | None] = field(default_factory=list)
     batch_idx: int = 0
     sanity_checking: bool = False
     timing: Timing = field(default_factory=Untimed)

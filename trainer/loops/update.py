@@ -48,7 +48,7 @@ def update(run: FitRun, total: float | Tensor, items: float, last_loss: Tensor |
     for optimizer in optim.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)
     if should_step(run, last_loss):
-        if optim.clips or "configure_gradient_clipping" in run.hooks.parts:
+        if optim.clips or "configure_gradient_clipping" in run.hooks.module_overrides:
             clip(run)
         stepped = step_optimizers(run, last_loss)
         if optim.guard is not None and run.precision.scales and stepped:
@@ -106,7 +106,7 @@ def clip(run: FitRun) -> None:
     The optimizers' parameters are listed each time, since the user may add a parameter group at any
     time. A module that overrides `configure_gradient_clipping` clips those of each optimizer.
     """
-    own_clip = run.hooks.parts.get("configure_gradient_clipping")
+    own_clip = run.hooks.module_overrides.get("configure_gradient_clipping")
     if own_clip is not None:
         limits_of = {id(optimizer): limits for optimizer, limits in run.optim.own_limits}
         for optimizer in run.optim.optimizers:
@@ -132,7 +132,7 @@ def step_optimizers(run: FitRun, last_loss: Tensor | None) -> list[AcceleratedOp
     Returns:
         Those that an override has not left out.
     """
-    own_step = run.hooks.parts.get("optimizer_step")
+    own_step = run.hooks.module_overrides.get("optimizer_step")
     if own_step is None:
         for optimizer in run.optim.optimizers:
             optimizer.step()
@@ -176,7 +176,7 @@ def step_schedulers(
                 if known is None and entry.monitor in latest:
                     continue  # validation logs this name too, but none has run yet
                 latest = latest if known is None else latest | {entry.monitor: known[0]}
-            entry.step(latest, run.hooks.parts.get("lr_scheduler_step"), warns=run.warns)
+            entry.step(latest, run.hooks.module_overrides.get("lr_scheduler_step"), warns=run.warns)
 
 
 def reduce_update(run: FitRun) -> None:
@@ -202,7 +202,7 @@ def see_if_log_is_due(run: FitRun) -> None:
 
 def drop_gradients(run: FitRun) -> None:
     """Call `on_before_zero_grad` and zero the gradients, at the end of a window."""
-    own_zero_grad = run.hooks.parts.get("optimizer_zero_grad")
+    own_zero_grad = run.hooks.module_overrides.get("optimizer_zero_grad")
     for optimizer in run.optim.optimizers:
         run.hooks.on_before_zero_grad(optimizer)
         if own_zero_grad is None:

@@ -823,7 +823,9 @@ class Trainer(NativeTrainer):
         In a fit and after it, those of the validation.
         """
         fit = self._fit
-        return fit.eval_lengths if self._run is None and fit is not None else self.num_eval_batches
+        return (
+            fit.num_eval_batches if self._run is None and fit is not None else self.num_eval_batches
+        )
 
     num_sanity_val_batches = num_test_batches = num_predict_batches = num_val_batches
 

@@ -18,9 +18,11 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.elastic.agent.server.local_elastic_agent import (
         LocalElasticAgent as _Agent,
     )
+    from torch.distributed.tensor.parallel import ParallelStyle
 else:
     _Agent = object  # torch's launcher has many modules, and only launchers need them
 
@@ -73,6 +75,16 @@ class _PostBackward:
                 if whole.grad is None and held.unsharded_accumulated_grad is None:
                     held.unsharded_accumulated_grad = torch.zeros_like(whole)
         self._reduce(*unused)
+
+
+def parallelize_module(layer: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    """Split a layer; frozen parameters stay frozen, which torch 2.9 forgets."""
+    from torch.distributed.tensor import parallel
+
+    frozen = [name for name, parameter in layer.named_parameters() if not parameter.requires_grad]
+    parallel.parallelize_module(layer, mesh, style)
+    for name in frozen:
+        layer.get_parameter(name).requires_grad_(False)
 
 
 def check_pipelining() -> None:

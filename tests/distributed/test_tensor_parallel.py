@@ -91,6 +91,12 @@ class OnMeta(Net):
             super().__init__()
 
 
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+
+
 def whole(module: nn.Module) -> dict[str, Tensor]:
     state = module.state_dict()
     return {
@@ -119,7 +125,7 @@ def assert_close(found: list[Any], expected: Any, tolerance: float = 1e-4) -> No
         assert samples == expected[2]
 
 
-@pytest.mark.parametrize("module", [Net, ByHand, OnMeta])
+@pytest.mark.parametrize("module", [Net, ByHand, OnMeta, Frozen])
 def test_layers_over_two_processes_train_as_one_process(ranks2, module, tmp_path):
     expected = fit(tmp_path / "one", module, max_grad_norm=0.5)
     config = ParallelismConfig(tp_size=2)

@@ -27,10 +27,10 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
-    parallelize_module,
 )
 
 from trainer.checks import choice_error
+from trainer.torch_compat import parallelize_module
 
 # The names of styles in the plans of transformers.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {

@@ -220,8 +220,7 @@ def _rows(
         elif not all(agree(lap.outcome, reference[0].outcome) for lap in mine if reference):
             row.void = "void: its outcome differs from the reference"
         else:
-            # Better the warm-up than nothing, or than no ratio.
-            begin = min(warm_up, len(mine) - 1, max(len(reference) - 1, 0))
+            begin = min(warm_up, len(mine) - 1)  # better the warm-up than nothing
             counted = mine[begin:]
             for key in ("cpu", "wall"):
                 row.samples[key] = [getattr(lap, key) / unit for lap in counted]

@@ -33,7 +33,7 @@ LANGUAGES = {"python", "bash", "console", "text", "yaml"}
 PEFT = "ignore:`is_gradient_checkpointing` is deprecated"  # of transformers, which peft causes
 # It calls names that torch has renamed, and imports inductor.
 DEEPSPEED = "ignore::FutureWarning,ignore::DeprecationWarning:torch.jit._script"
-TORCHAO = "ignore:Importing from torchao:DeprecationWarning"  # its 0.16, which fits torch 2.9
+TORCHAO = "ignore:Importing :DeprecationWarning"  # its 0.16, which fits torch 2.9
 
 FENCE = re.compile(r"^```(\S*)[ \t]*([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

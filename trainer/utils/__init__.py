@@ -1,528 +1,109 @@
 """The helpers of the documented API, under the names by which scripts import them.
 
 Most are defined in other modules. Those that exist for scripts alone are in this package; no other
-module of Cadence imports it.
+module of Cadence imports it. A name is looked up on first use.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
-from torch import Generator
+_NAMES = {
+    "trainer.big_models": """
+        BnbQuantizationConfig CustomDtype OffloadedWeightsLoader PrefixedDataset
+        align_module_device calculate_maximum_sizes check_device_map compute_module_sizes
+        convert_file_size_to_int dtype_byte_size extract_submodules_state_dict
+        find_tied_parameters get_balanced_memory get_max_layer_size get_max_memory
+        has_offloaded_params id_tensor_storage infer_auto_device_map load_and_quantize_model
+        load_checkpoint_in_model load_offloaded_weight load_offloaded_weights load_state_dict
+        named_module_tensors offload_state_dict offload_weight retie_parameters
+        save_offload_index set_module_tensor_to_device""",
+    "trainer.checkpoint.objects": "load save",
+    "trainer.cli.config": "write_basic_config",
+    "trainer.configuration": """
+        AORecipeKwargs AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs
+        FP8RecipeKwargs GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs
+        KwargsHandler MSAMPRecipeKwargs ProfileKwargs ProjectConfiguration TERecipeKwargs""",
+    "trainer.deepspeed_plugin": """
+        DeepSpeedPlugin DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin""",
+    "trainer.distributed.collectives": """
+        CannotPadNestedTensorWarning broadcast gather pad_across_processes""",
+    "trainer.distributed.objects": "broadcast_object_list gather_object",
+    "trainer.engines.compile": "compile_regions is_repeated_blocks",
+    "trainer.enums": """
+        ComputeEnvironment DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType
+        LoggerType PrecisionType RNGType SageMakerDistributedType""",
+    "trainer.environment": """
+        clear_environment convert_dict_to_env_variables patch_environment
+        purge_accelerate_environment""",
+    "trainer.errors": "DistributedOperationException",
+    "trainer.fp8": """
+        convert_model_to_fp8_ao filter_linear_layers find_first_last_linear_layers has_ao_layers""",
+    "trainer.launchers": "debug_launcher notebook_launcher",
+    "trainer.megatron_plugin": "MegatronLMDummyScheduler MegatronLMPlugin",
+    "trainer.memory": "find_executable_batch_size release_memory",
+    "trainer.parallelism": """
+        DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin ParallelismConfig
+        TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin""",
+    "trainer.plugins": "TorchDynamoPlugin",
+    "trainer.rng": "set_seed synchronize_rng_states",
+    "trainer.tree": "concatenate convert_to_fp32 send_to_device slice_tensors",
+    "trainer.utils.availability": """
+        are_libraries_initialized compare_versions deepspeed_required get_int_from_env
+        is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available
+        is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available
+        is_boto3_available is_clearml_available is_comet_ml_available is_cuda_available
+        is_datasets_available is_deepspeed_available is_dvclive_available is_fp16_available
+        is_fp8_available is_habana_gaudi1 is_hpu_available is_import_timer_available
+        is_lomo_available is_matplotlib_available is_megatron_lm_available is_mlflow_available
+        is_mlu_available is_mps_available is_msamp_available is_musa_available
+        is_neuron_available is_npu_available is_pandas_available is_peft_available
+        is_pippy_available is_pynvml_available is_pytest_available is_rich_available
+        is_rocm_available is_sagemaker_available is_schedulefree_available is_sdaa_available
+        is_swanlab_available is_tensorboard_available is_timm_available is_torch_version
+        is_torch_xla_available is_torchao_available is_torchdata_available
+        is_torchdata_stateful_dataloader_available is_torchvision_available is_trackio_available
+        is_transformer_engine_available is_transformer_engine_mxfp8_available
+        is_transformers_available is_triton_available is_wandb_available
+        is_weights_only_available is_xccl_available is_xpu_available parse_choice_from_env
+        parse_flag_from_env str_to_bool torchao_required""",
+    "trainer.utils.containers": """
+        TensorInformation convert_outputs_to_fp32 copy_tensor_to_devices find_device
+        get_data_structure honor_type initialize_tensors is_namedtuple is_tensor_information
+        is_torch_tensor listify merge_dicts pad_input_tensors recursively_apply""",
+    "trainer.utils.machine": """
+        CPUInformation check_cuda_fp8_capability check_cuda_p2p_ib_support check_os_kernel
+        convert_bytes get_cpu_distributed_information get_current_device_type get_driver_version
+        get_free_port get_gpu_info is_port_in_use override_numa_affinity set_numa_affinity""",
+    "trainer.utils.modules": """
+        clean_state_dict_for_safetensors compile_regions_deepspeed compile_regions_fsdp2
+        ensure_weights_retied extract_model_from_parallel fsdp2_canonicalize_names
+        get_fsdp2_grad_scaler get_grad_scaler get_mixed_precision_context_manager
+        get_model_tp_size get_module_children_bottom_up get_parameters_from_modules
+        get_pretty_name has_compiled_regions has_repeated_blocks is_compiled_module is_peft_model
+        model_has_dtensor recursive_getattr""",
+    "trainer.utils.names": """
+        MODEL_NAME PROFILE_PATTERN_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME
+        SAFE_WEIGHTS_PATTERN_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
+        find_batch_size ignorant_find_batch_size reduce synchronize_rng_state tqdm
+        wait_for_everyone""",
+    "trainer.utils.sharded": """
+        disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading fsdp2_apply_ac
+        fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model
+        fsdp2_switch_optimizer_parameters load_fsdp_model load_fsdp_optimizer merge_fsdp_weights
+        save_fsdp_model save_fsdp_optimizer""",
+}
+"""Module: its names that are here."""
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-from trainer.big_models import (
-    BnbQuantizationConfig,
-    CustomDtype,
-    OffloadedWeightsLoader,
-    PrefixedDataset,
-    align_module_device,
-    calculate_maximum_sizes,
-    check_device_map,
-    compute_module_sizes,
-    convert_file_size_to_int,
-    dtype_byte_size,
-    extract_submodules_state_dict,
-    find_tied_parameters,
-    get_balanced_memory,
-    get_max_layer_size,
-    get_max_memory,
-    has_offloaded_params,
-    id_tensor_storage,
-    infer_auto_device_map,
-    load_and_quantize_model,
-    load_checkpoint_in_model,
-    load_offloaded_weight,
-    load_offloaded_weights,
-    load_state_dict,
-    named_module_tensors,
-    offload_state_dict,
-    offload_weight,
-    retie_parameters,
-    save_offload_index,
-    set_module_tensor_to_device,
-)
-from trainer.checkpoint.objects import load, save
-from trainer.checkpoint.weights import BIN_NAME as WEIGHTS_NAME
-from trainer.checkpoint.weights import INDEX_SUFFIX
-from trainer.checkpoint.weights import WEIGHTS_NAME as SAFE_WEIGHTS_NAME
-from trainer.cli.config import write_basic_config
-from trainer.configuration import (
-    TRACE_NAME,
-    AORecipeKwargs,
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    FP8RecipeKwargs,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    MSAMPRecipeKwargs,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TERecipeKwargs,
-)
-from trainer.deepspeed_plugin import (
-    DeepSpeedPlugin,
-    DummyOptim,
-    DummyScheduler,
-    HfDeepSpeedConfig,
-    get_active_deepspeed_plugin,
-)
-from trainer.distributed.collectives import (
-    CannotPadNestedTensorWarning,
-    broadcast,
-    gather,
-    pad_across_processes,
-)
-from trainer.distributed.collectives import reduce as _reduce
-from trainer.distributed.objects import broadcast_object_list, gather_object
-from trainer.engines.compile import compile_regions, is_repeated_blocks
-from trainer.enums import (
-    ComputeEnvironment,
-    DDPCommunicationHookType,
-    DistributedType,
-    DynamoBackend,
-    FP8BackendType,
-    LoggerType,
-    PrecisionType,
-    RNGType,
-    SageMakerDistributedType,
-)
-from trainer.environment import (
-    clear_environment,
-    convert_dict_to_env_variables,
-    patch_environment,
-    purge_accelerate_environment,
-)
-from trainer.errors import DistributedOperationException
-from trainer.fp8 import (
-    convert_model_to_fp8_ao,
-    filter_linear_layers,
-    find_first_last_linear_layers,
-    has_ao_layers,
-)
-from trainer.launchers import debug_launcher, notebook_launcher
-from trainer.megatron_plugin import MegatronLMDummyScheduler, MegatronLMPlugin
-from trainer.memory import find_executable_batch_size, release_memory
-from trainer.parallelism import (
-    DeepSpeedSequenceParallelConfig,
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
-    TorchContextParallelConfig,
-    TorchTensorParallelConfig,
-    TorchTensorParallelPlugin,
-)
-from trainer.plugins import TorchDynamoPlugin
-from trainer.rng import set_seed, synchronize_rng_states
-from trainer.state import PartialState
-from trainer.tree import concatenate, convert_to_fp32, send_to_device, slice_tensors
-from trainer.tree import find_batch_size as ignorant_find_batch_size
-from trainer.tree import required_batch_size as find_batch_size
-from trainer.utils.availability import (
-    are_libraries_initialized,
-    compare_versions,
-    deepspeed_required,
-    get_int_from_env,
-    is_4bit_bnb_available,
-    is_8bit_bnb_available,
-    is_aim_available,
-    is_amdsmi_available,
-    is_bf16_available,
-    is_bitsandbytes_multi_backend_available,
-    is_bnb_available,
-    is_boto3_available,
-    is_clearml_available,
-    is_comet_ml_available,
-    is_cuda_available,
-    is_datasets_available,
-    is_deepspeed_available,
-    is_dvclive_available,
-    is_fp8_available,
-    is_fp16_available,
-    is_habana_gaudi1,
-    is_hpu_available,
-    is_import_timer_available,
-    is_lomo_available,
-    is_matplotlib_available,
-    is_megatron_lm_available,
-    is_mlflow_available,
-    is_mlu_available,
-    is_mps_available,
-    is_msamp_available,
-    is_musa_available,
-    is_neuron_available,
-    is_npu_available,
-    is_pandas_available,
-    is_peft_available,
-    is_pippy_available,
-    is_pynvml_available,
-    is_pytest_available,
-    is_rich_available,
-    is_rocm_available,
-    is_sagemaker_available,
-    is_schedulefree_available,
-    is_sdaa_available,
-    is_swanlab_available,
-    is_tensorboard_available,
-    is_timm_available,
-    is_torch_version,
-    is_torch_xla_available,
-    is_torchao_available,
-    is_torchdata_available,
-    is_torchdata_stateful_dataloader_available,
-    is_torchvision_available,
-    is_trackio_available,
-    is_transformer_engine_available,
-    is_transformer_engine_mxfp8_available,
-    is_transformers_available,
-    is_triton_available,
-    is_wandb_available,
-    is_weights_only_available,
-    is_xccl_available,
-    is_xpu_available,
-    parse_choice_from_env,
-    parse_flag_from_env,
-    str_to_bool,
-    torchao_required,
-)
-from trainer.utils.containers import (
-    TensorInformation,
-    convert_outputs_to_fp32,
-    copy_tensor_to_devices,
-    find_device,
-    get_data_structure,
-    honor_type,
-    initialize_tensors,
-    is_namedtuple,
-    is_tensor_information,
-    is_torch_tensor,
-    listify,
-    merge_dicts,
-    pad_input_tensors,
-    recursively_apply,
-)
-from trainer.utils.machine import (
-    CPUInformation,
-    check_cuda_fp8_capability,
-    check_cuda_p2p_ib_support,
-    check_os_kernel,
-    convert_bytes,
-    get_cpu_distributed_information,
-    get_current_device_type,
-    get_driver_version,
-    get_free_port,
-    get_gpu_info,
-    is_port_in_use,
-    override_numa_affinity,
-    set_numa_affinity,
-)
-from trainer.utils.modules import (
-    clean_state_dict_for_safetensors,
-    compile_regions_deepspeed,
-    compile_regions_fsdp2,
-    ensure_weights_retied,
-    extract_model_from_parallel,
-    fsdp2_canonicalize_names,
-    get_fsdp2_grad_scaler,
-    get_grad_scaler,
-    get_mixed_precision_context_manager,
-    get_model_tp_size,
-    get_module_children_bottom_up,
-    get_parameters_from_modules,
-    get_pretty_name,
-    has_compiled_regions,
-    has_repeated_blocks,
-    is_compiled_module,
-    is_peft_model,
-    model_has_dtensor,
-    recursive_getattr,
-)
-from trainer.utils.sharded import (
-    disable_fsdp_ram_efficient_loading,
-    enable_fsdp_ram_efficient_loading,
-    fsdp2_apply_ac,
-    fsdp2_load_full_state_dict,
-    fsdp2_prepare_auto_wrap_policy,
-    fsdp2_prepare_model,
-    fsdp2_switch_optimizer_parameters,
-    load_fsdp_model,
-    load_fsdp_optimizer,
-    merge_fsdp_weights,
-    save_fsdp_model,
-    save_fsdp_optimizer,
-)
-
-__all__ = [
-    "MODEL_NAME",
-    "PROFILE_PATTERN_NAME",
-    "SAFE_MODEL_NAME",
-    "SAFE_WEIGHTS_INDEX_NAME",
-    "SAFE_WEIGHTS_NAME",
-    "SAFE_WEIGHTS_PATTERN_NAME",
-    "WEIGHTS_INDEX_NAME",
-    "WEIGHTS_NAME",
-    "WEIGHTS_PATTERN_NAME",
-    "AORecipeKwargs",
-    "AutocastKwargs",
-    "BnbQuantizationConfig",
-    "CPUInformation",
-    "CannotPadNestedTensorWarning",
-    "ComputeEnvironment",
-    "CustomDtype",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DeepSpeedSequenceParallelConfig",
-    "DistributedDataParallelKwargs",
-    "DistributedOperationException",
-    "DistributedType",
-    "DummyOptim",
-    "DummyScheduler",
-    "DynamoBackend",
-    "FP8BackendType",
-    "FP8RecipeKwargs",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "HfDeepSpeedConfig",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "LoggerType",
-    "MSAMPRecipeKwargs",
-    "MegatronLMDummyScheduler",
-    "MegatronLMPlugin",
-    "OffloadedWeightsLoader",
-    "ParallelismConfig",
-    "PrecisionType",
-    "PrefixedDataset",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "RNGType",
-    "SageMakerDistributedType",
-    "TERecipeKwargs",
-    "TensorInformation",
-    "TorchContextParallelConfig",
-    "TorchDynamoPlugin",
-    "TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin",
-    "align_module_device",
-    "are_libraries_initialized",
-    "broadcast",
-    "broadcast_object_list",
-    "calculate_maximum_sizes",
-    "check_cuda_fp8_capability",
-    "check_cuda_p2p_ib_support",
-    "check_device_map",
-    "check_os_kernel",
-    "clean_state_dict_for_safetensors",
-    "clear_environment",
-    "compare_versions",
-    "compile_regions",
-    "compile_regions_deepspeed",
-    "compile_regions_fsdp2",
-    "compute_module_sizes",
-    "concatenate",
-    "convert_bytes",
-    "convert_dict_to_env_variables",
-    "convert_file_size_to_int",
-    "convert_model_to_fp8_ao",
-    "convert_outputs_to_fp32",
-    "convert_to_fp32",
-    "copy_tensor_to_devices",
-    "debug_launcher",
-    "deepspeed_required",
-    "disable_fsdp_ram_efficient_loading",
-    "dtype_byte_size",
-    "enable_fsdp_ram_efficient_loading",
-    "ensure_weights_retied",
-    "extract_model_from_parallel",
-    "extract_submodules_state_dict",
-    "filter_linear_layers",
-    "find_batch_size",
-    "find_device",
-    "find_executable_batch_size",
-    "find_first_last_linear_layers",
-    "find_tied_parameters",
-    "fsdp2_apply_ac",
-    "fsdp2_canonicalize_names",
-    "fsdp2_load_full_state_dict",
-    "fsdp2_prepare_auto_wrap_policy",
-    "fsdp2_prepare_model",
-    "fsdp2_switch_optimizer_parameters",
-    "gather",
-    "gather_object",
-    "get_active_deepspeed_plugin",
-    "get_balanced_memory",
-    "get_cpu_distributed_information",
-    "get_current_device_type",
-    "get_data_structure",
-    "get_driver_version",
-    "get_free_port",
-    "get_fsdp2_grad_scaler",
-    "get_gpu_info",
-    "get_grad_scaler",
-    "get_int_from_env",
-    "get_max_layer_size",
-    "get_max_memory",
-    "get_mixed_precision_context_manager",
-    "get_model_tp_size",
-    "get_module_children_bottom_up",
-    "get_parameters_from_modules",
-    "get_pretty_name",
-    "has_ao_layers",
-    "has_compiled_regions",
-    "has_offloaded_params",
-    "has_repeated_blocks",
-    "honor_type",
-    "id_tensor_storage",
-    "ignorant_find_batch_size",
-    "infer_auto_device_map",
-    "initialize_tensors",
-    "is_4bit_bnb_available",
-    "is_8bit_bnb_available",
-    "is_aim_available",
-    "is_amdsmi_available",
-    "is_bf16_available",
-    "is_bitsandbytes_multi_backend_available",
-    "is_bnb_available",
-    "is_boto3_available",
-    "is_clearml_available",
-    "is_comet_ml_available",
-    "is_compiled_module",
-    "is_cuda_available",
-    "is_datasets_available",
-    "is_deepspeed_available",
-    "is_dvclive_available",
-    "is_fp8_available",
-    "is_fp16_available",
-    "is_habana_gaudi1",
-    "is_hpu_available",
-    "is_import_timer_available",
-    "is_lomo_available",
-    "is_matplotlib_available",
-    "is_megatron_lm_available",
-    "is_mlflow_available",
-    "is_mlu_available",
-    "is_mps_available",
-    "is_msamp_available",
-    "is_musa_available",
-    "is_namedtuple",
-    "is_neuron_available",
-    "is_npu_available",
-    "is_pandas_available",
-    "is_peft_available",
-    "is_peft_model",
-    "is_pippy_available",
-    "is_port_in_use",
-    "is_pynvml_available",
-    "is_pytest_available",
-    "is_repeated_blocks",
-    "is_rich_available",
-    "is_rocm_available",
-    "is_sagemaker_available",
-    "is_schedulefree_available",
-    "is_sdaa_available",
-    "is_swanlab_available",
-    "is_tensor_information",
-    "is_tensorboard_available",
-    "is_timm_available",
-    "is_torch_tensor",
-    "is_torch_version",
-    "is_torch_xla_available",
-    "is_torchao_available",
-    "is_torchdata_available",
-    "is_torchdata_stateful_dataloader_available",
-    "is_torchvision_available",
-    "is_trackio_available",
-    "is_transformer_engine_available",
-    "is_transformer_engine_mxfp8_available",
-    "is_transformers_available",
-    "is_triton_available",
-    "is_wandb_available",
-    "is_weights_only_available",
-    "is_xccl_available",
-    "is_xpu_available",
-    "listify",
-    "load",
-    "load_and_quantize_model",
-    "load_checkpoint_in_model",
-    "load_fsdp_model",
-    "load_fsdp_optimizer",
-    "load_offloaded_weight",
-    "load_offloaded_weights",
-    "load_state_dict",
-    "merge_dicts",
-    "merge_fsdp_weights",
-    "model_has_dtensor",
-    "named_module_tensors",
-    "notebook_launcher",
-    "offload_state_dict",
-    "offload_weight",
-    "override_numa_affinity",
-    "pad_across_processes",
-    "pad_input_tensors",
-    "parse_choice_from_env",
-    "parse_flag_from_env",
-    "patch_environment",
-    "purge_accelerate_environment",
-    "recursive_getattr",
-    "recursively_apply",
-    "reduce",
-    "release_memory",
-    "retie_parameters",
-    "save",
-    "save_fsdp_model",
-    "save_fsdp_optimizer",
-    "save_offload_index",
-    "send_to_device",
-    "set_module_tensor_to_device",
-    "set_numa_affinity",
-    "set_seed",
-    "slice_tensors",
-    "str_to_bool",
-    "synchronize_rng_state",
-    "synchronize_rng_states",
-    "torchao_required",
-    "tqdm",
-    "wait_for_everyone",
-    "write_basic_config",
-]
-
-WEIGHTS_INDEX_NAME = WEIGHTS_NAME + INDEX_SUFFIX
-SAFE_WEIGHTS_INDEX_NAME = SAFE_WEIGHTS_NAME + INDEX_SUFFIX
-MODEL_NAME, SAFE_MODEL_NAME = Path(WEIGHTS_NAME).stem, Path(SAFE_WEIGHTS_NAME).stem
-# Names of several files, to be formatted with a `suffix`.
-WEIGHTS_PATTERN_NAME = f"{MODEL_NAME}{{suffix}}{Path(WEIGHTS_NAME).suffix}"
-SAFE_WEIGHTS_PATTERN_NAME = f"{SAFE_MODEL_NAME}{{suffix}}{Path(SAFE_WEIGHTS_NAME).suffix}"
-PROFILE_PATTERN_NAME = TRACE_NAME
+__all__ = sorted(_HOME)
 
 
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """As `Accelerator.reduce`, except that the mean is the default."""
-    return _reduce(tensor, reduction, scale)
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
 
 
-def wait_for_everyone() -> None:
-    """As `Accelerator.wait_for_everyone`."""
-    PartialState().wait_for_everyone()
-
-
-def synchronize_rng_state(rng_type: str | RNGType, generator: Generator | None = None) -> None:
-    """As `synchronize_rng_states`, for one type."""
-    synchronize_rng_states([rng_type], generator)
-
-
-def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Return a ``tqdm.auto.tqdm`` that is shown on the local main process of each machine only.
-
-    Args:
-        *args: Arguments of ``tqdm``.
-        main_process_only: False shows a bar on every process.
-        **kwargs: Arguments of ``tqdm``.
-    """
-    from tqdm.auto import tqdm as bar
-
-    hidden = main_process_only and not PartialState().is_local_main_process
-    return bar(*args, **kwargs | {"disable": True if hidden else kwargs.get("disable", False)})
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

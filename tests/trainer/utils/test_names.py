@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,9 +27,19 @@ from trainer.utils import (
 )
 
 
-def test_every_name_is_there_once():
+def test_every_name_is_there_and_known_to_type_checkers():
     assert [name for name in utils.__all__ if not hasattr(utils, name)] == []
-    assert len(utils.__all__) == len(set(utils.__all__))
+    assert set(utils.__all__) <= set(dir(utils))
+    stub = ast.parse(Path(utils.__file__).with_suffix(".pyi").read_text())
+    typed = [(each.module, name.asname) for each in stub.body for name in each.names]
+    table = [(module, name) for module, names in utils._NAMES.items() for name in names.split()]
+    assert sorted(typed) == sorted(table)
+    assert sorted(name for _, name in table) == utils.__all__  # none twice
+
+
+def test_a_name_is_looked_up_on_first_use():
+    code = "import sys, trainer.utils as u; assert 'trainer.cli' not in sys.modules; u.set_seed(1)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(trainer.__file__).parents[1])
 
 
 @pytest.mark.parametrize("module", [trainer, utils])

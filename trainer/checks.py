@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
@@ -89,6 +89,16 @@ def check_type(what: str, value: object, kind: type, fix: str = "") -> None:
     if not isinstance(value, (kind, type(None))):
         advice = f" {fix}" if fix else ""
         raise TypeError(f"{what} is {value!r}; it must be a {kind.__name__}.{advice}")
+
+
+def raise_findings(findings: Sequence[str]) -> None:
+    """Raise all findings in one error.
+
+    Raises:
+        TypeError: There are any.
+    """
+    if findings:
+        raise TypeError("\n".join(findings))
 
 
 P = ParamSpec("P")

@@ -11,12 +11,13 @@ import difflib
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 from callbacks import Callback
 from trainer.errors import module_logger
+from trainer.hints import CALLBACK_HOOKS, HOOKS, MODULE_HOOKS
 from trainer.signatures import PARTS_OF_UPDATE, with_loader_number
 
 Hook = Callable[..., None]
@@ -245,6 +246,36 @@ class HookTable:
 
     def __getattr__(self, name: str) -> Hook:
         raise AttributeError(f"There is no hook {name!r}; hooks are {', '.join(self._table)}.")
+
+
+_UNCALLED = {
+    "module": HOOKS | MODULE_HOOKS,
+    "callback": HOOKS | CALLBACK_HOOKS,
+    "datamodule": HOOKS,
+}
+
+
+def uncalled_hooks(
+    owner: object,
+    kind: str,
+    hooks: Mapping[str, Mapping[str, str]] = _UNCALLED,
+    advice: str = "(If your own code calls it, give it another name.)",
+) -> list[str]:
+    """Return a sentence for each hook of another trainer that the owner defines.
+
+    Args:
+        owner: The user's module, callback or datamodule.
+        kind: ``"module"``, ``"callback"`` or ``"datamodule"``.
+        hooks: For each kind the hooks that nobody would call, with what to use.
+        advice: Ends each sentence.
+    """
+    # Not the owner itself: a layer may have such a name, and it is no method.
+    theirs = [each for each in type(owner).__mro__ if not each.__module__.startswith("trainer.")]
+    return [
+        f"{type(owner).__name__} defines {name}, which is never called here: {use}. {advice}"
+        for name, use in sorted(hooks[kind].items())
+        if any(name in vars(each) and callable(getattr(each, name)) for each in theirs)
+    ]
 
 
 _HOOK = re.compile(r"on_.*|.*_step|.*_dataloader|configure_.*|prepare_data|setup|teardown")

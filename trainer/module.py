@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,10 @@ from trainer.checks import choice_error
 from trainer.distributed.collectives import gather
 from trainer.errors import CheckpointError
 from trainer.files import with_home
+from trainer.hints import NO_LOGGER
 from trainer.hparams import HyperParameters, keep, kept_by, make
 from trainer.metrics import Kind
 from trainer.metrics.log_arguments import log_arguments
-from trainer.migration.hook_argument import call_on_load_checkpoint
-from trainer.migration.table import NO_LOGGER
 from trainer.optim.optimizer import parameters_of
 from trainer.tree import count_samples, detach, map_tree, to_device
 
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="TrainModule")
 
 _TRAINER = "trainer"  # the file stem of the run's state in a checkpoint
+Weights = tuple[Mapping[str, Any], Mapping[str, Any] | None]
+"""The weights of a checkpoint and, if they differ, the trained ones, by name."""
 
 
 if TYPE_CHECKING:
@@ -102,7 +103,6 @@ class TrainModule(nn.Module):
 
     automatic_optimization: bool = True
     strict_loading: bool = True
-    _hooks_have_weights: ClassVar[bool] = False  # as "state_dict", for programs for Lightning
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class TrainModule(nn.Module):
         module.configure_model()
         weights = reader.weights(WEIGHTS_NAME)
         if f"{_TRAINER}.json" in manifest["files"]:  # before the weights: it may replace submodules
-            _, weights = call_on_load_checkpoint(module, reader.tree(_TRAINER)["extra"], weights)
+            _, weights = module._call_on_load_checkpoint(reader.tree(_TRAINER)["extra"], weights)
         module.to(device)
         load_into(module, weights, where=folder / WEIGHTS_NAME, strict=strict)
         return module
@@ -492,6 +492,51 @@ class TrainModule(nn.Module):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` added; called before the weights are loaded."""
+
+    # A base class may override these three, so that hooks of checkpoints can change the weights.
+
+    def _call_on_save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        hooks: Callable[[dict[str, Any]], None],
+        weights: Callable[[], Weights] | None,
+        *,
+        weights_only: bool,
+    ) -> tuple[dict[str, Any], Weights | None]:
+        """Call the ``on_save_checkpoint`` hooks of the callbacks and of the module.
+
+        Args:
+            checkpoint: What the hooks are given.
+            hooks: Calls them; with `weights_only` the module's alone.
+            weights: Returns the weights that will be saved and, if they differ, the trained ones;
+                None if the engine gathers them later.
+            weights_only: Whether nothing but weights is saved.
+
+        Returns:
+            What is saved of `checkpoint`, and the weights to save in place of `weights`, if any.
+        """
+        if weights_only:
+            return {}, None
+        hooks(checkpoint)
+        return checkpoint, None
+
+    def _call_on_load_checkpoint(
+        self, saved: Mapping[str, Any], weights: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Call `on_load_checkpoint`; return what it was given, and the weights to load.
+
+        Args:
+            saved: What the ``on_save_checkpoint`` hooks have added.
+            weights: The weights of the checkpoint.
+        """
+        checkpoint = dict(saved)
+        self.on_load_checkpoint(checkpoint)
+        return checkpoint, weights
+
+    @property
+    def _resumes_strictly(self) -> bool:
+        """Whether a run that resumes needs all weights."""
+        return True
 
     # -- manual optimisation -------------------------------------------------------------------
 

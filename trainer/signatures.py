@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.migration.table import STEP_ARGUMENTS
+from trainer.hints import STEP_ARGUMENTS
 
 # Parts of an update that a module may override; see `trainer.module.TrainModule`.
 PARTS_OF_UPDATE = (

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from trainer.engines.base import Engine, EngineOptions
 from trainer.engines.compile import compiled_steps
 from trainer.errors import Preempted, module_logger
 from trainer.files import absolute_path
+from trainer.hints import EVALUATION_ARGUMENTS, TRAINER_ARGUMENTS, TRAINER_ATTRIBUTES
 from trainer.hooks import HookTable
 from trainer.loops import setup
 from trainer.loops.buffers import require_readable, update_batch_norm
@@ -76,14 +77,6 @@ from trainer.loops.setup import (
 from trainer.loops.state import Counters, FitData, FitRun, Run, Stopping
 from trainer.megatron_plugin import MegatronLMPlugin
 from trainer.metrics import MetricStore, to_floats
-from trainer.migration.refusals import (
-    argument_refusals,
-    check_settable,
-    refuse,
-    trainer_attribute_hint,
-    uncalled,
-)
-from trainer.migration.table import EVALUATION_ARGUMENTS, RUN_ARGUMENTS
 from trainer.module import TrainModule
 from trainer.optim.clipping import validate_limits
 from trainer.optim.configure import SchedulerEntry
@@ -114,6 +107,12 @@ _OF_THE_ACCELERATOR = (  # arguments for a new one
     "engine",
 )
 _NOT_IN_A_TRIAL = {"reload_dataloaders_every_n_epochs": 0, "profile": None, "barebones": False}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """Return the arguments of the `Trainer` with their defaults."""
+    return {name: each.default for name, each in inspect.signature(Trainer).parameters.items()}
 
 
 class Trainer:
@@ -232,6 +231,9 @@ class Trainer:
         NotImplementedError: An engine or option is not supported yet.
     """
 
+    _attribute_hints: ClassVar[Mapping[str, str]] = TRAINER_ATTRIBUTES
+
+    @explained(**TRAINER_ARGUMENTS)
     def __init__(
         self,
         *,
@@ -284,16 +286,8 @@ class Trainer:
         parallelism_config: ParallelismConfig | None = None,
         engine: Callable[[EngineOptions], Engine] | None = None,
         project_config: ProjectConfiguration | None = None,
-        **unknown: NoReturn,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        refuse(
-            [
-                *argument_refusals(unknown, inspect.signature(Trainer).parameters).values(),
-                *uncalled(self, "trainer"),
-                *(text for each in callback_list(callbacks) for text in uncalled(each, "callback")),
-            ]
-        )
         check_bools(
             progress_bar=progress_bar, checkpointing=checkpointing, slurm_requeue=slurm_requeue
         )
@@ -309,7 +303,7 @@ class Trainer:
         project_dir = project_dir_of(project_config, project_dir)
         settings = Settings.from_arguments(arguments)
         if barebones:
-            check_barebones(arguments, Trainer.__init__.__kwdefaults__ or {})
+            check_barebones(arguments, _defaults())
         if seed is not None:
             set_seed(seed)
         self.accelerator = accelerator_for_trainer(
@@ -354,14 +348,25 @@ class Trainer:
     if not TYPE_CHECKING:  # so that a type checker still reports missing attributes
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(trainer_attribute_hint(name))
+            hint = self._attribute_hints.get(name)
+            raise AttributeError(
+                f"Trainer has no attribute {name!r}" + (f": {hint}." if hint else ".")
+            )
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "callbacks" and name in vars(self):  # all parts share this list
                 self.callbacks[:] = callback_list(value)
                 return
             if not hasattr(type(self), name):
-                check_settable(name, Trainer.__init__.__kwdefaults__)
+                if hint := self._attribute_hints.get(name):
+                    raise AttributeError(
+                        f"Trainer has no attribute {name!r}: {hint}; setting it has no effect."
+                    )
+                if name in _defaults() and name not in ("accelerator", "callbacks"):
+                    raise AttributeError(
+                        f"Trainer.{name} cannot be set later: pass it to Trainer({name}=...) when "
+                        "it is made."
+                    )
             super().__setattr__(name, value)
 
     def _trial(
@@ -501,7 +506,7 @@ class Trainer:
                 self.accelerator._run_engine = None
                 run.engine.close()
 
-    @explained(**RUN_ARGUMENTS, **EVALUATION_ARGUMENTS)
+    @explained(**EVALUATION_ARGUMENTS)
     def validate(
         self,
         module: TrainModule | None = None,
@@ -516,7 +521,7 @@ class Trainer:
         with self._evaluation("validate", module, dataloaders, datamodule, ckpt_path) as ready:
             return [] if are_empty(ready[1]) else evaluate(ready[0], VALIDATION, ready[1])
 
-    @explained(**RUN_ARGUMENTS, **EVALUATION_ARGUMENTS)
+    @explained(**EVALUATION_ARGUMENTS)
     def test(
         self,
         module: TrainModule | None = None,
@@ -542,7 +547,7 @@ class Trainer:
         with self._evaluation("test", module, dataloaders, datamodule, ckpt_path) as ready:
             return [] if are_empty(ready[1]) else evaluate(ready[0], TEST, ready[1])
 
-    @explained(**RUN_ARGUMENTS, **EVALUATION_ARGUMENTS)
+    @explained(**EVALUATION_ARGUMENTS)
     def predict(
         self,
         module: TrainModule | None = None,

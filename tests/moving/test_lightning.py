@@ -50,6 +50,7 @@ from trainer.lightning.pytorch.strategies import (
 )
 from trainer.lightning.pytorch.trainer import _device_of, _visible
 from trainer.lightning.pytorch.utilities.rank_zero import rank_zero_only
+from trainer.migration import refusals
 
 X = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
 Y = (X.sum(1) > 0).long()
@@ -975,6 +976,27 @@ def test_all_that_does_not_carry_over_is_in_one_error():
     wrong = {"max_epochs": -3, "num_sanity_val_steps": -2}
     with pytest.raises(ValueError, match=r"max_epochs .*\nnum_sanity_val_steps "):
         L.Trainer(accelerator="cpu", **wrong)
+
+
+def test_every_hook_that_nobody_calls_is_refused_before_a_fit(tmp_path, caplog):
+    tables = refusals.UNCALLED
+    trainer = L.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
+
+    def defining(base: type, hooks: Any) -> Any:
+        return type("Ported", (base,), dict.fromkeys(hooks, lambda *_: None))()
+
+    of_module = tables["module"].keys() - {"configure_callbacks"}  # which is called
+    module = defining(make_classifier(L), of_module)
+    trainer.callbacks.append(defining(L.Callback, tables["callback"]))
+    with pytest.raises(TypeError) as error:
+        trainer.fit(module, *loaders())
+    # Of these, a model of a library may have some: Lightning does not call them either.
+    of_library = tables["datamodule"].keys()
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(of_module - of_library) + len(tables["callback"])
+    for name in (of_module - of_library) | tables["callback"].keys():
+        assert f"Ported defines {name}, which is never called here: " in str(error.value)
+    assert all(f"{name}, which is never called here" in caplog.text for name in of_library)
 
 
 def test_batch_normalisation_of_configure_model_is_that_over_all_processes(ranks2, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainer.lightning as L
 from tests.moving.running import real
 from tests.numerics.running import copy_of
-from trainer import CheckpointError, TrainModule
+from trainer import CheckpointError
 from trainer.lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from trainer.migration.table import CHECKPOINT_ENTRIES
 
@@ -167,11 +166,10 @@ def test_a_callback_edits_the_weights_and_a_strict_module_needs_all(tmp_path):
     Net.load_from_checkpoint(folder, strict=False)
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_entries_that_are_not_there_say_what_to_use(tmp_path, native):
-    entry = "state_dict" if native else "optimizer_states"
+def test_entries_that_are_not_there_say_what_to_use(tmp_path):
+    entry = "optimizer_states"
 
-    class Reads(make_student(Namespace(LightningModule=TrainModule) if native else L)):  # type: ignore[misc]
+    class Reads(make_student(L)):  # type: ignore[misc]
         def on_save_checkpoint(self, checkpoint: Any) -> None:
             checkpoint[entry]
 

@@ -29,7 +29,7 @@ def rendered() -> str:
             library = table.library
             lines += ["", f"### {library}: all names"]
         by_use: dict[str, list[str]] = defaultdict(list)
-        for name, use in table.entries.items():
+        for name, use in sorted(table.entries.items()):
             by_use[use].append(f"`{name}`")
         lines += ["", f"{table.what[0].upper()}{table.what[1:]}:", "", "| name | what to use |"]
         lines += ["|---|---|", *(f"| {', '.join(each)} | {use} |" for use, each in by_use.items())]

@@ -19,14 +19,14 @@ import math
 import pickle
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from callbacks import WeightAveraging
+from callbacks import Progress, WeightAveraging
 from trainer.checkpoint.loading import read_torch_file
 from trainer.checkpoint.parts import TRAINED_NAME
 from trainer.checkpoint.serialization import encode_tree, save_tree
@@ -36,13 +36,7 @@ from trainer.errors import CheckpointError
 from trainer.files import with_home
 from trainer.hparams import kept_by, to_manifest
 from trainer.lightning.pytorch import callbacks as known_callbacks
-from trainer.loops.fit_state import (
-    OPTIMIZER,
-    RECORD,
-    TRAINER,
-    rank_state_from_elsewhere,
-    state_from_elsewhere,
-)
+from trainer.loops.fit_state import OPTIMIZER, RECORD, TRAINER
 from trainer.loops.run_metadata import versions
 from trainer.loops.state import Counters
 
@@ -54,6 +48,12 @@ _OF_LIGHTNING = {
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
     *("current_model_state", "averaging_state"),
 }
+_NOTHING_OF_RANK: dict[str, Any] = {
+    "rng": None,
+    "metrics": {"epochs": {}, "stepwise": {}, "states": {}, "names": []},
+    "stream": None,
+}
+"""The state of a rank, of which Lightning saves nothing."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def convert_checkpoint(
         save_tree(saved["optimizer_states"], staging, OPTIMIZER)
         save_tree(state, staging, TRAINER)
         save_tree({"offset": None, "trackers": {}}, staging, RECORD)
-        save_tree(rank_state_from_elsewhere(), staging, rank_stem(0))
+        save_tree(_NOTHING_OF_RANK, staging, rank_stem(0))
     commit(staging, target, manifest)
     return Conversion(target, counters.global_step, not resumes, notes)
 
@@ -212,18 +212,35 @@ def _state(
         )
     extra = {name: value for name, value in saved.items() if name not in _OF_LIGHTNING}
     extra = _plain(extra, "what on_save_checkpoint added", notes)
-    return state_from_elsewhere(
-        run_id,
-        counters,
-        groups=[
+    shown = asdict(counters)
+    del shown["global_batches"]
+    before = Progress(counters.global_step, counters.epoch + float(counters.epoch_complete))
+    return {
+        "run_id": run_id,
+        "counters": shown,
+        "items_seen": 0.0,
+        "reference": None,
+        "data": None,
+        "should_stop": False,
+        "unfinished": False,
+        "last_logged": counters.global_step,
+        "latest": {},
+        "updates": {},
+        "schedules": {
+            "val": ["1 epoch", before._asdict()],
+            "log": ["50 steps", before._asdict()],
+        },
+        "optimizers": None,
+        "groups": [
             [[None] * len(group["params"]) for group in each["param_groups"]]
             for each in saved["optimizer_states"]
         ],
-        schedulers=saved.get("lr_schedulers", []),
-        scaler=next((saved[name] for name in _SCALERS if name in saved), {}),
-        callbacks=_callbacks(saved.get("callbacks", {}), notes) | _state_of_averages(saved),
-        extra=extra | {"epoch": counters.epoch, "global_step": counters.global_step},
-    )
+        "schedulers": saved.get("lr_schedulers", []),
+        "scaler": next((saved[name] for name in _SCALERS if name in saved), {}),
+        "guard": None,
+        "callbacks": _callbacks(saved.get("callbacks", {}), notes) | _state_of_averages(saved),
+        "extra": extra | {"epoch": counters.epoch, "global_step": counters.global_step},
+    }
 
 
 def _callbacks(states: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from callbacks import Callback
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.storage import read_manifest
+from trainer.checks import raise_findings
 from trainer.data.combined import CombinedLoader, holds_loaders
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.data.seeding import isolated_generators
@@ -24,7 +25,6 @@ from trainer.hooks import check_hook_typos, is_overridden
 from trainer.loops.config import Settings, apply_limit, require_length
 from trainer.loops.module_state import kept_by
 from trainer.loops.state import Counters, FitRun
-from trainer.migration.refusals import refuse, uncalled
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix, set_seed
 from trainer.signatures import (
@@ -80,7 +80,7 @@ def check_module(module: Any, stage: str) -> None:
         TypeError: It is not a `TrainModule`, or lacks methods that the stage needs.
     """
     check_is_module(module, stage)
-    refuse(_lacking(module, stage))
+    raise_findings(_lacking(module, stage))
 
 
 def one_module(stage: str, module: Any, model: Any) -> TrainModule:
@@ -134,6 +134,7 @@ def check_hooks(
     *,
     stage: str,
     warns: bool,
+    uncalled: Callable[[object, str], Iterable[str]],
 ) -> None:
     """Check the signatures and names of the user's hooks, and warn of likely typos in names.
 
@@ -145,11 +146,12 @@ def check_hooks(
         datamodule: The user's datamodule, or None.
         stage: fit, validate, test or predict.
         warns: Whether to warn: on the main process only, and not in trials.
+        uncalled: See `RunContext`.
 
     Raises:
         TypeError: The module lacks a method that the stage needs, a hook or a step has a wrong
-            signature, or a hook is one of Lightning's that Cadence does not call; the message says
-            what to use instead.
+            signature, or a hook is one of another trainer, which nobody calls; the message says
+            what to use.
     """
     findings: list[str] = []
 
@@ -177,7 +179,7 @@ def check_hooks(
         findings += _lacking(module, stage)
         if stage == "fit":
             find(check_state_dict_methods, module)
-    refuse(findings)
+    raise_findings(findings)
 
 
 def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, Any]:

@@ -68,8 +68,7 @@ from trainer.loops.module_state import (
 from trainer.loops.preflight import NUMBER
 from trainer.loops.run_metadata import versions
 from trainer.loops.state import Counters, FitRun
-from trainer.migration.hook_argument import HookArgument, apply_edits, call_on_load_checkpoint
-from trainer.module import TrainModule
+from trainer.module import TrainModule, Weights
 from trainer.names import bare_names, bare_state_dict
 from trainer.optim.configure import SchedulerEntry
 from trainer.optim.groups import names_of_groups, restore_groups
@@ -222,7 +221,6 @@ def check_schedules(options: Mapping[str, str], saved: Mapping[str, str], schedu
             )
 
 
-_Weights = tuple[Mapping[str, object], Mapping[str, object] | None]
 OPTIMIZER, TRAINER, RECORD, DATA = "optimizer", "trainer", "record", "datamodule"
 
 
@@ -281,7 +279,7 @@ def save_run(
         elif is_writer:
             shared.append(weights_part(others))
         if weights_only:
-            if run.module._hooks_have_weights:
+            if extra:
                 part = tree_part({"extra": extra}, TRAINER, shards)
                 shared.extend([part] if is_writer else [])
             return None
@@ -357,33 +355,33 @@ def _state_from_hooks(
     callbacks: Sequence[Callback],
     target: Path,
     weights_only: bool,
-) -> tuple[dict[str, Any], _Weights | None]:
+) -> tuple[dict[str, Any], Weights | None]:
     """Return what the ``on_save_checkpoint`` hooks add to the checkpoint; collective.
 
-    Where they have the weights, return these too, as they are after the hooks; see `_weights_of`.
-    A weights-only save calls no hooks but those of a module that may edit the weights.
+    Where they have changed the weights, return these too; see `_weights_of`.
 
     Raises:
         CheckpointError: A hook failed on one of several ranks; raised on all ranks. With a single
             process, the hook's own error is raised.
     """
-    if weights_only and not run.module._hooks_have_weights:
-        return {}, None
-    extra = HookArgument(epoch=run.counters.epoch, global_step=run.counters.global_step)
-    edited: _Weights | None = None
+    extra: dict[str, Any] = {}
+    edited: Weights | None = None
+
+    def call_hooks(checkpoint: dict[str, Any]) -> None:
+        for callback in () if weights_only else callbacks:
+            callback.on_save_checkpoint(trainer, run.module, checkpoint)
+        run.module.on_save_checkpoint(checkpoint)
 
     def ask() -> list[str]:
-        nonlocal edited
-        weights: Mapping[str, object] = {}
-        if has_weights := run.module._hooks_have_weights and not run.engine.full_state_on_rank0:
-            weights, trained = _weights_of(run, trainer, callbacks, None)
-            extra["state_dict"] = dict(weights)
-        for callback in () if weights_only else callbacks:
-            callback.on_save_checkpoint(trainer, run.module, extra)
-        run.module.on_save_checkpoint(extra)
-        if has_weights:
-            left = extra.pop("state_dict", {})
-            edited = left, None if trained is None else apply_edits(left, weights, trained)
+        nonlocal extra, edited
+        extra, edited = run.module._call_on_save_checkpoint(
+            {"epoch": run.counters.epoch, "global_step": run.counters.global_step},
+            call_hooks,
+            None
+            if run.engine.full_state_on_rank0
+            else partial(_weights_of, run, trainer, callbacks, None),
+            weights_only=weights_only,
+        )
         return [] if edited is None else sorted(edited[0])
 
     if run.world_size == 1:
@@ -397,7 +395,22 @@ def _state_from_hooks(
                 f"Saving {target} failed: on_save_checkpoint left other names in "
                 'checkpoint["state_dict"] on some processes. Make the same changes on all.'
             )
-    return dict(extra), edited
+    return extra, edited
+
+
+def apply_edits(
+    edited: Mapping[str, Any], before: Mapping[str, Any], others: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Make the changes of a hook to other weights of the same names.
+
+    Args:
+        edited: Weights after the hook.
+        before: The same before it.
+        others: What is left out or renamed there is so here; what is new there is taken. A copy
+            under its name counts as the same weight.
+    """
+    names = {id(value): name for name, value in before.items()}
+    return {name: others.get(names.get(id(value), name), value) for name, value in edited.items()}
 
 
 def _shared_parts(
@@ -429,15 +442,6 @@ def _shared_parts(
     if data := _state_of_data(run.datamodule):
         parts.append(tree_part(data, DATA))
     return parts
-
-
-def rank_state_from_elsewhere() -> dict[str, Any]:
-    """Return what `_state_of_rank` saves; the checkpoint of another library has none of it."""
-    return {
-        "rng": None,
-        "metrics": {"epochs": {}, "stepwise": {}, "states": {}, "names": []},
-        "stream": None,
-    }
 
 
 def _state_of_rank(run: FitRun) -> dict[str, Any]:
@@ -558,7 +562,7 @@ def _weights_of(
     trainer: Any,
     callbacks: Sequence[Callback],
     gathered: Mapping[str, Any] | None,
-) -> _Weights:
+) -> Weights:
     """Return the weights of the model's file and, if they differ, the trained weights.
 
     A callback such as weight averaging, or a schedule-free optimizer, may give the weights for use
@@ -653,53 +657,6 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "scaler": run.precision.state_dict(),
         "guard": None if run.optim.guard is None else run.optim.guard.state_dict(),
         "callbacks": {callback.state_key: callback.state_dict() for callback in callbacks},
-    }
-
-
-def state_from_elsewhere(
-    run_id: str,
-    counters: Counters,
-    *,
-    groups: list[Any],
-    schedulers: list[Any],
-    scaler: Mapping[str, Any],
-    callbacks: Mapping[str, Any],
-    extra: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return what `_state_of` saves, as far as the checkpoint of another library has it.
-
-    Args:
-        run_id: The name of the run that resumes from it.
-        counters: Its position.
-        groups: For each optimizer and group, the names of the parameters, None if unknown.
-        schedulers: The states of the schedulers.
-        scaler: The state of the gradient scaler.
-        callbacks: The states of callbacks by their keys.
-        extra: What `on_load_checkpoint` is given.
-    """
-    shown = asdict(counters)
-    del shown["global_batches"]
-    epoch = counters.epoch + float(counters.epoch_complete)
-    before = Progress(counters.global_step, epoch)._asdict()
-    return {
-        "run_id": run_id,
-        "counters": shown,
-        "items_seen": 0.0,
-        "reference": None,
-        "data": None,
-        "should_stop": False,
-        "unfinished": False,
-        "last_logged": counters.global_step,
-        "latest": {},
-        "updates": {},
-        "schedules": {"val": ["1 epoch", before], "log": ["50 steps", before]},
-        "optimizers": None,
-        "groups": groups,
-        "schedulers": schedulers,
-        "scaler": scaler,
-        "guard": None,
-        "callbacks": callbacks,
-        "extra": extra,
     }
 
 
@@ -798,15 +755,14 @@ def load_run(
     trained &= set(map(id, run.module.parameters()))
     saved = reader.weights(WEIGHTS_NAME, later=later)
     # Before the weights are loaded: it may resize buffers.
-    checkpoint, weights = call_on_load_checkpoint(run.module, state["extra"], saved)
+    checkpoint, weights = run.module._call_on_load_checkpoint(state["extra"], saved)
     if not trained <= set(map(id, run.module.parameters())):
         raise CheckpointError(
             f"on_load_checkpoint of {type(run.module).__name__} has replaced parameters that are "
             "trained, but the optimizers have the old ones: create them in __init__ or "
             "configure_model. Buffers and frozen parameters may be replaced."
         )
-    strict = run.module.strict_loading or not run.module._hooks_have_weights
-    load = partial(_load, run.engine, run.module, strict=strict)
+    load = partial(_load, run.engine, run.module, strict=run.module._resumes_strictly)
     load(weights, path / WEIGHTS_NAME)
     if "switches" in state:  # checkpoints of earlier releases do not have it
         load_switches(run.module, run.saving.begun, state["switches"], tell=run.rank == 0)
@@ -901,7 +857,7 @@ def _restore_optimizers(
         weights: The saved trained weights by name, whose dtypes the optimizer states refer to.
     """
     _same_number(path, "optimizers", run.optim.optimizers, optimizers)
-    if state["optimizers"] is not None:  # a checkpoint of Lightning has no names
+    if state["optimizers"] is not None:  # unknown in a checkpoint of another library
         _same_names(path, run.optim.names, state["optimizers"])
     schedulers = [entry.scheduler for entry in run.optim.schedulers]
     for optimizer, groups in zip(run.optim.optimizers, state["groups"], strict=True):
@@ -1008,7 +964,7 @@ def _restore_epoch(run: FitRun, state: Mapping[str, Any]) -> None:
     """
     if run.counters.epoch_batches == 0 or run.counters.epoch_complete:
         return
-    if state["data"] is None:  # a checkpoint of Lightning does not describe them
+    if state["data"] is None:  # unknown in a checkpoint of another library
         return
     run.data.epoch_iterator.mark = state.get("order")  # missing in checkpoints of earlier releases
     if "length" in state:  # likewise
@@ -1082,7 +1038,7 @@ def load_weights(module: TrainModule, path: Path, engine: Engine | None = None) 
     reader = _open(path)
     weights, file = reader.weights(WEIGHTS_NAME), reader.path / WEIGHTS_NAME
     if f"{TRAINER}.json" in reader.files:  # missing in a weights-only checkpoint
-        _, weights = call_on_load_checkpoint(module, reader.tree(TRAINER)["extra"], weights)
+        _, weights = module._call_on_load_checkpoint(reader.tree(TRAINER)["extra"], weights)
     if engine is None:
         load_into(module, weights, where=file, strict=module.strict_loading)
     else:

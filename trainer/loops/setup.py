@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +32,7 @@ from trainer.engines.choose import choose_engine
 from trainer.engines.model import check_same_model
 from trainer.environment import defaulting
 from trainer.errors import Preempted, module_logger
-from trainer.hooks import HookTable
+from trainer.hooks import HookTable, uncalled_hooks
 from trainer.hparams import logged, to_manifest
 from trainer.loops.config import Length, Schedule, Settings, check_callbacks, drop_replaced_defaults
 from trainer.loops.dataloaders import (
@@ -97,6 +97,8 @@ class RunContext:
         trial_steps: The number of updates in a trial of the `Tuner`; None if this is no trial.
         added: Callbacks that ``setup`` hooks have added; each stage calls those again.
         may_be_empty: Whether data without a batch is left out, instead of an error.
+        uncalled: Returns a sentence for each hook of another trainer that a module, callback or
+            datamodule defines; see `uncalled_hooks`.
     """
 
     settings: Settings
@@ -107,6 +109,7 @@ class RunContext:
     trial_steps: int | None = None
     added: list[Callback] = field(default_factory=list)
     may_be_empty: bool = False
+    uncalled: Callable[[object, str], Iterable[str]] = uncalled_hooks
 
     @property
     def warns(self) -> bool:
@@ -314,7 +317,8 @@ def stage_of(
         The hooks of the module and the callbacks.
     """
     trainer, callbacks = context.trainer, context.callbacks
-    check_hooks(module, callbacks, datamodule, stage=name, warns=context.warns)
+    check = partial(check_hooks, stage=name, warns=context.warns, uncalled=context.uncalled)
+    check(module, callbacks, datamodule)
     hooks = HookTable(trainer, module, callbacks, TrainModule)
     status: Status = "finished"
     cause: BaseException | None = None
@@ -429,7 +433,14 @@ def _set_up(context: RunContext, name: str, module: TrainModule, datamodule: Any
             done.add(id(callback))
             if id(callback) not in given:
                 added.append(callback)
-                check_hooks(None, [callback], None, stage=name, warns=context.warns)
+                check_hooks(
+                    None,
+                    [callback],
+                    None,
+                    stage=name,
+                    warns=context.warns,
+                    uncalled=context.uncalled,
+                )
             callback.setup(context.trainer, module, name)
 
     def hooks() -> None:

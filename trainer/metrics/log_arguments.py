@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainer.checks import choice_error
-from trainer.migration.table import LOG_ARGUMENTS
+from trainer.hints import LOG_ARGUMENTS
 
 _REDUCTIONS: dict[Any, str] = {
     torch.mean: "mean",

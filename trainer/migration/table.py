@@ -1,13 +1,17 @@
 """The names of Lightning, Accelerate and Hugging Face that do not carry over, and what to use.
 
 Each table is a dict of the old name and what to use, as it follows "use" in a sentence, or an
-instruction of its own. `TABLES` says where each applies. There is nothing but data here.
+instruction of its own. `TABLES` says where each applies. `trainer.hints` has those that many write
+by habit. There is nothing but data here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from trainer import hints
+from trainer.hints import EVALUATION_ARGUMENTS, LOG_ARGUMENTS, MANUAL, STEP_ARGUMENTS
 
 
 class Table(NamedTuple):
@@ -24,13 +28,11 @@ class Table(NamedTuple):
     entries: Mapping[str, str]
 
 
+def _of(table: Mapping[str, str], names: str) -> dict[str, str]:
+    return {name: table[name] for name in names.split()}
+
+
 NOTHING = "leave it out"
-MANUAL = "set automatic_optimization = False and do it in training_step"
-NO_LOGGER = (
-    "trackers run on their own threads, so that none can slow or stop the training. Log values "
-    "with self.log; name trackers in Trainer(log_with=...), and use trainer.trackers for images "
-    "and tables"
-)
 AS_LIGHTNING = (
     "start the program with `trainer launch --as_lightning`, so that it inherits ours where the "
     "library derives it from Lightning's"
@@ -46,27 +48,17 @@ SHARDED_BY_US = (
     "dataloader_config=DataLoaderConfiguration(presharded=True)"
 )
 _NO_SUCH_DEVICE = f"{NOTHING}: such devices are not supported"
-_ALL_DEVICES = "trainer launch --num_processes N script.py"
+_ALL_DEVICES = hints.TRAINER_ARGUMENTS["devices"]
 
 # -- hooks that nobody would call ------------------------------------------------------------------
 
-_EPOCH_END = (
-    "outputs are not collected: keep what you need in a list of your own in {0}_step, and use and "
-    "clear it in on_{1}_epoch_end(self); metrics need only self.log in {0}_step"
-)
-_STEP_END = "do it at the end of {0}_step: every process runs the whole step on its own batch"
 _MODE = (
     "the whole module is put in evaluation mode and each part back into its own afterwards; parts "
     "that you set to eval() stay so"
 )
 _IN_LOADER = "do it in {}_dataloader"
-_CALLBACKS_ALONE = "only callbacks have this hook: put it in a callbacks.Callback"
 
-HOOKS = {
-    "on_epoch_start": "use on_train_epoch_start, on_validation_epoch_start or on_test_epoch_start",
-    "on_epoch_end": "use on_train_epoch_end, on_validation_epoch_end or on_test_epoch_end",
-    "on_batch_start": "use on_train_batch_start",
-    "on_batch_end": "use on_train_batch_end",
+HOOKS = hints.HOOKS | {
     "on_pretrain_routine_start": "use on_fit_start",
     "on_pretrain_routine_end": "use on_fit_start",
     "on_hpc_save": "use on_save_checkpoint",
@@ -74,15 +66,7 @@ HOOKS = {
 }
 """Hooks of modules, data modules and callbacks."""
 
-MODULE_HOOKS = {
-    "training_epoch_end": _EPOCH_END.format("training", "train"),
-    "validation_epoch_end": _EPOCH_END.format("validation", "validation"),
-    "test_epoch_end": _EPOCH_END.format("test", "test"),
-    "training_step_end": _STEP_END.format("training"),
-    "validation_step_end": _STEP_END.format("validation"),
-    "test_step_end": _STEP_END.format("test"),
-    "configure_callbacks": "pass them to Trainer(callbacks=[...])",
-    "configure_sharded_model": "rename it to configure_model",
+MODULE_HOOKS = hints.MODULE_HOOKS | {
     "tbptt_split_batch": f"{MANUAL}, splitting the batch there",
     "log_grad_norm": "log the norms in on_before_optimizer_step",
     "on_validation_model_zero_grad": "gradients are dropped before each validation",
@@ -101,11 +85,6 @@ MODULE_HOOKS = {
     "on_predict_dataloader": _IN_LOADER.format("predict"),
     "on_reset_predict_dataloader": _IN_LOADER.format("predict"),
     "on_post_move_to_device": "use on_fit_start; tie weights in __init__ or configure_model",
-    "on_sanity_check_start": _CALLBACKS_ALONE,
-    "on_sanity_check_end": _CALLBACKS_ALONE,
-    "on_boundary": _CALLBACKS_ALONE,
-    "on_preemption": _CALLBACKS_ALONE,
-    "on_exception": _CALLBACKS_ALONE,
 }
 CALLBACK_HOOKS = {
     "on_init_start": "use setup",
@@ -122,11 +101,6 @@ CALLBACK_HOOKS = {
         "PredictionWriter after predict"
     ),
 }
-STEP_ARGUMENTS = {
-    "optimizer_idx": f"for several optimizers {MANUAL}: self.optimizers()",
-    "hiddens": f"to go back through a sequence in parts, {MANUAL}",
-}
-"""Of steps in Lightning 1; no step is given them."""
 LOGGER_METHODS = {
     "after_save_checkpoint": (
         "write a Callback whose on_boundary calls trainer.wait_for_save(), after which the folder "
@@ -155,33 +129,29 @@ SHARDED = "fsdp_plugin=FullyShardedDataParallelPlugin(...), under trainer launch
 ZERO = "deepspeed_plugin=DeepSpeedPlugin(zero_stage=...), under trainer launch"
 SAVES = "callbacks=[ModelCheckpoint({})]"
 BEST = "callbacks=[ModelCheckpoint(monitor=..., mode='min' or 'max')]"
-_DDP = f"{_ALL_DEVICES}: several processes train with DDP"
+_DDP = hints.TRAINER_ARGUMENTS["strategy"]
 _SUMMARY = "callbacks=[ModelSummary()]"
 
-LIGHTNING_ARGUMENTS = {
-    "accumulate_grad_batches": "gradient_accumulation_steps",
+LIGHTNING_ARGUMENTS = _of(
+    hints.TRAINER_ARGUMENTS,
+    """
+        accumulate_grad_batches check_val_every_n_epoch default_root_dir devices
+        enable_checkpointing enable_progress_bar gpus gradient_clip_val log_every_n_steps
+        logger precision profiler resume_from_checkpoint strategy val_check_interval""",
+) | {
     "amp_backend": "mixed_precision",
     "auto_lr_find": "Tuner(...).lr_find(module, loader)",
     "auto_scale_batch_size": "Tuner(...).scale_batch_size(module, loader)",
     "benchmark": "torch.backends.cudnn.benchmark = True",
-    "check_val_every_n_epoch": "val_every='N epochs'",
     "checkpoint_callback": "checkpointing",
     "ckpt_path": "fit(ckpt_path=...)",
-    "default_root_dir": "project_dir",
-    "devices": _ALL_DEVICES,
     "distributed_backend": _DDP,
     "enable_autolog_hparams": "save_hyperparameters(logger=...)",
-    "enable_checkpointing": "checkpointing",
     "enable_model_summary": _SUMMARY,
-    "enable_progress_bar": "progress_bar",
-    "gpus": _ALL_DEVICES,
     "gradient_clip_algorithm": "max_grad_norm or max_grad_value",
-    "gradient_clip_val": "max_grad_norm=N, or max_grad_value=N if the algorithm is 'value'",
     "ipus": _NO_SUCH_DEVICE,
     "inference_mode": f"{NOTHING}: evaluations record no gradients",
-    "log_every_n_steps": "log_every",
     "log_gpu_memory": "callbacks=[DeviceStatsMonitor()]",
-    "logger": "log_with, such as log_with='tensorboard'",
     "model_registry": f"{NOTHING}: it is a service of Lightning's makers",
     "move_metrics_to_cpu": f"{NOTHING}: running totals are single numbers",
     "multiple_trainloader_mode": "trainer.CombinedLoader(loaders, mode=...)",
@@ -191,41 +161,38 @@ LIGHTNING_ARGUMENTS = {
     ),
     "num_processes": _ALL_DEVICES,
     "plugins": "mixed_precision or kwargs_handlers",
-    "precision": "mixed_precision='bf16' or 'fp16', or dtype='bfloat16'",
-    "profiler": "profile='simple', or callbacks=[Profiler()] for a trace",
     "prepare_data_per_node": f"{NOTHING}: one process of each machine calls prepare_data first",
     "progress_bar_refresh_rate": "progress_bar",
     "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
     "replace_sampler_ddp": SHARDED_BY_US,
-    "resume_from_checkpoint": "fit(ckpt_path=...), where 'auto' is the newest if there is one",
     "stochastic_weight_avg": "callbacks=[StochasticWeightAveraging(swa_lrs=...)]",
-    "strategy": _DDP,
     "terminate_on_nan": f"{NOTHING}: non_finite='stop' is the default",
     "tpu_cores": _NO_SUCH_DEVICE,
     "track_grad_norm": "callbacks=[GradientNormMonitor()]",
     "truncated_bptt_steps": f"{NOTHING}; for parts of a sequence, {MANUAL}",
     "use_distributed_sampler": SHARDED_BY_US,
-    "val_check_interval": (
-        "val_every='N steps', where a step is an update: divide a number of batches by "
-        "gradient_accumulation_steps"
-    ),
     "weights_save_path": "project_dir",
     "weights_summary": _SUMMARY,
 }
 """Those that `trainer.lightning` translates are names only of `trainer.Trainer`'s errors."""
 
-_LOADER = "fit(module, DataLoader(dataset, batch_size=8, shuffle=True)), of torch.utils.data"
-_VAL_LOADER = "fit(module, train_loader, DataLoader(dataset, batch_size=8)), of torch.utils.data"
+_LOADER = hints.TRAINER_ARGUMENTS["train_dataset"]
+_VAL_LOADER = hints.TRAINER_ARGUMENTS["eval_dataset"]
 _OF_LOADER = "{} of the DataLoader"
 _LAUNCHED = "kwargs_handlers=[DistributedDataParallelKwargs({}=...)]"
 _MET = "kwargs_handlers=[InitProcessGroupKwargs({}=...)]"
-_RATE = "configure_optimizers of the module"
+_RATE = hints.TRAINER_ARGUMENTS["lr"]
 _STEP = "training_step of the module"
 _METRIC = "self.log in validation_step of the module"
 _OF_MODEL = "your model's own {}"
 _AS_TRAINED = f"{NOTHING}: evaluations have the precision of the training"
 
-HUGGING_FACE_ARGUMENTS = {
+HUGGING_FACE_ARGUMENTS = _of(
+    hints.TRAINER_ARGUMENTS,
+    """
+        bf16 epochs eval_dataset fp16 learning_rate lr model num_train_epochs optimizers
+        output_dir train_dataset""",
+) | {
     "adafactor": _RATE,
     "adam_beta1": _RATE,
     "adam_beta2": _RATE,
@@ -233,7 +200,6 @@ HUGGING_FACE_ARGUMENTS = {
     "args": "the arguments of TrainingArguments under the Trainer's own names (docs/migrating.md)",
     "auto_find_batch_size": "Tuner(...).scale_batch_size(module, loader)",
     "batch_size": _LOADER,
-    "bf16": "mixed_precision='bf16'",
     "bf16_full_eval": _AS_TRAINED,
     "compute_loss_func": _STEP,
     "compute_metrics": _METRIC,
@@ -254,14 +220,11 @@ HUGGING_FACE_ARGUMENTS = {
     "do_eval": "fit or validate",
     "do_predict": "predict",
     "do_train": "fit",
-    "epochs": "max_epochs",
     "eval_accumulation_steps": f"{NOTHING}: outputs of steps are not collected",
-    "eval_dataset": _VAL_LOADER,
     "eval_on_start": "validate(module, loader) before fit",
     "eval_steps": "val_every='N steps'",
     "eval_strategy": "val_every='500 steps' or '1 epoch'",
     "evaluation_strategy": "val_every='500 steps' or '1 epoch'",
-    "fp16": "mixed_precision='fp16'",
     "fp16_full_eval": _AS_TRAINED,
     "fsdp": SHARDED,
     "fsdp_config": SHARDED,
@@ -272,27 +235,21 @@ HUGGING_FACE_ARGUMENTS = {
     "group_by_length": _OF_LOADER.format("batch_sampler"),
     "ignore_data_skip": f"{NOTHING}: a resume reads and discards nothing",
     "label_smoothing_factor": f"label_smoothing of the loss in {_STEP}",
-    "learning_rate": _RATE,
     "load_best_model_at_end": "validate or test(ckpt_path='best'), or load_from_checkpoint",
     "local_rank": f"{NOTHING}: the launcher tells each process its own",
     "log_level": "logging.basicConfig(level=...)",
     "logging_dir": "project_dir",
     "logging_steps": "log_every",
     "logging_strategy": "log_every, such as log_every='1 epoch'",
-    "lr": _RATE,
     "lr_scheduler_type": _RATE,
     "metric_for_best_model": BEST,
     "lr_scheduler_kwargs": _RATE,
-    "model": "fit(module, ...)",
     "model_init": "fit(module, ...)",
     "no_cuda": "cpu=True",
-    "num_train_epochs": "max_epochs",
     "optim": _RATE,
     "optim_args": _RATE,
     "optim_target_modules": _RATE,
     "optimizer_cls_and_kwargs": _RATE,
-    "optimizers": _RATE,
-    "output_dir": "project_dir",
     "overwrite_output_dir": "another project_dir, or fit(ckpt_path='auto') to resume",
     "per_device_eval_batch_size": _VAL_LOADER,
     "per_device_train_batch_size": _LOADER,
@@ -315,7 +272,6 @@ HUGGING_FACE_ARGUMENTS = {
     "torch_compile_mode": "dynamo_plugin=TorchDynamoPlugin(backend='inductor', mode=...)",
     "tpu_num_cores": _NO_SUCH_DEVICE,
     "train_batch_size": _LOADER,
-    "train_dataset": _LOADER,
     "use_cpu": "cpu=True",
     "warmup_ratio": _RATE,
     "warmup_steps": _RATE,
@@ -340,35 +296,11 @@ RUN_ARGUMENTS = {
     "resume_from_checkpoint": 'ckpt_path="auto"',
     "epochs": _LENGTH,
     "max_epochs": _LENGTH,
-    "verbose": "nothing: results are returned, not printed",
-    "weights_only": "nothing: loading never unpickles",
 }
-EVALUATION_ARGUMENTS = {
-    "loader": "dataloaders",
-    "val_loader": "dataloaders",
-    "test_loader": "dataloaders",
-    "val_dataloaders": "dataloaders",
-    "test_dataloaders": "dataloaders",
-}
-LOG_ARGUMENTS = {
-    "rank_zero_only": (
-        "the other processes would wait for this one's value. Call log on all of them: values are "
-        "reduced over the processes, and one of them records"
-    ),
-    "reduce_fx": (
-        "a function cannot be reduced over processes; give 'mean', 'sum', 'min' or 'max', or log "
-        "an object with update, compute and reset"
-    ),
-    "enable_graph": (
-        "logged values are detached, so that they hold no graph alive. Keep the tensor yourself"
-    ),
-    "sync_dist_group": f"values are reduced over all processes; {NOTHING}",
-}
-"""Of which only some values do not carry over; see `trainer.metrics.log_arguments`."""
 
 # -- attributes ------------------------------------------------------------------------------------
 
-_LOOK_UP = "look it up in trainer.callbacks"
+_LOOK_UP = hints.TRAINER_ATTRIBUTES["checkpoint_callback"]
 _KEEP_LOADER = (
     "keep the loader where you create it; see trainer.datamodule, and trainer.{} for lengths"
 )
@@ -377,13 +309,15 @@ _STAGE = (
     "outside the validations of a fit"
 )
 _ARGUMENT = "it is an argument only, so keep the value yourself"
-TRAINER_ATTRIBUTES = {
-    "accumulate_grad_batches": "use trainer.gradient_accumulation_steps",
+TRAINER_ATTRIBUTES = _of(
+    hints.TRAINER_ATTRIBUTES,
+    """
+        accumulate_grad_batches checkpoint_callback default_root_dir is_last_batch log_dir
+        logger loggers lr_scheduler_configs model strategy train_dataloader val_dataloaders""",
+) | {
     "check_val_every_n_epoch": _ARGUMENT,
-    "checkpoint_callback": _LOOK_UP,
     "checkpoint_callbacks": _LOOK_UP,
     "current_step": "use trainer.global_step",
-    "default_root_dir": "use trainer.project_dir",
     "early_stopping_callback": _LOOK_UP,
     "early_stopping_callbacks": _LOOK_UP,
     "evaluating": _STAGE,
@@ -391,24 +325,15 @@ TRAINER_ATTRIBUTES = {
     "gradient_clip_algorithm": _ARGUMENT,
     "gradient_clip_val": _ARGUMENT,
     "interrupted": "a callback's on_preemption is called",
-    "is_last_batch": (
-        "step schedules in on_train_epoch_end; inside training_step the last batch of an epoch is "
-        "that of batch_idx + 1 == trainer.num_training_batches"
-    ),
     "lightning_module": "use trainer.module",
     "limit_predict_batches": _ARGUMENT,
     "limit_test_batches": _ARGUMENT,
     "limit_train_batches": _ARGUMENT,
     "limit_val_batches": _ARGUMENT,
-    "log_dir": "use trainer.logs_dir",
     "log_every_n_steps": _ARGUMENT,
-    "logger": NO_LOGGER,
-    "loggers": NO_LOGGER,
-    "lr_scheduler_configs": "use trainer.schedulers",
     "lr_schedulers": "use trainer.schedulers",
     "min_epochs": _ARGUMENT,
     "min_steps": _ARGUMENT,
-    "model": "use trainer.module",
     "num_devices": "use trainer.world_size",
     "num_predict_batches": "use trainer.num_eval_batches",
     "num_sanity_val_batches": "use trainer.num_eval_batches",
@@ -425,18 +350,16 @@ TRAINER_ATTRIBUTES = {
     "reload_dataloaders_every_n_epochs": _ARGUMENT,
     "scaler": "use scaler of trainer.accelerator",
     "state": _STAGE,
-    "strategy": "use trainer.accelerator",
     "test_dataloaders": _KEEP_LOADER.format("num_eval_batches"),
     "testing": _STAGE,
-    "train_dataloader": _KEEP_LOADER.format("num_training_batches"),
     "val_check_interval": _ARGUMENT,
-    "val_dataloaders": _KEEP_LOADER.format("num_eval_batches"),
     "validating": _STAGE,
 }
-HUGGING_FACE_ATTRIBUTES = {
-    "evaluate": "use trainer.validate(module, loader)",
+HUGGING_FACE_ATTRIBUTES = _of(
+    hints.TRAINER_ATTRIBUTES,
+    "evaluate train",
+) | {
     "save_model": "call your model's save_pretrained; a checkpoint has a model.safetensors too",
-    "train": "use trainer.fit(module, loader)",
 }
 
 # -- names of Lightning ----------------------------------------------------------------------------
@@ -674,21 +597,12 @@ HUGGING_FACE_NAMES = {
 }
 """Names in ``transformers``."""
 
-HUGGING_FACE_CALLBACK_HOOKS = {
-    "on_epoch_begin": "use on_train_epoch_start",
-    "on_evaluate": "use on_validation_end, unless trainer.sanity_checking",
-    "on_log": "use on_boundary, which finds the values in trainer.callback_metrics",
+HUGGING_FACE_CALLBACK_HOOKS = hints.CALLBACK_HOOKS | {
     "on_optimizer_step": "use on_train_step_end",
     "on_pre_optimizer_step": "use on_before_optimizer_step",
     "on_predict": "use on_predict_end",
     "on_prediction_step": "use on_validation_batch_end",
     "on_push_begin": "use the files in trainer.project_dir, after fit",
-    "on_save": (
-        "use on_boundary with trainer.wait_for_save(), after which the folder is there; "
-        "on_save_checkpoint adds to what is saved"
-    ),
-    "on_step_begin": "use on_train_step_start",
-    "on_step_end": "use on_train_step_end",
     "on_substep_end": "use on_train_batch_end",
     "on_train_begin": "use on_train_start",
 }

@@ -19,7 +19,7 @@ from trainer.migration.refusals import argument_refusals
 from trainer.migration.values import PRECISIONS
 from trainer.trainer import Trainer
 
-_NATIVE = {*signature(Trainer).parameters} - {"unknown"}
+_NATIVE = {*signature(Trainer).parameters}
 _LIGHTNING = {*signature(LightningTrainer).parameters} - {"others"}
 _ARGUMENTS = {
     "accumulate_grad_batches": "gradient_accumulation_steps",

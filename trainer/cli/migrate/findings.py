@@ -33,27 +33,20 @@ from trainer.cli.migrate.names import (
 )
 from trainer.cli.migrate.rewriting import second_fits, staying_trainers
 from trainer.datamodule import DataModule
+from trainer.hints import EVALUATION_ARGUMENTS, LOG_ARGUMENTS, NO_LOGGER, STEP_ARGUMENTS
 from trainer.lightning.missing import refusal
 from trainer.lightning.pytorch.loggers import Logger
 from trainer.lightning.pytorch.trainer import Trainer as LightningTrainer
 from trainer.metrics.log_arguments import log_arguments
-from trainer.migration.refusals import (
-    argument_refusals,
-    trainer_attribute_hint,
-    uncalled_hooks,
-)
+from trainer.migration.refusals import ATTRIBUTES, argument_refusals, refused_hooks
 from trainer.migration.table import (
     ACCELERATE_CALLS,
     AS_LIGHTNING,
     CHECKPOINT_CALLS,
     CHECKPOINT_ENTRIES,
-    EVALUATION_ARGUMENTS,
     HUGGING_FACE_NAMES,
     LIGHTNING_CALLS,
     LOADED_ENTRIES,
-    LOG_ARGUMENTS,
-    NO_LOGGER,
-    STEP_ARGUMENTS,
     TORCH_NAMES,
 )
 from trainer.migration.values import WRONG_VALUES
@@ -103,7 +96,7 @@ def find(module: cst.Module, path: Path, *, imports: bool, native: bool = False)
 
 
 class _Base(NamedTuple):
-    """What a class of the program inherits from: the kind for `uncalled_hooks`, and our classes."""
+    """What a class of the program inherits from: the kind for `refused_hooks`, and our classes."""
 
     kind: str
     classes: tuple[type, ...]
@@ -215,10 +208,9 @@ class _Finder(cst.CSTVisitor):
         if owner == "self" and name in ("logger", "loggers") and self._scopes[-1].native:
             self._add(node, f"A module's {name} cannot be used: {NO_LOGGER}.")
         if self._is_trainer(owner):
-            hint = trainer_attribute_hint(name)
             theirs = Trainer if owner in self._native else LightningTrainer
-            if ": " in hint and not hasattr(theirs, name):
-                self._add(node, hint)
+            if name in ATTRIBUTES and not hasattr(theirs, name):
+                self._add(node, f"Trainer has no attribute {name!r}: {ATTRIBUTES[name]}.")
 
     def visit_Subscript(self, node: cst.Subscript) -> None:
         scope, index = self._scopes[-1], node.slice[0].slice
@@ -262,7 +254,7 @@ class _Finder(cst.CSTVisitor):
                 self._classes.setdefault(own.name, base)
             if native:
                 self._native.add("self.trainer")
-            refused = uncalled_hooks(base.kind, base.classes)
+            refused = refused_hooks(base.kind, base.classes)
             for each in node.body.body:
                 if not isinstance(each, cst.FunctionDef):
                     continue
@@ -344,9 +336,8 @@ class _Finder(cst.CSTVisitor):
         if path.startswith("transformers.") and path.rpartition(".")[2] in HUGGING_FACE_NAMES:
             self._see_trainer(given, set())
         elif made is not None and issubclass(made, Trainer):
-            own = {*signature(made).parameters} - {"others", "unknown"}
-            native = {*signature(Trainer).parameters} - {"unknown"}
-            self._see_trainer(given, own | native)
+            own = {*signature(made).parameters} - {"others"}
+            self._see_trainer(given, own | {*signature(Trainer).parameters})
             if issubclass(made, LightningTrainer):
                 self._see_values(given)
             if "callbacks" in given:

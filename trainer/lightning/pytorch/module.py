@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader
 from trainer.datamodule import DataModule
 from trainer.errors import module_logger
 from trainer.hparams import HyperParameters, keep, kept_by
-from trainer.module import TrainModule
+from trainer.loops.fit_state import apply_edits
+from trainer.migration.table import CHECKPOINT_ENTRIES
+from trainer.module import TrainModule, Weights
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.tree import detach
 
@@ -81,6 +83,15 @@ class HyperparametersMixin:
         return kept_by(self).initial
 
 
+class _Checkpoint(dict[str, Any]):
+    """A dict that says what to do instead where a hook reads an entry that only Lightning has."""
+
+    def __missing__(self, key: str) -> Any:
+        if key not in CHECKPOINT_ENTRIES:
+            raise KeyError(key)
+        raise KeyError(f"This checkpoint has no {key!r} for hooks: {CHECKPOINT_ENTRIES[key]}.")
+
+
 class LightningModule(HyperparametersMixin, TrainModule):
     """A `TrainModule` with the attributes that programs for Lightning read.
 
@@ -98,7 +109,6 @@ class LightningModule(HyperparametersMixin, TrainModule):
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
     example_input_array: Any = None
-    _hooks_have_weights = True
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]  # Lightning's name of the path
@@ -123,6 +133,36 @@ class LightningModule(HyperparametersMixin, TrainModule):
         load: Any = super().load_from_checkpoint
         made: M = load(checkpoint_path, map_location=map_location, strict=strict, **kwargs)
         return made
+
+    def _call_on_save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        hooks: Callable[[dict[str, Any]], None],
+        weights: Callable[[], Weights] | None,
+        *,
+        weights_only: bool,
+    ) -> tuple[dict[str, Any], Weights | None]:
+        checkpoint = _Checkpoint(checkpoint)
+        if weights is None:
+            hooks(checkpoint)
+            return dict(checkpoint), None
+        before, trained = weights()
+        checkpoint["state_dict"] = dict(before)
+        hooks(checkpoint)
+        edited = checkpoint.pop("state_dict", {})
+        others = None if trained is None else apply_edits(edited, before, trained)
+        return dict(checkpoint), (edited, others)
+
+    def _call_on_load_checkpoint(
+        self, saved: Mapping[str, Any], weights: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        checkpoint = _Checkpoint(saved, state_dict=dict(weights))
+        self.on_load_checkpoint(checkpoint)
+        return checkpoint, checkpoint.get("state_dict", {})
+
+    @property
+    def _resumes_strictly(self) -> bool:
+        return self.strict_loading
 
     def log(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from trackers.base import GeneralTracker, is_installed
 from trainer import environment
 from trainer.checkpoint.resolve import WORDS, holds_weights_only
 from trainer.checkpoint.storage import committed
+from trainer.checks import raise_findings
 from trainer.distributed.objects import broadcast_object
 from trainer.enums import DistributedType
 from trainer.errors import CheckpointError, module_logger
@@ -58,7 +60,7 @@ from trainer.lightning.pytorch.strategies import (
 )
 from trainer.loops.config import Settings
 from trainer.loops.state import Counters
-from trainer.migration.refusals import argument_refusals, refuse, uncalled
+from trainer.migration.refusals import ATTRIBUTES, argument_refusals, uncalled
 from trainer.migration.values import (
     PRECISIONS,
     device_numbers,
@@ -176,6 +178,8 @@ class Trainer(NativeTrainer):
         ValueError: An argument has a value that does not carry over.
         TypeError: There is no such argument.
     """
+
+    _attribute_hints = ATTRIBUTES
 
     def __init__(
         self,
@@ -304,7 +308,7 @@ class Trainer(NativeTrainer):
         both = {"kwargs_handlers": handlers} if handlers else {}
         with _lightnings_words():
             super().__init__(**(passed | of_strategy | others | both))
-        self._context = replace(self._context, may_be_empty=True)
+        self._context = replace(self._context, may_be_empty=True, uncalled=uncalled)
         for each in self._loggers:
             each.trainer = self
         # The latest model, and the one whose configure_callbacks was called last.
@@ -375,11 +379,10 @@ class Trainer(NativeTrainer):
                 value of a wrong type.
             ValueError: There are values that it cannot take, and none of those.
         """
-        known = NativeTrainer.__init__.__kwdefaults__ or {}
+        known = inspect.signature(NativeTrainer).parameters
         unknown = {name: value for name, value in others.items() if name not in known}
         wrong = [
             *argument_refusals(unknown, known).values(),
-            *uncalled(self, "trainer"),
             *_of_lightning([*callbacks, given["strategy"], given["profiler"]]),
             *(text for each in callbacks for text in uncalled(each, "callback")),
             *(
@@ -398,7 +401,7 @@ class Trainer(NativeTrainer):
         for error in _wrong_settings(settings):
             (wrong if isinstance(error, TypeError) else values).append(str(error))
         if wrong:
-            refuse(wrong + values)
+            raise_findings(wrong + values)
         if values:
             raise ValueError("\n".join(values))
 
@@ -587,7 +590,7 @@ class Trainer(NativeTrainer):
         Raises:
             TypeError: One is of Lightning itself.
         """
-        refuse([*_of_lightning([model, datamodule])])
+        raise_findings([*_of_lightning([model, datamodule])])
         self._model = model
         # Made anew, they would forget, say, which checkpoint is the best.
         if model is not self._configured_model:

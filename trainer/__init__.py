@@ -59,7 +59,7 @@ if TYPE_CHECKING:
         MetricError,
         Preempted,
     )
-    from trainer.launchers import debug_launcher, notebook_launcher
+    from trainer.launch.notebook import debug_launcher, notebook_launcher
     from trainer.local_sgd import LocalSGD
     from trainer.logging import get_logger
     from trainer.megatron_plugin import MegatronLMPlugin
@@ -121,7 +121,7 @@ _HOME = {
     "Tuner": "tuning",
     "cpu_offload": "big_models",
     "cpu_offload_with_hook": "big_models",
-    "debug_launcher": "launchers",
+    "debug_launcher": "launch.notebook",
     "disk_offload": "big_models",
     "dispatch_model": "big_models",
     "find_executable_batch_size": "memory",
@@ -132,7 +132,7 @@ _HOME = {
     "init_on_device": "big_models",
     "load_checkpoint_and_dispatch": "big_models",
     "load_checkpoint_in_model": "big_models",
-    "notebook_launcher": "launchers",
+    "notebook_launcher": "launch.notebook",
     "prepare_pippy": "pipeline",
     "release_memory": "memory",
     "set_seed": "rng",

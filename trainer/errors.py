@@ -13,6 +13,7 @@ that occur later::
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable
 from signal import Signals
 from typing import Any
@@ -26,6 +27,12 @@ _CONTROLS = {
 def printable(text: str) -> str:
     """Return text for a terminal: control characters, as in a file's name, appear as escapes."""
     return text.translate(_CONTROLS)
+
+
+def echo(text: object = "", *, error: bool = False) -> None:
+    """Print text, to standard error if asked; no part of it can command the terminal."""
+    stream = sys.stderr if error else sys.stdout
+    print(printable(str(text)), file=stream, flush=error)
 
 
 def module_logger(name: str) -> logging.Logger:

@@ -47,7 +47,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.helpers import isolation
-from trainer.launchers.rank import with_files
+from trainer.launch.remote_call import with_files
 
 with contextlib.suppress(ImportError):  # the tests of one process run without it
     import cloudpickle

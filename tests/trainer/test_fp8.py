@@ -27,8 +27,7 @@ from trainer import (
     Trainer,
     TrainModule,
 )
-from trainer.cli.config.file import LaunchConfiguration, read_file, write_file
-from trainer.cli.launch import configure, parser
+from trainer.cli.launch import parser
 from trainer.configuration import recipe_of
 from trainer.environment import patch_environment
 from trainer.fp8 import (
@@ -38,6 +37,8 @@ from trainer.fp8 import (
     find_first_last_linear_layers,
     has_ao_layers,
 )
+from trainer.launch.configuration import LaunchConfiguration, read_file, write_file
+from trainer.launch.plan import configure
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 Y = (X.sum(1) > 0).long()

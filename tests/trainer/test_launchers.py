@@ -30,7 +30,7 @@ from trainer import (
     debug_launcher,
     notebook_launcher,
 )
-from trainer.launchers.group import RankFailed, machines
+from trainer.launch.function_group import RankFailed, machines
 from trainer.state import PartialState
 
 ROOT = Path(trainer.__file__).parents[1]
@@ -129,7 +129,7 @@ def test_the_first_failure_is_raised_once_with_its_traceback(notebook, capfd, ca
     if how == "raise":
         assert 'raise LookupError("a fault of mine")' in message
         assert ", in fail\n" in message
-        assert "launchers/rank.py" not in message
+        assert "launch/remote_call.py" not in message
     if how != "kill":
         noted = caught.value.failures[1].message  # as torch writes it
         assert noted["message"].endswith(said)
@@ -423,14 +423,14 @@ def test_a_notebook(tmp_path):
 LAUNCHER = """
 import subprocess, sys
 from pathlib import Path
-from trainer.launchers import rank
+from trainer.launch import remote_call
 def wait():
     import os, threading
     Path("rank").write_text(str(os.getpid()))
     Path("started").touch()
     threading.Event().wait()
-rank.write_call(Path.cwd(), wait, ())
-process = subprocess.Popen([sys.executable, *rank.command(Path.cwd())])
+remote_call.write_call(Path.cwd(), wait, ())
+process = subprocess.Popen([sys.executable, *remote_call.command(Path.cwd())])
 while not Path("started").exists():
     pass
 """

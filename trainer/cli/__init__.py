@@ -16,7 +16,8 @@ from importlib import import_module
 
 from trainer._siblings import version
 from trainer.checks import choice_error
-from trainer.cli.parsing import CommandError, Parser, UsageError, echo, ended_at_once
+from trainer.cli.parsing import CommandError, Parser, UsageError, echo, sigint_default
+from trainer.launch import LaunchError
 
 # command: (its module in this package, what it does)
 COMMANDS = {
@@ -97,7 +98,7 @@ def _run_command(name: str, argv: list[str]) -> int:
         raise CommandError(
             f"trainer {name}: the current folder no longer exists; change to another one."
         ) from None
-    with ended_at_once():
+    with sigint_default():
         command = import_module(f"{__name__}.{COMMANDS[name][0]}")
         parser = command.parser(f"trainer {name}")
     try:
@@ -112,7 +113,7 @@ def _run_command(name: str, argv: list[str]) -> int:
         return 128 + 13  # as if ended by SIGPIPE
     except OSError as error:
         raise CommandError(f"trainer {name}: {error}") from error
-    except CommandError as error:
+    except (CommandError, LaunchError) as error:
         raise CommandError(f"trainer {name}: {error}", error.code) from error
     except KeyboardInterrupt:
         return 130

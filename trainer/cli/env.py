@@ -11,23 +11,22 @@ from pathlib import Path
 
 from trainer import environment
 from trainer._siblings import DISTRIBUTION, PACKAGES, locate, shadows, version
-from trainer.cli.config import fp8, sharding
-from trainer.cli.parsing import aligned, command_parser, echo, ended_at_once
+from trainer.cli.parsing import aligned, command_parser, echo, sigint_default
+from trainer.launch import settings
 
 # Only the variables that Cadence reads: others may contain secrets.
 VARIABLES = (
     *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_MIXED_PRECISION"),
     *("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_DEBUG_MODE"),
     *("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE", "ACCELERATE_DYNAMO_USE_FULLGRAPH"),
-    *sharding.VARIABLES,
-    *fp8.VARIABLES,
+    *settings.VARIABLES,
     *("ACCELERATE_DYNAMO_USE_DYNAMIC", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
     *("ACCELERATE_BYPASS_DEVICE_MAP", "FORK_LAUNCHED", "ACCELERATE_CPU_AFFINITY"),
     *("ACCELERATE_ENABLE_RICH", "ACCELERATE_USE_SAGEMAKER"),
     "ACCELERATE_INIT_INCLUDE_BUFFERS",
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"),
-    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS", "CADENCE_NOTED"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS", "CADENCE_ERROR_PID"),
     *("CADENCE_SHUTDOWN_TIMEOUT", "PYTHONPATH"),
     *("CADENCE_LAUNCHER", "CADENCE_STORE"),
     *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID"),
@@ -64,7 +63,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; return 1 if a file in this folder shadows one of our packages."""
-    with ended_at_once():
+    with sigint_default():
         import torch
 
     rows = [
@@ -112,9 +111,9 @@ def _launch() -> str:
 
 def _configuration(given: Path | None) -> str:
     """Return the path of the configuration file of `trainer launch`, and its settings."""
-    from trainer.cli.config.file import LaunchConfiguration, default_place, read_file
+    from trainer.launch.configuration import LaunchConfiguration, default_path, read_file
 
-    place = (given or default_place()).expanduser()
+    place = (given or default_path()).expanduser()
     try:
         known, notes = read_file(place)
         LaunchConfiguration(**known)

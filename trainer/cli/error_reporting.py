@@ -11,14 +11,16 @@ import os
 from datetime import timedelta
 
 from trainer import environment
-from trainer.cli.launch import entry
 from trainer.cli.parsing import echo
+from trainer.launch import entry
 
 _PATIENCE = timedelta(seconds=10)  # to wait until another process has printed the same message
 
 
 class Reported(SystemExit):
     """The exit of a process after `report`: the launcher knows the error or need not report it."""
+
+    reported = True  # read by `trainer.launch.entry`, which imports nothing of ours
 
 
 def report(message: str, code: int) -> None:
@@ -30,15 +32,15 @@ def report(message: str, code: int) -> None:
         message: The complete message.
         code: The code that the process is about to exit with.
     """
-    if environment.read(entry.MARK) == str(os.getpid()):
+    if environment.read(entry.ERROR_PID) == str(os.getpid()):
         refused = code == 2  # a retry would fail too, so the launcher makes none
-        noted = entry.note(entry.REFUSED if refused else "SystemExit", message, code)
+        noted = entry.write_error_file(entry.REFUSED if refused else "SystemExit", message, code)
         if noted and (refused or not entry.is_started_again()):
             return
     if environment.read("TORCHELASTIC_USE_AGENT_STORE") != "True":
         echo(message, error=True)
     else:
-        entry.note("SystemExit", f"exit code {code}, see its message above.", code)
+        entry.write_error_file("SystemExit", f"exit code {code}, see its message above.", code)
         _print_once(message)
 
 

@@ -6,23 +6,17 @@ import argparse
 import importlib
 import os
 import re
-import signal
 import sys
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.checks import choice_error
-from trainer.environment import FALSE, TRUE
-from trainer.errors import printable
-
-
-def echo(text: object = "", *, error: bool = False) -> None:
-    """Print text, to standard error if asked; no part of it can command the terminal."""
-    print(printable(str(text)), file=sys.stderr if error else sys.stdout, flush=error)
+from trainer.errors import echo as echo
+from trainer.launch import sigint_default as sigint_default
+from trainer.launch.settings import count as count
+from trainer.launch.settings import truth as truth
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
@@ -110,46 +104,6 @@ def named(paths: Iterable[Path]) -> list[tuple[Path, str]]:
         if len(set(names)) == len(names):
             break
     return list(zip(whole, names, strict=True))
-
-
-def count(text: str) -> int:
-    """Return the value of an option as a number of 1 or more.
-
-    Raises:
-        argparse.ArgumentTypeError: It is something else.
-    """
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of 1 or more")
-    return int(text)
-
-
-def truth(text: str) -> bool:
-    """Return the value of an option or an answer as a bool.
-
-    Raises:
-        argparse.ArgumentTypeError: It is something else.
-    """
-    if text.lower() not in TRUE | FALSE:
-        raise argparse.ArgumentTypeError(f"{text!r} must be yes or no")
-    return text.lower() in TRUE
-
-
-@contextmanager
-def ended_at_once() -> Iterator[None]:
-    """Inside, Ctrl-C ends the process immediately and silently; for code that imports torch.
-
-    The import takes seconds, and C code in it that imports numpy may swallow ``KeyboardInterrupt``,
-    so that the command would continue.
-    """
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not usual or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def import_from_here() -> None:

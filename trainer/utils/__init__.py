@@ -18,7 +18,6 @@ _NAMES = {
         named_module_tensors offload_state_dict offload_weight retie_parameters
         save_offload_index set_module_tensor_to_device""",
     "trainer.checkpoint.objects": "load save",
-    "trainer.cli.config": "write_basic_config",
     "trainer.configuration": """
         AORecipeKwargs AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs
         FP8RecipeKwargs GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs
@@ -38,6 +37,7 @@ _NAMES = {
     "trainer.errors": "DistributedOperationException",
     "trainer.fp8": """
         convert_model_to_fp8_ao filter_linear_layers find_first_last_linear_layers has_ao_layers""",
+    "trainer.launch.configuration": "write_basic_config",
     "trainer.launchers": "debug_launcher notebook_launcher",
     "trainer.megatron_plugin": "MegatronLMDummyScheduler MegatronLMPlugin",
     "trainer.memory": "find_executable_batch_size release_memory",

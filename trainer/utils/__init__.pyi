@@ -29,7 +29,6 @@ from trainer.big_models import save_offload_index as save_offload_index
 from trainer.big_models import set_module_tensor_to_device as set_module_tensor_to_device
 from trainer.checkpoint.objects import load as load
 from trainer.checkpoint.objects import save as save
-from trainer.cli.config import write_basic_config as write_basic_config
 from trainer.configuration import AORecipeKwargs as AORecipeKwargs
 from trainer.configuration import AutocastKwargs as AutocastKwargs
 from trainer.configuration import DataLoaderConfiguration as DataLoaderConfiguration
@@ -76,6 +75,7 @@ from trainer.fp8 import convert_model_to_fp8_ao as convert_model_to_fp8_ao
 from trainer.fp8 import filter_linear_layers as filter_linear_layers
 from trainer.fp8 import find_first_last_linear_layers as find_first_last_linear_layers
 from trainer.fp8 import has_ao_layers as has_ao_layers
+from trainer.launch.configuration import write_basic_config as write_basic_config
 from trainer.launchers import debug_launcher as debug_launcher
 from trainer.launchers import notebook_launcher as notebook_launcher
 from trainer.megatron_plugin import MegatronLMDummyScheduler as MegatronLMDummyScheduler

@@ -22,8 +22,8 @@ import trainer
 from trainer import environment
 from trainer.cli import COMMANDS, main, program
 from trainer.cli.env import VARIABLES
-from trainer.cli.launch import entry
-from trainer.cli.parsing import ended_at_once
+from trainer.cli.parsing import sigint_default
+from trainer.launch import entry
 
 ROOT = Path(trainer.__file__).parents[1]
 
@@ -138,12 +138,12 @@ def test_the_users_handler_of_ctrl_c_is_kept(monkeypatch):
 
     for handler in (signal.SIG_IGN, own):  # the first one is that of a job in the background
         before = signal.signal(signal.SIGINT, handler)
-        with ended_at_once():
+        with sigint_default():
             assert signal.getsignal(signal.SIGINT) is handler
         signal.signal(signal.SIGINT, before)
-    with ended_at_once():
+    with sigint_default():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    with suppress(ZeroDivisionError), ended_at_once():
+    with suppress(ZeroDivisionError), sigint_default():
         _ = 1 / 0
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -241,7 +241,7 @@ def test_env_knows_every_variable_that_is_read():
     }
     assert len(read) > 10
     assert len(own) > 20
-    assert entry.MARK in own
+    assert entry.ERROR_PID in own
     assert (read | own) - set(VARIABLES) == set()
 
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from trainer.cli import main
-from trainer.cli.config.cluster import ClusterConfig, load_config_from_file
-from trainer.cli.config.file import LaunchConfiguration, default_place, read_file, write_file
+from trainer.launch.cluster import ClusterConfig, load_config_from_file
+from trainer.launch.configuration import LaunchConfiguration, default_path, read_file, write_file
 
 # What `accelerate config` and `accelerate config default` write.
 ANSWERED = """
@@ -74,7 +74,7 @@ def answer(monkeypatch):
     """Give `trainer config` these answers, on a machine without devices; the code it ends with."""
 
     def answered(keys: bytes) -> int:
-        monkeypatch.setattr("trainer.cli.config.device_count", lambda: 0)
+        monkeypatch.setattr("trainer.launch.configuration.accelerators", lambda: 0)
         master, terminal = pty.openpty()
         with os.fdopen(terminal) as stdin, os.fdopen(master, "wb") as keyboard:
             monkeypatch.setattr("sys.stdin", stdin)
@@ -92,14 +92,14 @@ def read(text: str) -> tuple[LaunchConfiguration, list[str]]:
 
 
 def test_the_place_is_that_of_the_documented_api(monkeypatch, home):
-    assert default_place() == home
+    assert default_path() == home
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert default_place() == Path("/cache/huggingface/accelerate/default_config.yaml")
+    assert default_path() == Path("/cache/huggingface/accelerate/default_config.yaml")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/somebody")
     expected = "/somebody/.cache/huggingface/accelerate/default_config.yaml"
-    assert default_place() == Path(expected)
+    assert default_path() == Path(expected)
 
 
 def test_a_file_of_the_documented_api_is_understood():
@@ -221,14 +221,14 @@ def test_what_is_written_is_read_again(name):
 
 
 def test_the_default_is_written_with_keys_that_the_documented_api_knows(monkeypatch, home, capsys):
-    monkeypatch.setattr("trainer.cli.config.device_count", lambda: 0)
+    monkeypatch.setattr("trainer.launch.configuration.accelerators", lambda: 0)
     assert main(["config", "--default"]) == 0
     assert capsys.readouterr().out == f"Saved to {home}.\n"
     assert main(["config", "--default"]) == 0
     assert capsys.readouterr().out == f"Saved to {home}, replacing the earlier answers.\n"
     found = yaml.safe_load(home.read_text())
     assert {key: DEFAULT[key] for key in found} == found
-    monkeypatch.setattr("trainer.cli.config.device_count", lambda: 4)
+    monkeypatch.setattr("trainer.launch.configuration.accelerators", lambda: 4)
     assert main(["config", "default", "--config_file", "g.yaml", "--mixed_precision=bf16"]) == 0
     found = yaml.safe_load(Path("g.yaml").read_text())
     assert found["distributed_type"] == "MULTI_GPU"

@@ -15,8 +15,8 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from trainer.cli import error_reporting, main, program
-from trainer.cli.launch import entry
-from trainer.cli.launch.failure import failures_of
+from trainer.launch import entry
+from trainer.launch.failure import failures_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -108,7 +108,7 @@ def test_our_launcher_prints_the_noted_error(
     launcher, monkeypatch, capsys, noted, code, restarts, kind, said
 ):
     store = launcher()
-    monkeypatch.setenv(entry.MARK, str(os.getpid()))
+    monkeypatch.setenv(entry.ERROR_PID, str(os.getpid()))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
     error_reporting.report("no", code)
     if not said:
@@ -122,7 +122,7 @@ def test_our_launcher_prints_the_noted_error(
 
 
 def test_a_child_process_prints_its_own_errors(monkeypatch, capsys, noted):
-    monkeypatch.setenv(entry.MARK, str(os.getppid()))
+    monkeypatch.setenv(entry.ERROR_PID, str(os.getppid()))
     error_reporting.report("no", 2)
     assert (capsys.readouterr().err, noted()) == ("no\n", {})
 
@@ -143,7 +143,7 @@ REFUSED = [
 def test_the_program_notes_its_error_for_the_launcher(
     monkeypatch, capsys, noted, words, code, said
 ):
-    monkeypatch.setenv(entry.MARK, str(os.getpid()))
+    monkeypatch.setenv(entry.ERROR_PID, str(os.getpid()))
     monkeypatch.setattr("sys.argv", ["trainer", *words.split()])
     with pytest.raises(error_reporting.Reported) as end:
         program()
@@ -160,7 +160,7 @@ def test_the_program_notes_its_error_for_the_launcher(
 def test_a_call_of_main_prints_its_error(launcher, monkeypatch, capsys, noted):
     words, code, said = REFUSED[0]
     store = launcher()
-    monkeypatch.setenv(entry.MARK, str(os.getpid()))
+    monkeypatch.setenv(entry.ERROR_PID, str(os.getpid()))
     for _ in range(2):
         assert main(words.split()) == code
     out, err = capsys.readouterr()

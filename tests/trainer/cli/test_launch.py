@@ -21,17 +21,11 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import main
-from trainer.cli.launch import (
-    configure,
-    entry,
-    group,
-    launch_command,
-    launch_command_parser,
-    make_plan,
-    parser,
-)
-from trainer.cli.launch.failure import Failure, first_of, report
-from trainer.cli.launch.rendezvous import private_variables
+from trainer.cli.launch import parser
+from trainer.launch import entry, group
+from trainer.launch.failure import Failure, first_of, report
+from trainer.launch.plan import configure, launch_command, launch_command_parser, make_plan
+from trainer.launch.rendezvous import private_variables
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -218,7 +212,7 @@ def test_a_machine_that_fails_ends_those_that_wait_for_it(monkeypatch, capfd, po
         "time.sleep(100)\n"
     )
     words = ["--num_processes", "2", write("train.py", script)]
-    monkeypatch.setattr("trainer.cli.launch.group._GRACE", 0.0)
+    monkeypatch.setattr("trainer.launch.group._GRACE", 0.0)
     meeting = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
     with launcher(failing, port, *words) as other:
         assert launch("--machine_rank", str(1 - failing), *meeting, *words) == 1
@@ -247,7 +241,7 @@ def test_a_machine_ended_by_a_signal_is_not_waited_for(port):
 
 
 def test_waiting_for_other_machines_is_shown_with_how_they_meet(monkeypatch, capfd, port):
-    monkeypatch.setattr("trainer.cli.launch.group._NOTICE", 0.0)
+    monkeypatch.setattr("trainer.launch.group._NOTICE", 0.0)
     words = ["--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
     words += ["--main_process_port", port, "--rdzv_conf", "timeout=1", write("train.py", "")]
     assert launch(*words) == 1
@@ -649,8 +643,8 @@ def machine(monkeypatch):
     """Gives the machine so many devices, whatever the environment says."""
 
     def equip(count: int) -> None:
-        monkeypatch.setattr("trainer.cli.launch.accelerators", lambda: count)
-        monkeypatch.setattr("trainer.cli.launch.device_count", lambda: count)
+        monkeypatch.setattr("trainer.launch.plan.accelerators", lambda: count)
+        monkeypatch.setattr("trainer.launch.plan.device_count", lambda: count)
 
     return equip
 
@@ -731,7 +725,7 @@ def test_gpu_ids_are_those_of_the_machine_not_of_the_shell(monkeypatch, ids, the
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if shell is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shell)
-    monkeypatch.setattr("trainer.cli.launch.accelerators", count)
+    monkeypatch.setattr("trainer.launch.plan.accelerators", count)
     if there:
         assert plan("--gpu_ids", ids, "train.py").variables["CUDA_VISIBLE_DEVICES"] == ids
     else:

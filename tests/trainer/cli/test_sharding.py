@@ -19,9 +19,9 @@ from trainer import (
     TrainModule,
 )
 from trainer.cli import env, main
-from trainer.cli.config.file import LaunchConfiguration, read_file, write_file
-from trainer.cli.config.sharding import DEEPSPEED, FSDP, MEGATRON, MESH
 from trainer.environment import patch_environment
+from trainer.launch.configuration import LaunchConfiguration, read_file, write_file
+from trainer.launch.settings import DEEPSPEED, FSDP, MEGATRON, MESH
 
 # Name: the value as an option, and the argument that it equals.
 EQUALS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -289,7 +289,7 @@ def test_a_file_with_deepspeed_is_written_as_the_documented_api_reads_it(home):
 
 def answer(monkeypatch: Any, keys: bytes) -> None:
     """Answer the questions of `trainer config`, on a machine without accelerators."""
-    monkeypatch.setattr("trainer.cli.config.device_count", lambda: 0)
+    monkeypatch.setattr("trainer.launch.configuration.accelerators", lambda: 0)
     master, terminal = pty.openpty()
     with os.fdopen(terminal) as stdin, os.fdopen(master, "wb") as keyboard:
         monkeypatch.setattr("sys.stdin", stdin)
@@ -332,7 +332,7 @@ def test_questions_lead_to_shards_and_split_layers(monkeypatch, home):
 
 def test_questions_lead_to_megatron(monkeypatch, home):
     write_file(home, LaunchConfiguration(num_processes=4, use_cpu=False))
-    monkeypatch.setattr("trainer.cli.config.device_count", lambda: 4)
+    monkeypatch.setattr("trainer.launch.configuration.accelerators", lambda: 4)
     master, terminal = pty.openpty()
     with os.fdopen(terminal) as stdin, os.fdopen(master, "wb") as keyboard:
         monkeypatch.setattr("sys.stdin", stdin)

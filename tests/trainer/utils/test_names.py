@@ -15,7 +15,7 @@ from torch import nn
 import trainer
 from trainer import Accelerator, utils
 from trainer.checkpoint.weights import save_model
-from trainer.cli.config.file import LaunchConfiguration, read_file
+from trainer.launch.configuration import LaunchConfiguration, read_file
 from trainer.state import AcceleratorState, DistributedType, PartialState, is_initialized
 from trainer.utils import (
     SAFE_WEIGHTS_INDEX_NAME,

@@ -26,9 +26,9 @@ from trainer.cli.parsing import (
     command_parser,
     count,
     echo,
-    ended_at_once,
     import_from_here,
     import_named,
+    sigint_default,
 )
 from trainer.strict_json import dumps
 
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: The model or the optimizer cannot be found, created or measured.
     """
-    with ended_at_once():
+    with sigint_default():
         from trainer.cli.estimate_memory import footprint
 
     import_from_here()

@@ -15,7 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.parsing import CommandError, Parser, aligned, echo, ended_at_once, import_from_here
+from trainer.cli.parsing import (
+    CommandError,
+    Parser,
+    aligned,
+    echo,
+    import_from_here,
+    sigint_default,
+)
 
 if TYPE_CHECKING:
     from trainer.cli.fit.configured import Made
@@ -59,14 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
     """
     import_from_here()
     try:
-        with ended_at_once():
+        with sigint_default():
             importlib.import_module("jsonargparse")
     except ImportError:
         raise CommandError(
             f"{arguments.prog} reads configurations with jsonargparse, which is not installed: "
             "pip install 'cadence-trainer[cli]'."
         ) from None
-    with ended_at_once():
+    with sigint_default():
         from trainer.cli.fit import configured
 
     line = configured.ConfiguredLine(arguments.prog, arguments.stage)

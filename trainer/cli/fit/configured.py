@@ -7,7 +7,6 @@ are checked against the annotations before anything is created.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -18,17 +17,14 @@ import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
 from callbacks import Callback, PredictionWriter
-from trackers.jsonl import unused_name
-from trackers.redaction import redact
-from trainer.checkpoint.storage import read_manifest, write_whole
+from trainer.checkpoint.storage import read_manifest
 from trainer.cli.fit import readable
 from trainer.cli.fit.loaders import Loaders  # noqa: F401 - so that its class path may be short
 from trainer.cli.parsing import CommandError
 from trainer.configuration import KwargsHandler
 from trainer.datamodule import DataModule
-from trainer.distributed.process_control import on_main
 from trainer.errors import module_logger
-from trainer.hparams import saved_arguments
+from trainer.hparams import SavedConfiguration, saved_arguments
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 
@@ -305,45 +301,3 @@ def _files_first(words: Sequence[str]) -> list[str]:
         else:
             (files if word.startswith("--config=") else options).append(word)
     return files + options
-
-
-class SavedConfiguration(Callback):
-    """Writes the configuration of a fit to ``config.yaml`` in `project_dir`.
-
-    The file is that of the latest start. A different one of an earlier start is kept as
-    ``config.1.yaml`` and so on: a run may resume with another configuration.
-
-    Args:
-        text: The configuration, as YAML. Secrets in it are redacted.
-    """
-
-    def __init__(self, text: str) -> None:
-        config = yaml.safe_load(text)
-        if (shown := redact(config)) is not config:
-            text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
-        self._text = text
-
-    def on_fit_start(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - a hook
-        """Write the file: the run has passed all checks, and nothing is trained yet."""
-        on_main(lambda: self._write(trainer.project_dir / "config.yaml"))
-
-    def _write(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists() and _settings(_text_of(file)) != _settings(self._text):
-            aside = unused_name(file)
-            os.replace(file, aside)
-            logger.info("%s differs from the previous start's, which is now %s.", file, aside.name)
-        write_whole(file, lambda path: path.write_text(self._text, encoding="utf-8"))
-
-
-def _text_of(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace")  # it may have been edited
-
-
-def _settings(text: str) -> Any:
-    """Return the settings of a configuration, except ``ckpt_path``."""
-    try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError:  # it was edited: compare the text
-        return text
-    return {k: v for k, v in found.items() if k != "ckpt_path"} if isinstance(found, dict) else text

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from warnings import catch_warnings, simplefilter
 
-from trainer.cli.parsing import CommandError, command_parser, count, echo, ended_at_once
+from trainer.cli.parsing import CommandError, command_parser, count, echo, sigint_default
 from trainer.errors import CheckpointError
 
 IMPORTS = "import lines and class paths are Lightning's or Accelerate's: pass --write"
@@ -176,7 +176,7 @@ def _migrate(path: Path, arguments: argparse.Namespace) -> list[Finding]:
     if path.suffix in _YAML:
         return _migrate_classes(path, arguments)
     try:
-        with ended_at_once():
+        with sigint_default():
             import torch  # noqa: F401 - slow, and imported by all modules that are asked for names
             from libcst import ParserSyntaxError, parse_module
     except ModuleNotFoundError as error:

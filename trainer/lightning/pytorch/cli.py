@@ -32,7 +32,7 @@ except ImportError as error:
         "pip install 'cadence-trainer[cli]'."
     ) from error
 
-from trainer.cli.fit.configured import SavedConfiguration
+from trainer.hparams import SavedConfiguration
 
 __all__ = [
     "ArgsType",

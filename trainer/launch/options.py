@@ -8,10 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.config.fp8 import FP8, three_bools
-from trainer.cli.config.sharding import LAUNCHER, SECTIONS, limit
-from trainer.cli.parsing import command_parser, count, truth
 from trainer.enums import DynamoBackend, PrecisionType
+from trainer.launch.settings import FP8, LAUNCHER, SECTIONS, count, limit, three_bools, truth
 
 _TPU = "it is about TPUs, and there are no XLA devices"
 _SAGEMAKER = "Amazon SageMaker has a launcher of its own, which starts processes as torchrun does"
@@ -33,42 +31,8 @@ class _OneSpelling(argparse.RawDescriptionHelpFormatter):
         return super()._format_action_invocation(shown)
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of `trainer launch`; options that are not given are None or False."""
-    made = command_parser(
-        prog,
-        "Run a script in one or more processes, on one or more machines. Settings that are not "
-        "given here come from the file of `trainer config`, then from the environment.",
-        examples=[
-            ("with the settings of the file or the machine", "train.py --epochs 3"),
-            ("two processes on the CPU", "--cpu --num_processes 2 train.py"),
-            (
-                "a model sharded over four processes",
-                "--num_processes 4 --use_fsdp --fsdp_offload_params true train.py",
-            ),
-            (
-                "a model and its optimizer partitioned by DeepSpeed",
-                "--num_processes 4 --use_deepspeed --zero_stage 3 train.py",
-            ),
-            ("a module of a package", "--num_processes 2 -m mypackage.train --epochs 3"),
-            (
-                "on the second of two machines with four devices each",
-                "--num_machines 2 --machine_rank 1 --num_processes 8 --main_process_ip node0 "
-                "train.py",
-            ),
-            ("restart all processes up to three times after failures", "--max_restarts 3 train.py"),
-            ("a program for Lightning as it is", "--as_lightning train.py"),
-            ("a batch script for SLURM", "--slurm --num_machines 2 --num_processes 8 train.py"),
-            ("show what would be started", "--dry_run --cpu --num_processes 2 train.py"),
-        ],
-        codes={
-            0: "done",
-            1: "the script failed; or the exit code of the process that failed first",
-            124: "max_time was over: the run is saved",
-            138: "SIGUSR1: the run is saved",
-            143: "SIGTERM: the run is saved",
-        },
-    )
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Add all options, and the script with its arguments; those not given are None or False."""
     made.formatter_class = _OneSpelling
     made.usage = "%(prog)s [OPTION ...] script.py [ARGUMENT ...]"  # there are more than thirty
     for add_group in (_processes, _training, _fp8, _sharding, _machines, _output):
@@ -76,7 +40,6 @@ def parser(prog: str) -> argparse.ArgumentParser:
     what = "the script, or with -m a module; and its own arguments"
     # One word and all that follow, including a --.
     made.add_argument("words", nargs=argparse.PARSER, metavar="script.py", help=what)
-    return made
 
 
 def _add(group: argparse._ActionsContainer, *names: str, **kwargs: Any) -> None:

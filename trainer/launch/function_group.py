@@ -16,10 +16,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trainer import environment
-from trainer.cli.launch.failure import failures_of, report
-from trainer.cli.launch.group import Group, quiet_agent, worker_spec
-from trainer.cli.launch.rendezvous import BACKEND, private_variables
-from trainer.launchers import rank
+from trainer.launch import remote_call
+from trainer.launch.failure import failures_of, report
+from trainer.launch.group import Group, quiet_agent, worker_spec
+from trainer.launch.rendezvous import BACKEND, private_variables
 from trainer.torch_compat import ElasticAgent
 
 _ROLE = "notebook"
@@ -90,8 +90,8 @@ def start(
     """
     with tempfile.TemporaryDirectory(prefix="cadence-launch-") as name:
         folder = Path(name)
-        rank.write_call(folder, function, tuple(args))
-        group = Group(command=[sys.executable, *rank.command(folder)], **config)
+        remote_call.write_call(folder, function, tuple(args))
+        group = Group(command=[sys.executable, *remote_call.command(folder)], **config)
         if environment.read("OMP_NUM_THREADS") is None:
             variables["OMP_NUM_THREADS"] = environment.share_of_cores(group.processes)
         # The notebook handles signals: Ctrl-C raises KeyboardInterrupt, which ends the ranks.
@@ -122,4 +122,4 @@ def start(
             if result.is_failed():
                 text, _ = report(failures_of(result.failures), group.monitor_interval)
                 raise RankFailed(text, result.failures)
-        return rank.read_value(folder)
+        return remote_call.read_value(folder)

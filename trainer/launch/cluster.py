@@ -7,14 +7,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.config.file import (
+from trainer.configuration import explains_itself
+from trainer.launch.configuration import (
     LaunchConfiguration,
-    default_place,
+    default_path,
+    parse_settings,
     read_mapping,
-    understand,
     write_file,
 )
-from trainer.configuration import explains_itself
 
 
 @explains_itself
@@ -74,7 +74,7 @@ class ClusterConfig:
 
     def launch_configuration(self) -> LaunchConfiguration:
         """Return what `trainer launch` makes of it."""
-        known, _ = understand(self.to_dict())
+        known, _ = parse_settings(self.to_dict())
         return LaunchConfiguration(**known)
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class ClusterConfig:
             OSError: It cannot be read.
             ValueError: It is invalid; see also the class.
         """
-        found = read_mapping(default_place() if yaml_file is None else Path(yaml_file))
+        found = read_mapping(default_path() if yaml_file is None else Path(yaml_file))
         if found.pop("fp16", False):  # earlier keys
             found.setdefault("mixed_precision", "fp16")
         if backend := found.pop("dynamo_backend", None):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.cli.launch.entry import REFUSED
+from trainer.launch.entry import REFUSED
 
 # How communication backends report a lost peer, in the last line of an exception.
 _PEER_GONE = re.compile(r"gloo/transport|NCCL|ncclRemoteError|DistBackendError")

@@ -48,12 +48,12 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
-from trainer.cli.launch.entry import ENDED, LAUNCHER, PATIENCE, SHUTDOWN_TIMEOUT
-from trainer.cli.launch.failure import Failure, failures_of, first_of, report, summary
-from trainer.cli.launch.rendezvous import BACKEND, private_variables
-from trainer.cli.parsing import CommandError, echo
 from trainer.environment import patch_environment
-from trainer.errors import module_logger
+from trainer.errors import echo, module_logger
+from trainer.launch import LaunchError
+from trainer.launch.entry import ENDED, LAUNCHER, PATIENCE, SHUTDOWN_TIMEOUT
+from trainer.launch.failure import Failure, failures_of, first_of, report, summary
+from trainer.launch.rendezvous import BACKEND, private_variables
 from trainer.state.network import reachable_from
 from trainer.torch_compat import ElasticAgent
 
@@ -109,7 +109,7 @@ class AnotherFailed(Exception):
     """The processes of another machine have failed, and those of this one have not noticed."""
 
 
-class Others:
+class PeerLaunchers:
     """The launchers of the other machines.
 
     Args:
@@ -134,7 +134,7 @@ class Others:
             return
         time.sleep(2 * _LOOK)  # the store may end with this process
 
-    def heed(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise if another machine has failed and those of this one had time to notice.
 
         Raises:
@@ -146,7 +146,7 @@ class Others:
                 f"{_GRACE:g} seconds later and were terminated."
             )
 
-    def leave(self, machine: int) -> None:
+    def mark_done(self, machine: int) -> None:
         """Report that the processes of this machine have ended, for those in `wait`."""
         try:
             self._store().set(f"{_LEFT}/{machine}", "")
@@ -164,7 +164,7 @@ class Others:
             logger.debug("Waiting for the other machines failed: %s", error)
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Inside, watch for failures that the others report.
 
         A thread does it, since a store on a lost machine may not answer, and the launcher has to
@@ -195,18 +195,18 @@ class _Agent(ElasticAgent, LocalElasticAgent):
     """Torch's agent, which also forwards a second signal and reports why it restarts."""
 
     _seen: RunResult
-    others: Others | None = None  # on other machines
+    peers: PeerLaunchers | None = None  # on other machines
     waits_for: str | None = None  # printed if the other machines take long to join
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the processes; see torch's agent."""
-        with self.others.heard() if self.others else nullcontext():
+        with self.peers.watch() if self.peers else nullcontext():
             try:
                 result: RunResult = super().run(role)
                 return result
             except OSError as error:  # a missing program, for example
-                if self.others is not None:
-                    self.others.report(f"The launcher on {socket.gethostname()} failed: {error}")
+                if self.peers is not None:
+                    self.peers.report(f"The launcher on {socket.gethostname()} failed: {error}")
                 raise
             finally:
                 self._leave()
@@ -227,11 +227,11 @@ class _Agent(ElasticAgent, LocalElasticAgent):
         self._seen = seen
         if seen.is_failed() and any(each.refused for each in failures_of(seen.failures)):
             self._remaining_restarts = 0
-        if self.others is not None and seen.state == WorkerState.HEALTHY:
-            self.others.heed()
-        elif self.others is not None and seen.is_failed() and self._remaining_restarts == 0:
+        if self.peers is not None and seen.state == WorkerState.HEALTHY:
+            self.peers.raise_if_failed()
+        elif self.peers is not None and seen.is_failed() and self._remaining_restarts == 0:
             first = self._first_failure()
-            self.others.report(f"{first.who} failed first: {summary(first)}")
+            self.peers.report(f"{first.who} failed first: {summary(first)}")
         return seen
 
     def _first_failure(self) -> Failure:
@@ -250,15 +250,15 @@ class _Agent(ElasticAgent, LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _leave(self) -> None:
-        if self.others is not None and self._store is not None:
-            self.others.leave(self._worker_group.group_rank)
+        if self.peers is not None and self._store is not None:
+            self.peers.mark_done(self._worker_group.group_rank)
 
     def _exit_barrier(self) -> None:
         """Replace torch's, which also waits for machines that a failure or a signal has ended."""
         self._leave()
         machines = self._worker_group.group_world_size
-        if self.others is not None and machines is not None:
-            self.others.wait(machines)
+        if self.peers is not None and machines is not None:
+            self.peers.wait(machines)
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None
@@ -325,7 +325,7 @@ def run_group(group: Group) -> int:
         failed while ending after a signal gives 1.
 
     Raises:
-        CommandError: The machines did not meet.
+        LaunchError: The machines did not meet.
         OSError: The program cannot be started.
     """
     with tempfile.TemporaryDirectory(prefix="cadence-launch-") as folder:
@@ -354,9 +354,9 @@ def run_group(group: Group) -> int:
                 failed = logs.failures()
                 return _report_failures(failed, group) if failed else 128 + end.sigval
             except AnotherFailed as error:
-                raise CommandError(str(error)) from error
+                raise LaunchError(str(error)) from error
             except (RendezvousError, DistError, ValueError) as error:
-                raise CommandError(_not_met(group, error)) from error
+                raise LaunchError(_not_met(group, error)) from error
             finally:
                 for number, handler in before.items():
                     signal.signal(number, handler)
@@ -438,7 +438,7 @@ def _run(group: Group, logs: _Logs, signals: Sequence[str]) -> RunResult:
     if most > 1:
         number = most if least == most else f"{least} to {most}"
         agent.waits_for = f"trainer launch: still waiting for {number} machines. {_where(group)}"
-        agent.others = Others(lambda: agent._store, all_needed=least == most)
+        agent.peers = PeerLaunchers(lambda: agent._store, all_needed=least == most)
     try:
         result = agent.run()
     except SignalException:

@@ -27,7 +27,7 @@ from contextlib import redirect_stderr
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
-MARK = "CADENCE_NOTED"  # the variable with the id of the process whose note is read
+ERROR_PID = "CADENCE_ERROR_PID"  # the variable with the id of the process whose error file is read
 LAUNCHER = "CADENCE_LAUNCHER"  # the variable with the id of the launcher
 PATIENCE = "CADENCE_SHUTDOWN_TIMEOUT"  # that with the seconds to save in when it is gone
 SHUTDOWN_TIMEOUT = 300  # seconds that processes have to save after a signal
@@ -50,7 +50,7 @@ class _Main(ModuleType):
 def main() -> None:
     """Run the script as ``__main__``, with its own arguments and its own folder to import from."""
     arguments = sys.argv[1:]
-    os.environ[MARK] = str(os.getpid())
+    os.environ[ERROR_PID] = str(os.getpid())
     launcher = int(os.environ.pop(LAUNCHER, os.getppid()))
     end_with_the_launcher(launcher, int(os.environ.pop(PATIENCE, SHUTDOWN_TIMEOUT)))
     if "__mp_main__" in sys.modules:  # by tools that Python loads at startup, such as coverage
@@ -70,17 +70,16 @@ def main() -> None:
                 _import_from(os.path.dirname(os.path.realpath(path)))
                 _run_file(path)
     except SystemExit as end:
-        if _is_a(end, "trainer.errors", "Preempted"):
+        if _is_preempted(end):
             # Not a failure, after which torch would end the others in their tear-down, or restart
             # all. The launcher exits with the code.
             _write(ENDED, {"code": end.code, **_who()})
             sys.exit(0)
-        reported = _is_a(end, "trainer.cli.error_reporting", "Reported")  # by our own commands
-        if end.code and not reported:
+        if end.code and not getattr(end, "reported", False):  # as our own commands report it
             is_text = isinstance(end.code, str)
             text = str(end.code) if is_text else f"it exited with code {end.code}."
             code = end.code if isinstance(end.code, int) else 1
-            if note("SystemExit", text, code) and is_text and not is_started_again():
+            if write_error_file("SystemExit", text, code) and is_text and not is_started_again():
                 sys.exit(1)  # the launcher prints it
         raise
     except BaseException as error:  # noqa: BLE001  # whatever ends a script
@@ -142,7 +141,7 @@ def _fail(error: BaseException) -> None:
     kind, own = type(error), _own(error.__traceback__)
     error.__traceback__ = own
     text = "".join(traceback.format_exception(error))
-    if not note(kind.__name__, text, message=message_of(error)) or is_started_again():
+    if not write_error_file(kind.__name__, text, message=message_of(error)) or is_started_again():
         sys.excepthook(kind, error, own)
         return
     # A service's hook may report the exception. What hooks print, the launcher prints.
@@ -166,9 +165,10 @@ def _own(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def _is_a(end: SystemExit, module: str, name: str) -> bool:
-    """Return whether it is of a class, which this file must not import."""
-    return any((each.__module__, each.__name__) == (module, name) for each in type(end).__mro__)
+def _is_preempted(end: SystemExit) -> bool:
+    """Return whether it is of our class, which this file must not import."""
+    own = ("trainer.errors", "Preempted")
+    return any((each.__module__, each.__name__) == own for each in type(end).__mro__)
 
 
 def _who() -> dict[str, str]:
@@ -179,7 +179,7 @@ def _who() -> dict[str, str]:
     }
 
 
-def note(kind: str, text: str, code: int = 1, *, message: str | None = None) -> bool:
+def write_error_file(kind: str, text: str, code: int = 1, *, message: str | None = None) -> bool:
     """Write torch's error file, with additional fields; return whether there is such a file.
 
     Args:

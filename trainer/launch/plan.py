@@ -1,8 +1,8 @@
-"""The command `trainer launch`: run a script in one or more processes, on one or more machines.
+"""From options, file and environment to the processes of this machine, and their start.
 
 A single process that needs no watching is replaced by the script, and so is each that `srun` or
 `mpirun` has started: the variables that these set say what `trainer` needs to know. Other processes
-are started by torch's elastic agent, see `trainer.cli.launch.group`.
+are started by torch's elastic agent, see `trainer.launch.group`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from pathlib import Path
 from typing import Any
 
 from trainer import environment
-from trainer.cli.config import accelerators, device_count, known_of
-from trainer.cli.config.file import LaunchConfiguration, default_place
-from trainer.cli.config.fp8 import FP8
-from trainer.cli.config.sharding import LAUNCHER, SECTIONS
-from trainer.cli.launch.entry import SHUTDOWN_TIMEOUT
-from trainer.cli.launch.options import REFUSED
-from trainer.cli.launch.options import parser as parser
-from trainer.cli.parsing import CommandError, echo, ended_at_once
 from trainer.enums import PrecisionType
+from trainer.errors import echo
+from trainer.launch import LaunchError, sigint_default
+from trainer.launch.configuration import (
+    LaunchConfiguration,
+    accelerators,
+    default_path,
+    device_count,
+    load_settings,
+)
+from trainer.launch.entry import SHUTDOWN_TIMEOUT
+from trainer.launch.options import REFUSED, add_options
+from trainer.launch.settings import FP8, LAUNCHER, SECTIONS
 
-_AS_LIGHTNING = Path(__file__).parents[2] / "lightning" / "as_lightning"
+_AS_LIGHTNING = Path(__file__).parents[1] / "lightning" / "as_lightning"
 _SLURM_GRACE = 120  # seconds before its time limit that a job is signalled
 
 
@@ -56,7 +60,7 @@ def run(arguments: argparse.Namespace, *, replace: bool = True) -> int:
     """Start what the arguments, the file and the environment describe, and wait until it ends.
 
     Args:
-        arguments: What `parser` has parsed.
+        arguments: What a parser with `add_options` has parsed.
         replace: A single process takes the place of this one.
 
     Returns:
@@ -64,7 +68,7 @@ def run(arguments: argparse.Namespace, *, replace: bool = True) -> int:
 
     Raises:
         argparse.ArgumentTypeError: The arguments are invalid; nothing was started.
-        CommandError: The configuration file is invalid, or the script or program does not exist.
+        LaunchError: The configuration file is invalid, or the script or program does not exist.
         OSError: A program cannot be started.
     """
     words = arguments.words
@@ -76,16 +80,10 @@ def run(arguments: argparse.Namespace, *, replace: bool = True) -> int:
         return 0
     plan = make_plan(arguments, configuration)
     if arguments.dry_run:
-        least, most = plan.machines
-        how = "replaced by the command" if plan.here else "watched by torch's elastic agent"
-        echo(f"processes on this machine  {plan.processes}, {how}")
-        echo(f"machines                   {least if least == most else f'{least} to {most}'}")
-        for name, value in sorted(plan.variables.items()):
-            echo(f"{name:<26} {value}")
-        echo(f"command                    {shlex.join(plan.command)}")
+        echo(_description(plan))
         return 0
     if arguments.no_python and shutil.which(words[0]) is None:
-        raise CommandError(f"there is no executable program {words[0]!r}.", 2)
+        raise LaunchError(f"there is no executable program {words[0]!r}.", 2)
     with environment.patch_environment(**plan.variables):
         if plan.here:
             sys.stdout.flush()
@@ -95,9 +93,23 @@ def run(arguments: argparse.Namespace, *, replace: bool = True) -> int:
         return _start_group(arguments, configuration, plan)
 
 
+def _description(plan: Plan) -> str:
+    least, most = plan.machines
+    how = "replaced by the command" if plan.here else "watched by torch's elastic agent"
+    rows = {
+        "processes on this machine": f"{plan.processes}, {how}",
+        "machines": str(least if least == most else f"{least} to {most}"),
+        **dict(sorted(plan.variables.items())),
+        "command": shlex.join(plan.command),
+    }
+    return "\n".join(f"{name:<26} {value}" for name, value in rows.items())
+
+
 def launch_command_parser() -> argparse.ArgumentParser:
     """Return the parser of `trainer launch`, for programs that call `launch_command`."""
-    return parser("trainer launch")
+    made = argparse.ArgumentParser(prog="trainer launch", allow_abbrev=False)
+    add_options(made)
+    return made
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -143,7 +155,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise argparse.ArgumentTypeError(problem)
     script = arguments.words[0]
     if not (arguments.module or arguments.no_python) and not Path(script).exists():
-        raise CommandError(f"there is no script {script!r} in {Path.cwd()}.", 2)
+        raise LaunchError(f"there is no script {script!r} in {Path.cwd()}.", 2)
 
 
 def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
@@ -151,12 +163,12 @@ def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
 
     Raises:
         argparse.ArgumentTypeError: An argument is invalid.
-        CommandError: The file is invalid.
+        LaunchError: The file is invalid.
     """
-    place = arguments.config_file or default_place()
+    place = arguments.config_file or default_path()
     known: dict[str, Any] = {}
     if arguments.config_file or place.exists():
-        known = known_of(place, quiet=arguments.quiet)
+        known = load_settings(place, quiet=arguments.quiet)
     own = {field.name for field in fields(LaunchConfiguration)}
     given = {
         name: value
@@ -254,7 +266,7 @@ def _is_started(arguments: argparse.Namespace) -> bool:
     try:
         launch = environment.detect_launch()
     except ValueError as error:  # the variables contradict each other
-        raise CommandError(str(error)) from error
+        raise LaunchError(str(error)) from error
     if launch.world_size == 1 or arguments.num_machines or arguments.nnodes:
         return False
     return arguments.nproc_per_node is None and arguments.num_processes in (None, launch.world_size)
@@ -331,8 +343,8 @@ def _command(arguments: argparse.Namespace, *, noted: bool) -> list[str]:
 def _start_group(
     arguments: argparse.Namespace, configuration: LaunchConfiguration, plan: Plan
 ) -> int:
-    with ended_at_once():
-        from trainer.cli.launch.group import Group, run_group  # torch: not for a dry run
+    with sigint_default():
+        from trainer.launch.group import Group, run_group  # torch: not for a dry run
 
     elastic = plan.machines[0] != plan.machines[1] or configuration.max_restarts > 0
     backend = configuration.rdzv_backend or (

@@ -23,8 +23,8 @@ from types import CodeType
 from typing import Any
 
 from trainer import environment
-from trainer.cli.launch import entry
 from trainer.errors import module_logger
+from trainer.launch import entry
 
 logger = module_logger(__name__)
 
@@ -155,7 +155,7 @@ def work(folder: str, parent: int) -> None:
             _leave_value(place, value)
     except SystemExit as end:
         if end.code:
-            entry.note("SystemExit", f"SystemExit: exit code {end.code}")
+            entry.write_error_file("SystemExit", f"SystemExit: exit code {end.code}")
         raise
     except BaseException as error:  # noqa: BLE001  # the launcher reports whatever it is
         frames = error.__traceback__
@@ -163,7 +163,7 @@ def work(folder: str, parent: int) -> None:
             frames = frames.tb_next
         kind = type(error)
         text = "".join(traceback.format_exception(kind, error, frames))
-        entry.note(kind.__name__, text, message=entry.message_of(error))
+        entry.write_error_file(kind.__name__, text, message=entry.message_of(error))
         sys.exit(1)
 
 

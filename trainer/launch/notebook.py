@@ -83,7 +83,7 @@ def notebook_launcher(
     precision = PrecisionType.parse(mixed_precision, "mixed_precision")
     if num_processes == num_nodes == 1:
         return _run_here(function, args, precision)
-    from trainer.launchers.group import machines, start
+    from trainer.launch.function_group import machines, start
 
     config = machines(
         num_nodes=num_nodes,
@@ -127,7 +127,7 @@ def debug_launcher(
         ImportError: cloudpickle is not installed.
     """
     _check(function, args, num_processes, 1, 0)
-    from trainer.launchers.group import machines, start
+    from trainer.launch.function_group import machines, start
 
     config = machines(num_nodes=1)
     config |= {"processes": num_processes, "job": "none"}

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.config.file import LaunchConfiguration, default_place, read_file, write_file
-from trainer.cli.config.sharding import SECTIONS
-from trainer.cli.parsing import CommandError, command_parser, count, echo, ended_at_once, truth
+from trainer.cli.parsing import CommandError, command_parser, count, echo, truth
 from trainer.enums import DynamoBackend, PrecisionType
 from trainer.environment import DEFAULT_PORT
+from trainer.launch.configuration import (
+    SUFFIXES,
+    LaunchConfiguration,
+    default_path,
+    device_count,
+    load_settings,
+    machine_configuration,
+    write_file,
+)
+from trainer.launch.settings import SECTIONS
 
 _SPLIT, _SHARDS, _REPLICAS = (
     f"parallelism_config_{name}_size" for name in ("tp", "dp_shard", "dp_replicate")
 )
-_SUFFIXES = (".yaml", ".yml", ".json")
 _PRECISIONS = PrecisionType.list()
 
 
@@ -29,7 +35,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     made = command_parser(
         prog,
         "Ask once how `trainer launch` should start scripts. "
-        f"The answers are saved in {default_place()}.",
+        f"The answers are saved in {default_path()}.",
         examples=[
             ("ask", ""),
             ("use what the machine has, without questions", "--default"),
@@ -58,20 +64,21 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         argparse.ArgumentTypeError: The arguments are invalid, or there is no terminal to ask on.
-        CommandError: The file to update is invalid, or the file cannot be written.
+        LaunchError: The file to update is invalid.
+        CommandError: The file cannot be written.
     """
-    place = (arguments.config_file or default_place()).expanduser()
-    if place.suffix not in _SUFFIXES:
+    place = (arguments.config_file or default_path()).expanduser()
+    if place.suffix not in SUFFIXES:
         raise argparse.ArgumentTypeError(
-            f"--config_file is {str(place)!r}; it must end in {' or '.join(_SUFFIXES)}."
+            f"--config_file is {str(place)!r}; it must end in {' or '.join(SUFFIXES)}."
         )
     quick = arguments.default or arguments.action == "default"
     if arguments.action == "update":
         if quick or arguments.mixed_precision:
             raise argparse.ArgumentTypeError("update asks nothing and changes no answer.")
-        chosen = LaunchConfiguration(**known_of(place))
+        chosen = LaunchConfiguration(**load_settings(place))
     elif quick:
-        chosen = replace(_of_machine(), mixed_precision=arguments.mixed_precision or "no")
+        chosen = replace(machine_configuration(), mixed_precision=arguments.mixed_precision or "no")
     elif arguments.mixed_precision:
         raise argparse.ArgumentTypeError("--mixed_precision belongs to --default.")
     elif not sys.stdin.isatty():
@@ -79,7 +86,11 @@ def run(arguments: argparse.Namespace) -> int:
             "there is no terminal to ask on. Pass --default to use what the machine has."
         )
     else:
-        chosen = _ask(LaunchConfiguration(**known_of(place)) if place.exists() else _of_machine())
+        chosen = _ask(
+            LaunchConfiguration(**load_settings(place))
+            if place.exists()
+            else machine_configuration()
+        )
     replaced = ", replacing the earlier answers" if place.exists() else ""
     try:
         write_file(place, chosen)
@@ -87,78 +98,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"{place} cannot be written: {error}") from error
     echo(f"Saved to {place}{replaced}.")
     return 0
-
-
-def _of_machine() -> LaunchConfiguration:
-    """Return a configuration with one process per accelerator, or one on the CPU."""
-    devices = device_count()
-    return LaunchConfiguration(
-        num_processes=max(1, devices), use_cpu=devices == 0, mixed_precision="no"
-    )
-
-
-def write_basic_config(
-    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
-) -> Path | bool:
-    """Write a configuration for this machine, as ``trainer config --default`` does.
-
-    Args:
-        mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
-        save_location: The file, ``.yaml`` or ``.json``; None is where `trainer launch` looks.
-
-    Returns:
-        The file; False if it exists, which is not changed.
-
-    Raises:
-        ValueError: The precision or the suffix is another.
-        OSError: The file cannot be written.
-    """
-    place = (default_place() if save_location is None else Path(save_location)).expanduser()
-    if place.suffix not in _SUFFIXES:
-        raise ValueError(f"save_location is {str(place)!r}; it must end in {', '.join(_SUFFIXES)}.")
-    precision = PrecisionType.parse(mixed_precision.lower(), "mixed_precision")
-    if place.exists():
-        echo(f"{place} exists and is not changed; `trainer config` changes it.")
-        return False
-    write_file(place, replace(_of_machine(), mixed_precision=precision))
-    return place
-
-
-def device_count() -> int:
-    """Return how many accelerators this machine has of which each process can have its own."""
-    with ended_at_once():
-        import torch
-
-    # MPS has no collectives: its one device is for one process.
-    return 0 if torch.backends.mps.is_available() else accelerators()
-
-
-def accelerators() -> int:
-    """Return how many accelerators of this machine ``CUDA_VISIBLE_DEVICES`` leaves visible."""
-    with ended_at_once():
-        import torch
-
-    return torch.accelerator.device_count()
-
-
-def known_of(place: Path, *, quiet: bool = False) -> dict[str, Any]:
-    """Return a file's settings as arguments of `LaunchConfiguration`; print notes to stderr.
-
-    Raises:
-        CommandError: The file does not exist or is invalid.
-    """
-    try:
-        known, notes = read_file(place.expanduser())
-        LaunchConfiguration(**known)
-    except FileNotFoundError as error:
-        raise CommandError(f"there is no configuration file {place}.") from error
-    except OSError as error:
-        raise CommandError(f"{place} cannot be read: {error}") from error
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise CommandError(f"{error} (read from {place})") from error
-    for note in [] if quiet else notes:
-        echo(f"{place}: {note}", error=True)
-    return known
 
 
 # -- the questions ---------------------------------------------------------------------------------

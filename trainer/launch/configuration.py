@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ import yaml
 
 from trainer import environment
 from trainer.checks import check_bools, check_counts, check_numbers, choice_error
-from trainer.cli.config.fp8 import fp8_variables, normalised
-from trainer.cli.config.sharding import (
+from trainer.enums import DynamoBackend, PrecisionType
+from trainer.errors import echo
+from trainer.launch import LaunchError, sigint_default
+from trainer.launch.settings import (
     SECTIONS,
     check_settings,
+    fp8_settings,
+    fp8_variables,
     settings_of_deepspeed,
     variables_of,
 )
-from trainer.enums import DynamoBackend, PrecisionType
 from trainer.strict_json import dumps
 
 _SUPPORTED = (
@@ -53,6 +57,7 @@ _DYNAMO_FLAGS = tuple(
 )
 _DYNAMO = ("dynamo_backend", "dynamo_mode", *_DYNAMO_FLAGS)
 _FLAGS = ("use_cpu", "debug", "enable_cpu_affinity", *_DYNAMO_FLAGS)
+SUFFIXES = (".yaml", ".yml", ".json")
 _COUNTS = {  # with their minimum
     "num_processes": 1,
     "num_machines": 1,
@@ -163,7 +168,7 @@ class LaunchConfiguration:
                 f"num_processes is {self.num_processes}, of all machines together; it must be a "
                 f"multiple of num_machines, which is {self.num_machines}."
             )
-        object.__setattr__(self, "fp8_config", normalised(self.fp8_config))
+        object.__setattr__(self, "fp8_config", fp8_settings(self.fp8_config))
         if self.fp8_config and self.mixed_precision not in (None, PrecisionType.FP8):
             raise ValueError(
                 f"fp8_config has settings, but mixed_precision is {self.mixed_precision!r}: it "
@@ -208,7 +213,7 @@ class LaunchConfiguration:
         }
 
 
-def default_place() -> Path:
+def default_path() -> Path:
     """Return the default path of the file.
 
     It is ``accelerate/default_config.yaml`` in ``HF_HOME``, else in ``huggingface`` below
@@ -230,7 +235,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     """
     found = read_mapping(path)
     try:
-        return understand(found)
+        return parse_settings(found)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -254,7 +259,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in (loaded or {}).items()}
 
 
-def understand(found: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def parse_settings(found: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the arguments of `LaunchConfiguration` in a file's keys; see `read_file`.
 
     Raises:
@@ -367,3 +372,75 @@ def write_file(path: Path, configuration: LaunchConfiguration) -> None:
     is_json = path.suffix == ".json"
     text = dumps(kept, indent=2) + "\n" if is_json else yaml.safe_dump(kept)
     path.write_text(text, encoding="utf-8")
+
+
+def machine_configuration() -> LaunchConfiguration:
+    """Return a configuration with one process per accelerator, or one on the CPU."""
+    devices = device_count()
+    return LaunchConfiguration(
+        num_processes=max(1, devices), use_cpu=devices == 0, mixed_precision="no"
+    )
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
+) -> Path | bool:
+    """Write a configuration for this machine, as ``trainer config --default`` does.
+
+    Args:
+        mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
+        save_location: The file, ``.yaml`` or ``.json``; None is where `trainer launch` looks.
+
+    Returns:
+        The file; False if it exists, which is not changed.
+
+    Raises:
+        ValueError: The precision or the suffix is another.
+        OSError: The file cannot be written.
+    """
+    place = (default_path() if save_location is None else Path(save_location)).expanduser()
+    if place.suffix not in SUFFIXES:
+        raise ValueError(f"save_location is {str(place)!r}; it must end in {', '.join(SUFFIXES)}.")
+    precision = PrecisionType.parse(mixed_precision.lower(), "mixed_precision")
+    if place.exists():
+        echo(f"{place} exists and is not changed; `trainer config` changes it.")
+        return False
+    write_file(place, replace(machine_configuration(), mixed_precision=precision))
+    return place
+
+
+def device_count() -> int:
+    """Return how many accelerators this machine has of which each process can have its own."""
+    with sigint_default():
+        import torch
+
+    # MPS has no collectives: its one device is for one process.
+    return 0 if torch.backends.mps.is_available() else accelerators()
+
+
+def accelerators() -> int:
+    """Return how many accelerators of this machine ``CUDA_VISIBLE_DEVICES`` leaves visible."""
+    with sigint_default():
+        import torch
+
+    return torch.accelerator.device_count()
+
+
+def load_settings(place: Path, *, quiet: bool = False) -> dict[str, Any]:
+    """Return a file's settings as arguments of `LaunchConfiguration`; print notes to stderr.
+
+    Raises:
+        LaunchError: The file does not exist or is invalid.
+    """
+    try:
+        known, notes = read_file(place.expanduser())
+        LaunchConfiguration(**known)
+    except FileNotFoundError as error:
+        raise LaunchError(f"there is no configuration file {place}.") from error
+    except OSError as error:
+        raise LaunchError(f"{place} cannot be read: {error}") from error
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise LaunchError(f"{error} (read from {place})") from error
+    for note in [] if quiet else notes:
+        echo(f"{place}: {note}", error=True)
+    return known

@@ -1,17 +1,20 @@
-"""Settings of what divides a model over processes: options, keys and environment variables.
+"""Settings of FSDP, DeepSpeed, Megatron-LM, the mesh and fp8: options, keys and variables.
 
 A name is the same as an option and as a key: ``--fsdp_offload_params`` and ``fsdp_offload_params``.
 The processes read them from the environment; see `trainer.parallelism`,
-`trainer.deepspeed_plugin` and `trainer.megatron_plugin`.
+`trainer.deepspeed_plugin`, `trainer.megatron_plugin` and `trainer.configuration.recipe_of`.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from trainer.checks import check_counts, choice_error
+from trainer.enums import FP8BackendType
+from trainer.environment import FALSE, TRUE
 
 # By name: the kind of value, and what it says.
 FSDP: dict[str, tuple[str, str]] = {
@@ -92,6 +95,21 @@ MEGATRON: dict[str, tuple[str, str]] = {
         ("count", "only 1 is supported"),
     ),
 }
+# A key of ``fp8_config`` may also be written without ``fp8_``.
+FP8: dict[str, tuple[str, str]] = {
+    "fp8_backend": ("text", "the library of fp8: AO (torchao, the default) or TE"),
+    "fp8_enable_fsdp_float8_all_gather": ("bool", "AO: FSDP gathers weights in 8 bits (true)"),
+    "fp8_pad_inner_dim": ("bool", "AO: pad inner dimensions to multiples of 16 (true)"),
+    "fp8_use_autocast_during_eval": ("bool", "TE: 8 bits in evaluations too (false)"),
+    "fp8_margin": ("int", "TE: margin of the scale in powers of two (0)"),
+    "fp8_interval": ("count", "TE: steps between updates of the scale (1)"),
+    "fp8_format": ("text", "TE: HYBRID (the default), E4M3 or E5M2"),
+    "fp8_amax_history_len": ("count", "TE: length of the history of largest values (1024)"),
+    "fp8_amax_compute_algo": ("text", "TE: most_recent (the default) or max"),
+    "fp8_override_linear_precision": ("bools", "TE: a higher precision in forward, dgrad, wgrad"),
+    "fp8_use_mxfp8_block_scaling": ("bool", "TE: scale blocks of values (false)"),
+    "fp8_opt_level": ("text", "MS-AMP's, which cannot be installed any more"),
+}
 # By section of the file: the option that asks for it, and its settings.
 SECTIONS = {
     "fsdp_config": ("use_fsdp", FSDP),
@@ -119,15 +137,45 @@ _OTHER_NAMES = {
 }
 
 
+_FP8_OVERRIDES = ("FPROP", "DGRAD", "WGRAD")
+_OTHER_FP8_NAMES = {"fp8_amax_compute_algorithm": "fp8_amax_compute_algo"}
+
+
 def _variable(name: str) -> str:
     return _OTHER_NAMES.get(name, name.upper())
 
 
-VARIABLES = tuple(
-    variable
-    for asks, names in SECTIONS.values()
-    for variable in (f"ACCELERATE_{asks.upper()}", *map(_variable, names))
+VARIABLES = (
+    *(
+        variable
+        for asks, names in SECTIONS.values()
+        for variable in (f"ACCELERATE_{asks.upper()}", *map(_variable, names))
+    ),
+    *(f"ACCELERATE_{name.upper()}" for name in FP8 if name != "fp8_override_linear_precision"),
+    *(f"ACCELERATE_FP8_OVERRIDE_{what}" for what in _FP8_OVERRIDES),
 )
+
+
+def count(text: str) -> int:
+    """Return the value of an option as a number of 1 or more.
+
+    Raises:
+        argparse.ArgumentTypeError: It is something else.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of 1 or more")
+    return int(text)
+
+
+def truth(text: str) -> bool:
+    """Return the value of an option or an answer as a bool.
+
+    Raises:
+        argparse.ArgumentTypeError: It is something else.
+    """
+    if text.lower() not in TRUE | FALSE:
+        raise argparse.ArgumentTypeError(f"{text!r} must be yes or no")
+    return text.lower() in TRUE
 
 
 def limit(text: str) -> float | str:
@@ -137,6 +185,18 @@ def limit(text: str) -> float | str:
         ValueError: It is neither.
     """
     return text if text == "auto" else float(text)
+
+
+def three_bools(text: str) -> tuple[bool, ...]:
+    """Return ``"false,true,true"`` as a tuple.
+
+    Raises:
+        ValueError: There are not three, or one is no bool.
+    """
+    found = tuple(truth(each.strip()) for each in text.strip("()[]").split(","))
+    if len(found) != len(_FP8_OVERRIDES):
+        raise ValueError(f"{text!r} must be three bools, such as false,false,true")
+    return found
 
 
 def settings_of_deepspeed(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -220,3 +280,37 @@ def variables_of(sections: Mapping[str, Mapping[str, Any] | None]) -> dict[str, 
 
 def _text(value: Any) -> Any:
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value  # of classes
+
+
+def fp8_settings(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the settings of ``fp8_config`` under their names as options; None without any.
+
+    Raises:
+        ValueError: A name or the backend is unknown.
+    """
+    if not settings:
+        return None
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = key if key.startswith("fp8_") else f"fp8_{key}"
+        name = _OTHER_FP8_NAMES.get(name, name)
+        if name not in FP8:
+            raise ValueError(choice_error("a key of fp8_config", key, FP8))
+        if value is not None:
+            found[name] = value
+    if (backend := found.get("fp8_backend")) is not None:
+        found["fp8_backend"] = FP8BackendType.parse(str(backend).upper(), "fp8_backend")
+    return found
+
+
+def fp8_variables(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the environment variables that pass the settings to a process."""
+    found: dict[str, Any] = {}
+    for name, value in (settings or {}).items():
+        if name == "fp8_override_linear_precision":
+            flags = three_bools(value) if isinstance(value, str) else value
+            for what, flag in zip(_FP8_OVERRIDES, flags, strict=True):
+                found[f"ACCELERATE_FP8_OVERRIDE_{what}"] = flag
+        else:
+            found[f"ACCELERATE_{name.upper()}"] = value
+    return found

@@ -225,6 +225,6 @@ def test_under_torchrun_an_error_is_printed_once():
     )
     assert ended.returncode == 1  # torchrun's own
     assert ended.stderr.count("trainer fit: ") == 1
-    assert ended.stderr.count("Did you mean 'max_epochs'?") == 1
+    assert ended.stderr.count("unrecognized arguments: --trainer.max_epochz=3\n") == 1
     assert ended.stderr.count("exitcode  : 2 ") >= 1
     assert ended.stderr.count("traceback : exit code 2, see its message above.") >= 1

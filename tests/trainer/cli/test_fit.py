@@ -387,10 +387,13 @@ def test_values_are_linked_between_the_data_and_the_module(linked):
 @pytest.mark.parametrize(
     ("link", "text"),
     [
-        ("model.init_args.scale: trainer.project_dir", "must be of type float. Got value: runs/"),
+        (
+            "model.init_args.scale: trainer.project_dir",
+            "Expected a <class 'float'>. Got value: runs/",
+        ),
         ("model.init_args.scael: data.classes", "there is no model.init_args.scael"),
         ("model.init_args.scale: data.sise", "model.init_args.scale: data.sise: 'Counted'"),
-        ("model.init_args.scale: 3", "links:\n    - must be of type str. Got value: 3"),
+        ("model.init_args.scale: 3", "- Expected a <class 'str'>. Got value: 3"),
     ],
 )
 def test_an_invalid_link_is_refused(capsys, linked, link, text):
@@ -423,7 +426,6 @@ data: linked.Counted
         assert main([stage, "short.yaml", "--ckpt_path", ckpt_path]) == 0
     shown = error_of(capsys, "test-model", "short.yaml")
     assert "are required: classes, batch_size\n" in shown
-    assert "pass --model.classes ..." in shown
 
 
 def test_a_checkpoint_names_no_class_to_an_evaluation(capsys):
@@ -494,47 +496,24 @@ def test_the_help_teaches(capsys):
 @pytest.mark.parametrize(
     ("words", "texts"),
     [
-        (["--trainer.max_epoch=3"], ["no argument 'max_epoch'. Did you mean 'max_epochs'?"]),
-        (["--trainer.default_root_dir=x"], ["'default_root_dir'; use project_dir"]),
-        (["--trainer.accelerator=gpu"], ["The device is selected automatically"]),
-        (["latin.yaml"], ["'utf-8' codec can't decode byte 0xfc", "latin.yaml"]),
-        (["--trainer.seed=3"], ["a key at the top level"]),
-        (["--config=off.yaml"], ["trainer.mixed_precision", "in quotes, 'no'"]),
-        (
-            ["--seeds=3"],
-            ["sections are: seed, ckpt_path, trainer, model, data, links. Did you mean 'seed'"],
-        ),
-        (["--model=fitted.Lin"], ["model:", "'fitted.Lin'", "Did you mean 'Line'?"]),
-        (["--model=fited.Line"], ["No module named 'fited'", "in the current folder"]),
-        (["--model=trainer.Trainer"], ["model:", "not correspond to a subclass of TrainModule"]),
-        (["--model.widht=3"], ["fitted.Line takes: width, optimizer, fails. Did you mean 'width'"]),
-        (["--model.width=x"], ["width:", "must be of type int. Got value: x"]),
-        (["--trainer.max_epochs=x"], ["trainer.max_epochs:", "of type int", "Given value: x"]),
-        (["--trainer.non_finite=halt"], ["must be one of 'stop', 'skip', 'ignore', not halt"]),
+        (["--trainer.max_epoch=3"], ["unrecognized arguments: --trainer.max_epoch=3"]),
+        (["wrong.yaml"], ["Group 'trainer' does not accept option 'max_epocs'"]),
+        (["latin.yaml"], ["latin.yaml cannot be read as YAML", "can't decode byte 0xfc"]),
+        (["torn.yaml"], ["torn.yaml cannot be read as YAML", "line 2, column 1"]),
+        (["off.yaml"], ['"trainer.mixed_precision"', "Given value: False"]),
+        (["--model=fitted.Lin"], ['"model"', "module 'fitted' has no attribute 'Lin'"]),
+        (["--model.widht=3"], ["'fitted.Line'", "Option 'widht' is not accepted"]),
+        (["--model.width=x"], ['"width"', "Expected a <class 'int'>. Got value: x"]),
         (["--trainer.max_epochs=-1"], ["max_epochs is -1; it must be at least 0"]),
-        (["--trainer.log_with=tensorbord"], ["log_with is 'tensorbord'; it must be one of"]),
-        (["--trainer.callbacks+=EarlyStop"], ["Did you mean 'callbacks.EarlyStopping'?"]),
         (["nowhere.yaml"], ["File does not exist"]),
-        (["--seed", "1", "torn.yaml"], ["come before all options, or each after --config"]),
-        (["modle.yaml"], ["'modle.class_path' is not accepted", "Did you mean 'model'?"]),
-        (["dataset.yaml"], ["write class_path: Loader instead"]),
-        (["init.yaml"], ["'init_arg.width' is not", "fitted.Line takes: width"]),
+        (["fitted.py"], ["fitted.py is a script: use `trainer launch fitted.py`."]),
     ],
 )
-def test_an_error_names_the_key_and_the_nearest(capsys, words, texts):
+def test_an_error_names_the_key_and_the_value(capsys, words, texts):
     Path("torn.yaml").write_text("model: [\n")
     Path("latin.yaml").write_bytes("# für später\n".encode("latin-1"))
     Path("off.yaml").write_text("trainer: {mixed_precision: no}\n")
-    Path("modle.yaml").write_text("modle: {class_path: fitted.Line}\n")
-    Path("init.yaml").write_text("model: {class_path: fitted.Line, init_arg: {width: 3}}\n")
-    Path("dataset.yaml").write_text("""
-data:
-  class_path: Loaders
-  init_args:
-    train:
-      class_path: torch.utils.data.DataLoader
-      init_args: {dataset: {class_path: fitted.Rows, init_args: {count: 3}}}
-""")
+    Path("wrong.yaml").write_text("trainer: {max_epocs: 3}\n")
     shown = error_of(capsys, "fit", "base.yaml", *words)
     assert [text for text in texts if text not in shown] == [], shown
     assert shown.startswith("trainer fit: ")
@@ -542,38 +521,11 @@ data:
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("argument", "hint"),
-    [
-        ("max_epocs: 3", "Did you mean 'max_epochs'?"),
-        ("val_evry: {a: 1}", "no argument 'val_evry'. Did you mean 'val_every'?"),
-        ("default_root_dir: x", "'default_root_dir'; use project_dir"),
-        ("seed: 3", "The seed is a key at the top level"),
-    ],
-)
-def test_a_wrong_argument_in_a_file_is_reported_like_an_option(capsys, argument, hint):
-    Path("wrong.yaml").write_text(f"trainer: {{{argument}}}\n")
-    shown = error_of(capsys, "fit", "base.yaml", "wrong.yaml")
-    name = argument.partition(":")[0]
-    assert f"trainer fit: Group 'trainer' does not accept option '{name}" in shown
-    assert hint in shown
-
-
-def test_a_script_is_no_configuration(capsys):
-    shown = error_of(capsys, "fit", "fitted.py")
-    assert shown.startswith("trainer fit: fitted.py is not a configuration: that is a YAML file ")
-    assert shown.endswith("To run a script, use `trainer launch fitted.py`.\n")
-    Path("words.yaml").write_text("only words, and many of them")
-    shown = error_of(capsys, "fit", "base.yaml", "words.yaml")
-    assert "A file must have the sections seed, ckpt_path, trainer, model, data, links." in shown
-    assert "many of them" not in shown
-
-
-@pytest.mark.parametrize("content", ["model: {width: 3}", "data: {}\nmodel: fitted.Line"])
+@pytest.mark.parametrize("content", ["model: {}", "data: {}\nmodel: fitted.Line"])
 def test_a_section_without_a_class_is_refused(capsys, content):
     Path("classless.yaml").write_text(content)
     shown = error_of(capsys, "fit", "classless.yaml", "--trainer.max_epochs=1")
-    assert shown.startswith(f"trainer fit: {content.partition(':')[0]} has no class_path. Name its")
+    assert shown.startswith(f"trainer fit: {content.partition(':')[0]} has no class_path: write")
 
 
 def test_callbacks_may_be_named_without_their_module():
@@ -600,7 +552,7 @@ def test_an_error_of_the_trainer_has_no_traceback(capsys):
 
 @pytest.mark.parametrize("words", [(), ("--data=Loaders",)])
 def test_missing_sections_name_their_option(capsys, words):
-    assert "or pass --model ..." in error_of(capsys, "fit")
+    assert "arguments are required: model" in error_of(capsys, "fit")
     words = ("fit", "--model=fitted.Line", "--trainer.max_epochs=1", *words)
     shown = error_of(capsys, *words, code=1)
     assert "fit has no data" in shown

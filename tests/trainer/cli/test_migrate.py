@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
 from trainer.cli import _run, main
 from trainer.cli.migrate import IMPORTS
@@ -110,126 +107,6 @@ class Module(Base):
 pl.callbacks.ModelCheckpoint(period=1)
 pl.Trainer(strategy="xla", devices=2)
 """
-# Everything that `--native` changes, and what it leaves.
-PROGRAM = '''\
-"""A program."""
-
-# the library
-import lightning as L  # its own name
-import torch
-from lightning.pytorch.callbacks import (
-    EarlyStopping,  # stops
-    LearningRateMonitor,
-    ModelCheckpoint,
-    TQDMProgressBar,
-)
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_only
-
-
-class Line(L.LightningModule):
-    def training_step(self, batch, batch_idx):
-        loss = self.layer(batch).mean()  # kept
-        self.log("loss", loss)
-        return loss
-
-    def configure_callbacks(self):
-        return []
-
-
-class Points(L.LightningDataModule):
-    pass
-
-
-@rank_zero_only
-def tell(text: str) -> None:
-    print(text)
-
-
-L.seed_everything(42, workers=True)
-trainer = L.Trainer(
-    max_epochs=3,
-    accelerator="cpu",
-    devices=1,
-    precision="bf16-mixed",  # halves
-    accumulate_grad_batches=2,
-    gradient_clip_val=0.5,
-    gradient_clip_algorithm="value",
-    val_check_interval=100,
-    log_every_n_steps=10,
-    logger=TensorBoardLogger("runs"),
-    callbacks=[
-        EarlyStopping("val_loss", 0.1, mode="max", strict=False),
-        ModelCheckpoint("kept", "{epoch}", monitor="val_loss", every_n_epochs=2, save_last=True),
-        LearningRateMonitor(logging_interval="step"),
-        TQDMProgressBar(refresh_rate=20),
-    ],
-)
-other = CSVLogger("csv")
-trainer.fit(Line(), datamodule=Points())
-print(trainer.callback_metrics["val_loss"].item(), trainer.log_dir)
-trainer.test(dataloaders=[])
-'''
-NATIVE_PROGRAM = '''\
-"""A program."""
-
-# the library
-from callbacks import ModelSummary
-from trainer import DataModule, TrainModule, Trainer, set_seed  # its own name
-import torch
-from callbacks import (
-    EarlyStopping,  # stops
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ProgressBar,
-)
-from trainer.lightning.pytorch.loggers import CSVLogger
-from trainer.lightning.pytorch.utilities import rank_zero_only
-
-
-class Line(TrainModule):
-    def training_step(self, batch, batch_idx):
-        loss = self.layer(batch).mean()  # kept
-        self.log("loss", loss)
-        return loss
-
-    def configure_callbacks(self):
-        return []
-
-
-class Points(DataModule):
-    pass
-
-
-@rank_zero_only
-def tell(text: str) -> None:
-    print(text)
-
-
-set_seed(42)
-trainer = Trainer(
-    max_epochs=3,
-    cpu=True,
-    mixed_precision="bf16",  # halves
-    gradient_accumulation_steps=2,
-    max_grad_value=0.5,
-    val_every="100 batches of each epoch",
-    log_every=10,
-    log_with="tensorboard",
-    project_dir="runs",
-    callbacks=[
-        ModelSummary(),
-        EarlyStopping("val_loss", min_delta=0.1, mode="max"),
-        ModelCheckpoint(dirpath="kept", monitor="val_loss", every="2 epochs"),
-        LearningRateMonitor(),
-        ProgressBar(),
-    ],
-)
-other = CSVLogger("csv")
-trainer.fit(Line(), datamodule=Points())
-print(trainer.callback_metrics["val_loss"], trainer.log_dir)
-trainer.test(dataloaders=[])
-'''
 OWNERS = """\
 import lightning as L
 import wandb
@@ -265,37 +142,6 @@ made.received_sigterm
 L.Trainer(plugins=[]), L.Trainer(plugins=[use])
 trainer = use(None)
 trainer.received_sigterm
-"""
-RUNS = """\
-import torch
-from accelerate.utils import set_seed
-from lightning import pytorch as unused
-from pytorch_lightning import LightningModule as Base, Trainer
-from pytorch_lightning.callbacks import EarlyStopping as Stops, Timer
-
-
-class EMA(Base):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 1)
-
-    def training_step(self, batch, batch_idx):
-        loss = (self.layer(batch) - 1).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.1)
-
-
-set_seed(1)
-module = EMA()
-trainer = Trainer(
-    max_epochs=2, accelerator="cpu", devices=1, gradient_clip_val=0.1,
-    accumulate_grad_batches=2, logger=False, default_root_dir="run", enable_progress_bar=False,
-    enable_model_summary=False, callbacks=[Stops("loss", patience=9), Timer()],
-)  # as written by hand
-trainer.fit(module, torch.utils.data.DataLoader(torch.ones(12, 3), 2))
 """
 
 
@@ -361,8 +207,8 @@ def test_what_of_lightning_will_not_carry_over_is_listed(capsys):
     )
 
 
-@pytest.mark.parametrize(("option", "listed"), [("--write", [8]), ("--native", [6, 8])])
-def test_what_a_checkpoint_does_not_have_for_hooks_is_listed(capsys, option, listed):
+@pytest.mark.parametrize(("base", "listed"), [("lightning", [8]), ("trainer", [6, 8])])
+def test_what_a_checkpoint_does_not_have_for_hooks_is_listed(capsys, base, listed):
     text = """\
 import lightning as L
 
@@ -376,7 +222,9 @@ class Module(L.LightningModule):
     def other(self, checkpoint):
         checkpoint["optimizer_states"]
 """
-    _, findings, _ = migrate(capsys, text, option)
+    if base == "trainer":
+        text = text.replace("lightning", "trainer").replace("L.LightningModule", "L.TrainModule")
+    _, findings, _ = migrate(capsys, text, "--write")
     assert [line for line, _ in findings] == listed
     assert findings[-1][1].endswith(
         "not there: use trainer.optimizers, on loading in on_train_start."
@@ -408,95 +256,6 @@ def test_what_not_all_processes_would_call_is_listed_and_what_classes_inherit(ca
     assert told[30].startswith("strategy is 'xla'; it must be")
 
 
-def test_native_names_take_the_place_of_those_that_mean_the_same(capsys):
-    code, findings, text = migrate(capsys, PROGRAM, "--native")
-    assert text == NATIVE_PROGRAM
-    told = dict(findings)
-    assert list(told) == [23, 57, 58]
-    assert "configure_callbacks is never called" in told[23]
-    assert "'log_dir': use trainer.logs_dir" in told[57]
-    assert "trainer.test needs the module" in told[58]
-    assert migrate(capsys, text, "--native") == (code, findings, text)
-
-
-@pytest.mark.parametrize(
-    ("given", "native"),
-    [
-        (
-            "check_val_every_n_epoch=2, max_steps=9, val_check_interval=0.5",
-            'val_every="0.5 epochs of every 2 epochs", max_steps=9',
-        ),
-        (
-            "max_steps=9, val_check_interval=4, accumulate_grad_batches=2",
-            'max_steps=9, val_every="4 batches of each epoch", gradient_accumulation_steps=2',
-        ),
-        (
-            "max_steps=9, val_check_interval=4, check_val_every_n_epoch=None",
-            "max_steps=9, val_every=4",
-        ),
-        ("max_epochs=3, check_val_every_n_epoch=2", 'max_epochs=3, val_every="2 epochs"'),
-        ("max_epochs=-1", "max_epochs=10**9"),
-        ("max_epochs=-1, max_steps=7, devices=1, plugins=[]", "max_steps=7"),
-        ("limit_val_batches=None", "max_epochs=1000"),
-        ("max_epochs=3, deterministic=None", "max_epochs=3"),
-    ],
-)
-def test_arguments_of_the_trainer_become_those_that_mean_the_same(capsys, given, native):
-    off = "logger=False, enable_model_summary=False"
-    program = f"from lightning import Trainer\n\nmade = Trainer({given}, {off})\n"
-    code, findings, text = migrate(capsys, program, "--native")
-    assert (code, findings) == (0, [])
-    assert text == f"from trainer import Trainer\n\nmade = Trainer({native})\n"
-    exec(text, {})
-    exec(f"from trainer.lightning import Trainer\nTrainer({given}, {off})", {})
-
-
-def test_what_lightnings_trainer_does_by_default_is_written_out(capsys):
-    program = (
-        "import lightning as L\n\nmade = L.Trainer(  # a\n    # b\n    max_epochs=2)\nL.Fabric\n"
-    )
-    _, findings, text = migrate(capsys, program, "--native")
-    assert [line for line, _ in findings] == [10]
-    tracker = "tensorboard" if find_spec("tensorboard") else "csv"
-    assert text == (
-        "from callbacks import ModelSummary\n"
-        "from trainer import Trainer\n"
-        "import trainer.lightning as L\n\n"
-        "made = Trainer(  # a\n"
-        "    # b\n"
-        f'    log_with="{tracker}",\n'
-        "    callbacks=[ModelSummary()],\n"
-        "    max_epochs=2)\n"
-        "L.Fabric\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("strategy='ddp'", "no argument 'strategy'; use trainer launch --num_processes N"),
-        ("**options", "its arguments are not all written out"),
-        ("log_every_n_steps=1, log_every=2", "log_every would be given 2 times"),
-        ("val_check_interval=3, accumulate_grad_batches=2", "no multiple of accumulate_grad_b"),
-        ("accumulate_grad_batches={4: 2}", "GradientAccumulationScheduler({4: 2})"),
-        ("callbacks=options", "write its callbacks as a list"),
-    ],
-)
-def test_a_trainer_without_a_translation_stays_and_with_it_all_others(capsys, given, said):
-    program = (
-        "from lightning import Trainer\nfrom lightning.pytorch.callbacks import ModelCheckpoint\n\n"
-        f"trainer = Trainer({given})\n"
-        "Trainer(max_epochs=1, callbacks=[ModelCheckpoint(filename='{step}', save_last=True)])\n"
-        "trainer.callback_metrics['loss'].item()\n"
-    )
-    code, findings, text = migrate(capsys, program, "--native")
-    assert code == 1
-    assert text == program.replace("from lightning", "from trainer.lightning")
-    [(line, told)] = findings
-    assert (line, told.startswith("Lightning's Trainer stays: ")) == (4, True)
-    assert said in told
-
-
 def test_what_is_no_trainer_and_no_value_of_a_module_is_not_listed(capsys):
     _, findings, _ = migrate(capsys, OWNERS, "--write")
     told = dict(findings)
@@ -508,23 +267,6 @@ def test_what_is_no_trainer_and_no_value_of_a_module_is_not_listed(capsys):
     assert "pl_module.log in a block of one process" in told[23]
     assert "no attribute 'received_sigterm'" in told[31]
     assert "no argument 'plugins'" in told[32]
-
-
-def test_a_program_in_native_names_trains_as_it_did(capsys):
-    trained = []
-    for option in ("--write", "--native"):
-        _, findings, text = migrate(capsys, RUNS, option)
-        assert findings == []
-        program: dict = {"__name__": "program"}
-        exec(text, program)
-        shutil.rmtree("run")  # whose checkpoints are in the same place
-        trained.append(program["module"].state_dict())
-    assert "from trainer import TrainModule as Base, Trainer\n" in text
-    assert "from callbacks import EarlyStopping as Stops, Timer\n" in text
-    assert "    max_epochs=2, cpu=True, max_grad_norm=0.1,\n" in text
-    assert text.count("\n") == RUNS.count("\n")
-    assert program["trainer"].global_step == 6
-    torch.testing.assert_close(*trained, rtol=0, atol=0)
 
 
 def test_a_file_that_is_not_python_is_an_error(capsys):
@@ -662,21 +404,14 @@ for _ in range(3):
     ("more", "line"),
     [("", None), ("    trainer.fit(one)\n", 13), ("\nwhile later:\n    trainer.fit(one)\n", 15)],
 )
-def test_a_second_fit_keeps_lightnings_trainer_and_is_listed_of_ours(capsys, more, line):
+def test_a_second_fit_is_listed_of_our_trainer(capsys, more, line):
     _, findings, _ = migrate(capsys, FITS + more, "--write")
     assert findings == []
-    _, findings, text = migrate(capsys, FITS + more, "--native")
-    said = "trainer.fit is called a second time: each fit is a run of its own"
-    if line is None:
-        assert (findings, "from trainer import Trainer" in text) == ([], True)
-        return
-    [(number, told)] = findings
-    assert (number, told.startswith(f"Lightning's Trainer stays: {said}")) == (line, True)
-    assert "from trainer.lightning import Trainer" in text
     ours = (FITS + more).replace("from lightning", "from trainer")
     _, findings, _ = migrate(capsys, ours.replace("logger=False, enable_model_summary=False", ""))
-    [(number, told)] = findings
-    assert (number, told.startswith(said)) == (line, True)
+    said = "trainer.fit is called a second time: each fit is a run of its own"
+    assert [number for number, _ in findings] == ([] if line is None else [line])
+    assert all(told.startswith(said) for _, told in findings)
 
 
 def test_no_import_is_written_of_a_module_that_is_not_there(capsys):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
 from callbacks import Callback, PredictionWriter
+from trackers.redaction import is_redacted
 from trainer.checkpoint.storage import read_manifest
-from trainer.cli.fit import readable
 from trainer.cli.fit.loaders import Loaders  # noqa: F401 - so that its class path may be short
 from trainer.cli.parsing import CommandError
 from trainer.configuration import KwargsHandler
@@ -36,6 +37,7 @@ _PURPOSES = {
     "test-model": "Test the module of a configuration, and print its metrics.",
     "predict": "Write the predictions of the module of a configuration to files.",
 }
+_BASES = {"model": "trainer.TrainModule", "data": "trainer.DataModule"}
 _EXPLANATION = """\
 {purpose}
 
@@ -157,7 +159,7 @@ class ConfiguredLine:
             SystemExit: ``--help`` or ``--print_config`` was given.
         """
         self._words = _files_first(words)
-        links = _links_in(readable.files(self._words))
+        links = _links_in(_files(self._words))
         self._parser = self._make_parser(links)
         # For an evaluation, the checkpoint may have arguments that are missing here.
         config = self._parsed(_skip_validation=self._stage != "fit")
@@ -172,9 +174,10 @@ class ConfiguredLine:
     def _parsed(self, **options: Any) -> Namespace:
         try:
             config = self._parser.parse_args(self._words, **options)
-        except (argparse.ArgumentError, UnicodeDecodeError) as error:
-            raise readable.explained(str(error), self._parser, self._words) from None
-        readable.check(config)
+        except argparse.ArgumentError as error:
+            more = f"`{self._prog} --help` explains the configuration."
+            raise CommandError(f"{error}\n{more}", code=2) from None
+        _check(config)
         return config
 
     def make(self, config: Namespace) -> Made:
@@ -247,13 +250,21 @@ def _add_trainer(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _links_in(files: Sequence[str]) -> dict[str, str]:
-    """Return the links in configuration files; the parser needs them before it reads the files."""
+    """Return the links in configuration files; the parser needs them before it reads the files.
+
+    Raises:
+        CommandError: A file is not YAML; the parser would not name it.
+    """
     links: dict[str, str] = {}
     for file in files:
+        if file.endswith(".py"):
+            raise CommandError(f"{file} is a script: use `trainer launch {file}`.", code=2)
         try:
             content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):  # an error once the parser reads it
+        except OSError:  # an error once the parser reads it
             continue
+        except (UnicodeDecodeError, yaml.YAMLError) as error:
+            raise CommandError(f"{file} cannot be read as YAML: {error}", code=2) from None
         found = content.get("links") if isinstance(content, dict) else None
         if isinstance(found, dict) and all(isinstance(each, str) for each in found.values()):
             links = found  # as of any dict, the last file's
@@ -301,3 +312,34 @@ def _files_first(words: Sequence[str]) -> list[str]:
         else:
             (files if word.startswith("--config=") else options).append(word)
     return files + options
+
+
+def _files(words: Sequence[str]) -> list[str]:
+    """Return the configuration files among the words, each given by ``--config``."""
+    separate = [file for option, file in pairwise(words) if option == "--config"]
+    return separate + [word[len("--config=") :] for word in words if word.startswith("--config=")]
+
+
+def _check(config: Namespace) -> None:
+    """Raise if a section names no class of the user's, or a value is the mask of a secret.
+
+    Without a class path the parser takes the base class. A mask comes from the ``config.yaml`` of
+    another run.
+
+    Raises:
+        CommandError: A section has no class path, or a secret is missing.
+    """
+    for section, base in _BASES.items():
+        if (described := config.get(section)) and described.class_path == base:
+            raise CommandError(
+                f"{section} has no class_path: write it into a configuration file, with the "
+                f"arguments in init_args, or pass --{section} module.Class.",
+                code=2,
+            )
+    for key, value in config.items():
+        if is_redacted(value):
+            raise CommandError(
+                f"{key} is redacted in the configuration: secrets are not saved. Pass it again: "
+                f"--{key} ...",
+                code=2,
+            )

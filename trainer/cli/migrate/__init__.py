@@ -43,7 +43,6 @@ def parser(prog: str) -> argparse.ArgumentParser:
             ("what is to be done", "train.py model.py"),
             ("change the import lines of a folder's programs, and class paths", ". --write"),
             ("each line of a folder's findings", ". --all"),
-            ("write Cadence's own names", "train.py --native"),
             ("convert a checkpoint of Lightning", "last.ckpt --output runs/digits/from-lightning"),
         ],
         codes={0: "nothing is left to do", 1: "something is listed, or a file cannot be read"},
@@ -55,8 +54,6 @@ def parser(prog: str) -> argparse.ArgumentParser:
     made.add_argument("files", type=Path, nargs="+", metavar="FILE", help=what)
     what = "change imports and class paths, to those of trainer.lightning and trainer.accelerate"
     made.add_argument("--write", action="store_true", help=what)
-    what = "also write Cadence's own names, where they mean the same"
-    made.add_argument("--native", action="store_true", help=what)
     what = "show each finding of a folder with its line, not the causes with their numbers"
     made.add_argument("--all", action="store_true", help=what)
     add = made.add_argument_group("checkpoints").add_argument
@@ -141,7 +138,6 @@ def _migrate_classes(path: Path, arguments: argparse.Namespace) -> list[Finding]
     from trainer.lightning.modules import CLASS_PATH, with_class_paths
 
     found: list[Finding] = []
-    changes = arguments.write or arguments.native
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
@@ -155,12 +151,12 @@ def _migrate_classes(path: Path, arguments: argparse.Namespace) -> list[Finding]
         except (ImportError, AttributeError) as error:
             found.append(Finding(line, str(error), str(error)))
             return match[0]
-        if new != match[0] and not changes:
+        if new != match[0] and not arguments.write:
             found.append(Finding(line, f"write {new!r}, or pass --write", IMPORTS))
         return new
 
     changed = CLASS_PATH.sub(change, text)
-    if changes:
+    if arguments.write:
         _rewrite(path, text.encode(), changed.encode())
     return found
 
@@ -186,16 +182,14 @@ def _migrate(path: Path, arguments: argparse.Namespace) -> list[Finding]:
             "libcst is not installed, which reads programs: pip install 'cadence-trainer[migrate]'."
         ) from None
     from trainer.cli.migrate.findings import find
-    from trainer.cli.migrate.rewriting import with_imports, with_native_names
+    from trainer.cli.migrate.rewriting import with_imports
 
     text = path.read_bytes()
     try:
         program = parse_module(text)
     except (ParserSyntaxError, UnicodeDecodeError) as error:
         raise CommandError(f"{path} cannot be read as Python in UTF-8: {error}") from None
-    if arguments.native:
-        program = with_native_names(program)
-    elif arguments.write:
+    if arguments.write:
         program = with_imports(program)
     if (changed := program.bytes) != text:
         try:
@@ -205,8 +199,7 @@ def _migrate(path: Path, arguments: argparse.Namespace) -> list[Finding]:
         except SyntaxError as error:
             raise CommandError(f"{path} stays as it is; changed, it would end in {error}") from None
         _rewrite(path, text, changed)
-    imports = not (arguments.write or arguments.native)
-    return find(program, path, imports=imports, native=arguments.native)
+    return find(program, path, imports=not arguments.write)
 
 
 def _convert(path: Path, output: Path | None, num_processes: int) -> None:

@@ -31,7 +31,6 @@ from trainer.cli.migrate.names import (
     path_of,
     value_of,
 )
-from trainer.cli.migrate.rewriting import second_fits, staying_trainers
 from trainer.datamodule import DataModule
 from trainer.hints import EVALUATION_ARGUMENTS, LOG_ARGUMENTS, NO_LOGGER, STEP_ARGUMENTS
 from trainer.lightning.missing import refusal
@@ -47,6 +46,7 @@ from trainer.migration.table import (
     HUGGING_FACE_NAMES,
     LIGHTNING_CALLS,
     LOADED_ENTRIES,
+    SECOND_FIT,
     TORCH_NAMES,
 )
 from trainer.migration.values import WRONG_VALUES
@@ -75,23 +75,21 @@ _OF_CHECKPOINTS = ("on_save_checkpoint", "on_load_checkpoint")
 _CHECKPOINTS = ("best_model_path", "last_model_path")
 
 
-def find(module: cst.Module, path: Path, *, imports: bool, native: bool = False) -> list[Finding]:
+def find(module: cst.Module, path: Path, *, imports: bool) -> list[Finding]:
     """Return what of a program will not carry over, in the order of its lines.
 
     Args:
         module: The program.
         path: Its file.
         imports: Whether import lines that `--write` would change are findings too.
-        native: Whether it is a finding too that `--native` leaves Lightning's Trainer.
     """
-    finder = _Finder(path, imports, native)
+    finder = _Finder(path, imports)
     program = MetadataWrapper(module)
     program.visit(finder)
     places = program.resolve(PositionProvider)
-    told = [(node, f"{each}.") for node, each in second_fits(program, Trainer)]
-    for node, each in staying_trainers(program) if native else ():
-        told.append((node, f"Lightning's Trainer stays: {each.rstrip('.')}."))
-    finder.findings += [Finding(places[node].start.line, each, each) for node, each in told]
+    fits = _SecondFits()
+    program.visit(fits)
+    finder.findings += [Finding(places[node].start.line, each, each) for node, each in fits.found]
     return sorted(set(finder.findings)) if finder.is_known else []
 
 
@@ -128,14 +126,13 @@ class _Finder(cst.CSTVisitor):
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider, ParentNodeProvider)
 
-    def __init__(self, path: Path, imports: bool, native: bool) -> None:
+    def __init__(self, path: Path, imports: bool) -> None:
         super().__init__()
         self.findings: list[Finding] = []
         self.is_known = False
         self._of_lightning = False  # whether it imports anything of Lightning
         self._path = path
         self._imports = imports
-        self._is_native = native
         self._classes: dict[str, _Base] = {}  # of the program, by their qualified name
         self._trainers: set[str] = set()  # what holds a Trainer
         self._objects: dict[str, str] = {}  # what holds an object of a library, and its class
@@ -377,8 +374,7 @@ class _Finder(cst.CSTVisitor):
     def _see_values(self, given: dict[str, cst.Arg]) -> None:
         """List values that `trainer.lightning`'s Trainer does not take."""
         values = {name: literal(each.value) for name, each in given.items()}
-        # With `--native`, those that keep Lightning's Trainer are listed as that.
-        for name, check in WRONG_VALUES.items() if not self._is_native else ():
+        for name, check in WRONG_VALUES.items():
             if values.get(name, ...) is not ... and (wrong := check(values)) is not None:
                 self._add(given[name], wrong)
         if "plugins" in given and (value := values["plugins"]):
@@ -476,3 +472,44 @@ class _Finder(cst.CSTVisitor):
 
 def _of_lightning(base: _Base) -> bool:
     return any(each.__module__.startswith("trainer.lightning.") for each in base.classes)
+
+
+class _SecondFits(cst.CSTVisitor):
+    """Collects the calls of ``fit`` that follow another one of the same `trainer.Trainer`."""
+
+    METADATA_DEPENDENCIES = (QualifiedNameProvider, ParentNodeProvider)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[cst.CSTNode, str]] = []
+        self._made: dict[str, set[cst.CSTNode]] = {}  # a Trainer's name: the loops around it
+        self._fitted: set[tuple[str, cst.CSTNode]] = set()  # its name and a block that fits it
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        if not isinstance(node.value, cst.Call):
+            return
+        if class_of(path_of(self, node.value.func)) is Trainer:
+            for name in (dotted(each.target) for each in node.targets):
+                self._made[name] = self._around(node)[1]
+                self._fitted = {each for each in self._fitted if each[0] != name}
+
+    def visit_Call(self, node: cst.Call) -> None:
+        owner, _, method = dotted(node.func).rpartition(".")
+        if method != "fit" or owner not in self._made:
+            return
+        block, loops = self._around(node)
+        if (owner, block) in self._fitted or loops - self._made[owner]:
+            self.found.append((node, f"{owner}.fit is called a second time: {SECOND_FIT}."))
+        self._fitted.add((owner, block))
+
+    def _around(self, node: cst.CSTNode) -> tuple[cst.CSTNode, set[cst.CSTNode]]:
+        """Return the block that a node is in, and the loops around it."""
+        blocks: list[cst.CSTNode] = []
+        loops: set[cst.CSTNode] = set()
+        while not isinstance(node, cst.Module):
+            node = self.get_metadata(ParentNodeProvider, node)
+            if isinstance(node, (cst.BaseSuite, cst.Module)):
+                blocks.append(node)
+            elif isinstance(node, (cst.For, cst.While)):
+                loops.add(node)
+        return blocks[0], loops

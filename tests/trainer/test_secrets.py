@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trackers import WandBTracker
 from trainer import Accelerator, DataModule, Trainer, TrainModule
-from trainer.cli.report.folder import read_runs
+from trainer.cli.runs import read_runs
 from trainer.hparams import make as make_from
 from trainer.hparams import to_manifest
 

@@ -23,15 +23,16 @@ from trackers.jsonl import read_metrics
 from trainer import Trainer, TrainModule
 from trainer.checkpoint.lock import alone_in
 from trainer.cli import main
-from trainer.cli.record import Series, thinned
 from trainer.cli.report.charts import (
     axes_of,
     charts_of,
     is_logarithmic,
     is_noisy,
     smoothed,
+    ticks_of,
 )
-from trainer.cli.report.folder import read_runs
+from trainer.cli.run_summary import thinned
+from trainer.cli.runs import Series, read_runs
 
 NASTY = "<script>alert('x')</script> & \"co\""
 BEGAN = 1_700_000_000.0
@@ -92,7 +93,7 @@ def lines_of(html: Node, title: str, kind: str, axis: str = "step") -> list[Node
         if each.all("figcaption")[0].all("b")[0].text == title
     ]
     (box,) = figure.all("div", f"axis-{axis}")
-    return [path for group in box.all("g", kind) for path in group.all("path") if path["clip-path"]]
+    return [path for group in box.all("g", kind) for path in group.all("path", "curve")]
 
 
 def points_of(path: Node) -> np.ndarray:
@@ -360,11 +361,45 @@ def test_values_that_are_not_finite_are_marked_and_listed():
     assert "3 not finite" in section(html, "Other metrics").text
     marks = html.all("div", "axis-step")[0].all("g", "bad")
     assert len(marks) == 3  # one of each kind
-    assert sum(len(mark.all("use")) for mark in marks) == 3
+    assert [path["d"].count("M") for mark in marks for path in mark.all("path")] == [1, 1, 1]
     events = section(html, "Warnings and events").text
     assert "loss is NaN, Infinity, -Infinity 3 times, at update 10, 40 to 50" in events
     (path,) = lines_of(html, "loss", "raw")
     assert path["d"].count("M") == 2  # a gap between the two that are infinite
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1e308, -1e308],
+        [1e-320, 2e-320],
+        [1e9, 1e9 + 1e-6],
+        [7],
+        ["NaN", "NaN"],
+        [0, 1e-7],
+        [1e-9, 5],
+    ],
+)
+def test_a_chart_of_any_values_has_a_frame_with_round_labels(values):
+    write_run("run", [(i, 0, i, {"x": value}) for i, value in enumerate(values, start=1)])
+    (svg,) = report("run").all("div", "axis-step")[0].all("svg")
+    for path in svg.all("path"):
+        assert re.fullmatch(r"[MLHVmlhvz0-9. -]+", path["d"])  # no nan, no inf
+    rows = [text.text for text in svg.all("text") if text["text-anchor"] == "end"]
+    assert 2 <= len(set(rows)) == len(rows) <= 8
+
+
+def test_grid_lines_are_round_and_their_labels_tell_them_apart():
+    values, labels = zip(*ticks_of(0.63, 1.01, 5), strict=True)
+    assert values == pytest.approx((0.7, 0.8, 0.9, 1.0))
+    assert labels == ("0.7", "0.8", "0.9", "1")
+    labels = [label for _, label in ticks_of(-0.3, 0.3, 5)]
+    assert labels == ["\N{MINUS SIGN}0.2", "0", "0.2"]
+    assert [label for _, label in ticks_of(11_800, 13_300, 5)] == ["12k", "12.5k", "13k"]
+    assert [label for _, label in ticks_of(1, 3, 6, whole=True)] == ["1", "2", "3"]
+    assert [label for _, label in ticks_of(40_321, 40_324, 3)] == [
+        *("40.321k", "40.322k", "40.323k", "40.324k")
+    ]
 
 
 # -- which charts and axes -------------------------------------------------------------------------
@@ -501,7 +536,7 @@ def test_the_status_and_the_time_it_ran(starts, status, seconds):
 def test_without_run_json_the_record_says_what_it_can():
     write_run("run", noisy(40))
     (run,) = read_runs([Path("run")])
-    assert (run.status, run.updates, run.epochs) == ("unknown", 40, 4)
+    assert (run.status, run.updates, run.epochs) == ("not running", 40, 4)
     assert run.seconds == pytest.approx(19.5)
     assert run.record.speed() == pytest.approx(2.0)
     assert run.began == BEGAN + 0.5
@@ -563,7 +598,7 @@ def test_lines_that_are_no_records_are_a_warning():
         file.write('garbage\n[1]\n{"step": 9, "train/loss": 7.5, "text": "hello"}\n')
     html = report("run")
     events = section(html, "Warnings and events").text
-    assert "2 lines of metrics.jsonl are not records: 4, 5." in events
+    assert "2 lines are no records: 4, 5. metrics.jsonl, line 4 is not JSON" in events
     assert "not numbers, left out here: text" in events
     assert data_of(section(html, "Values").rows()[0][1]) == "7.5"
 
@@ -604,7 +639,7 @@ def test_checkpoints_alone_make_a_page(fitted, tmp_path):
     assert shown["width"] == "3"
     assert shown["max_epochs"] == "6"
     (row,) = section(html, "Runs").rows()
-    assert "unknown" in [cell.text for cell in row]
+    assert "not running" in [cell.text for cell in row]
 
 
 def test_images_without_tensorboard_are_a_warning(fitted, monkeypatch):
@@ -645,13 +680,6 @@ def test_the_output_is_replaced_and_its_folder_made(capsys):
         report("run", output="deep/er/page.html")
     assert [path.name for path in Path("deep/er").iterdir()] == ["page.html"]
     assert re.search(r"deep/er/page\.html \(\d+(\.\d+)? kB\)\n", capsys.readouterr().out)
-
-
-def test_without_matplotlib_the_extra_is_named(capsys, monkeypatch):
-    write_run("run", noisy(3))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["report", "run"]) == 1
-    assert "pip install 'cadence-trainer[plot]'" in capsys.readouterr().err
 
 
 def test_a_record_alone_is_a_run():

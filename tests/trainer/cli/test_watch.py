@@ -24,7 +24,7 @@ from tests.trainer.cli.test_checkpoints import make as make_checkpoint
 from trackers import JsonlTracker, read_metrics
 from trainer.checkpoint.lock import alone_in
 from trainer.cli import main
-from trainer.cli.watch import Run
+from trainer.cli.runs import Run
 from trainer.cli.watch.frame import frame
 
 RECORD = Path("run/metrics.jsonl")
@@ -82,7 +82,7 @@ def call(*arguments: object) -> int:
 def test_appended_lines_are_read_once_they_are_complete():
     run = Run(Path("run"), "run")
     assert not run.read()
-    assert run.state == "waiting"
+    assert run.status == "waiting"
     write(line(1, 5.0, loss=2), line(2, 6.0, loss=1, rate=0.5))
     assert run.read()
     assert of(run) == reference() == {"loss": {1: 2, 2: 1}, "rate": {2: 0.5}}
@@ -125,7 +125,7 @@ def test_a_replaced_or_deleted_record_is_read_anew():
     assert of(run) == {"loss": {1: 9, 2: 2, 3: 7}}  # its second line is that of the other
     RECORD.unlink()
     assert run.read()
-    assert (of(run), run.state) == ({}, "waiting")
+    assert (of(run), run.status) == ({}, "waiting")
     assert not run.read()
 
 
@@ -145,7 +145,7 @@ def test_non_finite_values_are_counted_and_damaged_lines_reported():
     assert list(run.record.damaged) == [2, 4]
     text = " ".join(shown("run"))
     assert "2 not finite" in text
-    assert "2 lines were skipped as damaged. " in text
+    assert "2 lines are no records: 2, 4. " in text
     assert "metrics.jsonl, line 2 is not JSON" in text
 
 
@@ -166,10 +166,10 @@ def test_the_state_and_the_newest_checkpoint():
     run = Run(folder, "run")
     write(line(1, loss=1))
     run.read()
-    assert (run.state, run.checkpoint) == ("not running", None)
+    assert (run.status, run.checkpoint) == ("not running", None)
     with alone_in(folder):
         assert run.read()
-        assert run.state == "running"
+        assert run.status == "running"
         make_checkpoint(90)
         make_checkpoint(100)
         assert run.read()
@@ -182,7 +182,7 @@ def test_the_state_and_the_newest_checkpoint():
             json.dumps({"starts": [{"begin": 0, "status": "finished"}, start]})
         )
         assert run.read()
-        assert run.state == state
+        assert run.status == state
         assert not run.read()
     assert "failed  step 1" in shown("run")[0]
     assert any("  ValueError: no number" in text for text in shown("run"))
@@ -325,10 +325,12 @@ def test_runs_of_one_name_are_named_by_their_paths(capsys):
     assert "● x/run" in out
 
 
-def test_a_record_alone_has_no_state(capsys):
+def test_of_a_record_alone_the_status_is_unknown(capsys):
     write(line(1, loss=1), path=Path("own.jsonl"))
     assert call("own.jsonl", "--once") == 0
-    assert "● own.jsonl  step 1 · epoch 0 · last record 1970-01-01" in capsys.readouterr().out
+    assert (
+        "● own.jsonl  unknown  step 1 · epoch 0 · last record 1970-01-01" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

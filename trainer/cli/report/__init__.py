@@ -18,7 +18,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
             ("a run", "runs/digits"),
             ("three runs, compared", "runs/seed-0 runs/seed-1 runs/seed-2 --output seeds.html"),
         ],
-        codes={0: "the page is written", 1: "a folder is no run's, or a package is missing"},
+        codes={0: "the page is written", 1: "a folder is no run's"},
     )
     what = "the folder of a run (project_dir), or a record (.jsonl)"
     made.add_argument("folders", type=Path, nargs="+", metavar="RUN_DIR", help=what)
@@ -32,19 +32,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the page.
 
     Raises:
-        CommandError: A folder is not that of a run, or matplotlib is not installed.
+        CommandError: A folder is not that of a run.
         OSError: A record cannot be read, or the page cannot be written.
     """
-    try:
-        import matplotlib  # noqa: F401 - fails before anything is read
-    except ImportError as error:
-        raise CommandError(
-            "the charts need matplotlib: pip install 'cadence-trainer[plot]'"
-        ) from error
     from trainer.checkpoint.storage import write_whole
     from trainer.cli.inventory import size_text
-    from trainer.cli.report.folder import read_runs
     from trainer.cli.report.page import page
+    from trainer.cli.runs import read_runs
 
     text = page(read_runs(arguments.folders), title=arguments.title)
     output: Path = arguments.output.expanduser()

@@ -1,26 +1,23 @@
-"""Group metrics into charts, smooth them, and draw these: SVG by matplotlib, coloured by the page.
+"""Group metrics into charts, smooth them, and draw these as SVG, which the page's style colours.
 
-matplotlib gets a placeholder colour for each role, which becomes a variable of the page's style
-sheet, so that one drawing serves light and dark mode. Lines get classes by their smoothing.
+Runs have the colours ``var(--run-0)`` and so on, and all else has classes, so that one drawing
+serves light and dark mode. Lines have classes by their smoothing.
 """
 
 from __future__ import annotations
 
-import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from html import escape
-from itertools import accumulate, count
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
 
 import numpy as np
+from markupsafe import Markup, escape
+from numpy.typing import NDArray
 
-from trainer.cli.record import Floats, Series, thinned
-from trainer.cli.report.folder import Run
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from trainer.cli.run_summary import thinned
+from trainer.cli.runs import Floats, Run, Series
 
 COLUMNS = 300  # of a chart: a pixel or two each
 STRENGTHS = (0.6, 0.9, 0.99)  # of smoothing, for up to so many values:
@@ -32,27 +29,15 @@ _STAGE = re.compile(r"(train(?:ing)?|val(?:id(?:ation)?)?|test|eval)[/_](.+)")
 _LAST = ("", "throughput", "device")  # sections after the others
 _MARKS = 100  # of non-finite values, side by side
 _FEW = 40  # points, up to which each gets a marker
-_DRAWN = 1e150  # matplotlib fails if an axis, with its margins, reaches the limits of floats
+_DRAWN = 1e150  # larger values are drawn there: a difference of two stays finite
 _DECADES = 1e3  # ratio of largest to smallest value from which on the scale is logarithmic
 
-_INK, _GRID, _BAD = "#200000", "#200001", "#200002"
-_ROLES = {_INK: "var(--soft)", _GRID: "var(--grid)", _BAD: "var(--bad)"}
-_SETTINGS: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text
-    "font.size": 8.0,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "axes.edgecolor": _GRID,
-    "grid.color": _GRID,
-    "grid.linewidth": 0.6,
-    "path.simplify": True,
-    "axes.unicode_minus": True,
-}
-_SIZE = (4.6, 2.1)  # inches of 72 units
-_FRAME = (0.105, 0.12, 0.875, 0.80)
-_figures = count()
+_WIDTH, _HEIGHT = 331, 151  # of a chart, in units of about a pixel
+_LEFT, _RIGHT, _TOP, _BOTTOM = 35, 6, 10, 18  # around the curves; more on the left if need be
+_DIGIT = 4.6  # units that a character of a label takes at most
+_ACROSS, _UP = 0.01, 0.05  # margins in the frame, as shares of the range
+_STEPS = (1, 2, 2.5, 5, 10)  # between two lines of the grid, times a power of ten
+_UNITS = ("", "k", "M", "G", "T")  # thousands
 
 
 @dataclass
@@ -196,52 +181,185 @@ def is_noisy(values: Floats) -> bool:
     return len(kept) >= ENOUGH and turns * ENOUGH >= len(kept)
 
 
-def draw(chart: Chart, runs: Sequence[Run], axis: Axis) -> str:
+@dataclass(frozen=True)
+class _Scale:
+    """From values to positions.
+
+    Attributes:
+        low: The value at one end; its logarithm, on a logarithmic scale.
+        high: The value at the other.
+        begin: The position of the low end.
+        end: The position of the high end.
+        log: Whether the scale is logarithmic.
+    """
+
+    low: float
+    high: float
+    begin: float
+    end: float
+    log: bool = False
+
+    def __call__(self, values: Floats) -> Floats:
+        """Return the positions of values."""
+        known: Floats = np.log10(values) if self.log else values
+        share: Floats = (known - self.low) / (self.high - self.low)
+        return self.begin + share * (self.end - self.begin)
+
+
+def ticks_of(low: float, high: float, most: int, *, whole: bool = False) -> list[tuple[float, str]]:
+    """Return round values from low to high for the lines of a grid, each with its label.
+
+    Args:
+        low: The lowest value.
+        high: The highest value, above the lowest.
+        most: About how many.
+        whole: Only whole numbers.
+    """
+    least = max((high - low) / most, 1.0 if whole else 0.0)
+    power = 10.0 ** math.floor(math.log10(least))
+    steps = [each * power for each in _STEPS if not whole or (each * power).is_integer()]
+    step = next((each for each in steps if each >= least * (1 - 1e-9)), 10 * power)
+    numbers = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    return [(number * step, _label(number * step, step)) for number in numbers]
+
+
+def _label(value: float, step: float) -> str:
+    """Return a short label that tells a value from one that is a step away."""
+    if value == 0:
+        return "0"
+    size = math.floor(math.log10(abs(value)))
+    digits = max(1, size - math.floor(math.log10(step)) + 2)  # one more for a step of 2.5
+    unit = min(size // 3, len(_UNITS) - 1) if 3 <= size < 3 * len(_UNITS) else 0
+    text = f"{value / 1000**unit:.{digits}g}{_UNITS[unit]}"
+    return text.replace("e-0", "e-").replace("e+0", "e+").replace("-", "\N{MINUS SIGN}")
+
+
+def _range(values: Floats, margin: float) -> tuple[float, float]:
+    """Return the range of values with a margin; one around a single value."""
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+    largest = max(abs(low), abs(high))
+    if high - low <= max(1e-300, 1e-12 * largest):
+        pad = 0.05 * largest or 0.5
+        return low - pad, high + pad
+    pad = margin * (high - low)
+    return low - pad, high + pad
+
+
+def draw(chart: Chart, runs: Sequence[Run], axis: Axis) -> Markup:
     """Return a chart as an SVG element for the page, without a title."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    drawn = []
+    for index, run in enumerate(runs):
+        for name, dash in chart.dashes.items():
+            if (series := run.metrics.get(name)) is not None:
+                x = axis.place(run, series)
+                known = np.isfinite(x)
+                drawn.append((index, dash, x[known], series, known))
+    log = is_logarithmic([series for *_, series, _ in drawn])
+    least = 1 / _DRAWN if log else -_DRAWN
+    shown = [series.values[known & series.finite] for *_, series, known in drawn]
+    heights = np.concatenate([*shown, np.empty(0)]).clip(least, _DRAWN)
+    low, high = _range(np.log10(heights) if log else heights, _UP)
+    rows = _decades(low, high) if log else ticks_of(low, high, 6)
+    left = max(_LEFT, 6 + _DIGIT * max((len(label) for _, label in rows), default=0))
+    up = _Scale(low, high, _HEIGHT - _BOTTOM, _TOP, log)
+    widths = np.concatenate([*(x for _, _, x, _, _ in drawn), np.empty(0)])
+    low, high = _range(widths, _ACROSS)
+    across = _Scale(low, high, left, _WIDTH - _RIGHT)
+    parts = _grid(rows, ticks_of(low, high, 6, whole=axis.name == "step"), across, up)
+    for index, dash, x, series, known in drawn:
+        values = series.values[known]
+        clipped = np.where(np.isfinite(values), values.clip(least, _DRAWN), values)
+        curves = {s: c[known].clip(least, _DRAWN) for s, c in curves_of(series).items()}
+        parts += _lines(across(x), clipped, curves, up, f"var(--run-{index})", dash)
+    label = escape(f"{', '.join(chart.members)} over {axis.label}")
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}"'
+    return Markup(f"<svg {size}>{''.join(parts)}</svg>")
 
-    # The salt makes ids unique on the page, and the same for the same runs.
-    with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": f"report {next(_figures)}"}):
-        figure = Figure(figsize=_SIZE, facecolor="none")
-        axes = figure.add_axes(_FRAME, facecolor="none")
-        _set_up(
-            axes,
-            [run.metrics[name] for run in runs for name in chart.members if name in run.metrics],
-            whole=axis.name == "step",
-        )
-        for index, run in enumerate(runs):
-            for name, dash in chart.dashes.items():
-                if name in run.metrics:
-                    series = run.metrics[name]
-                    _line(axes, axis.place(run, series), series, _color_of(index), dash)
-        axes.margins(x=0.01)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return _for_page(text.getvalue(), f"{', '.join(chart.members)} over {axis.label}")
+
+def _decades(low: float, high: float) -> list[tuple[float, str]]:
+    """Return powers of ten between two logarithms, for the lines of a grid."""
+    powers = range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)
+    every = max(1, math.ceil(len(powers) / 6))
+    return [(10.0**power, _label(10.0**power, 10.0**power)) for power in powers[::every]]
 
 
-def _set_up(axes: Axes, drawn: Sequence[Series], *, whole: bool) -> None:
-    """Set up the frame of a chart; with `whole`, its horizontal axis has only whole numbers."""
-    from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+def _grid(
+    rows: Sequence[tuple[float, str]],
+    columns: Sequence[tuple[float, str]],
+    across: _Scale,
+    up: _Scale,
+) -> list[str]:
+    """Return the lines of the grid and their labels."""
+    levels = up(np.array([value for value, _ in rows])).tolist()
+    places = across(np.array([value for value, _ in columns])).tolist()
+    lines = [f"M{across.begin:.1f} {y:.1f}H{across.end:.1f}" for y in levels]
+    lines += [f"M{x:.1f} {up.begin}V{up.end}" for x in places]
+    frame = f"M{across.begin:.1f} {up.begin}H{across.end:.1f}"
+    texts = [
+        f'<text x="{across.begin - 3:.1f}" y="{y + 2.7:.1f}" text-anchor="end">{label}</text>'
+        for y, (_, label) in zip(levels, rows, strict=True)
+    ]
+    texts += [
+        f'<text x="{x:.1f}" y="{up.begin + 11:.1f}" text-anchor="middle">{label}</text>'
+        for x, (_, label) in zip(places, columns, strict=True)
+    ]
+    return [f'<path class="lines" d="{"".join([*lines, frame])}"/>', *texts]
 
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(length=0, pad=3)
-    axes.grid(visible=True)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=whole))
-    large = EngFormatter(sep="")  # below 1 it would write m for thousandths, as in 400m hours
-    axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: large(value) if abs(value) >= 1000 else f"{value:g}")
-    )
-    if is_logarithmic(drawn):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(numticks=6))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)
+
+def _lines(
+    x: Floats, values: Floats, curves: dict[float, Floats], up: _Scale, color: str, dash: str
+) -> list[str]:
+    """Return the lines of a metric of a run: raw and smoothed, with marks where it is not finite.
+
+    Args:
+        x: Positions across.
+        values: The values, as far as they can be drawn.
+        curves: The smoothed ones by strength.
+        up: From values to positions.
+        color: The run's.
+        dash: The metric's line style.
+    """
+    finite = np.isfinite(values)
+    y = np.where(finite, up(np.where(finite, values, 1.0)), np.nan)
+    kind = "raw" if curves else "plain"
+    parts = []
+    if finite.any():
+        paths = [_path("curve", _polyline(*thinned(x, y, COLUMNS)), color)]
+        lonely = finite & ~np.roll(finite, 1) & ~np.roll(finite, -1)  # no line would show them
+        if (dots := finite if len(x) <= _FEW else lonely).any():
+            paths.append(_path("dots", _marks(x[dots], y[dots], "h0"), color))
+        parts.append(f'<g class="{kind} {dash}">{"".join(paths)}</g>')
+    for strength, curve in curves.items():  # an average continues across a gap
+        line = _polyline(*thinned(x[finite], up(curve[finite]), COLUMNS))
+        parts.append(f'<g class="{class_of(strength)} {dash}">{_path("curve", line, color)}</g>')
+    bottom, top = up.begin - 5, up.end + 5
+    for shape, height, which in (
+        ("m-2-2l4 4m0-4l-4 4", bottom, np.isnan(values)),
+        ("m-2.2 2l2.2-4l2.2 4z", top, values == np.inf),
+        ("m-2.2-2l2.2 4l2.2-4z", bottom, values == -np.inf),
+    ):
+        if which.any():
+            columns = np.round((x[which] - x.min()) / max(np.ptp(x), 1e-300) * _MARKS)
+            places = x[which][np.unique(columns, return_index=True)[1]]
+            marks = _marks(places, np.full(len(places), height), shape)
+            parts.append(f'<g class="bad"><path d="{marks}"/></g>')
+    return parts
+
+
+def _path(kind: str, d: str, color: str) -> str:
+    return f'<path class="{kind}" style="stroke:{color}" d="{d}"/>'
+
+
+def _polyline(x: Floats, y: Floats) -> str:
+    """Return lines through points, with a gap at each that is NaN."""
+    known: NDArray[np.bool_] = np.isfinite(y)
+    begins = known & ~np.append(False, known[:-1])
+    points = zip(x[known].tolist(), y[known].tolist(), begins[known].tolist(), strict=True)
+    return "".join(f"{'M' if begin else 'L'}{a:.1f} {b:.1f}" for a, b, begin in points)
+
+
+def _marks(x: Floats, y: Floats, shape: str) -> str:
+    return "".join(f"M{a:.1f} {b:.1f}{shape}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
 
 
 def is_logarithmic(drawn: Sequence[Series]) -> bool:
@@ -250,72 +368,6 @@ def is_logarithmic(drawn: Sequence[Series]) -> bool:
     return len(values) > 2 and values.min() > 0 and values.max() / _DECADES >= values.min()
 
 
-def _line(axes: Axes, x: Floats, series: Series, color: str, dash: str) -> None:
-    """Draw a metric of a run: raw and smoothed, with marks where it is not finite."""
-    known = np.isfinite(x)
-    x, values = x[known], series.values[known]
-    finite = np.isfinite(values)
-    least = 1 / _DRAWN if axes.get_yscale() == "log" else -_DRAWN
-    values = np.where(finite, values.clip(least, _DRAWN), values)
-    curves = curves_of(series)
-    kind = "raw" if curves else "plain"
-    style: dict[str, Any] = {"color": color, "linestyle": dash, "solid_joinstyle": "round"}
-    if finite.any():
-        marker: dict[str, Any] = {"marker": "o", "markersize": 2.2} if len(x) <= _FEW else {}
-        axes.plot(*thinned(x, values, COLUMNS), gid=kind, linewidth=1.1, **style, **marker)
-        alone = finite & ~np.roll(finite, 1) & ~np.roll(finite, -1)  # no line would show them
-        if alone.any():
-            axes.plot(x[alone], values[alone], ".", gid=kind, color=color, markersize=2)
-    for strength, curve in curves.items():  # an average continues across a gap
-        line = thinned(x[finite], curve[known][finite].clip(least, _DRAWN), COLUMNS)
-        axes.plot(*line, gid=class_of(strength), linewidth=1.5, **style)
-    for mark, height, which in (
-        ("x", 0.04, np.isnan(values)),
-        ("^", 0.96, values == np.inf),
-        ("v", 0.04, values == -np.inf),
-    ):
-        if which.any():
-            across = (x[which] - x.min()) / max(np.ptp(x), 1e-300)
-            places = x[which][np.unique(np.round(across * _MARKS), return_index=True)[1]]
-            heights = np.full(len(places), height)
-            place = axes.get_xaxis_transform()
-            axes.plot(places, heights, mark, gid="bad", color=_BAD, markersize=4, transform=place)
-
-
 def class_of(strength: float) -> str:
     """Return the class of lines that are smoothed with this strength."""
     return f"ema-{strength:g}".replace(".", "")
-
-
-def _color_of(index: int) -> str:
-    return f"#10{index:04x}"
-
-
-# -- from matplotlib's file to an element of the page ----------------------------------------------
-
-_CLASSES = {"raw", "plain", "bad", *map(class_of, STRENGTHS)}
-_LEFT_OUT = re.compile(r"(?s)<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->|>\s+(?=<)")
-_GROUP = re.compile(r'<g id="([^"]*)"')
-_FONT = re.compile(r"font-family: [^;\"]*;? ?|font: ")
-_COLOR = re.compile(r"#(?:10|20)[0-9a-f]{4}")
-_NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d+")
-
-
-def _for_page(svg: str, label: str) -> str:
-    """Return a file of matplotlib as an element, with the page's colours and rounded numbers."""
-
-    def group(match: re.Match[str]) -> str:
-        return f'<g class="{match[1]}"' if match[1] in _CLASSES else "<g"
-
-    def tag(match: re.Match[str]) -> str:
-        styled = _COLOR.sub(_variable, _FONT.sub("", _GROUP.sub(group, match[0])))
-        return _NUMBER.sub(lambda each: f"{float(each[0]):.1f}".removesuffix(".0"), styled)
-
-    svg = _LEFT_OUT.sub(lambda match: ">" if match[0].startswith(">") else "", svg)
-    _, size, rest = re.split(r'<svg[^>]*?(viewBox="[^"]*")[^>]*', svg.strip(), maxsplit=1)
-    label = escape(label)
-    return f'<svg {size} role="img" aria-label="{label}"{re.sub("<[^>]*>", tag, rest)}'
-
-
-def _variable(match: re.Match[str]) -> str:
-    return _ROLES.get(match[0]) or f"var(--run-{int(match[0][3:], 16)})"

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import math
+import struct
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
+from typing import Any
 
-from trainer.cli.report import tables
+from jinja2 import Environment, StrictUndefined  # which torch requires
+from markupsafe import Markup
+
+from trainer.cli import run_summary
+from trainer.cli.inventory import size_text
 from trainer.cli.report.charts import (
     COLUMNS,
     ENOUGH,
@@ -19,10 +28,8 @@ from trainer.cli.report.charts import (
     draw,
     is_logarithmic,
 )
-from trainer.cli.report.folder import Run
-from trainer.cli.report.tables import Markup, element, number, together
+from trainer.cli.runs import Run, Series
 
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _SECTIONS = {
     "train": "Training and validation",
     "": "Other metrics",
@@ -40,65 +47,140 @@ _COLORS = (
     ("#6741d9", "#b197fc"),
     ("#c2255c", "#ff8fab"),
 )
+_FILES = ("page.html", "page.css")
 _NAMED = 3  # runs that the title names
 _GOLDEN_ANGLE = 137.5  # degrees: neighbours differ, however many there are
+_ROWS = 60  # events of a run
+_SIDE = 320  # pixels: an image is enlarged up to this width, and a quarter of it in height
 
 
 def page(runs: Sequence[Run], *, title: str | None = None) -> str:
     """Return the page about runs, as HTML."""
-    axes, evaluated = axes_of(runs), any(run.evaluations for run in runs)
-    charts: dict[str, list[Chart]] = {}  # by section
-    for chart in charts_of(list(dict.fromkeys(name for run in runs for name in run.metrics))):
-        charts.setdefault(chart.section, []).append(chart)
+    names = [run.name for run in runs]
     if title is None:
-        names = [run.name for run in runs]
         title = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} runs"
-    parts = [
-        ("Runs", tables.overview(runs)),
-        ("Warnings and events", tables.events(runs)),
-        *(
-            (
-                _SECTIONS.get(name, name),
-                element("div", [_figure(c, runs, axes) for c in own], class_="grid"),
-            )
-            for name, own in charts.items()
-        ),
-        ("Images", tables.images(runs)),
-        ("Hyper-parameters", tables.parameters(runs)),
-        ("Checkpoints", tables.checkpoints(runs)),
-        ("Values", tables.values(runs) if charts else None),
-        ("Evaluations", tables.values(runs, "evaluations") if evaluated else None),
-    ]
-    shown = [(f"part-{i}", name, part) for i, (name, part) in enumerate(parts) if part is not None]
-    body = element(
-        "body",
-        element(
-            "header",
-            element("h1", title),
-            element("nav", [element("a", name, href=f"#{key}") for key, name, _ in shown]),
-        ),
-        _controls(runs, axes) if charts else None,
-        element(
-            "main",
-            [element("section", element("h2", name), part, id=key) for key, name, part in shown],
-            element("p", "There are no metrics yet.", class_="soft") if not charts else None,
-        ),
-        element("footer", _sources(runs), class_="soft"),
+    has_metrics = any(run.metrics for run in runs)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return f"<!DOCTYPE html>\n{element('html', _head(title, len(runs)), body, lang='en')}\n"
+    environment.filters.update(short=run_summary.short, exact=run_summary.exact)
+    environment.tests["not_finite"] = lambda value: not math.isfinite(value)
+    texts = {name: (files(__package__) / name).read_text("utf-8") for name in _FILES}
+    axes = axes_of(runs) if has_metrics else []
+    return environment.from_string(texts["page.html"]).render(
+        title=title,
+        runs=runs,
+        parts=list(_parts(runs, axes)),
+        axes=axes,
+        style=Markup(texts["page.css"] + _colors(len(runs)) + _switches()),
+        strengths={"ema-0": "none", **{class_of(each): f"{each:g}" for each in STRENGTHS}},
+        kinds=defaultdict(str, run_summary.KINDS),
+        now=run_summary.moment(time.time()),
+        columns=COLUMNS,
+        enough=ENOUGH,
+    )
 
 
-def _head(title: str, count: int) -> Markup:
-    style = (files(__package__) / "page.css").read_text(encoding="utf-8")
-    return element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="color-scheme", content="light dark"),
-        element("title", title),
-        element("style", Markup(style + _colors(count) + _switches())),
-    )
+def _parts(runs: Sequence[Run], axes: Sequence[Axis]) -> Iterator[dict[str, Any]]:
+    """Return the sections of the page: the title, the macro that shows it, and its arguments."""
+
+    def part(title: str, macro: str, *data: Any) -> dict[str, Any]:
+        return {"title": title, "macro": macro, "data": data}
+
+    yield part("Runs", "overview", _facts(runs))
+    if events := list(_events(runs)):
+        yield part("Warnings and events", "events", events)
+    sections: dict[str, list[Chart]] = defaultdict(list)
+    for chart in charts_of(list(dict.fromkeys(name for run in runs for name in run.metrics))):
+        sections[chart.section].append(chart)
+    for name, charts in sections.items():
+        figures = [_figure(chart, runs, axes) for chart in charts]
+        yield part(_SECTIONS.get(name, name), "charts", figures)
+    if tags := sorted({tag for run in runs for tag in run.images}):
+        yield part("Images", "images", {tag: _images(tag, runs) for tag in tags})
+    different, same = run_summary.parameters(runs)
+    if different or same:
+        yield part("Hyper-parameters", "parameters", different, same)
+    if rows := list(_checkpoints(runs)):
+        yield part("Checkpoints", "checkpoints", rows)
+    for title, kind in (("Values", "metrics"), ("Evaluations", "evaluations")):
+        if values := _values([getattr(run, kind) for run in runs]):
+            yield part(title, "values", kind, values)
+
+
+def _facts(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Return what is known of any run, by name with a value for each run."""
+    of_runs = [run_summary.overview(run) for run in runs]
+    columns = {name: [each[name] for each in of_runs] for name in of_runs[0]}
+    return {
+        name: values
+        for name, values in columns.items()
+        if any(value not in (None, "") for value in values)
+    }
+
+
+def _events(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    for index, run in enumerate(runs):
+        if found := list(run_summary.events_of(run)):
+            yield {"index": index, "shown": found[:_ROWS], "more": len(found[_ROWS:])}
+
+
+def _figure(chart: Chart, runs: Sequence[Run], axes: Sequence[Axis]) -> dict[str, Any]:
+    drawn = [run.metrics[name] for run in runs for name in chart.members if name in run.metrics]
+    return {
+        "title": chart.title,
+        "dashes": chart.dashes,
+        "logarithmic": is_logarithmic(drawn),
+        "bad": sum(int((~series.finite).sum()) for series in drawn),
+        "drawings": {axis.name: draw(chart, runs, axis) for axis in axes},
+    }
+
+
+def _images(tag: str, runs: Sequence[Run]) -> dict[int, dict[int, Any]]:
+    """Return the images of a tag by the number of the run and by step."""
+    return {
+        index: {step: _image(png) for step, png in sorted(run.images[tag].items())}
+        for index, run in enumerate(runs)
+        if run.images.get(tag)
+    }
+
+
+def _image(png: bytes) -> dict[str, Any]:
+    """Return an image, enlarged by a whole factor if it is small."""
+    width, height = struct.unpack(">II", png[16:24])  # in its first chunk
+    times = max(1, min(_SIDE // max(width, 1), _SIDE // 4 // max(height, 1)))
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return {"source": source, "width": times * width, "enlarged": times > 1}
+
+
+def _checkpoints(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    for index, run in enumerate(runs):
+        roles = run_summary.roles_of(run)
+        for entry in run.checkpoints:
+            metrics = run_summary.checkpoint_metrics(run, entry.metrics)
+            saved = entry.saved if math.isfinite(entry.saved) else None
+            yield {
+                "index": index,
+                "entry": entry,
+                "roles": roles.get(entry.name, ()),
+                "metrics": metrics,
+                "more": len(entry.metrics) - len(metrics),
+                "size": size_text(entry.size),
+                "saved": run_summary.moment(saved),
+            }
+
+
+def _values(of_runs: Sequence[dict[str, Series]]) -> dict[str, dict[int, run_summary.Summary]]:
+    """Return the values in short, by metric and number of the run."""
+    names = dict.fromkeys(name for each in of_runs for name in each)
+    return {
+        name: {
+            index: run_summary.summary_of(each[name])
+            for index, each in enumerate(of_runs)
+            if name in each
+        }
+        for name in names
+    }
 
 
 def _colors(count: int) -> str:
@@ -113,69 +195,3 @@ def _switches() -> str:
     names = [*map(class_of, STRENGTHS), "axis-step", "axis-time", "axis-epoch"]
     hide = [f"body:not(:has(#{name}:checked)) .{name}{{display:none}}" for name in names]
     return "\n".join(["body:has([name=ema]:not(#ema-0):checked) .raw{opacity:.28}", *hide])
-
-
-def _controls(runs: Sequence[Run], axes: Sequence[Axis]) -> Markup:
-    strengths = [("ema-0", "none"), *((class_of(each), f"{each:g}") for each in STRENGTHS)]
-    return element(
-        "div",
-        element(
-            "fieldset",
-            element("legend", "smoothing"),
-            [_radio("ema", key, text, key == class_of(STRENGTHS[0])) for key, text in strengths],
-        ),
-        element(
-            "fieldset",
-            element("legend", "over"),
-            [_radio("axis", f"axis-{axis.name}", axis.label, axis.name == "step") for axis in axes],
-        ),
-        element("div", [tables.swatch(i, run.name) for i, run in enumerate(runs)], class_="runs"),
-        class_="controls",
-    )
-
-
-def _radio(name: str, key: str, text: str, checked: bool) -> Markup:
-    return element(
-        "label", element("input", type="radio", name=name, id=key, checked=checked), text
-    )
-
-
-def _figure(chart: Chart, runs: Sequence[Run], axes: Sequence[Axis]) -> Markup:
-    drawn = [run.metrics[name] for run in runs for name in chart.members if name in run.metrics]
-    bad = sum(int((~series.finite).sum()) for series in drawn)
-    keys = [
-        element("small", element("i", class_=f"line {dash}"), name, class_="key")
-        for name, dash in chart.dashes.items()
-    ]
-    return element(
-        "figure",
-        element(
-            "figcaption",
-            element("b", chart.title),
-            keys if len(keys) > 1 else None,
-            element("small", "logarithmic", class_="soft") if is_logarithmic(drawn) else None,
-            element("small", "✕ ", number(bad), " not finite", class_="bad") if bad else None,
-        ),
-        [
-            element("div", Markup(draw(chart, runs, axis)), class_=f"axis-{axis.name}")
-            for axis in axes
-        ],
-        class_="chart",
-    )
-
-
-def _sources(runs: Sequence[Run]) -> Markup:
-    when = tables.moment(time.time())
-    places = [element("li", element("code", str(run.folder))) for run in runs]
-    return together(
-        element("p", "Made by trainer report, ", when, " UTC, from"),
-        element("ul", places),
-        element(
-            "p",
-            "Smoothing is an exponential moving average of all values, bias-corrected, with the "
-            "weight w of the buttons, or w^(1000/n) for n > 1000 values. A metric with fewer than "
-            f"{ENOUGH} values, or that seldom changes direction, is not smoothed. Charts keep the "
-            f"smallest and the largest value of each of {COLUMNS} columns. Times are UTC; the time "
-            "axis starts at a run's first record.",
-        ),
-    )

@@ -14,10 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint import storage
-from trainer.checkpoint.lock import holder_of
 from trainer.cli.parsing import CommandError, command_parser, named
-from trainer.cli.record import CHECKPOINTS, RECORD, Record, read_about
+from trainer.cli.runs import RECORD, Run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,68 +55,6 @@ def _seconds(text: str) -> float:
     if not 0.05 <= value <= 3600:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds from 0.05 to 3600")
     return value
-
-
-class Run:
-    """A run that is running, has ended or has not begun.
-
-    Args:
-        path: Its folder, or a record of any name.
-        name: The name to show.
-
-    Attributes:
-        record: Its record.
-        state: "waiting" without a record; "running" while a process of this machine locks the
-            folder; afterwards "finished", "failed", "preempted" or "killed" according to its
-            `run.json`, or "not running" without one. "" for a record alone.
-        error: The error that ended a failed run.
-        checkpoint: The newest one in its folder, if any.
-
-    Raises:
-        argparse.ArgumentTypeError: The path is another file.
-    """
-
-    def __init__(self, path: Path, name: str) -> None:
-        alone = path.is_file()
-        if alone and path.suffix != ".jsonl":
-            raise argparse.ArgumentTypeError(
-                f"{path} is a file; give the folder of a run, or its {RECORD}."
-            )
-        self.name, self.record = name, Record(path if alone else path / RECORD)
-        self._folder = None if alone and path.name != RECORD else self.record.path.parent
-        self._look()
-
-    def read(self) -> bool:
-        """Read what was added since the last call; return whether anything has changed.
-
-        Raises:
-            OSError: The record exists and cannot be read.
-        """
-        came = self.record.read()
-        before = (self.state, self.error, self.checkpoint)
-        self._look()
-        return came or before != (self.state, self.error, self.checkpoint)
-
-    def _look(self) -> None:
-        self.state = "" if self.record.exists else "waiting"
-        self.error: str | None = None
-        self.checkpoint: str | None = None
-        if self._folder is None:
-            return
-        if saved := storage.committed(self._folder / CHECKPOINTS):
-            self.checkpoint = saved[-1].name
-        if holder_of(self._folder) is not None:
-            self.state = "running"
-        elif not self.state:
-            self.state = "not running"
-            try:
-                starts = read_about(self._folder).get("starts")
-            except (OSError, ValueError):
-                return
-            if starts:
-                status = str(starts[-1].get("status"))
-                self.state = "killed" if status == "running" else status  # nobody locks the folder
-                self.error = starts[-1].get("error")
 
 
 def run(arguments: argparse.Namespace) -> int:

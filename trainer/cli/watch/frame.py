@@ -15,21 +15,16 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from trainer.cli.record import RECORD, Series, thinned
-from trainer.cli.watch import Run
+from trainer.cli import run_summary
+from trainer.cli.run_summary import thinned
+from trainer.cli.runs import RECORD, Run, Series
 from trainer.errors import printable
 
 _COLOURS = (6, 3, 5, 2, 4, 1)  # of the terminal's own palette, which suits its background
 _WIDTH = 46  # minimum columns of a chart, if the terminal has as many
 _LOWEST, _HIGHEST = 5, 16  # minimum and maximum lines of a curve
 _RATE_OVER = 20  # intervals between records
-_STATES = {
-    "running": "green",
-    "finished": "green",
-    "preempted": "yellow",
-    "killed": "red",
-    "failed": "red",
-}
+_STYLES = {run_summary.GOOD: "green", run_summary.WARNING: "yellow", run_summary.BAD: "red"}
 
 
 class _Text(Text):
@@ -63,7 +58,7 @@ def frame(
         Something for rich to print.
     """
     plain = console.options.ascii_only
-    series = [run.record.series() for run in runs]
+    series = [run.metrics for run in runs]
     known = list(dict.fromkeys(name for each in series for name in each))
     names, parts = known, [_about(run, _COLOURS[i % len(_COLOURS)]) for i, run in enumerate(runs)]
     if patterns is not None:
@@ -102,8 +97,8 @@ def _about(run: Run, colour: int) -> Text:
     """Return the progress of a run."""
     record = run.record
     text = _Text.assemble(("● ", f"color({colour})"), (run.name, "bold"))
-    if run.state:
-        text.append(f"  {run.state}", _STATES.get(run.state, "dim"))
+    style = _STYLES.get(run_summary.KINDS.get(run.status, ""), "dim")
+    text.append(f"  {run.status}", style)
     if not record.exists:
         text.append(f"  for {record.path}", "dim")
         if below := sorted(path.parent.name for path in record.path.parent.glob(f"*/{RECORD}")):
@@ -121,10 +116,8 @@ def _about(run: Run, colour: int) -> Text:
     text.append("  " + " · ".join(facts))
     if run.error:
         text.append(f"\n  {run.error.strip().splitlines()[-1]}", "red")
-    if record.damaged:
-        lines = "1 line was" if len(record.damaged) == 1 else f"{len(record.damaged)} lines were"
-        first = next(iter(record.damaged.values()))
-        text.append(f"\n  {lines} skipped as damaged. {first}", "red")
+    if (damage := record.damage) is not None:
+        text.append(f"\n  {damage}", "red")
     return text
 
 
@@ -157,13 +150,15 @@ def _values(label: str, series: Series | None, colour: int, *, plain: bool) -> T
     text = _Text(no_wrap=True, overflow="ellipsis").append(label, f"color({colour})")
     if series is None:
         return text.append("-", "dim")
-    last, _ = series.at(-1)
+    summary = run_summary.summary_of(series)
+    last, _ = summary.last
     text.append(f"{last:.5g}", "bold" if math.isfinite(last) else "bold red")
-    if bad := int((~series.finite).sum()):
-        text.append(f"  {bad} not finite", "red")
-    for mode, mark in (("min", "↓"), ("max", "↑")):
-        if found := series.extreme(mode):
-            text.append(f"  {mode if plain else mark} {found[0]:.4g} @{found[1]}")
+    if summary.bad:
+        text.append(f"  {summary.bad} not finite", "red")
+    marks = ("min", "max") if plain else ("↓", "↑")
+    for mark, found in zip(marks, (summary.low, summary.high), strict=True):
+        if found:
+            text.append(f"  {mark} {found[0]:.4g} @{found[1]}")
     return text
 
 

@@ -1,0 +1,268 @@
+"""What `trainer report` and `trainer watch` show of runs: numbers and texts without a layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.cli.runs import Floats, Run, Series
+
+GOOD, WARNING, BAD = "good", "warning", "bad"
+KINDS = {
+    "running": GOOD,
+    "finished": GOOD,
+    "preempted": WARNING,
+    "killed": BAD,
+    "failed": BAD,
+    "not finite": BAD,
+    "warning": WARNING,
+    "skipped": WARNING,
+    "file": WARNING,
+}
+"""Status of a run, or kind of an event: whether it is good or bad, if it is either."""
+_RUNS_OF_BAD = 4  # stretches of values that are not finite, up to which each is listed
+_LISTED = 12  # updates at which skipped ones were noticed
+_METRICS = 6  # of a checkpoint
+_LARGE = 1e9  # from which on numbers are shown with an exponent
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+class Summary(NamedTuple):
+    """The values of a metric in short: each a value and its step, None if none is finite.
+
+    Attributes:
+        last: The last one, finite or not.
+        low: The smallest finite one.
+        high: The largest finite one.
+        number: How many there are.
+        bad: How many are not finite.
+    """
+
+    last: tuple[float, int]
+    low: tuple[float, int] | None
+    high: tuple[float, int] | None
+    number: int
+    bad: int
+
+
+def summary_of(series: Series) -> Summary:
+    """Return the values of a metric in short."""
+    bad = int((~series.finite).sum())
+    low, high = series.extreme("min"), series.extreme("max")
+    return Summary(series.at(-1), low, high, len(series.values), bad)
+
+
+def short(value: float, digits: int = 5) -> str:
+    """Return a rounded number for people."""
+    if not math.isfinite(value):
+        return exact(value)
+    whole = isinstance(value, int) or 10**digits <= abs(value) < _LARGE
+    return f"{value:,.0f}" if whole else f"{value:.{digits}g}"
+
+
+def exact(value: float) -> str:
+    """Return a number with all its digits, as the record writes it."""
+    if math.isfinite(value):
+        return repr(value)
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def not_finite(series: Series) -> str:
+    """Return what is not finite, how often and at which updates; an empty text if all is."""
+    bad = np.flatnonzero(~series.finite)
+    if not len(bad):
+        return ""
+    kinds = ", ".join(dict.fromkeys(map(exact, series.values[bad].tolist())))
+    stretches = np.split(series.steps[bad], np.flatnonzero(np.diff(bad) > 1) + 1)
+    ends = [(f"{each[0]:.0f}", f"{each[-1]:.0f}") for each in stretches]
+    if len(ends) > _RUNS_OF_BAD:
+        span = f"from update {ends[0][0]} to {ends[-1][1]}"
+        return f"{kinds} {len(bad)} times, in {len(ends)} places {span}"
+    places = [first if first == last else f"{first} to {last}" for first, last in ends]
+    times = f" {len(bad)} times" if len(bad) > 1 else ""
+    return f"{kinds}{times}, at update {', '.join(places)}"
+
+
+def thinned(x: Floats, y: Floats, columns: int) -> tuple[Floats, Floats]:
+    """Return the points that a chart needs: the smallest and largest value of each column.
+
+    The first and the last value are kept, and the first non-finite value of each column, as NaN:
+    the line has a gap there.
+
+    Returns:
+        At most 3 · `columns` + 2 points.
+    """
+    if len(x) <= 2 * columns:
+        return x, np.where(np.isfinite(y), y, np.nan)
+    low, high = np.nanmin(x), np.nanmax(x)
+    place = np.floor((x - low) / max(high - low, 1e-300) * columns)
+    column = np.cumsum(np.diff(place, prepend=place[0]) != 0)  # a curve that goes back begins anew
+    finite = np.isfinite(y)
+    # In each column, finite points come first, sorted by value, then the others in their order.
+    order = np.lexsort((np.where(finite, y, 0.0), ~finite, column))
+    first = np.flatnonzero(np.diff(column, prepend=-1))
+    numbers = np.add.reduceat(finite, first)
+    size = np.diff(np.append(first, len(x)))
+    lowest, highest = first[numbers > 0], (first + numbers - 1)[numbers > 0]
+    gaps = (first + numbers)[numbers < size]
+    ends = [[0], [len(x) - 1]]
+    chosen = np.unique(np.concatenate([*ends, order[lowest], order[highest], order[gaps]]))
+    return x[chosen], np.where(np.isfinite(y[chosen]), y[chosen], np.nan)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def overview(run: Run) -> dict[str, Any]:
+    """Return facts about a run by name, None where one is not known."""
+    manifests = [entry.manifest for entry in reversed(run.checkpoints)]
+
+    def newest(key: str) -> Any:
+        """Return a field of `run.json`, else of the newest checkpoint that has it."""
+        return next((each[key] for each in (run.about, *manifests) if each.get(key)), None)
+
+    return {
+        "run": run.name,
+        "status": run.status,
+        "best": run.best,
+        "updates": run.updates,
+        "epochs": run.epochs,
+        "began": moment(run.began),
+        "ran for": duration(run.seconds),
+        "updates/s": run.record.speed(),
+        "starts": len(run.starts) or None,
+        "processes": newest("world_size"),
+        "device": run.about.get("device"),
+        "module": run.about.get("module"),
+        "torch": dict(newest("versions") or {}).get("torch"),
+        "code": run.about.get("code"),
+    }
+
+
+def parameters(runs: Sequence[Run]) -> tuple[list[list[str]], list[list[str]]]:
+    """Return hyper-parameters and Trainer arguments: rows of those that differ, and the others.
+
+    A row has the name, whose it is, and the value in each run, or the one that all have.
+    """
+    different: list[list[str]] = []
+    same: list[list[str]] = []
+    for kind, owner in (("hyper_parameters", "hyper-parameter"), ("configuration", "Trainer")):
+        of_runs = [run.parameters(kind) for run in runs]
+        for name in dict.fromkeys(name for each in of_runs for name in each):
+            texts = [_plain(each[name]) if name in each else "" for each in of_runs]
+            if len(set(texts)) > 1:
+                different.append([name, owner, *texts])
+            else:
+                same.append([name, owner, texts[0]])
+    return different, same
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def checkpoint_metrics(run: Run, metrics: dict[str, float]) -> list[tuple[str, float]]:
+    """Return some metrics of a checkpoint: those that rank checkpoints, those of the validation."""
+    ranking = [name for name, _ in run.ranking if name in metrics]
+    order = sorted(metrics, key=lambda name: (not name.startswith("val"), name))
+    return [(name, metrics[name]) for name in list(dict.fromkeys(ranking + order))[:_METRICS]]
+
+
+def roles_of(run: Run) -> dict[str, list[str]]:
+    """Return which checkpoint is the last, and which the best by each metric that ranks them."""
+    usable = [e for e in run.checkpoints if e.state == "sound" and e.is_step]
+    roles = {usable[-1].name: ["last"]} if usable else {}
+    for name, mode in dict.fromkeys(run.ranking):
+        scored = [e for e in usable if math.isfinite(e.metrics.get(name, math.nan))]
+        if scored:
+            sign = 1 if mode == "min" else -1
+            best = min(scored, key=lambda e: sign * e.metrics[name])  # the oldest of equal ones
+            roles.setdefault(best.name, []).insert(0, f"best {name}")
+    return roles
+
+
+# -- what went wrong -------------------------------------------------------------------------------
+
+
+class Event(NamedTuple):
+    """Something that happened to a run.
+
+    Attributes:
+        kind: Such as "warning".
+        text: What happened.
+        time: When, as `moment` gives it; None if unknown.
+    """
+
+    kind: str
+    text: str
+    time: tuple[str, str] | None = None
+
+
+def events_of(run: Run) -> Iterator[Event]:
+    """Return errors, warnings, skipped updates, non-finite values and what cannot be read."""
+    for index, start in enumerate(run.starts):
+        if index > 0:
+            text = f"start {index + 1}, after update {start.get('step', 0)}"
+            yield Event("start", text, moment(start["begin"]))
+        status = start.get("status")
+        if status in ("failed", "preempted"):
+            text = start.get("error") or "ended by a signal"
+            yield Event(status, text, moment(start.get("end")))
+        elif status == "running" and (index < len(run.starts) - 1 or run.status == "killed"):
+            yield Event("killed", "ended without a message: killed, or the machine failed")
+    for each in run.about.get("warnings", ()):
+        text = f"{each.get('text')} ({each.get('logger')})"
+        yield Event("warning", text, moment(each.get("time")))
+    if more := run.about.get("more_warnings"):
+        yield Event("warning", f"{more} more warnings, which were not kept")
+    if text := _skipped(run.metrics.get("skipped_updates")):
+        yield Event("skipped", text)
+    for name, series in run.metrics.items():
+        if text := not_finite(series):
+            yield Event("not finite", f"{name} is {text}")
+    for problem in run.problems:
+        yield Event("file", problem)
+
+
+def _skipped(series: Series | None) -> str:
+    """Return when the count of skipped updates has grown."""
+    if series is None or not series.finite.any():
+        return ""
+    values = series.values[series.finite]
+    grown = series.steps[series.finite][np.diff(values, prepend=0.0) > 0]
+    steps = [f"{step:.0f}" for step in grown]
+    more = f" and {len(steps) - _LISTED} later ones" if len(steps) > _LISTED else ""
+    total = int(values.max())
+    noticed = f"noticed at update {', '.join(steps[:_LISTED])}{more}"
+    return f"{total} update{'s' * (total != 1)} skipped, {noticed}"
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+def moment(seconds: float | None) -> tuple[str, str] | None:
+    """Return a date and time in UTC, for people and as ISO 8601."""
+    if seconds is None:
+        return None
+    when = datetime.fromtimestamp(seconds, timezone.utc)
+    return when.strftime("%Y-%m-%d %H:%M:%S"), when.isoformat()
+
+
+def duration(seconds: float | None) -> str | None:
+    """Return a duration such as ``2 h 05 min``."""
+    if seconds is None:
+        return None
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"

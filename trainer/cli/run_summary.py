@@ -146,21 +146,34 @@ def overview(run: Run) -> dict[str, Any]:
     }
 
 
-def parameters(runs: Sequence[Run]) -> tuple[list[list[str]], list[list[str]]]:
+class Parameter(NamedTuple):
+    """A hyper-parameter, or an argument of the Trainer.
+
+    Attributes:
+        name: Its name.
+        owner: Which of both it is.
+        texts: Its values.
+    """
+
+    name: str
+    owner: str
+    texts: list[str | None]
+
+
+def parameters(runs: Sequence[Run]) -> tuple[list[Parameter], list[Parameter]]:
     """Return hyper-parameters and Trainer arguments: rows of those that differ, and the others.
 
-    A row has the name, whose it is, and the value in each run, or the one that all have.
+    Those that differ have a value for each run, None where it has none; the others a single one.
     """
-    different: list[list[str]] = []
-    same: list[list[str]] = []
+    different: list[Parameter] = []
+    same: list[Parameter] = []
     for kind, owner in (("hyper_parameters", "hyper-parameter"), ("configuration", "Trainer")):
         of_runs = [run.parameters(kind) for run in runs]
         for name in dict.fromkeys(name for each in of_runs for name in each):
-            texts = [_plain(each[name]) if name in each else "" for each in of_runs]
-            if len(set(texts)) > 1:
-                different.append([name, owner, *texts])
-            else:
-                same.append([name, owner, texts[0]])
+            texts = [_plain(each[name]) if name in each else None for each in of_runs]
+            differs = len(set(texts)) > 1
+            found = Parameter(name, owner, texts if differs else texts[:1])
+            (different if differs else same).append(found)
     return different, same
 
 

@@ -466,7 +466,7 @@ def two():
         about = {
             "starts": [start(0, 30, "finished")],
             "configuration": {"seed": 0, "max_epochs": 4},
-            "hyper_parameters": {"width": 64, "lr": lr},
+            "hyper_parameters": {"width": 64, "lr": lr, **({} if index else {"note": ""})},
         }
         write_run(f"{'ab'[index]}/run", noisy(40, seed=index), about=about)
     return ["a/run", "b/run"]
@@ -492,7 +492,8 @@ def test_what_differs_comes_first(two):
     part = section(report(*two), "Hyper-parameters")
     (differ,) = part.all("table", "differ")
     assert [[cell.text for cell in row] for row in differ.rows()] == [
-        ["lr", "hyper-parameter", "0.1", "0.2"]
+        ["lr", "hyper-parameter", "0.1", "0.2"],
+        ["note", "hyper-parameter", "", "\N{EN DASH}"],  # the other run has none
     ]
     (shared,) = part.all("details")
     assert {row[0].text: row[2].text for row in shared.rows()} == {

@@ -30,7 +30,6 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-import yaml
 
 from callbacks import Callback
 from trackers.jsonl import unused_name
@@ -398,6 +397,8 @@ class SavedConfiguration(Callback):
     """
 
     def __init__(self, text: str) -> None:
+        import yaml  # which `import trainer` does not need
+
         config = yaml.safe_load(text)
         if (shown := redact(config)) is not config:
             text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
@@ -422,6 +423,8 @@ def _text_of(file: Path) -> str:
 
 def _resolved(text: str) -> Any:
     """Return the settings of a configuration, except ``ckpt_path``."""
+    import yaml
+
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError:  # it was edited: compare the text

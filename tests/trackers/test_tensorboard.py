@@ -451,11 +451,13 @@ def test_a_fit_that_begins_anew_has_the_folder_to_itself(tmp_path):
 
 def test_the_version_of_the_code(tmp_path):
     tracker = TensorBoardTracker("run", tmp_path)
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "HEAD").write_text("a" * 40)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init"], ["commit", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     tracker.start()
     tracker.store_init_configuration({})
-    assert text(read(tracker), "code") == "a" * 40
+    assert text(read(tracker), "code") == head.strip()
     tracker.finish()
 
 

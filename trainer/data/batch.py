@@ -60,9 +60,9 @@ def length(batch: Any) -> int:
     if samples is not None:
         return samples
     rows = _rows(batch)
-    found = f"tensors of the lengths {sorted(rows)}" if rows else f"a {type(batch).__name__}"
+    contents = f"tensors of the lengths {sorted(rows)}" if rows else f"a {type(batch).__name__}"
     raise ValueError(
-        f"A batch cannot be split into samples: it holds {found}. Let collate_fn return tensors "
+        f"A batch cannot be split into samples: it holds {contents}. Let collate_fn return tensors "
         "whose first dimension counts the samples, or make each process read its own batches: "
         "dispatch_batches=False without split_batches."
     )
@@ -101,15 +101,15 @@ def concatenate(batches: Sequence[Any]) -> Any:
         return batches[0]
     sizes = [length(batch) for batch in batches]
     parts = [_parts(batch) for batch in batches]
-    if len({tuple(place for place, _ in each) for each in parts}) > 1:
+    if len({tuple(path for path, _ in batch_parts) for batch_parts in parts}) > 1:
         raise ValueError(_unlike("they do not hold the same keys or the same number of tensors"))
     joined = iter([_join(values, sizes) for values in zip(*parts, strict=True)])
     return _map(lambda _: next(joined), batches[0])
 
 
-def _join(found: Sequence[tuple[str, Any]], sizes: Sequence[int]) -> Any:
+def _join(entries: Sequence[tuple[str, Any]], sizes: Sequence[int]) -> Any:
     """Concatenate the values that several batches have at the same path in the tree."""
-    place, values = found[0][0] or "the batch", [value for _, value in found]
+    path, values = entries[0][0] or "the batch", [value for _, value in entries]
     if all(_counts(value, size) for value, size in zip(values, sizes, strict=True)):
         if isinstance(values[0], Column):
             lists = [value.values for value in values]
@@ -118,13 +118,13 @@ def _join(found: Sequence[tuple[str, Any]], sizes: Sequence[int]) -> Any:
             return type(values[0])(chain.from_iterable(values))
         shapes = sorted({tuple(value.shape[1:]) for value in values})
         if len(shapes) > 1:
-            raise ValueError(_unlike(f"samples have the shapes {shapes} in {place}"))
+            raise ValueError(_unlike(f"samples have the shapes {shapes} in {path}"))
         return torch.cat(values)
-    one, *others = map(unmarked, values)
+    first, *others = map(unmarked, values)
     for other in others:
-        if not _equal(one, other):
-            raise ValueError(_unlike(f"{place} is {one!r} in one and {other!r} in another"))
-    return Column(one, counts=False) if isinstance(values[0], Column) else one
+        if not _equal(first, other):
+            raise ValueError(_unlike(f"{path} is {first!r} in one and {other!r} in another"))
+    return Column(first, counts=False) if isinstance(values[0], Column) else first
 
 
 def _unlike(what: str) -> str:
@@ -138,9 +138,9 @@ def _unlike(what: str) -> str:
 def completed(batch: Any, beginning: Any, samples: int) -> Any:
     """Pad a batch to `samples` samples by repeating the samples of the batch `beginning`."""
     missing = samples - length(batch)
-    whole, rest = divmod(max(missing, 0), length(beginning))
+    repeats, rest = divmod(max(missing, 0), length(beginning))
     last = [take(beginning, 0, rest)] if rest else []
-    return concatenate([batch, *[beginning] * whole, *last])
+    return concatenate([batch, *[beginning] * repeats, *last])
 
 
 def _map(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -151,12 +151,12 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
     return rebuild(tree, [_map(function, value) for _, value in parts])
 
 
-def _parts(tree: Any, place: str = "") -> list[tuple[str, Any]]:
+def _parts(tree: Any, path: str = "") -> list[tuple[str, Any]]:
     """Return the leaves that `_map` visits, each with its path in the tree."""
     parts = children(tree)
     if parts is None or _is_column(tree):
-        return [(place, tree)]
-    return [found for key, value in parts for found in _parts(value, f"{place}[{key!r}]")]
+        return [(path, tree)]
+    return [leaf for key, value in parts for leaf in _parts(value, f"{path}[{key!r}]")]
 
 
 def _is_column(tree: Any) -> bool:
@@ -185,10 +185,10 @@ def _counts(value: Any, samples: int) -> bool:
     return _is_column(value) and len(value) == samples
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
 
 
 class Hole:

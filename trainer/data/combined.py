@@ -24,15 +24,15 @@ from trainer.data.workers import reads_as_torchs, signal_safe, users_kwargs
 from trainer.tree import children, rebuild
 
 
-def holds_loaders(given: Any) -> bool:
+def holds_loaders(value: Any) -> bool:
     """Return whether this is a dict or a list of loaders; a list of batches is one loader."""
-    parts = list(given.values()) if isinstance(given, Mapping) else given
-    if not isinstance(given, (tuple, MutableSequence, Mapping)):  # Hydra's lists are no lists
+    parts = list(value.values()) if isinstance(value, Mapping) else value
+    if not isinstance(value, (tuple, MutableSequence, Mapping)):  # Hydra's lists are no lists
         return False
-    if not all(hasattr(one, "__iter__") and not hasattr(one, "shape") for one in parts):
+    if not all(hasattr(part, "__iter__") and not hasattr(part, "shape") for part in parts):
         return False
-    batches = isinstance(given, Sequence) and all(
-        isinstance(one, (list, tuple, Mapping)) for one in parts
+    batches = isinstance(value, Sequence) and all(
+        isinstance(part, (list, tuple, Mapping)) for part in parts
     )
     return bool(parts) and not batches
 
@@ -91,13 +91,13 @@ class CombinedLoader:
                 yield self.joined(parts), index, 0
 
     def __len__(self) -> int:
-        length = joint_length([length_of(each) for each in self.flattened], self.mode)
+        length = joint_length([length_of(loader) for loader in self.flattened], self.mode)
         if length is None:
             raise TypeError("A loader of the CombinedLoader has no length.")
         return length
 
     def _passes(self) -> list[Callable[[int], Iterable[Any]]]:
-        return [partial(_again, each) for each in self.flattened]
+        return [partial(_again, loader) for loader in self.flattened]
 
     def joined(self, parts: Sequence[tuple[int, Any]]) -> Any:
         """Return the joint batch of (number of a loader, batch) pairs.
@@ -114,20 +114,22 @@ class CombinedLoader:
         """Return the loader, or iterable of joint batches, that is read in its place."""
         loaders = self.flattened
         if not all(
-            isinstance(each, DataLoader)
-            and reads_as_torchs(type(each))
-            and not isinstance(each.dataset, IterableDataset)
-            for each in loaders
+            isinstance(loader, DataLoader)
+            and reads_as_torchs(type(loader))
+            and not isinstance(loader.dataset, IterableDataset)
+            for loader in loaders
         ):
             return JointStream(self)
         batches = JointBatches(
             [
-                (each.sampler, True) if each.batch_sampler is None else (each.batch_sampler, False)
-                for each in loaders
+                (loader.sampler, True)
+                if loader.batch_sampler is None
+                else (loader.batch_sampler, False)
+                for loader in loaders
             ],
             self.mode,
         )
-        sized = all(length_of(each.dataset) is not None for each in loaders)
+        sized = all(length_of(loader.dataset) is not None for loader in loaders)
         data = SizedJointData(self) if sized else JointData(self)
         return DataLoader(**_kwargs_of(loaders), dataset=data, batch_sampler=batches)
 
@@ -140,13 +142,13 @@ def _again(loader: Any, number: int) -> Iterable[Any]:
 
 def _kwargs_of(loaders: Sequence[DataLoader[Any]]) -> dict[str, Any]:
     """Return the arguments of a loader with as many workers as these have together."""
-    given = [users_kwargs(each) for each in loaders]
+    options = [users_kwargs(loader) for loader in loaders]
 
     def all_of(name: str) -> list[Any]:
-        return [each[name] for each in given if each[name] is not None]
+        return [kwargs[name] for kwargs in options if kwargs[name] is not None]
 
     contexts = all_of("multiprocessing_context")
-    init = partial(_init_each, [each["worker_init_fn"] for each in given])
+    init = partial(_init_each, [kwargs["worker_init_fn"] for kwargs in options])
     return {
         "num_workers": sum(all_of("num_workers")),
         "collate_fn": as_fetched,
@@ -182,11 +184,11 @@ class JointData(Dataset[Any]):
 
     def __init__(self, combined: CombinedLoader) -> None:
         loaders = combined.flattened
-        self.datasets = [each.dataset for each in loaders]
-        self._collate = [each.collate_fn for each in loaders]
-        self._single = [each.batch_sampler is None for each in loaders]
-        rows = [wrapped(each) for each in loaders]  # those of a TensorDataset are read at once
-        self._rows = [each if isinstance(each, TensorRows) else None for each in rows]
+        self.datasets = [loader.dataset for loader in loaders]
+        self._collate = [loader.collate_fn for loader in loaders]
+        self._single = [loader.batch_sampler is None for loader in loaders]
+        rows = [wrapped(loader) for loader in loaders]  # those of a TensorDataset are read at once
+        self._rows = [loader if isinstance(loader, TensorRows) else None for loader in rows]
         shape = combined.iterables  # without the loaders, which would be sent to workers
         numbers = iter(range(len(loaders)))
         self._join = partial(_joined, _filled(shape, numbers), combined.mode)
@@ -198,15 +200,15 @@ class JointData(Dataset[Any]):
                 dataset.set_epoch(epoch)
 
     def __getitems__(self, keys: Sequence[tuple[int, Any]]) -> Any:
-        own: dict[int, list[Any]] = {}
+        keys_of: dict[int, list[Any]] = {}
         for number, key in keys:
-            own.setdefault(number, []).append(key)
-        return self._join({number: self._fetch(number, each) for number, each in own.items()})
+            keys_of.setdefault(number, []).append(key)
+        return self._join({n: self._fetch(n, keys) for n, keys in keys_of.items()})
 
     def _fetch(self, number: int, keys: list[Any]) -> Any:
         dataset, collate, rows = self.datasets[number], self._collate[number], self._rows[number]
         if rows is not None:
-            return rows.__getitems__(keys)  # type: ignore[arg-type]  # their place is not needed
+            return rows.__getitems__(keys)  # type: ignore[arg-type]  # no seed is needed
         if self._single[number]:
             return collate(dataset[keys[0]])
         fetch = getattr(dataset, "__getitems__", None)
@@ -250,7 +252,7 @@ class JointStream:
     """
 
     def __init__(self, combined: CombinedLoader) -> None:
-        if len({part_of(each) is None for each in combined.flattened}) > 1:
+        if len({part_of(loader) is None for loader in combined.flattened}) > 1:
             raise ValueError(
                 "Some loaders of the CombinedLoader read streams that were split by process, and "
                 "the others all data, of which each process would read everything. Split all or "
@@ -262,8 +264,8 @@ class JointStream:
     def __iter__(self) -> Iterator[Any]:
         loaders = self._combined.flattened
         if self._initial is None:
-            self._initial = [initial_state(continues(each)) for each in loaders]
-        passes = [partial(_anew, *each) for each in zip(loaders, self._initial, strict=True)]
+            self._initial = [initial_state(continues(loader)) for loader in loaders]
+        passes = [partial(_anew, *pair) for pair in zip(loaders, self._initial, strict=True)]
         for parts in joint_rounds(passes, self._combined.mode):
             yield self._combined.joined(parts)
 
@@ -278,5 +280,5 @@ class JointStream:
         for loader in self._combined.flattened:
             names = "batch_sampler", "sampler", "dataset"
             parts = loader, *(getattr(loader, name, None) for name in names)
-            for part in {id(each): each for each in parts if hasattr(each, "set_epoch")}.values():
+            for part in {id(p): p for p in parts if hasattr(p, "set_epoch")}.values():
                 part.set_epoch(epoch)

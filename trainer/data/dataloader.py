@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer.data.epoch_iterator import EpochIterator, ahead
 from trainer.data.prefetch import Streams, send, streams_for
 from trainer.data.sampler import EpochLength
-from trainer.data.seeding import of_order
+from trainer.data.seeding import order_generator
 from trainer.data.shards import BatchSamplerShard, IterableDatasetShard
 from trainer.data.workers import users_kwargs, what_kwargs
 from trainer.distributed.objects import broadcast_object
@@ -220,7 +220,7 @@ class PreparedLoader(DataLoader[Any]):
         """The generator for ``"generator"`` in `rng_types`: the sampler's or the stream's."""
         if isinstance(self.source.dataset, IterableDataset):
             return getattr(self.source.dataset, "generator", None)
-        return of_order(self.source)
+        return order_generator(self.source)
 
     @property
     def _streams(self) -> Streams | None:
@@ -264,10 +264,10 @@ class PreparedLoader(DataLoader[Any]):
         """The numbers that could be the sample count of this process's current batch."""
         batch = self.__dict__.get("_batch")
         columns = [batch, *(value for _, value in children(batch) or ())]
-        found = {len(each) for each in columns if isinstance(each, (list, tuple))}
-        found |= {len(each) for each in columns if isinstance(each, Tensor) and each.ndim}
+        sizes = {len(column) for column in columns if isinstance(column, (list, tuple))}
+        sizes |= {len(column) for column in columns if isinstance(column, Tensor) and column.ndim}
         nominal = self.total_batch_size
-        return frozenset(found if nominal is None else found | {nominal // self.world_size})
+        return frozenset(sizes if nominal is None else sizes | {nominal // self.world_size})
 
     @property
     def total_dataset_length(self) -> int:
@@ -415,10 +415,10 @@ class PreparedLoader(DataLoader[Any]):
         return skipped
 
     def __len__(self) -> int:
-        own = self.epoch_iterator.num_own_batches
-        if own is None:
+        batches = self.epoch_iterator.num_own_batches
+        if batches is None:
             raise TypeError("The loader reads a stream that has no length.")
-        return max(0, own - self.skip_batches)
+        return max(0, batches - self.skip_batches)
 
 
 def _source(
@@ -429,8 +429,8 @@ def _source(
     if type(shard) is BatchSamplerShard:
         return shard, DataLoader(dataset, **kwargs | {"batch_sampler": shard.batch_sampler})
     if type(dataset) is IterableDatasetShard:
-        own = {"batch_size": dataset.batch_size, "drop_last": dataset.drop_last}
-        return dataset, DataLoader(dataset.dataset, **kwargs | own)
+        options = {"batch_size": dataset.batch_size, "drop_last": dataset.drop_last}
+        return dataset, DataLoader(dataset.dataset, **kwargs | options)
     return None, DataLoader(dataset, **kwargs)
 
 
@@ -510,7 +510,7 @@ class DataLoaderShard(PreparedLoader):
             source,
             rank=rank,
             world_size=world_size,
-            seed=seed_of_order(synchronized_generator or of_order(source), world_size, rank),
+            seed=seed_of_order(synchronized_generator or order_generator(source), world_size, rank),
             even_batches=getattr(shard, "even_batches", shard is not None),
             device=device,
             non_blocking=_non_blocking,
@@ -529,7 +529,7 @@ class DataLoaderShard(PreparedLoader):
             rank=self.rank,
             world_size=self.world_size,
             seed=options["seed"],
-            place=options["part"] or 0,  # random numbers of its own
+            loader_id=options["part"] or 0,  # random numbers of its own
             presharded=self.state_is_own,
             even=options["even_batches"] and self.world_size > 1,
             split=self.split_batches and self.world_size > 1,
@@ -542,13 +542,15 @@ class DataLoaderShard(PreparedLoader):
         streams = self._streams
         self.epoch_iterator.start_global_batch = self.first_global_batch
         for current, following in ahead(self.epoch_iterator.read(self._transfer(streams))):
-            self.epoch_iterator.used(current.place, last=following is None)
+            self.epoch_iterator.used(current.position, last=following is None)
             if current.present:
                 last = following is None or not following.present
                 batch = current.batch if streams is None else current.batch.arrive()
-                real, whole = current.real_samples, current.real_batches
+                real, real_batches = current.real_samples, current.real_batches
                 if self.state_is_own:  # no sample that others gather is padding
                     real = None
-                repeats = real is None and whole is not None and whole < current.batches
+                repeats = (
+                    real is None and real_batches is not None and real_batches < current.batches
+                )
                 over = following is None
-                yield batch, last, over, real, whole if repeats else None
+                yield batch, last, over, real, real_batches if repeats else None

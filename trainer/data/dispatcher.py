@@ -21,10 +21,10 @@ from trainer.data.batch import (
 )
 from trainer.data.dataloader import Given, PreparedLoader, seed_of_order
 from trainer.data.epoch_iterator import EpochIterator, ahead
-from trainer.data.iterable import Place
+from trainer.data.iterable import StreamPosition
 from trainer.data.prefetch import InFlight
 from trainer.data.sampler import SAMPLES, BatchSharding
-from trainer.data.seeding import of_order
+from trainer.data.seeding import order_generator
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.objects import broadcast_object
 from trainer.state import PartialState
@@ -44,7 +44,7 @@ class Plan:
         size: Samples per process; the highest ranks may get fewer.
         real: Samples without the padding; None if unknown.
         present: The number of processes that get any samples: ranks 0 to ``present - 1``.
-        place: The position of a stream after this global batch; it is not sent.
+        position: The position of a stream after this global batch; it is not sent.
         following: The number of processes that get samples of the next global batch; 0 at the end.
     """
 
@@ -52,7 +52,7 @@ class Plan:
     size: int = 0
     real: int | None = None
     present: int = 0
-    place: Place | None = None
+    position: StreamPosition | None = None
     following: int = 0
 
 
@@ -118,7 +118,7 @@ class DataLoaderDispatcher(PreparedLoader):
             slice_fn=slice_fn,
             rank=state.process_index,
             world_size=state.num_processes,
-            seed=seed_of_order(of_order(source), state.num_processes, state.process_index),
+            seed=seed_of_order(order_generator(source), state.num_processes, state.process_index),
             even_batches=True,
             device=state.device,
             non_blocking=_non_blocking,
@@ -183,7 +183,7 @@ class DataLoaderDispatcher(PreparedLoader):
             raise
         if self.world_size > 1:
             skeleton, tensors = packed(plan.batch)
-            broadcast_object(replace(plan, batch=skeleton, place=None))
+            broadcast_object(replace(plan, batch=skeleton, position=None))
             broadcast(tensors)
         return plan
 
@@ -192,7 +192,7 @@ class DataLoaderDispatcher(PreparedLoader):
         plan, following = next(plans, (None, None))
         if plan is None:
             return Plan()
-        self.epoch_iterator.used(plan.place, last=following is None)
+        self.epoch_iterator.used(plan.position, last=following is None)
         batch = plan.batch
         if isinstance(batch, InFlight):
             batch = batch.arrive()
@@ -222,43 +222,45 @@ class DataLoaderDispatcher(PreparedLoader):
         # `held` has the samples that were left over by the even split of the previous global batch;
         # `first` is the first global batch, which pads the last one.
         first = held = None
-        for (group, place), following in ahead(self._groups(self.epoch_iterator)):
+        for (group, position), following in ahead(self._groups(self.epoch_iterator)):
             if self.world_size == 1:
-                yield Plan(group[0], 0, find_batch_size(group[0]), 1, place)
+                yield Plan(group[0], 0, find_batch_size(group[0]), 1, position)
                 continue
             batch = concatenate(group if held is None else [held, *group])
             first, held = batch if first is None else first, None
             total = length(batch)
             size, rest = divmod(total, self.world_size)
             if following is None:
-                yield self._last_plan(batch, first, place)
+                yield self._last_plan(batch, first, position)
             else:
                 if rest:
                     held = take(batch, total - rest, total)
                     batch = take(batch, 0, total - rest)
                 if size:
-                    yield Plan(batch, size, total - rest, self.world_size, place)
+                    yield Plan(batch, size, total - rest, self.world_size, position)
 
-    def _last_plan(self, batch: Any, first: Any, place: Place | None) -> Plan:
+    def _last_plan(self, batch: Any, first: Any, position: StreamPosition | None) -> Plan:
         total = length(batch)
         size = -(-total // self.world_size)
         if self.even_batches:
             if size * self.world_size > total:
                 first = self._beginning() if self.epoch_iterator.start_global_batch else first
                 batch = completed(batch, first, size * self.world_size)
-            return Plan(batch, size, total, self.world_size, place)
+            return Plan(batch, size, total, self.world_size, position)
         size = max(size, (self.total_batch_size or 0) // self.world_size)
-        return Plan(batch, size, total, -(-total // size), place)
+        return Plan(batch, size, total, -(-total // size), position)
 
-    def _groups(self, epoch_iterator: EpochIterator) -> Iterator[tuple[list[Any], Place | None]]:
+    def _groups(
+        self, epoch_iterator: EpochIterator
+    ) -> Iterator[tuple[list[Any], StreamPosition | None]]:
         """Yield the loader's batches of each global batch, and the stream position after them."""
         global_batches = epoch_iterator.read()
         while group := list(islice(global_batches, self._batches_per_step)):
             if len(group) < self._batches_per_step and self._drops_last:
                 return
-            batches = [each.batch for each in group]
-            place = group[-1].place
-            yield batches if self.world_size == 1 else [*map(marked, batches)], place
+            batches = [share.batch for share in group]
+            position = group[-1].position
+            yield batches if self.world_size == 1 else [*map(marked, batches)], position
 
     def _beginning(self) -> Any:
         """Read the samples of the first global batch, which this pass has skipped, for padding."""
@@ -298,5 +300,5 @@ class DataLoaderDispatcher(PreparedLoader):
             drop_last=self._drops_last,
         )
         samples = self.epoch_iterator.num_samples if self.split_batches else None
-        own = sharding.own_batches(total, samples, rank=self.rank)
-        return max(0, own - self.skip_batches)
+        batches = sharding.own_batches(total, samples, rank=self.rank)
+        return max(0, batches - self.skip_batches)

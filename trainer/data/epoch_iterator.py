@@ -1,7 +1,7 @@
 """Iterating over an epoch: sharded over the processes, and read one batch ahead.
 
 An epoch is a sequence of global batches. Each process has one batch of a global batch, or none if
-too few are left.
+too few are left (`GlobalBatch`). `EpochIterator` yields them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trainer.data.iterable import Place, Stream, check_same_stream, knows_where_it_is, part_of
+from trainer.data.iterable import (
+    Stream,
+    StreamPosition,
+    check_same_stream,
+    has_stream_state,
+    part_of,
+)
 from trainer.data.sampler import (
     SAMPLES,
     BatchSharding,
@@ -32,11 +38,11 @@ from trainer.data.sampler import (
     length_of,
 )
 from trainer.data.seeding import (
-    Found,
-    equal,
+    NamedGenerators,
     generators_in,
+    group_equal,
     isolated_generators,
-    of_samplers,
+    sampler_generators,
     seed_all,
     set_epoch_of,
 )
@@ -53,7 +59,10 @@ from trainer.errors import CheckpointError, module_logger
 from trainer.rng import mix
 from trainer.tree import count_samples
 
+logger = module_logger(__name__)
+
 T = TypeVar("T")
+Transfer = Callable[[Any], Any]
 
 
 @dataclass(slots=True)
@@ -74,7 +83,7 @@ class GlobalBatch:
         next_missing: Whether this process has no batch in the next global batch.
         ended: Whether this process should have a batch, but its dataset has ended the epoch early
             by raising ``StopIteration``.
-        place: The position of a stream after this global batch; None for a map-style dataset.
+        position: The position of a stream after this global batch; None for a map-style dataset.
         real_batches: See `RankShard`; None for a stream, where `real_samples` is known.
     """
 
@@ -88,12 +97,12 @@ class GlobalBatch:
     last: bool = False
     next_missing: bool = False
     ended: bool = False
-    place: Place | None = None
+    position: StreamPosition | None = None
     real_batches: int | None = None
 
 
 def absent_batches(
-    shares: Sequence[RankShard], left: int | None
+    shares: Sequence[RankShard], remaining: int | None
 ) -> Generator[GlobalBatch, None, None]:
     """Yield the global batches after this process's last batch, in which it has no batch.
 
@@ -103,15 +112,15 @@ def absent_batches(
     Args:
         shares: This rank's shards of the global batches that were requested but not read; workers
             prefetch, so there may be several.
-        left: The number of global batches left in the epoch; None if unknown.
+        remaining: The number of global batches left in the epoch; None if unknown.
     """
     ended = any(share.present for share in shares)
     absent = list(shares)
-    if ended and left is not None:
-        absent += [shares[-1]] * (left - len(shares))
+    if ended and remaining is not None:
+        absent += [shares[-1]] * (remaining - len(shares))
     for share in absent:
-        known = share.global_samples, share.real_samples, share.batches
-        yield GlobalBatch(False, None, 0, *known, ended=ended)
+        counts = share.global_samples, share.real_samples, share.batches
+        yield GlobalBatch(False, None, 0, *counts, ended=ended)
 
 
 def ahead(items: Iterable[T]) -> Generator[tuple[T, T | None], None, None]:
@@ -132,11 +141,6 @@ def ahead(items: Iterable[T]) -> Generator[tuple[T, T | None], None, None]:
         current = following
 
 
-logger = module_logger(__name__)
-
-Transfer = Callable[[Any], Any]
-
-
 class EpochIterator:
     """Epoch iterator: yields a loader's global batches, sharded over the processes.
 
@@ -150,8 +154,8 @@ class EpochIterator:
         rank: The rank of this process.
         world_size: The number of processes.
         seed: The run's seed. The order of samples is a function of the seed and the epoch.
-        place: A number that identifies the loader in the run. It is mixed into the seed, so that
-            each loader has its own random numbers; 0 is the training loader.
+        loader_id: Identifies the loader in the run; 0 is the training loader. It is mixed into the
+            seed, so that each loader has its own random numbers.
         shuffle: See `ShardedSampler`.
         even: See `BatchSharding`.
         split: See `BatchSharding`.
@@ -186,7 +190,7 @@ class EpochIterator:
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
-        place: int = 0,
+        loader_id: int = 0,
         shuffle: bool = True,
         even: bool = False,
         split: bool = False,
@@ -202,7 +206,7 @@ class EpochIterator:
                 "collection of loaders derives from trainer.DataModule."
             )
         self._source: Any = source
-        self._place, seed = place, mix(seed, place) if place else seed
+        self._loader_id, seed = loader_id, mix(seed, loader_id) if loader_id else seed
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.epoch = 0
         self.start_global_batch = 0  # global batches to skip, with the current number of processes
@@ -247,9 +251,13 @@ class EpochIterator:
         self.presharded = (
             self.sampler is None and world_size > 1 and (presharded or self._part is not None)
         )
-        self._own: dict[str, Any] | None = None  # the place in a presharded stream, see `position`
-        self._own_resumed: dict[str, Any] | None = None  # that from which the next pass goes on
-        self._own_begun = 0  # this process's batches before the first one of the pass
+        self._presharded_position: dict[str, Any] | None = (
+            None  # the position in a presharded stream, see `position`
+        )
+        self._resumed_position: dict[str, Any] | None = (
+            None  # that from which the next pass goes on
+        )
+        self._batches_before_pass = 0  # this process's batches before the first one of the pass
         if self.sampler is not None:
             self.sharding = self.sampler.sharding
         else:
@@ -270,7 +278,7 @@ class EpochIterator:
                 rereads=rereads,
                 shown=rank == 0,
             )
-        self._equal_generators = equal(self.users_generators)
+        self._equal_generators = group_equal(self.users_generators)
 
     @property
     def dataset(self) -> Any:
@@ -284,13 +292,13 @@ class EpochIterator:
         Iterators of user classes do not count: they may restart when iterated again.
         """
         kind = type(self._source)
-        known = kind.__module__ in ("builtins", "itertools", "torch.utils.data.dataloader")
-        return issubclass(kind, Generator) or (known and issubclass(kind, Iterator))
+        is_builtin = kind.__module__ in ("builtins", "itertools", "torch.utils.data.dataloader")
+        return issubclass(kind, Generator) or (is_builtin and issubclass(kind, Iterator))
 
     @property
     def num_batches(self) -> int | None:
         """The number of batches in the epoch, over all processes; None if unknown until read."""
-        limits = [each for each in (self.length_now.batches, self._most) if each is not None]
+        limits = [limit for limit in (self.length_now.batches, self._most) if limit is not None]
         return min(limits, default=None)
 
     @property
@@ -339,8 +347,8 @@ class EpochIterator:
     @property
     def num_samples(self) -> int | None:
         """The number of samples in the epoch without a limit; None if unknown."""
-        known = None if self.sampler is None else self.sampler.num_samples
-        return length_of(self.dataset) if known is None else known
+        samples = None if self.sampler is None else self.sampler.num_samples
+        return length_of(self.dataset) if samples is None else samples
 
     @property
     def num_global_batches(self) -> int | None:
@@ -370,13 +378,13 @@ class EpochIterator:
             yield
 
     @property
-    def users_generators(self) -> Found:
+    def users_generators(self) -> NamedGenerators:
         """The user's generators that are seeded once per epoch.
 
         Generators of a map-style dataset are not among them: they are seeded for each batch.
         """
-        if self.sampler is not None or knows_where_it_is(self._source):
-            return of_samplers(self._source)
+        if self.sampler is not None or has_stream_state(self._source):
+            return sampler_generators(self._source)
         return generators_in(loader=self._source)
 
     def set_epoch(self, epoch: int) -> None:
@@ -399,7 +407,11 @@ class EpochIterator:
         where the number of batches is enough to resume.
         """
         position = None if self._stream is None else self._stream.position()
-        return position if self._own is None else {**self._own, "stream": position}
+        return (
+            position
+            if self._presharded_position is None
+            else {**self._presharded_position, "stream": position}
+        )
 
     def resume_at(self, position: dict[str, Any] | None) -> None:
         """Start the next pass at a position that `position` returned.
@@ -416,7 +428,7 @@ class EpochIterator:
         """
         if self._stream is None:
             return
-        self._own = self._own_resumed = None
+        self._presharded_position = self._resumed_position = None
         if position is not None and "parts" in position:
             parts = self.world_size if self.presharded else None
             if position["parts"] != parts and not position["over"]:
@@ -425,7 +437,7 @@ class EpochIterator:
                     f"{position['parts']} processes, so that each read its own. Resume on as many, "
                     "with the same parts, or from a checkpoint at the end of an epoch."
                 )
-            self._own = self._own_resumed = position if parts else None
+            self._presharded_position = self._resumed_position = position if parts else None
             position = position["stream"]
         self._stream.resume_at(position)
 
@@ -450,7 +462,8 @@ class EpochIterator:
             return
         orders = self.sampler.orders if self.sampler is not None else []
         names = [
-            type(each.sampler if type(each) is BatchSampler else each).__name__ for each in orders
+            type(order.sampler if type(order) is BatchSampler else order).__name__
+            for order in orders
         ]
         logger.warning(
             "The order of epoch %d differs from before the resume: some samples will be read twice "
@@ -507,7 +520,7 @@ class EpochIterator:
 
     def reseed(self, seed: int) -> None:
         """Use the seed of the run that is resumed."""
-        self.seed = seed = mix(seed, self._place) if self._place else seed
+        self.seed = seed = mix(seed, self._loader_id) if self._loader_id else seed
         if self.sampler is not None:
             self.sampler.reseed(seed)
 
@@ -523,21 +536,23 @@ class EpochIterator:
             current.last = following is None
             current.next_missing = following is not None and not following.present
             ended = self.presharded and not current.present
-            self.used(current.place, last=current.last or ended)
+            self.used(current.position, last=current.last or ended)
             if self.presharded:
-                self._own = {
+                self._presharded_position = {
                     "parts": self.world_size,
                     "epoch": self.epoch,
-                    "batches": current.place.batches if current.place else self._own_begun,
+                    "batches": current.position.batches
+                    if current.position
+                    else self._batches_before_pass,
                     "ended": ended,
                     "over": current.last,
                 }
             yield current
 
-    def used(self, place: Place | None, *, last: bool) -> None:
+    def used(self, position: StreamPosition | None, *, last: bool) -> None:
         """Record that the run has used a stream's batches up to a position; see `Stream.used`."""
-        if self._stream is not None and place is not None:
-            self._stream.used(place, last=last)
+        if self._stream is not None and position is not None:
+            self._stream.used(position, last=last)
 
     def leave(self) -> None:
         """End the epoch before its last batch: a stream begins anew in the next one."""
@@ -570,9 +585,9 @@ class EpochIterator:
                 samples = share.samples
                 if samples is None:
                     samples = self._samples_in(batch, share.indices)
-                known = share.global_samples, share.real_samples, share.batches
+                counts = share.global_samples, share.real_samples, share.batches
                 moved = batch if transfer is None else transfer(batch)
-                yield GlobalBatch(True, moved, samples, *known, real_batches=share.real_batches)
+                yield GlobalBatch(True, moved, samples, *counts, real_batches=share.real_batches)
         except (Exception, KeyboardInterrupt):
             self._end_workers_of(batches)
             raise
@@ -615,14 +630,14 @@ class EpochIterator:
         """Return how many global batches are left after `read` of them; None if unknown."""
         if total is None:
             return None
-        each = 1 if self.sharding.split else self.world_size
-        batches, rest = divmod(total - self.start_batch, each)
+        per_round = 1 if self.sharding.split else self.world_size
+        batches, rest = divmod(total - self.start_batch, per_round)
         return batches + (rest > 0 and not self.sharding.drop_last) - self.start_global_batch - read
 
     def _read_stream(self, transfer: Transfer | None) -> Iterator[GlobalBatch]:
         assert self._stream is not None
         if self.presharded:
-            yield from self._read_own_stream(self._stream, transfer)
+            yield from self._read_presharded(self._stream, transfer)
             return
         skip, batches_to_skip = self.start_batch, self.start_global_batch
         batches_again = self.start_global_batch * (1 if self.sharding.split else self.world_size)
@@ -634,16 +649,16 @@ class EpochIterator:
         if self.world_size > 1:
             stream = check_same_stream(stream)
         global_batches = self.sharding.global_batches(stream)
-        for batches, real, place in islice(global_batches, batches_to_skip, None):
+        for batches, real, position in islice(global_batches, batches_to_skip, None):
             sizes = [SAMPLES.count(batch) for batch in batches]
-            known = sum(sizes), real, len(batches)
+            counts = sum(sizes), real, len(batches)
             self.batches_read = len(batches)
             if self.rank < len(batches):
                 batch = batches[self.rank]
                 batch = batch if transfer is None else transfer(batch)
-                yield GlobalBatch(True, batch, sizes[self.rank], *known, place=place)
+                yield GlobalBatch(True, batch, sizes[self.rank], *counts, position=position)
             else:
-                yield GlobalBatch(False, None, 0, *known, place=place)
+                yield GlobalBatch(False, None, 0, *counts, position=position)
 
     def check_parts(self) -> None:
         """Check that all processes read all of the data, or each another part; collective.
@@ -652,10 +667,10 @@ class EpochIterator:
             ValueError: Some read a part and others do not, or two read the same one.
         """
         every = all_gather_object((self.presharded, self._part))
-        known = [part for _, part in every if part is not None]
+        shards = [part for _, part in every if part is not None]
         alike = len({presharded for presharded, _ in every}) == 1
-        sizes = {size for _, size in known} | {len(set(known))}
-        if not alike or (known and sizes != {self.world_size}):
+        sizes = {size for _, size in shards} | {len(set(shards))}
+        if not alike or (shards and sizes != {self.world_size}):
             said = ", ".join(
                 f"rank {rank} reads {'all' if part is None else f'part {part[0]} of {part[1]}'}"
                 for rank, (_, part) in enumerate(every)
@@ -672,22 +687,24 @@ class EpochIterator:
         """The number of batches before the first one of a pass, as the seeds of batches count."""
         if not self.presharded:
             return self.start_batch
-        own = self._resumed_own()
-        return own["batches"] * self.world_size if own else 0
+        resumed = self._position_to_resume()
+        return resumed["batches"] * self.world_size if resumed else 0
 
-    def _resumed_own(self) -> dict[str, Any] | None:
-        """Return the place in a presharded stream where the next pass goes on, or None."""
-        own = self._own_resumed
-        return own if own and own["epoch"] == self.epoch and not own["over"] else None
+    def _position_to_resume(self) -> dict[str, Any] | None:
+        """Return the position in a presharded stream where the next pass goes on, or None."""
+        resumed = self._resumed_position
+        return (
+            resumed if resumed and resumed["epoch"] == self.epoch and not resumed["over"] else None
+        )
 
-    def _read_own_stream(self, stream: Stream, transfer: Transfer | None) -> Iterator[GlobalBatch]:
+    def _read_presharded(self, stream: Stream, transfer: Transfer | None) -> Iterator[GlobalBatch]:
         """Yield the batches of a presharded stream until those of all processes have ended.
 
         The processes tell each other how many samples each has: one small exchange on the host for
         each global batch.
         """
-        own, self._own_resumed = self._resumed_own(), None
-        if own is None and self.start_batch:
+        resumed, self._resumed_position = self._position_to_resume(), None
+        if resumed is None and self.start_batch:
             raise CheckpointError(
                 f"The run resumes after {self.start_batch} batches of an epoch in which all "
                 "processes read the same stream, and now each reads its own. Give all the same, or "
@@ -695,22 +712,22 @@ class EpochIterator:
             )
         most = self._most
         limit = None if most is None else len(range(self.rank, most, self.world_size))
-        seed, skip = mix(self.seed, self.rank), own["batches"] if own else 0
-        batches: Iterator[tuple[Any, Place | None]] = iter(())
-        if own is None or not own["ended"]:
+        seed, skip = mix(self.seed, self.rank), resumed["batches"] if resumed else 0
+        batches: Iterator[tuple[Any, StreamPosition | None]] = iter(())
+        if resumed is None or not resumed["ended"]:
             batches = stream.read(seed, self.epoch, skip=skip, limit=limit)
-        self._own_begun, place = skip, None
+        self._batches_before_pass, position = skip, None
         while True:
             following = next(batches, None)
-            batch, place = (None, place) if following is None else following
+            batch, position = (None, position) if following is None else following
             samples = 0 if following is None else SAMPLES.count(batch)
             rows = share_numbers([self.rank, following is not None, samples])
-            counts = {rank: each for rank, present, each in rows if present}
-            if not counts:
+            samples_of = {rank: rank_samples for rank, present, rank_samples in rows if present}
+            if not samples_of:
                 return
-            self.batches_read = len(counts)
+            self.batches_read = len(samples_of)
             if following is not None and transfer is not None:
                 batch = transfer(batch)
-            total, present = sum(counts.values()), following is not None
-            known = total, total, len(counts), min(counts)
-            yield GlobalBatch(present, batch, samples, *known, place=place)
+            total, present = sum(samples_of.values()), following is not None
+            counts = total, total, len(samples_of), min(samples_of)
+            yield GlobalBatch(present, batch, samples, *counts, position=position)

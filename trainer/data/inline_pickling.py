@@ -67,8 +67,8 @@ def _reduce_tensor(tensor: Tensor) -> Any:
     storage = tensor.untyped_storage()
     if not _is_small(storage):
         return reduce_tensor(tensor)
-    place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-    return _tensor, (storage, tensor.dtype, *place)
+    layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return _tensor, (storage, tensor.dtype, *layout)
 
 
 def _reduce_storage(storage: torch.UntypedStorage) -> Any:

@@ -31,11 +31,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, get_worker_info
 
 from trainer.data.seeding import (
-    Found,
     LazyGenerators,
+    NamedGenerators,
     as_fetched,
-    equal,
     generators_in,
+    group_equal,
     isolated_generators,
     reachable,
 )
@@ -49,7 +49,7 @@ logger = module_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StreamPosition:
     """A position in an epoch of a stream.
 
     Attributes:
@@ -66,7 +66,7 @@ class Place:
     ended: tuple[bool, ...] = ()
 
 
-Item = tuple[Any, Place]  # a batch and the position after it
+Item = tuple[Any, StreamPosition]  # a batch and the position after it
 
 
 class Request(NamedTuple):
@@ -112,8 +112,8 @@ class StreamReader(Dataset[Reply]):
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
         self._iterator: Iterator[Any] = iter(())
         self._ended = False
-        self._equal_generators = equal(_of_collate(self))
-        self._own: Found = {}
+        self._equal_generators = group_equal(_of_collate(self))
+        self._own: NamedGenerators = {}
         self._lazy = LazyGenerators("The collate_fn")
 
     def __getitem__(self, request: Request) -> Reply:
@@ -153,16 +153,16 @@ class StreamReader(Dataset[Reply]):
             return Reply(None, None, True)
         with isolated_generators(self._own, mix(request.seed, 1), self._equal_generators):
             batch = self.collate_fn(items if self.batch_size is not None else items[0])
-        if self._lazy.awaited:
-            self._own = self._lazy.look(partial(_of_collate, self), self._own)
+        if self._lazy.is_pending:
+            self._own = self._lazy.search(partial(_of_collate, self), self._own)
         return Reply(batch, pickled_state(self.dataset), self._ended)
 
 
-def _of_collate(loader: Any) -> Found:
+def _of_collate(loader: Any) -> NamedGenerators:
     """Find the generators of a ``collate_fn`` that its dataset does not have too."""
     saved = set(map(id, generators_in(dataset=loader.dataset).values()))
-    found = generators_in([loader.dataset], collate_fn=loader.collate_fn)
-    return {path: each for path, each in found.items() if id(each) not in saved}
+    generators = generators_in([loader.dataset], collate_fn=loader.collate_fn)
+    return {path: generator for path, generator in generators.items() if id(generator) not in saved}
 
 
 def pickled_state(owner: Any) -> bytes:
@@ -205,12 +205,12 @@ def initial_state(owner: Any) -> bytes | None:
 class _Requests:
     """A sampler that yields the requests of a pass, without end."""
 
-    def __init__(self, place: Place, seed: int, workers: int) -> None:
-        self.place, self.seed, self.workers = place, seed, workers
+    def __init__(self, position: StreamPosition, seed: int, workers: int) -> None:
+        self.position, self.seed, self.workers = position, seed, workers
 
     def __iter__(self) -> Iterator[Request]:
-        place, workers = self.place, self.workers
-        first = place.number
+        position, workers = self.position, self.workers
+        first = position.number
         for number in count(first - first % workers):
             if number < first:
                 yield Request(None)
@@ -219,8 +219,8 @@ class _Requests:
             request = Request(mix(self.seed, number))
             if number < first + workers:
                 worker = number % workers
-                state = place.states[worker] if place.states else None
-                ended = bool(place.ended) and place.ended[worker]
+                state = position.states[worker] if position.states else None
+                ended = bool(position.ended) and position.ended[worker]
                 request = Request(request.seed, self.seed, state, ended)
             yield request
 
@@ -249,33 +249,35 @@ class DatasetReading:
             "persistent_workers": False,
         }
 
-    def start(self, *, first: bool) -> Place:
+    def start(self, *, first: bool) -> StreamPosition:
         """Return the position at which a pass begins.
 
         Args:
             first: Whether it is the first pass, before which nothing was read.
         """
         if first or self.workers:  # unread, or read only by copies in workers
-            return Place()
-        return Place(states=(pickled_state(self._reader.dataset),))
+            return StreamPosition()
+        return StreamPosition(states=(pickled_state(self._reader.dataset),))
 
-    def read(self, place: Place, seed: int, *, load: bool) -> Generator[Item, None, None]:
+    def read(
+        self, position: StreamPosition, seed: int, *, load: bool
+    ) -> Generator[Item, None, None]:
         """Yield the batches from a position on, each with the position after it.
 
         Args:
-            place: The position to read from.
+            position: The position to read from.
             seed: The seed of the pass.
             load: Restore the state of the position first. If False, the stream is there already.
         """
         workers = self.workers or 1
-        begin = place.number - place.number % workers
-        states = list(place.states or [None] * workers)
-        ended = list(place.ended or [False] * workers)
-        requests = _Requests(place if load else replace(place, states=()), seed, workers)
+        begin = position.number - position.number % workers
+        states = list(position.states or [None] * workers)
+        ended = list(position.ended or [False] * workers)
+        requests = _Requests(position if load else replace(position, states=()), seed, workers)
         loader = SignalSafeLoader(**self._kwargs, sampler=requests)
         try:
             for number, reply in enumerate(loader, begin):
-                if number < place.number:
+                if number < position.number:
                     continue
                 worker = number % workers
                 ended[worker] = reply.ended
@@ -284,8 +286,10 @@ class DatasetReading:
                         return
                     continue
                 states[worker] = reply.state
-                place = Place(place.batches + 1, number + 1, tuple(states), tuple(ended))
-                yield reply.batch, place
+                position = StreamPosition(
+                    position.batches + 1, number + 1, tuple(states), tuple(ended)
+                )
+                yield reply.batch, position
         finally:
             self._reader.leave()
 
@@ -298,45 +302,49 @@ class SourceReading:
     def __init__(self, source: Any) -> None:
         self.name, self.workers = type(source).__name__, getattr(source, "num_workers", 0)
         self._source = source
-        self._equal_generators = equal(self._without_state())
+        self._equal_generators = group_equal(self._without_state())
         self._lazy = LazyGenerators(f"The loader ({self.name})")
 
-    def _without_state(self) -> Found:
+    def _without_state(self) -> NamedGenerators:
         """Find the generators that this process draws from and that the loader's state lacks."""
         if not isinstance(self._source, DataLoader) or self.workers:
             return {}
-        dataset, found = self._source.dataset, _of_collate(self._source)
+        dataset, generators = self._source.dataset, _of_collate(self._source)
         # Leave out generators of an iterable dataset, whose order may continue from them, and of a
         # dataset with a state, which may hold them.
         if not (isinstance(dataset, IterableDataset) or hasattr(dataset, "load_state_dict")):
-            found |= generators_in(dataset=dataset)
-        return found
+            generators |= generators_in(dataset=dataset)
+        return generators
 
-    def start(self, *, first: bool) -> Place:
+    def start(self, *, first: bool) -> StreamPosition:
         """See `DatasetReading`."""
-        return Place() if first else Place(states=(pickled_state(self._source),))
+        return StreamPosition() if first else StreamPosition(states=(pickled_state(self._source),))
 
-    def read(self, place: Place, seed: int, *, load: bool) -> Generator[Item, None, None]:
+    def read(
+        self, position: StreamPosition, seed: int, *, load: bool
+    ) -> Generator[Item, None, None]:
         """See `DatasetReading`."""
         with isolated_rng(seed):
-            if load and place.states and place.states[0] is not None:
-                self._source.load_state_dict(pickle.loads(place.states[0]))  # noqa: S301 - made here
+            if load and position.states and position.states[0] is not None:
+                self._source.load_state_dict(pickle.loads(position.states[0]))  # noqa: S301 - made here
             batches = iter(self._source)
-        own = self._without_state()
-        for number in count(place.number):
+        generators = self._without_state()
+        for number in count(position.number):
             drawn = mix(seed, number)
             with (
                 isolated_rng(drawn),
-                isolated_generators(own, mix(drawn, 1), self._equal_generators),
+                isolated_generators(generators, mix(drawn, 1), self._equal_generators),
             ):
                 try:
                     batch = next(batches)
                 except StopIteration:
                     return
-            if self._lazy.awaited:
-                own = self._lazy.look(self._without_state, own)
-            place = Place(place.batches + 1, number + 1, (pickled_state(self._source),), (False,))
-            yield batch, place
+            if self._lazy.is_pending:
+                generators = self._lazy.search(self._without_state, generators)
+            position = StreamPosition(
+                position.batches + 1, number + 1, (pickled_state(self._source),), (False,)
+            )
+            yield batch, position
 
 
 class PlainReading:
@@ -352,23 +360,25 @@ class PlainReading:
         owner = f"The stream ({type(stream).__name__}) or its collate_fn"
         self._lazy = LazyGenerators(owner, "pass")
 
-    def start(self, *, first: bool) -> Place:
+    def start(self, *, first: bool) -> StreamPosition:
         """See `DatasetReading`."""
         del first
-        return Place()
+        return StreamPosition()
 
-    def read(self, place: Place, seed: int, *, load: bool) -> Generator[Item, None, None]:
+    def read(
+        self, position: StreamPosition, seed: int, *, load: bool
+    ) -> Generator[Item, None, None]:
         """See `DatasetReading`."""
-        del place, load
+        del position, load
         find = partial(generators_in, loader=self._source)
-        own = find() if self._lazy.awaited and not self.workers else {}
+        generators = find() if self._lazy.is_pending and not self.workers else {}
         batches = seeded_iteration(self._source, seed)
         for number, batch in enumerate(batches, 1):
             # Search once per pass. A generator that the stream creates again in each pass is no
             # problem: its seed depends on the stream's own data.
-            if number == 1 and self._lazy.awaited and not self.workers:
-                self._lazy.look(find, own)
-            yield batch, Place(number, number)
+            if number == 1 and self._lazy.is_pending and not self.workers:
+                self._lazy.search(find, generators)
+            yield batch, StreamPosition(number, number)
 
 
 class Stream:
@@ -416,13 +426,13 @@ class Stream:
         self._pending: dict[str, Any] | None = None
         self._position: dict[str, Any] | None = None  # the loaded position, until a batch is used
         self._epoch = 0
-        self._used: Place | None = None
+        self._used: StreamPosition | None = None
         self._over = ""
         owner = continues(source)
         saved = self._reading.kind == "dataset" or owner is source
         self._continues = owner if saved and self._reading.kind != "none" else None
         self._initial: bytes | None = None  # its state before the first pass
-        self._before_last = Place()
+        self._before_last = StreamPosition()
         self._cut = False
 
     def read(self, seed: int, epoch: int, *, skip: int, limit: int | None) -> Iterator[Item]:
@@ -447,14 +457,14 @@ class Stream:
             self._begin = pending or self._beginning(epoch)
         # 2. Bring the stream to it, or to the end of the pass before this one.
         self._epoch = epoch
-        place, found = Place(), False
+        position, has_state = StreamPosition(), False
         if pending is not None and pending["over"]:
             self._finish(pending, seed)
             self._set_epoch(epoch)
         elif pending is not None:
-            place = _place_of(pending)
-            found = pending["epoch"] == epoch
-        unknown = self._resumed and self._fresh and not found and epoch
+            position = _position_of(pending)
+            has_state = pending["epoch"] == epoch
+        unknown = self._resumed and self._fresh and not has_state and epoch
         if unknown and self._iterator is not None and self._shown:
             logger.warning(
                 "The training loader is an iterator (%s) without state_dict and load_state_dict: "
@@ -462,26 +472,26 @@ class Stream:
                 self._iterator,
                 epoch,
             )
-        if not found:
-            place = self._reading.start(first=self._fresh)
+        if not has_state:
+            position = self._reading.start(first=self._fresh)
         self._fresh = False
         # 3. Read, discarding batches that were used after the position.
-        batches = self._reading.read(place, mix(seed, epoch, 2), load=found)
-        if again := skip - (place.batches if found else 0):
+        batches = self._reading.read(position, mix(seed, epoch, 2), load=has_state)
+        if again := skip - (position.batches if has_state else 0):
             if self._shown:
                 self.warn_of_replay(again)
-            for _, place in islice(batches, again):
-                self._before_last = place
-        self._before_last, self._cut = place, limit is not None and place.batches >= limit
+            for _, position in islice(batches, again):
+                self._before_last = position
+        self._before_last, self._cut = position, limit is not None and position.batches >= limit
         while not self._cut:
             following = next(batches, None)
             if following is None:
                 return
-            self._before_last, place = place, following[1]
-            self._cut = place.batches == limit
+            self._before_last, position = position, following[1]
+            self._cut = position.batches == limit
             yield following
 
-    def _finish(self, position: dict[str, Any], seed: int) -> None:
+    def _finish(self, saved: dict[str, Any], seed: int) -> None:
         """Bring the stream to the end of a saved pass, by reading the last batch of the pass again.
 
         Loading the state after the last batch would be wrong for some datasets: they would continue
@@ -489,11 +499,11 @@ class Stream:
         the pass has only one batch, the state before it is that of the previous pass's end, from
         which such datasets yield nothing. The pass is then read without loading a state.
         """
-        self._set_epoch(position["epoch"])
-        place, pass_seed = _place_of(position), mix(seed, position["epoch"], 2)
-        most = 1 if position["over"] == "cut" else None
+        self._set_epoch(saved["epoch"])
+        position, pass_seed = _position_of(saved), mix(seed, saved["epoch"], 2)
+        most = 1 if saved["over"] == "cut" else None
         for load in (True, False):
-            with closing(self._reading.read(place, pass_seed, load=load)) as batches:
+            with closing(self._reading.read(position, pass_seed, load=load)) as batches:
                 if sum(1 for _ in islice(batches, most)):
                     break
         self._fresh = False
@@ -502,8 +512,8 @@ class Stream:
         """Return the position at the beginning of the pass after the latest one."""
         if self._over:
             return self.position()
-        place = self._reading.start(first=self._reading.kind != "dataset")
-        return self._at(place, epoch, "")
+        position = self._reading.start(first=self._reading.kind != "dataset")
+        return self._saved(position, epoch, "")
 
     def warn_of_replay(self, batches: int) -> None:
         """Warn that batches of a stream are read again and discarded."""
@@ -517,14 +527,14 @@ class Stream:
             hint if self._reading.kind == "none" else "",
         )
 
-    def used(self, place: Place, *, last: bool) -> None:
+    def used(self, position: StreamPosition, *, last: bool) -> None:
         """Record that the run has used the batches up to a position.
 
         Args:
-            place: The position after the used batches.
+            position: The position after the used batches.
             last: Whether the epoch ends there.
         """
-        self._used = place
+        self._used = position
         self._over = "" if not last else "cut" if self._cut else "end"
 
     def leave(self) -> None:
@@ -534,7 +544,9 @@ class Stream:
         """
         self._used = self._pending = None
         if self._initial is not None:
-            self._pending = self._at(Place(states=(self._initial,)), self._epoch + 1, "")
+            self._pending = self._saved(
+                StreamPosition(states=(self._initial,)), self._epoch + 1, ""
+            )
         self._position = self._pending
 
     def position(self) -> dict[str, Any] | None:
@@ -543,35 +555,35 @@ class Stream:
         It is None if there is nothing to save: nothing has been used yet, or the pass is finished
         and the next one does not depend on a state.
         """
-        reading, place = self._reading, self._used
+        reading, position = self._reading, self._used
         if self._rereads and reading.kind == "none":
             return None
-        if place is None:
+        if position is None:
             return self._position or (self._beginning(self._epoch) if self._rereads else None)
         if self._over:
             if reading.kind == "none" or (reading.kind == "dataset" and reading.workers):
                 return None
-            place = self._before_last
-        position = self._at(place, self._epoch, self._over)
+            position = self._before_last
+        saved = self._saved(position, self._epoch, self._over)
         if self._rereads and self._begin is not None:
-            position["begin"] = {**self._begin, "begin": None}
-        return position
+            saved["begin"] = {**self._begin, "begin": None}
+        return saved
 
-    def _at(self, place: Place, epoch: int, over: str) -> dict[str, Any]:
+    def _saved(self, position: StreamPosition, epoch: int, over: str) -> dict[str, Any]:
         reading = self._reading
         return {
             "kind": reading.kind,
             "workers": reading.workers,
             "epoch": epoch,
             "over": over,
-            "batches": place.batches,
-            "number": place.number,
+            "batches": position.batches,
+            "number": position.number,
             # Keyed by the class name, which then appears in the error if a state cannot be saved.
             "states": [
                 None if state is None else {reading.name: pickle.loads(state)}  # noqa: S301 - made here
-                for state in place.states
+                for state in position.states
             ],
-            "ended": list(place.ended),
+            "ended": list(position.ended),
         }
 
     def resume_at(self, position: dict[str, Any] | None) -> None:
@@ -601,15 +613,15 @@ class Stream:
             self._pending = position
 
 
-def _place_of(position: dict[str, Any]) -> Place:
-    return Place(
-        position["batches"],
-        position["number"],
+def _position_of(saved: dict[str, Any]) -> StreamPosition:
+    return StreamPosition(
+        saved["batches"],
+        saved["number"],
         tuple(
             None if state is None else pickle.dumps(next(iter(state.values())))
-            for state in position["states"]
+            for state in saved["states"]
         ),
-        tuple(position["ended"]),
+        tuple(saved["ended"]),
     )
 
 
@@ -625,7 +637,7 @@ def _choose_reading(
     return PlainReading(loader) if plain else DatasetReading(source, generator)
 
 
-def knows_where_it_is(source: Any) -> bool:
+def has_stream_state(source: Any) -> bool:
     """Return whether a source or its dataset has a state, which then covers its generators."""
     return _has_state(source) or _has_state(getattr(source, "dataset", None))
 
@@ -644,7 +656,7 @@ def _shuffles(source: Any) -> bool:
     After ``load_state_dict`` the samples in the buffer would be missing, as `datasets` warns then.
     """
     kind = _loaded("datasets.iterable_dataset", "BufferShuffledExamplesIterable")
-    return kind is not None and any(type(each) is kind for _, each in reachable(source=source))
+    return kind is not None and any(type(thing) is kind for _, thing in reachable(source=source))
 
 
 def part_of(source: Any) -> tuple[int, int] | None:
@@ -657,10 +669,10 @@ def part_of(source: Any) -> tuple[int, int] | None:
     splitter = _loaded("webdataset.shardlists", "split_by_node")
     if config is None and splitter is None:
         return None
-    for _, each in reachable(source=source):
-        if type(each) is config:
-            return each.rank, each.world_size
-        if each is splitter:
+    for _, thing in reachable(source=source):
+        if type(thing) is config:
+            return thing.rank, thing.world_size
+        if thing is splitter:
             rank, world_size, *_ = sys.modules["webdataset.utils"].pytorch_worker_info()
             return rank, world_size
     return None
@@ -701,7 +713,7 @@ def check_same_stream(stream: Iterator[Item]) -> Iterator[Item]:
     batches = [batch for batch, _ in first]
     seen = [leaf.detach().cpu() for leaf in leaves(batches) if isinstance(leaf, torch.Tensor)]
     sums = [float(leaf.double().sum()) for leaf in seen if not leaf.is_complex()]
-    if len({repr(each) for each in all_gather_object(sums)}) > 1:
+    if len({repr(checksum) for checksum in all_gather_object(sums)}) > 1:
         raise ValueError(
             "The stream starts with a different batch on each process. Every process reads the "
             "whole stream and keeps its own batches: give all the same stream. If each has its own "

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from trainer.data.dataloader import DataLoaderShard, PreparedLoader, seed_of_order
 from trainer.data.dispatcher import DataLoaderDispatcher
 from trainer.data.iterable import part_of
-from trainer.data.seeding import of_order
+from trainer.data.seeding import order_generator
 from trainer.data.workers import reads_as_torchs, users_kwargs, what_kwargs
 from trainer.state import PartialState
 
@@ -245,7 +245,7 @@ def prepare_data_loader(
         )
     if split_batches:
         _check_split(dataloader, world_size, dispatched=bool(dispatch_batches))
-    generator = None if use_seedable_sampler else of_order(dataloader)
+    generator = None if use_seedable_sampler else order_generator(dataloader)
     settings: dict[str, Any] = {
         "rank": rank,
         "world_size": world_size,

@@ -139,9 +139,9 @@ class BatchSharding:
         """
         sharded = self._sharded(batches)
         beginning: list[Any] = []  # the batches of the first global batch
-        found = next(sharded, None)
-        while found is not None:
-            parts, place = found
+        current = next(sharded, None)
+        while current is not None:
+            parts, position = current
             if self.drop_last and len(parts) < self.world_size:
                 return
             real, following = sum(map(self.kind.count, parts)), None
@@ -151,8 +151,8 @@ class BatchSharding:
                     following = next(sharded, None)
                     if following is None:  # sizes may vary: pad only the last global batch
                         parts = self._filled(parts, beginning)
-            yield parts, real, place
-            found = following or next(sharded, None)
+            yield parts, real, position
+            current = following or next(sharded, None)
 
     def own_batches(self, batches: int, samples: int | None, *, rank: int) -> int:
         """Return how many batches one rank gets in an epoch.
@@ -179,11 +179,11 @@ class BatchSharding:
             while read := list(islice(batches, self.world_size)):
                 yield [batch for batch, _ in read], read[-1][1]
             return
-        for batch, place in batches:
+        for batch, position in batches:
             total = self.kind.length(batch)
             size = max(self._size or 1, -(-total // self.world_size))
             starts = range(0, total, size)
-            yield [self.kind.take(batch, start, start + size) for start in starts], place
+            yield [self.kind.take(batch, start, start + size) for start in starts], position
 
     @property
     def _size(self) -> int | None:
@@ -198,12 +198,12 @@ class BatchSharding:
     def _filled(self, parts: list[Any], beginning: list[Any]) -> list[Any]:
         """Pad the last global batch to a full batch per process, with samples of `beginning`."""
         size, kind = self._size, self.kind
-        whole = size is None or sum(map(kind.count, parts)) > self.world_size * size
-        own = None if whole else kind.joined(parts)
-        if own is None or size is None:
+        not_a_batch = size is None or sum(map(kind.count, parts)) > self.world_size * size
+        joined = None if not_a_batch else kind.joined(parts)
+        if joined is None or size is None:
             # Batches that have no fixed size, or that cannot be split, are repeated whole.
             return parts + list(islice(cycle(beginning), max(self.world_size - len(parts), 0)))
-        flat = kind.completed(own, kind.joined(beginning), self.world_size * size)
+        flat = kind.completed(joined, kind.joined(beginning), self.world_size * size)
         return [kind.take(flat, i * size, (i + 1) * size) for i in range(self.world_size)]
 
 
@@ -236,13 +236,13 @@ class SeededSampler(Sampler[int]):
 
     def _drawn(self) -> Iterator[torch.Tensor]:
         generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
-        length, left = len(self.like.data_source), self.like.num_samples
+        length, remaining = len(self.like.data_source), self.like.num_samples
         if self.like.replacement:
-            yield torch.randint(length, (left,), generator=generator)
+            yield torch.randint(length, (remaining,), generator=generator)
             return
-        while left > 0 < length:  # more samples than the dataset has: several permutations
-            order = torch.randperm(length, generator=generator)[:left]
-            left -= len(order)
+        while remaining > 0 < length:  # more samples than the dataset has: several permutations
+            order = torch.randperm(length, generator=generator)[:remaining]
+            remaining -= len(order)
             yield order
 
     def __len__(self) -> int:
@@ -253,18 +253,18 @@ class BatchIndices(list[int]):
     """The indices of a batch, with its position in the run.
 
     Attributes:
-        place: The run's seed, the epoch, and the number of samples in the epoch before the batch.
+        seed_key: The run's seed, the epoch, and the samples of the epoch before the batch.
             The batch's own seed is derived from them.
     """
 
-    place: tuple[int, int, int]
+    seed_key: tuple[int, int, int]
 
 
 class SampleKey(NamedTuple):
     """Like `BatchIndices`, for a single index or key: a loader with ``batch_size=None``."""
 
     key: Any
-    place: tuple[int, int, int]
+    seed_key: tuple[int, int, int]
 
 
 class RankShard(NamedTuple):
@@ -317,7 +317,7 @@ class SkippedOrder:
         batches = iter(self.batches)
         first = list(map(self._as_batch, islice(batches, 1)))  # read once: it may be an iterator
         batches = chain(first, batches)
-        indices = [i for each in first for i in _indices(each)]
+        indices = [i for batch in first for i in _indices(batch)]
         keys = [part for i in indices[:64] for part in (i if type(i) is tuple else [i])]
         with suppress(TypeError):  # keys that are not integers
             self.mark = zlib.crc32(repr([*map(operator.index, keys)]).encode())
@@ -334,7 +334,7 @@ _ENDED: Any = object()
 
 def joint_length(lengths: Sequence[int | None], mode: str) -> int | None:
     """Return the number of joint batches of loaders with these lengths; None if unknown."""
-    known = [each for each in lengths if each is not None]
+    known = [n for n in lengths if n is not None]
     if len(known) < len(lengths):
         return None
     if mode == "sequential":
@@ -396,11 +396,11 @@ class JointBatches(Sampler[list[tuple[int, Any]]]):
     def seeded(self, seed: int, *, shuffle: bool) -> JointBatches:
         """Return a copy whose orders are drawn from a seed, another one for each loader."""
         made = JointBatches(self.parts, self.mode)
-        found = [
+        orders = [
             _pure_order(batches, mix(seed, number) if number else seed, shuffle=shuffle)
             for number, (batches, _) in enumerate(self.parts)
         ]
-        made.orders, made.pure = [order for order, _ in found], all(pure for _, pure in found)
+        made.orders, made.pure = [order for order, _ in orders], all(pure for _, pure in orders)
         return made
 
     def reseed(self, seed: int) -> None:
@@ -501,8 +501,8 @@ class ShardedSampler(Sampler[Any]):
         self.batch_sampler = batches  # the user's object, under the name that scripts read
         self._as_batch: Callable[[Any], Any] = _as_it_is if keys else _listed
         self._sampler, self.is_pure = _pure_order(batches, seed, shuffle=shuffle)
-        whole = self._sampler
-        inner = whole.sampler if type(whole) is BatchSampler else whole
+        source = self._sampler
+        inner = source.sampler if type(source) is BatchSampler else source
         plain = inner.like if type(inner) is SeededSampler else inner
         self._plain: Any = plain if type(plain) in _PLAIN else None  # follows the dataset's length
         self._dataset = getattr(self._plain, "data_source", None)
@@ -549,7 +549,7 @@ class ShardedSampler(Sampler[Any]):
         """The user's sampler or batch sampler; of several loaders, those of each."""
         batches: Any = self.batch_sampler
         joint = isinstance(batches, JointBatches)
-        return [each for each, _ in batches.parts] if joint else [batches]
+        return [order for order, _ in batches.parts] if joint else [batches]
 
     @property
     def length(self) -> EpochLength:
@@ -563,10 +563,10 @@ class ShardedSampler(Sampler[Any]):
             self._plain.data_source = self._dataset if samples is None else range(samples)
 
     def __len__(self) -> int:
-        known = [each for each in (length_of(self._sampler), self.limit) if each is not None]
-        if not known:
+        lengths = [n for n in (length_of(self._sampler), self.limit) if n is not None]
+        if not lengths:
             raise TypeError("The loader's sampler has no length.")
-        return self.sharding.own_batches(min(known), self.num_samples, rank=self.rank)
+        return self.sharding.own_batches(min(lengths), self.num_samples, rank=self.rank)
 
     @property
     def num_samples(self) -> int | None:
@@ -586,7 +586,7 @@ class ShardedSampler(Sampler[Any]):
                 if self.drawn is not None:
                     self.drawn.append(batch)
                 indices = BatchIndices(batch)
-                indices.place = seed, epoch, position
+                indices.seed_key = seed, epoch, position
                 yield indices
             else:
                 yield SampleKey(batch, (seed, epoch, position))
@@ -613,21 +613,21 @@ class ShardedSampler(Sampler[Any]):
     def _together(self) -> Iterator[tuple[RankShard, Any, int]]:
         """Yield, per global batch, this rank's shard, its batch, and the samples before it."""
         for position, real, batches in self._global_batches():
-            own = batches[self.rank] if self.rank < len(batches) else None
+            batch = batches[self.rank] if self.rank < len(batches) else None
             sizes = [len(batch) if isinstance(batch, list) else None for batch in batches]
-            known = [size for size in sizes if size is not None]
-            sizes_known = self.counts and len(known) == len(sizes)
+            known_sizes = [size for size in sizes if size is not None]
+            sizes_known = self.counts and len(known_sizes) == len(sizes)
             share = RankShard(
-                present=own is not None,
-                samples=0 if own is None else sizes[self.rank] if sizes_known else None,
-                indices=len(own) if isinstance(own, list) else 0,
-                global_samples=sum(known) if sizes_known else None,
-                real_samples=real if known else None,
+                present=batch is not None,
+                samples=0 if batch is None else sizes[self.rank] if sizes_known else None,
+                indices=len(batch) if isinstance(batch, list) else 0,
+                global_samples=sum(known_sizes) if sizes_known else None,
+                real_samples=real if known_sizes else None,
                 batches=len(batches),
-                real_batches=len(batches) if known else real,
+                real_batches=len(batches) if known_sizes else real,
             )
-            before = sum(known[: self.rank]) if known else self.rank
-            yield share, own, position + before
+            before = sum(known_sizes[: self.rank]) if known_sizes else self.rank
+            yield share, batch, position + before
 
     def _global_batches(self) -> Iterator[tuple[int, int, list[Any]]]:
         """Yield, per global batch, the samples before it, its samples, and its batches.
@@ -661,7 +661,7 @@ class ShardedSampler(Sampler[Any]):
 
 def _samplers_of(batches: Any) -> list[Any]:
     """Return a batch sampler, or a sampler, and the sampler inside it."""
-    return [each for each in (batches, getattr(batches, "sampler", None)) if each is not None]
+    return [s for s in (batches, getattr(batches, "sampler", None)) if s is not None]
 
 
 def _listed(batch: Any) -> Any:

@@ -1,19 +1,13 @@
 """Reproducible augmentation: seed the random generators for each batch that is fetched.
 
 Each batch of a map-style dataset is fetched with generators seeded from (seed, epoch, position of
-its first sample). ``set_epoch`` is called with generators seeded from (seed, epoch). So the random
-numbers of a batch do not depend on the number of workers or processes, or on where a run was
-resumed. This covers the global generators of torch, Python and numpy, and generators that the
-dataset keeps as attributes.
+its first sample), and ``set_epoch`` is called with generators seeded from (seed, epoch). So random
+numbers do not depend on the number of workers or processes, or on where a run was resumed.
 
-Generator discovery: find and seed the random generators that loaders and datasets keep.
-
-These are generators other than the global ones: a sampler may draw its order from one, and a
-dataset or transform its augmentation. Checkpoints do not hold their states, and the states in a
-worker are lost when the worker ends. So each generator is seeded where it is used.
-
-A generator is identified by the path of attributes and items that leads to it. So its seed does not
-depend on unrelated objects.
+This covers the global generators of torch, Python and numpy, and the generators that samplers,
+datasets and transforms keep, which are found first. No checkpoint holds the states of those, and
+their states in a worker end with it, so each is seeded where it is used. Its seed also depends on
+the path of attributes and items that leads to it, and not on unrelated objects.
 """
 
 from __future__ import annotations
@@ -43,17 +37,20 @@ from trainer.data.sampler import BatchIndices, JointBatches, SampleKey
 from trainer.errors import module_logger
 from trainer.rng import isolate_rng, isolated_rng, mix, seed_local
 
+logger = module_logger(__name__)
+
 LONGEST = 1_000  # items; longer containers hold samples, not transforms, and are not searched
 _LONG = 50  # items; longer containers may hold samples, so they are searched last
 _MOST = 20_000  # the largest number of objects to search, which takes about 50 ms
 _OF_TORCH = (nn.Module().__dict__.keys() - {"_modules"}) | {"_trainer"}  # and the way back
+_SEARCHES = 2  # searches: after each of the first two batches of a process, or of its first passes
 _LEAVES = ModuleType, torch.Tensor, str, bytes, int, float, type(None)
 
-Found = dict[str, Any]
+NamedGenerators = dict[str, Any]
 """Generators by their paths."""
 
 
-def of_samplers(source: Any) -> Found:
+def sampler_generators(source: Any) -> NamedGenerators:
     """Find the generators in the attributes of a loader's samplers, and the loader's own.
 
     They may be generators of torch, Python or numpy. The global ones are left out, because other
@@ -61,22 +58,24 @@ def of_samplers(source: Any) -> Found:
     """
     batches = getattr(source, "batch_sampler", None)
     samplers = getattr(source, "sampler", None), batches, getattr(batches, "sampler", None)
-    found = [getattr(owner, "generator", None) for owner in (source, *samplers)]
+    generators = [getattr(owner, "generator", None) for owner in (source, *samplers)]
     parts = batches.parts if isinstance(batches, JointBatches) else []
-    inside = [each for part, _ in parts for each in (part, getattr(part, "sampler", None))]
+    inside = [owner for part, _ in parts for owner in (part, getattr(part, "sampler", None))]
     for sampler in (*samplers, *inside):
-        found += getattr(sampler, "__dict__", {}).values()
-    return _seedable((str(number), thing) for number, thing in enumerate(found))
+        generators += getattr(sampler, "__dict__", {}).values()
+    return _seedable((str(number), thing) for number, thing in enumerate(generators))
 
 
-def of_order(loader: Any) -> torch.Generator | None:
+def order_generator(loader: Any) -> torch.Generator | None:
     """Return the ``generator`` that determines a loader's order; None if it has none."""
     batches = loader.batch_sampler
     owners = (loader.sampler, getattr(batches, "sampler", None), batches)
-    return next((g for each in owners if (g := getattr(each, "generator", None)) is not None), None)
+    return next(
+        (g for owner in owners if (g := getattr(owner, "generator", None)) is not None), None
+    )
 
 
-def generators_in(besides: Iterable[Any] = (), **owners: Any) -> Found:
+def generators_in(besides: Iterable[Any] = (), **owners: Any) -> NamedGenerators:
     """Find the generators that are reachable through attributes, containers and functions.
 
     For a dataset, these are its own generators, those of its transforms (recursively), and those
@@ -102,7 +101,7 @@ def reachable(besides: Iterable[Any] = (), **owners: Any) -> Iterator[tuple[str,
     seen = {*map(id, besides), *map(id, owners.values())}
     # In a worker there is a copy of the module, which no checkpoint holds.
     of_data = get_worker_info() is None and not any(
-        _is_of_run("", each) for each in owners.values()
+        _is_of_run("", owner) for owner in owners.values()
     )
     for _ in range(_MOST):
         if not (near or far):
@@ -116,8 +115,8 @@ def reachable(besides: Iterable[Any] = (), **owners: Any) -> Iterator[tuple[str,
             if id(part) not in seen and not issubclass(type(part), _LEAVES):
                 seen.add(id(part))
                 later = far if long or _is_long(part) else near
-                place = f"{part.__module__}." if issubclass(type(part), type) else f"{path}."
-                later.append((place + name, part))
+                prefix = f"{part.__module__}." if issubclass(type(part), type) else f"{path}."
+                later.append((prefix + name, part))
 
 
 def _is_of_run(path: str, thing: Any) -> bool:
@@ -130,7 +129,7 @@ def _is_of_run(path: str, thing: Any) -> bool:
     return is_module and not path.endswith("collate_fn.self")
 
 
-def equal(found: Found) -> dict[str, str]:
+def group_equal(generators: NamedGenerators) -> dict[str, str]:
     """Group generators of the same kind with the same state.
 
     Such generators were created to draw the same numbers, for an image and its mask for example.
@@ -139,48 +138,48 @@ def equal(found: Found) -> dict[str, str]:
         For the path of each generator, the path of the first generator in its group.
     """
     first: dict[str, str] = {}
-    places = {path: repr([_kind(each), _plain(_state(each))]) for path, each in found.items()}
-    return {path: first.setdefault(place, path) for path, place in places.items()}
+    states = {path: repr([_kind(g), _plain(_state(g))]) for path, g in generators.items()}
+    return {path: first.setdefault(state, path) for path, state in states.items()}
 
 
-def seed_all(found: Found, seed: int, names: Mapping[str, str]) -> None:
-    """Seed each generator with its own seed; generators that are `equal` get the same one.
+def seed_all(generators: NamedGenerators, seed: int, names: Mapping[str, str]) -> None:
+    """Seed each generator with its own seed; those of a group of `group_equal` get the same one.
 
     Args:
-        found: The generators by their paths.
+        generators: The generators by their paths.
         seed: The seed from which each generator's seed is derived, together with its path.
-        names: The result of `equal` for the generators.
+        names: The result of `group_equal` for the generators.
     """
-    for path, generator in found.items():
+    for path, generator in generators.items():
         _seed(generator, mix(seed, crc32(names.get(path, path).encode())))
 
 
 @contextmanager
 def isolated_generators(
-    found: Found, seed: int | None = None, names: Mapping[str, str] | None = None
+    generators: NamedGenerators, seed: int | None = None, names: Mapping[str, str] | None = None
 ) -> Iterator[None]:
     """Save the generators' states, and restore them after the block.
 
     Args:
-        found: The generators that `generators_in` or `of_samplers` found.
+        generators: The generators that `generators_in` or `sampler_generators` found.
         seed: The seed for the generators inside the block, see `seed_all`; None keeps their states.
         names: See `seed_all`.
     """
-    states = states_of(found)
+    states = states_of(generators)
     try:
         if seed is not None:
-            seed_all(found, seed, names or {})
+            seed_all(generators, seed, names or {})
         yield
     finally:
-        load_states(found, states)
+        load_states(generators, states)
 
 
-def states_of(found: Found) -> dict[str, list[Any]]:
+def states_of(generators: NamedGenerators) -> dict[str, list[Any]]:
     """Return the kind and the state of each generator, by path, as a tree for a checkpoint."""
-    return {path: [_kind(generator), _state(generator)] for path, generator in found.items()}
+    return {path: [_kind(generator), _state(generator)] for path, generator in generators.items()}
 
 
-def load_states(found: Found, states: Mapping[str, Any]) -> list[str]:
+def load_states(generators: NamedGenerators, states: Mapping[str, Any]) -> list[str]:
     """Restore what `states_of` returned.
 
     Returns:
@@ -188,7 +187,7 @@ def load_states(found: Found, states: Mapping[str, Any]) -> list[str]:
     """
     missing = []
     for path, (kind, state) in states.items():
-        generator = found.get(path)
+        generator = generators.get(path)
         if generator is None or _kind(generator) != kind:
             missing.append(path)
         else:
@@ -257,16 +256,16 @@ def _kinds() -> tuple[type, ...]:
     return torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState
 
 
-def _seedable(things: Iterable[tuple[str, Any]]) -> Found:
+def _seedable(things: Iterable[tuple[str, Any]]) -> NamedGenerators:
     """Select the generators that can be seeded here, without duplicates and the global ones."""
     python = getattr(random.random, "__self__", None)
     seen = {id(torch.default_generator), id(python), id(numpy.random.mtrand._rand)}
-    own: Found = {}
+    generators: NamedGenerators = {}
     for path, thing in things:
         if issubclass(type(thing), _kinds()) and id(thing) not in seen and _can_be_seeded(thing):
             seen.add(id(thing))
-            own[path] = thing
-    return own
+            generators[path] = thing
+    return generators
 
 
 def _can_be_seeded(generator: Any) -> bool:
@@ -282,7 +281,7 @@ def _can_be_seeded(generator: Any) -> bool:
 def _container(thing: Any) -> Any:
     """Return the builtin container type of an object; None if it is no container."""
     kind = type(thing)  # isinstance would query a proxy's __class__
-    return next((each for each in (list, tuple, deque, dict) if issubclass(kind, each)), None)
+    return next((base for base in (list, tuple, deque, dict) if issubclass(kind, base)), None)
 
 
 def _is_long(thing: Any) -> bool:
@@ -329,7 +328,7 @@ def _parts(thing: Any, slots: dict[type, list[str]]) -> Iterable[tuple[str, Any]
     for name in slots[kind]:
         with suppress(AttributeError):  # the slot is unset
             parts.append((name, object.__getattribute__(thing, name)))
-    return parts + [(each.__qualname__, each) for each in kind.__mro__]
+    return parts + [(cls.__qualname__, cls) for cls in kind.__mro__]
 
 
 def _numbered(things: Iterable[Any]) -> list[tuple[str, Any]]:
@@ -339,16 +338,11 @@ def _numbered(things: Iterable[Any]) -> list[tuple[str, Any]]:
 def _slots(kind: type) -> list[str]:
     return [
         name
-        for each in kind.__mro__
-        if "__slots__" in vars(each)
-        for name, value in vars(each).items()
+        for cls in kind.__mro__
+        if "__slots__" in vars(cls)
+        for name, value in vars(cls).items()
         if type(value) is MemberDescriptorType
     ]
-
-
-logger = module_logger(__name__)
-
-_LOOKS = 2  # searches: after each of the first two batches of a process, or of its first passes
 
 
 class LazyGenerators:
@@ -361,29 +355,31 @@ class LazyGenerators:
         part: The unit between two searches: ``"batch"`` or ``"pass"``.
 
     Attributes:
-        awaited: Whether to call `look` after the next batch or pass.
+        is_pending: Whether to call `search` after the next batch or pass.
     """
 
     def __init__(self, owner: str, part: str = "batch") -> None:
         self._owner, self._part = owner, part
-        self.awaited = True
-        self._looks = 0
-        self._late: Found = {}
+        self.is_pending = True
+        self._searches = 0
+        self._late: NamedGenerators = {}
 
-    def look(self, find: Callable[[], Found], own: Found) -> Found:
+    def search(
+        self, find: Callable[[], NamedGenerators], known: NamedGenerators
+    ) -> NamedGenerators:
         """Search after a batch or pass; return the known generators and the new ones.
 
         Args:
             find: Searches for the generators.
-            own: The generators that were known before the batch or pass.
+            known: The generators that were found before the batch or pass.
         """
-        self._looks += 1
-        self.awaited = self._looks < _LOOKS
-        found = find()
-        if self._looks == 1:
-            self._late = {path: each for path, each in found.items() if path not in own}
-            return {**own, **found}
-        late = [path for path, each in self._late.items() if found.get(path) is each]
+        self._searches += 1
+        self.is_pending = self._searches < _SEARCHES
+        generators = find()
+        if self._searches == 1:
+            self._late = {path: g for path, g in generators.items() if path not in known}
+            return {**known, **generators}
+        late = [path for path, g in self._late.items() if generators.get(path) is g]
         worker = get_worker_info()
         if late and (worker is None or worker.id == 0):
             logger.warning(
@@ -395,7 +391,7 @@ class LazyGenerators:
                 "What" if worker is None else "In each worker, what",
                 self._part,
             )
-        return own
+        return known
 
 
 def set_epoch_of(dataset: Any, seed: int, epoch: int) -> None:
@@ -410,14 +406,16 @@ def set_epoch_of(dataset: Any, seed: int, epoch: int) -> None:
         epoch: The epoch that is read next.
     """
     if isinstance(dataset, SeededDataset):
-        dataset.last_epoch, dataset._looks_anew = (seed, epoch), True
+        dataset.last_epoch, dataset._search_again = (seed, epoch), True
     if hasattr(dataset, "set_epoch"):
-        place = mix(seed, epoch, -1)  # no batch has this position
+        epoch_seed = mix(seed, epoch, -1)  # no batch has this position
         seeded = isinstance(dataset, SeededDataset)  # a stream is seeded for the whole pass
-        own = dataset._find() if seeded else {}
+        generators = dataset._find() if seeded else {}
         with (
-            isolated_rng(place),
-            isolated_generators(own, mix(place, 1), dataset._equal_generators if seeded else {}),
+            isolated_rng(epoch_seed),
+            isolated_generators(
+                generators, mix(epoch_seed, 1), dataset._equal_generators if seeded else {}
+            ),
         ):
             dataset.set_epoch(epoch)
 
@@ -444,9 +442,9 @@ class SeededDataset(Dataset[Any]):
         self.last_epoch: tuple[int, int] | None = (
             None  # the run's seed and the epoch of the latest set_epoch; workers inherit it
         )
-        self._equal_generators = equal(self._find())
-        self._looks_anew = True
-        self._own: Found = {}  # generators of the dataset and the collate_fn
+        self._equal_generators = group_equal(self._find())
+        self._search_again = True
+        self._own: NamedGenerators = {}  # generators of the dataset and the collate_fn
         self._lazy = LazyGenerators(f"The dataset ({type(dataset).__name__}) or its collate_fn")
 
     def __getattr__(self, name: str) -> Any:
@@ -457,48 +455,48 @@ class SeededDataset(Dataset[Any]):
     def __getitem__(self, index: BatchIndices | SampleKey) -> Any:
         # The loader has no batch_sampler, so it asks for one item.
         plain = index.key if isinstance(index, SampleKey) else list(index)
-        return self._seeded(index.place, lambda: self.collate_fn(self.dataset[plain]))
+        return self._seeded(index.seed_key, lambda: self.collate_fn(self.dataset[plain]))
 
     def __getitems__(self, indices: BatchIndices) -> Any:
-        return self._seeded(indices.place, lambda: self.collate_fn(self._fetch(list(indices))))
+        return self._seeded(indices.seed_key, lambda: self.collate_fn(self._fetch(list(indices))))
 
     def _fetch(self, indices: list[int]) -> Any:
         dataset = self.dataset
         fetch = getattr(dataset, "__getitems__", None)
         return fetch(indices) if fetch else [dataset[index] for index in indices]
 
-    def _seeded(self, place: tuple[int, int, int], fetch: Callable[[], Any]) -> Any:
-        seed = mix(*place)
+    def _seeded(self, seed_key: tuple[int, int, int], fetch: Callable[[], Any]) -> Any:
+        seed = mix(*seed_key)
         if get_worker_info() is not None:  # in a worker nothing else uses the generators
-            run_seed, epoch, _ = place
+            run_seed, epoch, _ = seed_key
             if self.last_epoch != (run_seed, epoch):  # a persistent worker, in a later epoch
                 set_epoch_of(self, run_seed, epoch)
             seed_local(seed)
-            if own := self._generators():
-                seed_all(own, mix(seed, 1), self._equal_generators)
+            if generators := self._generators():
+                seed_all(generators, mix(seed, 1), self._equal_generators)
             batch = sent(fetch())
         else:
             put_back = isolate_rng(seed)
             try:
-                if own := self._generators():
-                    with isolated_generators(own, mix(seed, 1), self._equal_generators):
+                if generators := self._generators():
+                    with isolated_generators(generators, mix(seed, 1), self._equal_generators):
                         batch = fetch()
                 else:
                     batch = fetch()
             finally:
                 put_back()
-        if self._lazy.awaited:
-            self._own = self._lazy.look(self._find, self._own)
+        if self._lazy.is_pending:
+            self._own = self._lazy.search(self._find, self._own)
         return batch
 
-    def _find(self) -> Found:
+    def _find(self) -> NamedGenerators:
         """Find the random generators that the dataset and the ``collate_fn`` keep."""
         return generators_in(dataset=self.dataset, collate_fn=self.collate_fn)
 
-    def _generators(self) -> Found:
+    def _generators(self) -> NamedGenerators:
         """Return the generators of the dataset and the ``collate_fn``; search once per epoch."""
-        if self._looks_anew:
-            self._looks_anew = False
+        if self._search_again:
+            self._search_again = False
             # Keep generators that were found before: the search skips long containers, and a
             # container of the dataset may have grown.
             self._own = {**self._own, **self._find()}

@@ -158,9 +158,9 @@ class IterableDatasetShard(IterableDataset[Any]):
         return self.batch_size if self.split_batches else self.batch_size * self.num_processes
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.dataset), self._global_batch_size)
-        each = self._global_batch_size // self.num_processes
-        return (whole + (rest > 0 and not self.drop_last)) * each
+        full_batches, rest = divmod(len(self.dataset), self._global_batch_size)
+        share = self._global_batch_size // self.num_processes
+        return (full_batches + (rest > 0 and not self.drop_last)) * share
 
     def __iter__(self) -> Iterator[Any]:
         generator = getattr(self.dataset, "generator", None)
@@ -171,8 +171,8 @@ class IterableDatasetShard(IterableDataset[Any]):
             kind=INDICES, batch_size=size, world_size=self.num_processes, even=True, split=True
         )
         batches = iter(lambda: list(islice(samples, size)), [])
-        whole = ((batch, None) for batch in batches if len(batch) == size or not self.drop_last)
-        for parts, _, _ in sharding.global_batches(whole):
+        full = ((batch, None) for batch in batches if len(batch) == size or not self.drop_last)
+        for parts, _, _ in sharding.global_batches(full):
             yield from parts[self.process_index]
 
 

@@ -40,8 +40,8 @@ class TensorRows(SeededDataset):
         data: Any = self.dataset
         rows: list[int] = indices
         while type(data) is Subset:
-            places = data.indices
-            rows, data = [places[row] for row in rows], data.dataset
+            subset_indices = data.indices
+            rows, data = [subset_indices[row] for row in rows], data.dataset
         try:
             taken = torch.frombuffer(array("q", rows), dtype=torch.int64)
             batch = [tensor.index_select(0, taken) for tensor in data.tensors if _is_rows(tensor)]

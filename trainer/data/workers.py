@@ -52,8 +52,8 @@ def safe_context(context: BaseContext | None) -> BaseContext | None:
         or not dist.is_initialized()
     ):
         return context
-    known = context or multiprocessing.get_context()
-    return _Context() if type(known) is ForkContext else context  # keep a custom context
+    default = context or multiprocessing.get_context()
+    return _Context() if type(default) is ForkContext else context  # keep a custom context
 
 
 if sys.platform != "win32":
@@ -210,7 +210,7 @@ def _end_workers() -> None:
 
 def end_workers(iterators: Iterable[Any]) -> None:
     """Shut down all workers of these iterators within one deadline of `_PATIENCE` seconds."""
-    reading = [each for each in iterators if not each._shutdown]
+    reading = [iterator for iterator in iterators if not iterator._shutdown]
     for batches in reading:
         _stop_workers(batches)
     deadline = time.monotonic() + _PATIENCE

@@ -312,7 +312,7 @@ def make_epoch_iterators(
             rank=accelerator.engine.parallel.dp_rank,
             world_size=accelerator.engine.parallel.dp_size,
             seed=seed,
-            place=0 if kind == "train" else mix(_KINDS.index(kind), number),
+            loader_id=0 if kind == "train" else mix(_KINDS.index(kind), number),
             shuffle=not settings.overfits(kind),
             remember=kind == "train",
             presharded=accelerator.dataloader_config.presharded,

@@ -129,7 +129,7 @@ def test_unusual_tensors_are_stacked(monkeypatch, tensor):
 def read(rows, *indices):
     """The batch of these indices."""
     placed = BatchIndices(indices)
-    placed.place = 3, 0, 0
+    placed.seed_key = 3, 0, 0
     return rows.__getitems__(placed)
 
 

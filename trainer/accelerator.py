@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trackers import GeneralTracker
 from trainer.checkpoint import accelerator_state as states
-from trainer.checkpoint.accelerator_state import Prepared
+from trainer.checkpoint.accelerator_state import PreparedObjects
 from trainer.checkpoint.objects import save
 from trainer.checkpoint.save import run_on_all_ranks
 from trainer.checkpoint.weights import parse_size, save_model, write_model
@@ -1398,8 +1398,8 @@ class Accelerator:
         then = zip(self._optimizers, self._steps_at_backward, strict=False)
         return [optimizer for optimizer, steps in then if optimizer.steps == steps]
 
-    def _prepared(self) -> Prepared:
-        return Prepared(
+    def _prepared(self) -> PreparedObjects:
+        return PreparedObjects(
             models=[_bare(model) for model in self._models],
             optimizers=self._optimizers,
             schedulers=self._schedulers,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from trainer import Accelerator
-from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
+from trainer.checkpoint.accelerator_state import PreparedObjects, load_state, save_state
 from trainer.checkpoint.save import run_on_all_ranks, writer_rank_of
 from trainer.distributed import guards
 from trainer.distributed.process_control import on_main
@@ -125,8 +125,8 @@ def refuse_on_1(*_: Any) -> None:
 def test_a_failing_state_hook_raises_before_the_next_hook_runs_a_collective(ranks3, function):
     def body() -> str:
         state = PartialState()
-        save_state("out", Prepared(), state, hooks=[speak])
-        return str(function("out", Prepared(), state, hooks=[refuse_on_1, speak]))
+        save_state("out", PreparedObjects(), state, hooks=[speak])
+        return str(function("out", PreparedObjects(), state, hooks=[refuse_on_1, speak]))
 
     for found in outcomes(ranks3, body):
         assert found.startswith("CheckpointError: ")
@@ -138,9 +138,9 @@ def test_a_failing_state_hook_raises_before_the_next_hook_runs_a_collective(rank
 def test_a_collective_in_a_hook_of_one_rank_alone_raises(ranks2, function):
     def body(*hooks: Any) -> str:
         state = PartialState()
-        save_state("out", Prepared(step=5), state)
+        save_state("out", PreparedObjects(step=5), state)
         own = hooks if state.process_index == 0 else ()
-        return str(function("out", Prepared(step=5), state, hooks=own))
+        return str(function("out", PreparedObjects(step=5), state, hooks=own))
 
     assert len(set(outcomes(ranks2, lambda: body(lambda *_: None)))) == 1
     found = outcomes(ranks2, lambda: body(lambda *_: None, speak))

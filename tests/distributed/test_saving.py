@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer import Accelerator
 from trainer.checkpoint import main_alone
-from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
+from trainer.checkpoint.accelerator_state import PreparedObjects, load_state, save_state
 from trainer.checkpoint.accelerator_state import load_state as load_project
 from trainer.checkpoint.accelerator_state import save_state as save_project
 from trainer.checkpoint.storage import verify
@@ -32,13 +32,15 @@ class Node:
         self.is_local_main_process = True
 
 
-def make(seed: int) -> Prepared:
+def make(seed: int) -> PreparedObjects:
     torch.manual_seed(seed)
     model = nn.Linear(3, 2)
-    return Prepared(models=[model], optimizers=[torch.optim.AdamW(model.parameters())], step=seed)
+    return PreparedObjects(
+        models=[model], optimizers=[torch.optim.AdamW(model.parameters())], step=seed
+    )
 
 
-def train(prepared: Prepared) -> float:
+def train(prepared: PreparedObjects) -> float:
     loss = prepared.models[0](torch.rand(4, 3)).sum()
     loss.backward()
     prepared.optimizers[0].step()
@@ -82,11 +84,11 @@ def test_loading_on_fewer_and_more_processes(ranks2, ranks4):
     def save():
         state = PartialState()
         torch.manual_seed(state.process_index)
-        save_state("out", Prepared(step=3), state)
+        save_state("out", PreparedObjects(step=3), state)
         return torch.rand(1).item()
 
     def load():
-        step = load_state("out", Prepared(), PartialState())
+        step = load_state("out", PreparedObjects(), PartialState())
         return step, torch.rand(1).item()
 
     drawn = ranks4(save)
@@ -134,9 +136,9 @@ def test_an_error_on_one_rank_raises_on_all_and_changes_nothing(ranks2, rank):
 def test_all_ranks_use_the_folder_of_rank_0(ranks2):
     def body():
         state = PartialState()
-        missing = outcome(load_state, "nothing", Prepared(), state)
-        saved = outcome(save_state, f"out-{state.process_index}", Prepared(step=7), state)
-        loaded = outcome(load_state, f"out-{state.process_index}", Prepared(), state)
+        missing = outcome(load_state, "nothing", PreparedObjects(), state)
+        saved = outcome(save_state, f"out-{state.process_index}", PreparedObjects(step=7), state)
+        loaded = outcome(load_state, f"out-{state.process_index}", PreparedObjects(), state)
         return missing, saved, loaded
 
     seen = ranks2(body)

@@ -14,6 +14,7 @@ Two files are not loaded, with a warning: ``sampler.bin`` holds pickled sampler 
 from __future__ import annotations
 
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def read(path: Path, rank: int, local_rank: int) -> dict[str, Any]:
     if sharded := sorted(file.parent for file in path.glob("*/.metadata")):
         raise CheckpointError(
             f"{path} holds a sharded model in torch.distributed.checkpoint's format "
-            f"({', '.join(each.name for each in sharded)}), whose .metadata is a pickle: reading "
+            f"({', '.join(part.name for part in sharded)}), whose .metadata is a pickle: reading "
             "it can run any code. If you trust it, let torch convert the weights: "
             f"{CONVERTS.format(path / 'pytorch_model_fsdp_0')}, and load them before prepare: "
             "load_checkpoint_in_model(model, 'weights.bin'). The optimizers begin anew."
@@ -58,8 +59,8 @@ def read(path: Path, rank: int, local_rank: int) -> dict[str, Any]:
     )
     if ranks and rank not in ranks and rank < ranks[-1]:
         raise CheckpointError(f"{_random_states_file(path, rank)} is missing.")
-    own = _random_states(path, rank) if rank in ranks else None
-    first = _random_states(path, ranks[0]) if ranks and own is None else own
+    states = _random_states(path, rank) if rank in ranks else None
+    first = _random_states(path, ranks[0]) if ranks and states is None else states
     files = {
         "optimizers": _numbered(path, "optimizer"),
         "schedulers": _numbered(path, "scheduler"),
@@ -68,16 +69,16 @@ def read(path: Path, rank: int, local_rank: int) -> dict[str, Any]:
             for number in range(len(list(path.glob("custom_checkpoint_*.pkl"))))
         ],
     }
-    scaler = [each for each in (path / "scaler.pt",) if each.exists()]
+    scaler = [path / "scaler.pt"] if (path / "scaler.pt").exists() else []
     return {
         "weights": [_read_model(path, number) for number in range(_count_models(path))],
         "trees": {
             file.stem: read_torch_file(file)
-            for file in (*(each for kind in files.values() for each in kind), *scaler)
+            for file in (*chain.from_iterable(files.values()), *scaler)
         },
-        "counts": {kind: len(each) for kind, each in files.items()},
+        "counts": {kind: len(numbered) for kind, numbered in files.items()},
         "loaders": None,
-        "rng": _generators(own, local_rank),
+        "rng": _generators(states, local_rank),
         "first_rng": _generators(first, local_rank),
         "step": (first or {}).get("step", 0),
         "lost": [

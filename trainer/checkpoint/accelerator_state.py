@@ -124,7 +124,7 @@ class Stateful(Protocol):
 
 
 @dataclass(kw_only=True)
-class Prepared:
+class PreparedObjects:
     """The objects that an `Accelerator` saves and loads.
 
     Attributes:
@@ -180,8 +180,8 @@ class Prepared:
         steps = [getattr(optimizer, "steps", 0) for optimizer in self.optimizers]
         return [progress.joint, self.step, steps]
 
-    def settle(self, *, drops_gradients: bool = False) -> None:
-        """See `trainer.engines.base.Engine.settle`."""
+    def reshard(self, *, drops_gradients: bool = False) -> None:
+        """See `trainer.engines.base.Engine.reshard`."""
         if self.engine is not None:
             for model in self.models:
                 self.engine.reshard(model, drops_gradients=drops_gradients)
@@ -195,13 +195,13 @@ class Prepared:
     def owners(self) -> dict[str, Stateful]:
         """Return the objects with a file of their own, by its stem, in the order of loading."""
         owners: dict[str, Stateful] = {
-            _STEMS["optimizers"](n): each for n, each in enumerate(self.optimizers)
+            _STEMS["optimizers"](n): optimizer for n, optimizer in enumerate(self.optimizers)
         }
-        owners |= {_STEMS["schedulers"](n): each for n, each in enumerate(self.schedulers)}
+        owners |= {_STEMS["schedulers"](n): schedule for n, schedule in enumerate(self.schedulers)}
         if self.scaler is not None:
             owners["scaler"] = self.scaler
         return owners | {
-            _STEMS["custom_objects"](n): each for n, each in enumerate(self.custom_objects)
+            _STEMS["custom_objects"](n): obj for n, obj in enumerate(self.custom_objects)
         }
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -230,7 +230,7 @@ def _rank_stem(rank: int) -> str:
 
 def save_state(
     output_dir: str | os.PathLike[str] | None,
-    prepared: Prepared,
+    prepared: PreparedObjects,
     processes: Ranks,
     project: ProjectConfiguration | None = None,
     *,
@@ -278,7 +278,7 @@ def save_state(
         elif late := main_alone.join_or_find(where):
             return _add_to(late, prepared, rank, project, hooks)
     elif several and not prepared.replicated:
-        main_alone.meet(processes.process_index, processes.num_processes)
+        main_alone.wait_for_all_ranks(processes.process_index, processes.num_processes)
     save = partial(
         _save, output_dir, prepared, project, safe_serialization, hooks, processes.num_processes
     )
@@ -309,7 +309,7 @@ def save_state(
 
 def _save(
     output_dir: str | os.PathLike[str] | None,
-    prepared: Prepared,
+    prepared: PreparedObjects,
     project: ProjectConfiguration,
     safe_serialization: bool,
     hooks: Iterable[SaveHook],
@@ -347,7 +347,7 @@ def _save(
     def take(_: Path) -> None:
         if processes.num_processes > 1 and processes.is_main_process:
             main_alone.forget()  # all have come
-        prepared.settle()
+        prepared.reshard()
         engine = prepared.engine
         gathers = engine is not None and engine.full_state_on_rank0
         every.extend(map(engine.full_state_dict if engine and gathers else bare_state_dict, models))
@@ -391,7 +391,7 @@ def _save(
 
 def _add_to(
     late: main_alone.SaveAlone,
-    prepared: Prepared,
+    prepared: PreparedObjects,
     rank: int,
     project: ProjectConfiguration,
     hooks: Iterable[SaveHook],
@@ -442,11 +442,11 @@ def check_shared_disk(on_each_node: bool) -> None:
         )
 
 
-def _check_same_models(every: list[dict[str, Any]], left: list[dict[str, Any]]) -> None:
+def _check_same_models(states: list[dict[str, Any]], remaining: list[dict[str, Any]]) -> None:
     """Check that hooks have left the same models to save on all processes; collective."""
-    numbers = [next(n for n, each in enumerate(every) if each is state) for state in left]
+    numbers = [next(n for n, s in enumerate(states) if s is state) for state in remaining]
     of_all = all_gather_object(numbers)
-    if any(each != numbers for each in of_all):
+    if any(rank_numbers != numbers for rank_numbers in of_all):
         raise CheckpointError(
             f"The hooks of save_state left the models {of_all} on the processes: each process "
             "writes its part of a sharded model, so remove the same ones on all"
@@ -460,7 +460,11 @@ def _call_hook(
 
 
 def _parts(
-    prepared: Prepared, weights: list[dict[str, Any]], processes: Ranks, writes: bool, safe: bool
+    prepared: PreparedObjects,
+    weights: list[dict[str, Any]],
+    processes: Ranks,
+    writes: bool,
+    safe: bool,
 ) -> list[StatePart]:
     """Return this process's parts of the checkpoint."""
     parts = []
@@ -469,10 +473,10 @@ def _parts(
         stem: state_of(owner, prepared.models) for stem, owner in prepared.owners().items()
     }
     loaders = [{"state": loader.state_dict()} for loader in prepared.dataloaders]
-    own = _own_state(prepared)
+    rank_state = _own_state(prepared)
     reduced: dict[str, Any] = {}
-    if shards is not None and own["gradients"] is not None:
-        own["gradients"], reduced = _separated(own["gradients"])
+    if shards is not None and rank_state["gradients"] is not None:
+        rank_state["gradients"], reduced = _separated(rank_state["gradients"])
     if writes or shards is not None:
         for number, state in enumerate(weights):
             with _naming(f"Model {number}"):
@@ -488,7 +492,7 @@ def _parts(
             parts.append(tree_part(reduced, _GRADIENTS, shards))
         with _naming("The state of the prepared loaders"):
             parts.append(tree_part(loaders, "sampler"))
-    of_rank = [tree_part(own, _rank_stem(processes.process_index))]
+    of_rank = [tree_part(rank_state, _rank_stem(processes.process_index))]
     if shards is not None:
         of_rank.append(shards_part(shards))
     return [*(parts if writes else ()), *of_rank]
@@ -496,8 +500,8 @@ def _parts(
 
 def _separated(gradients_: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split gradients into those of this process and the sharded ones, reduced over all."""
-    sharded = {name: each for name, each in gradients_.items() if is_sharded(each)}
-    return {n: each for n, each in gradients_.items() if n not in sharded}, sharded
+    sharded = {name: gradient for name, gradient in gradients_.items() if is_sharded(gradient)}
+    return {n: gradient for n, gradient in gradients_.items() if n not in sharded}, sharded
 
 
 @contextmanager
@@ -509,7 +513,7 @@ def _naming(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} cannot be saved. {error}") from error
 
 
-def _own_state(prepared: Prepared) -> dict[str, Any]:
+def _own_state(prepared: PreparedObjects) -> dict[str, Any]:
     """Return the per-rank state of this process."""
     engine = {} if prepared.engine is None else prepared.engine.state_dict()
     loaders = {
@@ -528,13 +532,13 @@ def _own_state(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _gradients_of(prepared: Prepared) -> dict[str, Any] | None:
+def _gradients_of(prepared: PreparedObjects) -> dict[str, Any] | None:
     """Return gradients of an open window (even if there are none) or of optimizers yet to step."""
     named = prepared.named_parameters()
     if prepared.window_open:
-        return gradients.take(named)
+        return gradients.collect(named)
     ours = set(map(id, parameters_of(prepared.waiting)))
-    return gradients.take({name: p for name, p in named.items() if id(p) in ours}) or None
+    return gradients.collect({name: p for name, p in named.items() if id(p) in ours}) or None
 
 
 @dataclass(kw_only=True)
@@ -551,7 +555,7 @@ class Stored:
         rng: This rank's RNG states as `trainer.rng.rng_state` returns them; None if this rank saved
             none.
         first_rng: The first rank's RNG states.
-        step: See `Prepared`.
+        step: See `PreparedObjects`.
         gradients: Gradients of an incomplete accumulation window or of optimizers that had not
             stepped, see `trainer.checkpoint.gradients`. None if there were none, or if the folder's
             format does not have them.
@@ -578,7 +582,7 @@ class Stored:
 
 def load_state(
     input_dir: str | os.PathLike[str] | None,
-    prepared: Prepared,
+    prepared: PreparedObjects,
     processes: Ranks,
     project: ProjectConfiguration | None = None,
     *,
@@ -638,9 +642,9 @@ def load_state(
         lambda: _check_folder(target), processes, here=main, operation="load_state (arguments)"
     )
     writer_rank = writer_rank_of(processes, on_each_node, operation="load_state (machines)")
-    place = Path(step("folder", lambda: os.path.abspath(target) if main else "")[writer_rank])
+    absolute = Path(step("folder", lambda: os.path.abspath(target) if main else "")[writer_rank])
     share = share_of(processes, on_each_node)
-    examined = step("files", lambda: share and find_state(place, share=share))[writer_rank]
+    examined = step("files", lambda: share and find_state(absolute, share=share))[writer_rank]
     assert examined is not None  # it is the writer rank's
     path, manifest = examined
     for number in range(max(step("hooks", lambda: len(called)))):
@@ -726,10 +730,10 @@ def find_state(
         CheckpointError: If the folder is damaged, or does not hold a state of an `Accelerator`.
     """
     path = locate(Path(os.path.abspath(target)))
-    manifests = [each for each in (path, path / STAGING) if (each / MANIFEST).exists()]
+    manifests = [folder for folder in (path, path / STAGING) if (folder / MANIFEST).exists()]
     if not manifests and accelerate_format.recognised(path):
         return path, None
-    weights = [each for each in _WEIGHTS if (path / each).exists()]
+    weights = [name for name in _WEIGHTS if (path / name).exists()]
     if weights and not manifests and not any(path.glob("random_states_*.json")):
         raise CheckpointError(
             f"{path} holds weights ({weights[0]}), but no state of save_state: there is no "
@@ -777,15 +781,17 @@ def _read_trees(reader: Reader, *, later: bool) -> dict[str, Any]:
     }
 
 
-def _read(reader: Reader, rank: int, processes: int, prepared: Prepared) -> Stored:
+def _read(reader: Reader, rank: int, processes: int, prepared: PreparedObjects) -> Stored:
     saved_by, hooked = reader.manifest["world_size"], bool(prepared.communication)
     later = prepared.mesh is not None  # each process needs a share of what whole files hold
     here = _ranks_in(reader)
-    own = reader.tree(_rank_stem(rank)) if rank in here and saved_by == processes else {}
+    own_state = reader.tree(_rank_stem(rank)) if rank in here and saved_by == processes else {}
     # Sharded gradients are reduced ones, and an engine gets the states of all ranks.
-    needs_all = (prepared.mesh is not None and own.get("gradients")) or own.get("engine")
-    wanted = [rank] if own and not needs_all else here
-    ranks = {each: reader.tree(_rank_stem(each)) for each in wanted}
+    needs_all = (prepared.mesh is not None and own_state.get("gradients")) or own_state.get(
+        "engine"
+    )
+    wanted = [rank] if own_state and not needs_all else here
+    ranks = {number: reader.tree(_rank_stem(number)) for number in wanted}
     first = ranks.get(rank) or ranks[min(ranks)]
 
     def of_all(how: str, what: str) -> list[dict[str, Any]]:
@@ -800,28 +806,28 @@ def _read(reader: Reader, rank: int, processes: int, prepared: Prepared) -> Stor
     # Earlier releases saved neither gradients nor states of communication hooks.
     own_gradients, communication = first.get("gradients"), first.get("communication", [])
     if own_gradients is not None and saved_by == processes and prepared.mesh is None:
-        own_gradients = gradients.given([own_gradients], 0, 1)
+        own_gradients = gradients.for_rank([own_gradients], 0, 1)
     elif own_gradients is not None:
         every = [r["gradients"] or {} for r in of_all("before an update", "the gradients")]
-        own_gradients = gradients.given(every, rank, 0)  # the mean
+        own_gradients = gradients.for_rank(every, rank, 0)  # the mean
         if saved_by == processes:  # what is not sharded here is each rank's own
             sharded = {n for n, p in prepared.named_parameters().items() if is_sharded(p)}
-            mine = gradients.given(every, rank, processes)
-            own_gradients |= {n: each for n, each in mine.items() if n not in sharded}
+            mine = gradients.for_rank(every, rank, processes)
+            own_gradients |= {n: g for n, g in mine.items() if n not in sharded}
     if f"{_GRADIENTS}.json" in reader.files:
         own_gradients = {**(own_gradients or {}), **reader.tree(_GRADIENTS)}
     if hooked and communication and saved_by != processes:
         every = of_all("with a communication hook", "its state")
-        by_hook = zip(*(each["communication"] for each in every), strict=True)
+        by_hook = zip(*(state["communication"] for state in every), strict=True)
         communication = [for_processes(states, rank, processes) for states in by_hook]
     trees = _read_trees(reader, later=later)
     for number, state in first.get("loaders", {}).items():  # of streams that were split by process
-        if not own and state["batches"]:
+        if not own_state and state["batches"]:
             raise CheckpointError(
                 f"{reader.path} was saved inside a pass of a stream that was split over {saved_by} "
                 f"processes. Load it with {saved_by} processes, or save at the end of a pass."
             )
-        trees["loaders"][int(number)] = {"state": state if own else {**state, "stream": None}}
+        trees["loaders"][int(number)] = {"state": state if own_state else {**state, "stream": None}}
     return Stored(
         path=reader.path,
         weights=[
@@ -834,7 +840,7 @@ def _read(reader: Reader, rank: int, processes: int, prepared: Prepared) -> Stor
         gradients=own_gradients,
         window_open=first.get("window_open", True),
         communication=communication if hooked else [],
-        engines=[each.get("engine", {}) for each in ranks.values()] if "engine" in first else [],
+        engines=[state.get("engine", {}) for state in ranks.values()] if "engine" in first else [],
         **trees,
     )
 
@@ -842,7 +848,7 @@ def _read(reader: Reader, rank: int, processes: int, prepared: Prepared) -> Stor
 def _check(
     stored: Stored,
     models: Sequence[nn.Module],
-    prepared: Prepared,
+    prepared: PreparedObjects,
     *,
     strict: bool,
     model_kwargs: Mapping[str, Any],
@@ -877,10 +883,10 @@ def _check(
     notes += _check_rest(stored, prepared, strict=strict)
     for number, (model, weights) in enumerate(zip(models, stored.weights, strict=False)):
         stored.weights[number] = weights = own_names(model, weights)
-        whole = None
+        described = None
         if prepared.engine is not None and prepared.gathers:
-            whole = prepared.engine.described_weights(model)
-        _check_model(f"Model {number} of {stored.path}", model, weights, whole, strict=strict)
+            described = prepared.engine.described_weights(model)
+        _check_model(f"Model {number} of {stored.path}", model, weights, described, strict=strict)
         inspect.signature(model.load_state_dict).bind(weights, strict=strict, **model_kwargs)
     for number, optimizer in enumerate(prepared.optimizers):
         state = stored.trees[_STEMS["optimizers"](number)]
@@ -890,7 +896,7 @@ def _check(
     return notes
 
 
-def _check_rest(stored: Stored, prepared: Prepared, *, strict: bool) -> list[str]:
+def _check_rest(stored: Stored, prepared: PreparedObjects, *, strict: bool) -> list[str]:
     notes = []
     if prepared.scaler is not None and "scaler" not in stored.trees:
         text = f"{stored.path} holds no state of a gradient scaler."
@@ -928,11 +934,11 @@ def _check_model(
     what: str,
     model: nn.Module,
     weights: dict[str, torch.Tensor],
-    whole: Mapping[str, Any] | None = None,
+    described: Mapping[str, Any] | None = None,
     *,
     strict: bool,
 ) -> None:
-    here = model.state_dict(keep_vars=True) if whole is None else whole
+    here = model.state_dict(keep_vars=True) if described is None else described
     by_value = {id(here[name]): weights[name] for name in weights if name in here}
     # A tied weight may have been saved under its other name; a lazy module had nothing to save.
     for name, value in here.items():
@@ -943,7 +949,7 @@ def _check_model(
     shapes = {
         name: tuple(value.shape) for name, value in weights.items() if hasattr(value, "shape")
     }
-    mismatch = compare(model, shapes, whole)
+    mismatch = compare(model, shapes, described)
     if not strict:
         mismatch.missing, mismatch.unexpected = [], []
     if mismatch:
@@ -966,7 +972,7 @@ def _check_optimizer(what: str, optimizer: Any, state: Any) -> None:
         )
 
 
-def _check_gradients(stored: Stored, prepared: Prepared) -> list[str]:
+def _check_gradients(stored: Stored, prepared: PreparedObjects) -> list[str]:
     scaled = "scaler" in stored.trees
     if scaled != (prepared.scaler is not None):
         how = f"{'' if scaled else 'not '}scaled as in fp16"
@@ -983,13 +989,13 @@ def _check_gradients(stored: Stored, prepared: Prepared) -> list[str]:
 def dtypes_of(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[int, torch.dtype]:
     """Return the dtypes of saved weights by the ``id`` of the parameters that they load into."""
     named = model.named_parameters()
-    return {id(each): weights[name].dtype for name, each in named if name in weights}
+    return {id(parameter): weights[name].dtype for name, parameter in named if name in weights}
 
 
 def _apply(
     stored: Stored,
     models: Sequence[nn.Module],
-    prepared: Prepared,
+    prepared: PreparedObjects,
     *,
     rank: int,
     strict: bool,
@@ -999,7 +1005,7 @@ def _apply(
     dtypes: dict[int, torch.dtype] = {}
     for model, weights in zip(models, stored.weights, strict=False):
         dtypes |= dtypes_of(model, weights)
-    prepared.settle(drops_gradients=True)
+    prepared.reshard(drops_gradients=True)
     for model, weights in zip(models, stored.weights, strict=False):
         if prepared.engine is not None and prepared.gathers:
             load_whole(model, weights, prepared.engine.load_weights)
@@ -1019,8 +1025,10 @@ def _apply(
     if stored.gradients is not None or prepared.window_open:
         named = prepared.named_parameters()
         saved = {
-            name: each if isinstance(each, ShardedTensor) else like(each, named.get(name))
-            for name, each in (stored.gradients or {}).items()
+            name: gradient
+            if isinstance(gradient, ShardedTensor)
+            else like(gradient, named.get(name))
+            for name, gradient in (stored.gradients or {}).items()
         }
         gradients.put(named, saved)
     if stored.rng is not None:
@@ -1088,7 +1096,7 @@ def _newest(project: ProjectConfiguration, processes: Ranks) -> tuple[Path, int]
     """
     root = _root(project)
     writes = is_writer_rank(processes, project.save_on_each_node)
-    found = newest_sound(
+    newest = newest_sound(
         root,
         processes,
         list_=lambda: {number: (path, None) for number, path in _in_project(root).items()},
@@ -1096,7 +1104,7 @@ def _newest(project: ProjectConfiguration, processes: Ranks) -> tuple[Path, int]
         on_each_node=project.save_on_each_node,
         operation="load_state (choose)",
     )
-    if found is None:
+    if newest is None:
         raise CheckpointError(
             f"{root} holds no checkpoint_<number>. Start without load_state(), or pass the folder "
             "to load."
@@ -1107,4 +1115,4 @@ def _newest(project: ProjectConfiguration, processes: Ranks) -> tuple[Path, int]
         processes,
         operation="load_state (number)",
     )
-    return found, max(numbers) + 1
+    return newest, max(numbers) + 1

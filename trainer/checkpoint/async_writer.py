@@ -39,11 +39,11 @@ class HostCopies:
         device are only enqueued here. They run in stream order, so later kernels cannot change what
         they read.
         """
-        kept: dict[tuple[int, str], Tensor] = {}
+        buffers: dict[tuple[int, str], Tensor] = {}
         for number, part in enumerate(parts):
             for name, tensor in part.tensors.items():
-                kept[number, name] = self._copy(tensor, self._kept.get((number, name)))
-        self._kept = kept
+                buffers[number, name] = self._copy(tensor, self._kept.get((number, name)))
+        self._kept = buffers
         arrivals = _events_of([tensor for part in parts for tensor in part.tensors.values()])
         writers = [part.write for part in parts]  # keep no reference to the live tensors
         files = files_of(parts)
@@ -52,7 +52,9 @@ class HostCopies:
             for arrival in arrivals:
                 arrival.synchronize()
             for number, write_one in enumerate(writers):
-                write_one({name: t for (part, name), t in kept.items() if part == number}, folder)
+                write_one(
+                    {name: t for (part, name), t in buffers.items() if part == number}, folder
+                )
             return files
 
         return write

@@ -30,16 +30,16 @@ def named_parameters(
     """
     named: dict[str, Parameter] = {}
     for number, model in enumerate(models):
-        own = bare_names(model, model.named_parameters())
-        named |= {f"{number}.{name}": parameter for name, parameter in own}
-    known = set(map(id, named.values()))
+        parameters = bare_names(model, model.named_parameters())
+        named |= {f"{number}.{name}": parameter for name, parameter in parameters}
+    seen = set(map(id, named.values()))
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    loose = (each for group in groups for each in group["params"] if id(each) not in known)
+    loose = (p for group in groups for p in group["params"] if id(p) not in seen)
     unique = {id(parameter): parameter for parameter in loose}.values()
     return named | {f"optimizer.{number}": each for number, each in enumerate(unique)}
 
 
-def take(named: Mapping[str, Parameter]) -> dict[str, Any]:
+def collect(named: Mapping[str, Parameter]) -> dict[str, Any]:
     """Return the gradients that exist (``.grad`` is not None) by parameter name, for saving."""
     return {
         name: _packed(parameter.grad.detach())
@@ -48,7 +48,7 @@ def take(named: Mapping[str, Parameter]) -> dict[str, Any]:
     }
 
 
-def given(ranks: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Tensor]:
+def for_rank(ranks: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Tensor]:
     """Return the gradients that this rank restores, from the gradients of all ranks that saved.
 
     With the same number of processes, each rank gets its own. With a different number, each rank
@@ -56,9 +56,10 @@ def given(ranks: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dic
     """
     if len(ranks) == world_size:
         return {name: _unpacked(value) for name, value in ranks[rank].items()}
-    names = {name: None for each in ranks for name in each}
+    names = {name: None for gradients in ranks for name in gradients}
     return {
-        name: reduce(add, [_unpacked(each[name]) for each in ranks if name in each]) / len(ranks)
+        name: reduce(add, [_unpacked(gradients[name]) for gradients in ranks if name in gradients])
+        / len(ranks)
         for name in names
     }
 

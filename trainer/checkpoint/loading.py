@@ -160,8 +160,8 @@ def read_each(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
             tied = tied_names(opened.metadata() or {}, set(names))
             for name in names:
                 tensor = opened.get_tensor(name)
-                for each in (name, *(other for other, first in tied.items() if first == name)):
-                    yield each, tensor
+                for alias in (name, *(other for other, first in tied.items() if first == name)):
+                    yield alias, tensor
         return
     yield from _torch_weights(file).items()
 
@@ -355,15 +355,15 @@ def load_whole(
     load: Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], None],
 ) -> None:
     """Load weights of which only an engine can copy the tensors; `load` copies whole ones."""
-    extra = {name: whole(each) for name, each in weights.items() if name.endswith(EXTRA_STATE)}
-    load(module, {name: whole(each) for name, each in weights.items() if name not in extra})
-    module.load_state_dict({n: extra_state(each) for n, each in extra.items()}, strict=False)
+    extra = {name: whole(tensor) for name, tensor in weights.items() if name.endswith(EXTRA_STATE)}
+    load(module, {name: whole(tensor) for name, tensor in weights.items() if name not in extra})
+    module.load_state_dict({n: extra_state(tensor) for n, tensor in extra.items()}, strict=False)
 
 
 def _translates(module: torch.nn.Module) -> bool:
     """Return whether a module's loading may change the names or shapes of weights."""
-    loaders = (type(each)._load_from_state_dict for each in module.modules())
-    return renames(module) or any(not each.__module__.startswith("torch.nn.") for each in loaders)
+    loaders = (type(part)._load_from_state_dict for part in module.modules())
+    return renames(module) or any(not part.__module__.startswith("torch.nn.") for part in loaders)
 
 
 def _load(
@@ -409,14 +409,14 @@ def _load_translated(
     """Load, and return the key mismatch that remains after the load hooks renamed keys."""
     shapes = mismatch.misshaped
     try:
-        found, shapes = _load(module, weights, where), {}
+        keys, shapes = _load(module, weights, where), {}
     except CheckpointError:
         if not shapes:
             raise
-        found = _load(module, _without(weights, shapes), where)
+        keys = _load(module, _without(weights, shapes), where)
     # A name tied to a saved one is not missing.
-    missing = [name for name in found.missing_keys if name in mismatch.missing]
-    return KeyMismatch(missing, list(found.unexpected_keys), shapes)
+    missing = [name for name in keys.missing_keys if name in mismatch.missing]
+    return KeyMismatch(missing, list(keys.unexpected_keys), shapes)
 
 
 def _without(weights: Mapping[str, torch.Tensor], names: Container[str]) -> dict[str, torch.Tensor]:

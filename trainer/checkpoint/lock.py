@@ -53,7 +53,7 @@ def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
     Raises:
         ValueError: Another run, perhaps of this process, uses the folder. The message names it.
     """
-    descriptor, made = None, [each for each in (folder, *folder.parents) if not each.exists()]
+    descriptor, made = None, [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = _take(folder / LOCK)
@@ -67,9 +67,9 @@ def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
     finally:
         if descriptor in _open:  # not in a forked child, which has closed it
             _give_up(descriptor, folder / LOCK)
-        for each in made:
+        for directory in made:
             try:
-                each.rmdir()
+                directory.rmdir()
             except OSError:  # usually it is not empty, or it was never created
                 break
 

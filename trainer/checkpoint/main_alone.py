@@ -116,17 +116,17 @@ def save_alone(progress: Any) -> bool:
     line, number, latest = _line_of_caller(), memory.number + 1, _parsed(_read())
     if latest is not None and latest.number == memory.number and latest.added:
         memory.joint[memory.line] = True  # they only came late
-    known, begun = memory.joint.get(line), time.monotonic()
-    patience = 0.0 if known is False else _MEETING if known else _PATIENCE
+    is_joint, begun = memory.joint.get(line), time.monotonic()
+    patience = 0.0 if is_joint is False else _MEETING if is_joint else _PATIENCE
     with guards.waiting:
         while (value := _read()) != _JOINT:
-            found, waited = _parsed(value), time.monotonic() - begun
-            calls = found.calls + 1 if found and found.progress == progress else 1
+            announced, waited = _parsed(value), time.monotonic() - begun
+            calls = announced.calls + 1 if announced and announced.progress == progress else 1
             alone = SaveAlone(number=number, progress=progress, calls=calls)
-            adds = found is not None and found.status == "adding"
+            adds = announced is not None and announced.status == "adding"
             if adds or (waited < patience and not _others_are_elsewhere()):
                 time.sleep(_PAUSE)
-            elif known and waited >= patience:
+            elif is_joint and waited >= patience:
                 _swap(value, _JOINT)  # the collective says who is missing
             elif _swap(value, _text(alone)):
                 memory.joint[line], memory.line, memory.number = False, line, number
@@ -137,10 +137,10 @@ def save_alone(progress: Any) -> bool:
 
 def end_alone(path: Path | None) -> None:
     """Say on the main process that it has saved alone to a folder; None if that failed."""
-    found = _parsed(value := _read())
-    assert found is not None
+    announced = _parsed(value := _read())
+    assert announced is not None
     status = "failed" if path is None else "saved"
-    _swap(value, _text(replace(found, path=str(path or ""), status=status)))
+    _swap(value, _text(replace(announced, path=str(path or ""), status=status)))
 
 
 def join_or_find(progress: Any) -> SaveAlone | None:
@@ -157,14 +157,18 @@ def join_or_find(progress: Any) -> SaveAlone | None:
     memory.progress = progress
     with guards.waiting:
         while True:
-            found = _parsed(value := _read())
-            if found is None or found.progress != progress or found.calls < memory.calls:
+            announced = _parsed(value := _read())
+            if (
+                announced is None
+                or announced.progress != progress
+                or announced.calls < memory.calls
+            ):
                 if value == _JOINT or _swap(value, _JOINT):
                     return None
-            elif found.status == "failed":
+            elif announced.status == "failed":
                 raise CheckpointError("save_state failed on the main process, see its error.")
-            elif found.status == "saved":
-                return replace(found, number=found.number - found.calls + memory.calls)
+            elif announced.status == "saved":
+                return replace(announced, number=announced.number - announced.calls + memory.calls)
             time.sleep(_PAUSE)
 
 
@@ -174,13 +178,13 @@ def add(save: SaveAlone, rank: int, work: Callable[[], object]) -> bool:
     Returns:
         Whether it was run. The main process may have saved again meanwhile.
     """
-    while (found := _parsed(value := _read())) and found.number == save.number:
-        if found.status == "saved" and _swap(value, _text(replace(found, status="adding"))):
+    while (announced := _parsed(value := _read())) and announced.number == save.number:
+        if announced.status == "saved" and _swap(value, _text(replace(announced, status="adding"))):
             try:
                 work()
             finally:
-                added = replace(found, added=[*found.added, rank])
-                _swap(_text(replace(found, status="adding")), _text(added))
+                added = replace(announced, added=[*announced.added, rank])
+                _swap(_text(replace(announced, status="adding")), _text(added))
             return True
         time.sleep(_PAUSE)
     return False
@@ -192,7 +196,7 @@ def forget() -> None:
         _swap(value, "")
 
 
-def meet(rank: int, size: int) -> None:
+def wait_for_all_ranks(rank: int, size: int) -> None:
     """Wait in the store for all processes, where none may save alone.
 
     They meet there because a collective of the models that another process has gone on to could be
@@ -203,11 +207,11 @@ def meet(rank: int, size: int) -> None:
     """
     store = guards.store_of(None)
     store.set(f"{_KEY}/{rank}", str(guards.progress.joint))
-    keys = {each: f"{_KEY}/{each}" for each in range(size)} if rank == 0 else {}
+    keys = {peer: f"{_KEY}/{peer}" for peer in range(size)} if rank == 0 else {}
     until = time.monotonic() + _MEETING  # then the collective says who is missing
     with guards.waiting:
         while missing := [n for n, key in keys.items() if not _has_come(store, key)]:
-            if gone := [each for each in guards.progress.ahead("forward") if each in missing]:
+            if gone := [peer for peer in guards.progress.ahead("forward") if peer in missing]:
                 raise DistributedOperationException(
                     f"save_state was called by the main process, but rank "
                     f"{', '.join(map(str, gone))} has gone on to the next forward pass. Each "
@@ -234,8 +238,8 @@ def _read() -> str:
 
 
 def _swap(seen: str, new: str) -> bool:
-    found: bytes = guards.store_of(None).compare_set(_KEY, seen, new)
-    return found.decode() == new
+    stored: bytes = guards.store_of(None).compare_set(_KEY, seen, new)
+    return stored.decode() == new
 
 
 def _text(save: SaveAlone) -> str:

@@ -188,9 +188,9 @@ class Reader:
             raise CheckpointError(f"The manifest of {self.path} lists no {' or '.join(names)}.")
         if file.suffix == ".safetensors" and later:
             opened = TensorFile(file)
-            found = opened.tensors()
-            tied = tied_names(opened.metadata, found)
-            return {name: found[first] for name, first in tied.items()} | found
+            tensors = opened.tensors()
+            tied = tied_names(opened.metadata, tensors)
+            return {name: tensors[first] for name, first in tied.items()} | tensors
         if file.suffix == ".safetensors":
             return read_weights(file)
         weights: dict[str, torch.Tensor] = read_torch_file(file)

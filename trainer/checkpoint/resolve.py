@@ -128,15 +128,15 @@ def newest_sound(
     share = share_of(state, on_each_node)
     list_here = list_ or (lambda: _by_step(root))
     first = writer_rank_of(state, on_each_node, operation=operation)
-    found = run_on_all_ranks(
+    listings = run_on_all_ranks(
         what, lambda: list_here() if is_writer else None, state, operation=operation
     )
-    listed = {rank: each for rank, each in enumerate(found) if each is not None}
+    listed = {rank: listing for rank, listing in enumerate(listings) if listing is not None}
     some = set[int]().union(*listed.values())
     for number in sorted(some, reverse=True):
         if problem := _difference(number, listed):
             if state.is_main_process:
-                path, _ = next(each[number] for each in listed.values() if number in each)
+                path, _ = next(listing[number] for listing in listed.values() if number in listing)
                 logger.warning("%s is not used: %s.", path, problem)
             continue
         path, _ = listed[first][number]  # the writer rank's path: working directories may differ
@@ -147,7 +147,9 @@ def newest_sound(
             operation=operation,
         )
         seen = [verdicts[state.process_index]] if on_each_node else verdicts
-        if is_writer and (damages := [each.text for each in seen if each and each.damaged]):
+        if is_writer and (
+            damages := [verdict.text for verdict in seen if verdict and verdict.damaged]
+        ):
             logger.warning("%s is not used: %s", path, damages[0])
         if later := [verdict for verdict in verdicts if verdict and not verdict.damaged]:
             raise LaterReleaseError(
@@ -193,9 +195,9 @@ def _check_not_weights_only(
         return [path for root in roots for path in committed(root) if holds_weights_only(path)]
 
     lists = run_on_all_ranks("Looking for checkpoints", find, state)
-    if found := [path for paths in lists for path in paths]:
+    if weights_only := [path for paths in lists for path in paths]:
         raise CheckpointError(
-            f"{found[-1]} holds only weights (save_weights_only=True), as do all checkpoints "
+            f"{weights_only[-1]} holds only weights (save_weights_only=True), as do all others "
             f"there; no run can be resumed from them. {instead}"
         )
 
@@ -244,9 +246,9 @@ def _of_one_run(choose_here: Callable[[], Path], state: Ranks, on_each_node: boo
         path = choose_here()
         return path, run_id_of(path) if is_writer_rank(state, on_each_node) else None
 
-    found = run_on_all_ranks("Choosing a checkpoint", look, state)
-    runs = {rank: run_id for rank, (_, run_id) in enumerate(found) if run_id is not None}
-    path = found[state.process_index][0]
+    choices = run_on_all_ranks("Choosing a checkpoint", look, state)
+    runs = {rank: run_id for rank, (_, run_id) in enumerate(choices) if run_id is not None}
+    path = choices[state.process_index][0]
     if len(set(runs.values())) > 1:
         raise CheckpointError(
             f"The machines have {path} from different runs ({_listing(runs)}). Copy one of them to "
@@ -266,12 +268,12 @@ def _newest_in_any(
             raise
         except CheckpointError as error:  # raised on all ranks
             refused.append(error)
-    found = [path for path in newest if path is not None]
-    if not found and refused:
+    paths = [path for path in newest if path is not None]
+    if not paths and refused:
         raise refused[0]
-    for each in refused:
-        logger.warning("%s A checkpoint of another folder is used.", each)
-    return max(found, key=lambda path: step_of(path) or 0, default=None)
+    for reason in refused:
+        logger.warning("%s A checkpoint of another folder is used.", reason)
+    return max(paths, key=lambda path: step_of(path) or 0, default=None)
 
 
 def _best(
@@ -283,17 +285,17 @@ def _best(
         )
     monitor, mode = monitors[0]
     is_writer = is_writer_rank(state, on_each_node)
-    found = run_on_all_ranks(
+    listings = run_on_all_ranks(
         "Choosing the best checkpoint",
         lambda: [_scores_in(root, monitor) for root in roots] if is_writer else None,
         state,
     )
-    machines = [each for each in found if each is not None]
+    machines = [listing for listing in listings if listing is not None]
     scores: dict[Path, float] = {
         root / name: value
         for root, first, *others in zip(roots, *machines, strict=True)
         for name, value in first.items()
-        if all(name in each for each in others)
+        if all(name in other for other in others)
     }
     if not scores:
         raise CheckpointError(

@@ -163,7 +163,7 @@ def run_on_all_ranks(
     outcomes: list[Any] = [outcome]
     if state.num_processes > 1:
         payloads = share(operation, payload, group)
-        outcomes = [pickle.loads(each) for each in payloads]  # noqa: S301 - from this run's ranks
+        outcomes = [pickle.loads(data) for data in payloads]  # noqa: S301 - from this run's ranks
     by_text: dict[str, list[str]] = {}  # ranks by error text: many may fail alike
     for rank, (_, text) in enumerate(outcomes):
         if text is not None:
@@ -262,7 +262,10 @@ def save_checkpoint(
             has its own disk and only the commit on one of them failed, the other machines have
             committed.
     """
-    what, place = f"Saving {target}", Path(os.path.abspath(target))  # hooks may change the folder
+    what, absolute = (
+        f"Saving {target}",
+        Path(os.path.abspath(target)),
+    )  # hooks may change the folder
     is_writer = is_writer_rank(state, on_each_node)
 
     def step(name: str, work: Callable[[], T]) -> list[T]:
@@ -271,9 +274,9 @@ def save_checkpoint(
     def open_() -> tuple[Path, Path]:
         if is_writer:
             if needs:
-                check_space(place.parent, needs)
-            return open_staging(place, shared=shared), target
-        return place, target
+                check_space(absolute.parent, needs)
+            return open_staging(absolute, shared=shared), target
+        return absolute, target
 
     def fill(work: Callable[[Path], Any]) -> Any:
         try:
@@ -300,14 +303,17 @@ def save_checkpoint(
             )
         written = step("write", lambda: describe_files(staging, fill(write) or ()))
         ours = [written[state.process_index]] if on_each_node else written
-        known = {name: described for each in ours for name, described in each.items()}
-        step("commit", lambda: commit(staging, place, manifest(), known) if is_writer else None)
+        described_files = {name: described for files in ours for name, described in files.items()}
+        step(
+            "commit",
+            lambda: commit(staging, absolute, manifest(), described_files) if is_writer else None,
+        )
     except (CheckpointError, DistributedOperationException):
         if is_writer:
             discard(staging)
         raise
     if is_writer:
-        _link_and_remove(place, links or {}, displaces)
+        _link_and_remove(absolute, links or {}, displaces)
     return target
 
 
@@ -345,7 +351,9 @@ def check_space(folder: Path, needs: int) -> None:
     Raises:
         CheckpointError: The folder is not writable, or too few bytes are free.
     """
-    there = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+    there = next(
+        parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent)
+    )
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         raise CheckpointError(
             f"checkpoints cannot be written to {folder}: {there} is not a folder that this user "

@@ -104,7 +104,7 @@ def encode_tree(tree: object, stem: str, shards: Any = None) -> tuple[str, dict[
     """
     tensors = _Tensors()
     tensors.shards = shards
-    encoded = _encode(tree, _Place(stem, ()), tensors)
+    encoded = _encode(tree, _KeyPath(stem, ()), tensors)
     file = f"{stem}.safetensors" if tensors else None
     document = json.dumps({"tensors": file, "tree": encoded}, allow_nan=False)
     if len(document) > _LARGEST:
@@ -314,9 +314,9 @@ def write_header(stream: BinaryIO, described: Mapping[str, Any], metadata: Any =
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
-    for name, each in described.items():
-        start, end = end, end + math.prod(each.shape) * each.dtype.itemsize
-        header[name] = {"dtype": _dtype_name(each.dtype), "shape": list(each.shape)}
+    for name, tensor in described.items():
+        start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        header[name] = {"dtype": _dtype_name(tensor.dtype), "shape": list(tensor.shape)}
         header[name]["data_offsets"] = [start, end]
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % 64)  # a mapped file's first tensor then aligns as in memory
@@ -324,7 +324,7 @@ def write_header(stream: BinaryIO, described: Mapping[str, Any], metadata: Any =
 
 
 def aligned(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tensors in the order of their place in a file: wide dtypes first, so that all align.
+    """Return tensors in the order of their path in a file: wide dtypes first, so that all align.
 
     Args:
         described: Anything with ``dtype``, by name.
@@ -345,7 +345,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 @cache
 def dtypes_by_name() -> dict[str, torch.dtype]:
     """Return the dtypes by their names in safetensors files."""
-    return {_dtype_name(each): each for each in DTYPES if each != torch.float4_e2m1fn_x2}
+    return {_dtype_name(dtype): dtype for dtype in DTYPES if dtype != torch.float4_e2m1fn_x2}
 
 
 def read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -364,7 +364,7 @@ def read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         return tensors, dict(opened.metadata() or {})
 
 
-class _Place:
+class _KeyPath:
     """The position of a value in a tree, as a Python expression and as a tensor's name."""
 
     def __init__(self, stem: str, keys: tuple[object, ...]) -> None:
@@ -373,18 +373,18 @@ class _Place:
     def __str__(self) -> str:
         return self.stem + "".join(f"[{key!r}]" for key in self.keys)
 
-    def __truediv__(self, key: object) -> _Place:
-        return _Place(self.stem, (*self.keys, key))
+    def __truediv__(self, key: object) -> _KeyPath:
+        return _KeyPath(self.stem, (*self.keys, key))
 
     def name(self) -> str:
         return ".".join(map(str, self.keys)) or "value"
 
 
-def _encode(value: Any, place: _Place, tensors: _Tensors) -> Any:
+def _encode(value: Any, path: _KeyPath, tensors: _Tensors) -> Any:
     kind = type(value)
     if kind in _LEAVES:
         return _LEAVES[kind](value)
-    return _CONTAINERS.get(kind, _encode_other)(value, place, tensors)
+    return _CONTAINERS.get(kind, _encode_other)(value, path, tensors)
 
 
 def _encode_float(value: float) -> Any:
@@ -403,54 +403,54 @@ def _encode_str(value: str) -> Any:
     return {"$": "str", "hex": value.encode("utf-8", "surrogatepass").hex()}
 
 
-def _encode_list(value: Iterable[Any], place: _Place, tensors: _Tensors) -> list[Any]:
-    return [_encode(item, place / index, tensors) for index, item in enumerate(value)]
+def _encode_list(value: Iterable[Any], path: _KeyPath, tensors: _Tensors) -> list[Any]:
+    return [_encode(item, path / index, tensors) for index, item in enumerate(value)]
 
 
-def _encode_items(value: Mapping[Any, Any], place: _Place, tensors: _Tensors) -> list[Any]:
+def _encode_items(value: Mapping[Any, Any], path: _KeyPath, tensors: _Tensors) -> list[Any]:
     return [
-        [_encode(key, place / key, tensors), _encode(item, place / key, tensors)]
+        [_encode(key, path / key, tensors), _encode(item, path / key, tensors)]
         for key, item in value.items()
     ]
 
 
-def _encode_mapping(value: Mapping[Any, Any], place: _Place, tensors: _Tensors) -> Any:
-    return {"$": type(value).__name__, "items": _encode_items(value, place, tensors)}
+def _encode_mapping(value: Mapping[Any, Any], path: _KeyPath, tensors: _Tensors) -> Any:
+    return {"$": type(value).__name__, "items": _encode_items(value, path, tensors)}
 
 
-def _encode_dict(value: dict[Any, Any], place: _Place, tensors: _Tensors) -> Any:
+def _encode_dict(value: dict[Any, Any], path: _KeyPath, tensors: _Tensors) -> Any:
     if all(type(key) is str and is_unicode(key) for key in value) and "$" not in value:
-        return {key: _encode(item, place / key, tensors) for key, item in value.items()}
-    return _encode_mapping(value, place, tensors)
+        return {key: _encode(item, path / key, tensors) for key, item in value.items()}
+    return _encode_mapping(value, path, tensors)
 
 
-def _encode_defaultdict(value: defaultdict[Any, Any], place: _Place, tensors: _Tensors) -> Any:
+def _encode_defaultdict(value: defaultdict[Any, Any], path: _KeyPath, tensors: _Tensors) -> Any:
     names = [name for name, factory in _FACTORIES.items() if factory is value.default_factory]
     if not names:
         raise TypeError(
-            f"{place} is a defaultdict of {value.default_factory!r}, which cannot be saved; "
+            f"{path} is a defaultdict of {value.default_factory!r}, which cannot be saved; "
             f"supported factories are {', '.join(_FACTORIES)}. Save dict(…) of it."
         )
-    return {**_encode_mapping(value, place, tensors), "factory": names[0]}
+    return {**_encode_mapping(value, path, tensors), "factory": names[0]}
 
 
-def _encode_tuple(value: tuple[Any, ...], place: _Place, tensors: _Tensors) -> Any:
-    return {"$": "tuple", "items": _encode_list(value, place, tensors)}
+def _encode_tuple(value: tuple[Any, ...], path: _KeyPath, tensors: _Tensors) -> Any:
+    return {"$": "tuple", "items": _encode_list(value, path, tensors)}
 
 
-def _encode_set(value: Iterable[Any], place: _Place, tensors: _Tensors) -> Any:
-    items = [_encode(item, place, tensors) for item in value]
+def _encode_set(value: Iterable[Any], path: _KeyPath, tensors: _Tensors) -> Any:
+    items = [_encode(item, path, tensors) for item in value]
     # Sorted, so that equal sets give equal files.
     return {"$": type(value).__name__, "items": sorted(items, key=json.dumps)}
 
 
-def _encode_tensor(value: torch.Tensor, place: _Place, tensors: _Tensors) -> Any:
-    name = place.name().encode(errors="backslashreplace").decode()
+def _encode_tensor(value: torch.Tensor, path: _KeyPath, tensors: _Tensors) -> Any:
+    name = path.name().encode(errors="backslashreplace").decode()
     if tensors.shards is not None and hasattr(value, "device_mesh"):
-        return {"$": "sharded", "name": tensors.shards.add(f"{place.stem}/{name}", value)}
+        return {"$": "sharded", "name": tensors.shards.add(f"{path.stem}/{name}", value)}
     while name in tensors or name == "__metadata__":  # keys 0 and "0"; a name safetensors reserves
         name = f"{name}#{len(tensors)}"
-    tensors[name] = stored = portable(value, place)
+    tensors[name] = stored = portable(value, path)
     # Keep a dense memory format such as channels_last, because it affects the rounding of sums.
     strides = torch.empty_like(value, device="meta").stride()
     if strides == stored.stride():
@@ -458,34 +458,34 @@ def _encode_tensor(value: torch.Tensor, place: _Place, tensors: _Tensors) -> Any
     return {"$": "tensor", "name": name, "strides": list(strides)}
 
 
-def _encode_other(value: Any, place: _Place, tensors: _Tensors) -> Any:
+def _encode_other(value: Any, path: _KeyPath, tensors: _Tensors) -> Any:
     import numpy as np
 
     if isinstance(value, torch.Tensor):
-        return _encode_tensor(value, place, tensors)
+        return _encode_tensor(value, path, tensors)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         document = {"$": "namedtuple", "name": type(value).__name__, "fields": value._fields}
-        return {**document, "items": _encode_list(value, place, tensors)}
+        return {**document, "items": _encode_list(value, path, tensors)}
     if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
         return {"$": "scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
     if type(value) is np.ndarray and value.dtype.kind in _NUMPY_KINDS:
         # Stored as uint8, because numpy has dtypes that safetensors does not support.
         flat = torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8))
         document = {"$": "ndarray", "dtype": value.dtype.str, "shape": value.shape}
-        return {**document, "data": _encode_tensor(flat, place, tensors)}
-    raise TypeError(_refusal(value, place))
+        return {**document, "data": _encode_tensor(flat, path, tensors)}
+    raise TypeError(_refusal(value, path))
 
 
-def _refusal(value: object, place: _Place) -> str:
+def _refusal(value: object, path: _KeyPath) -> str:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if hasattr(value, "state_dict"):
         fix = "Save its state_dict()"
-    elif base := [each for each in (str, int, float, list, dict) if isinstance(value, each)]:
+    elif base := [cls for cls in (str, int, float, list, dict) if isinstance(value, cls)]:
         fix = f"Save {base[0].__name__}(…) of it"
     else:
         fix = "Save plain values from which it can be recreated, or leave it out of the state"
     return (
-        f"{place} is a {kind}, which cannot be saved: checkpoints hold tensors, numpy arrays, "
+        f"{path} is a {kind}, which cannot be saved: checkpoints hold tensors, numpy arrays, "
         f"numbers, strings, bytes, dtypes and containers of them. {fix}."
     )
 
@@ -501,7 +501,7 @@ _LEAVES: dict[type, Callable[[Any], Any]] = {
     torch.Size: lambda value: {"$": "Size", "items": list(value)},
 }
 
-_CONTAINERS: dict[type, Callable[[Any, _Place, _Tensors], Any]] = {
+_CONTAINERS: dict[type, Callable[[Any, _KeyPath, _Tensors], Any]] = {
     dict: _encode_dict,
     OrderedDict: _encode_mapping,
     Counter: _encode_mapping,

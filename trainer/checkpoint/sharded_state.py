@@ -68,8 +68,8 @@ class Shards:
         """
         offsets, local = local_part(tensor) if is_sharded(tensor) else ([0] * tensor.ndim, tensor)
         memory = (local.data_ptr(), tuple(local.shape), local.stride(), tuple(offsets))
-        if local.numel() and (known := self._seen.setdefault(memory, name)) != name:
-            return known
+        if local.numel() and (first := self._seen.setdefault(memory, name)) != name:
+            return first
         dtype = str(tensor.dtype).removeprefix("torch.")
         self._index[name] = {"shape": list(tensor.shape), "dtype": dtype}
         writes = self._writes(tensor) if is_sharded(tensor) else self._rank == 0
@@ -103,14 +103,14 @@ class Shards:
         mesh = tensor.device_mesh
         where = mesh.get_coordinate()
         same = [
-            place
-            for place, placement in zip(where, tensor.placements, strict=True)
+            coordinate
+            for coordinate, placement in zip(where, tensor.placements, strict=True)
             if placement.is_replicate()
         ]
         # Along dimensions of all processes that the tensor's mesh lacks, it is the same, too.
-        own = mesh.mesh_dim_names or ()
+        dimensions = mesh.mesh_dim_names or ()
         root = zip(self._mesh.mesh_dim_names or (), self._mesh.get_coordinate(), strict=True)
-        same += [place for name, place in root if name not in own]
+        same += [coordinate for name, coordinate in root if name not in dimensions]
         return not any(same)
 
     @property
@@ -301,8 +301,8 @@ class ShardReader:
     def __init__(self, folder: Path, files: Iterable[str]) -> None:
         with reading(folder / INDEX):
             self._index = read_json(folder / INDEX, _LARGEST)["tensors"]
-        own = _shard_of(dist.get_rank() if dist.is_initialized() else 0)
-        names = sorted((n for n in files if fnmatch(n, SHARD)), key=lambda n: (n != own, n))
+        own_shard = _shard_of(dist.get_rank() if dist.is_initialized() else 0)
+        names = sorted((n for n in files if fnmatch(n, SHARD)), key=lambda n: (n != own_shard, n))
         self._unopened = (TensorFile(folder / name) for name in names)
         self._opened: list[TensorFile] = []
 
@@ -319,25 +319,25 @@ class ShardReader:
 
     def tensor(self, name: str) -> ShardedTensor:
         """Return a tensor by name."""
-        known = self._index[name]
-        if "tied" in known:
-            return self.tensor(known["tied"])
-        return ShardedTensor(self.shards, name, known["shape"], getattr(torch, known["dtype"]))
+        entry = self._index[name]
+        if "tied" in entry:
+            return self.tensor(entry["tied"])
+        return ShardedTensor(self.shards, name, entry["shape"], getattr(torch, entry["dtype"]))
 
     def weights(self, section: str = "") -> dict[str, ShardedTensor]:
         """Return the weights of a model by name; see `Shards.add_weights`."""
         return {
             name.removeprefix(section): self.tensor(name)
-            for name, known in self._index.items()
-            if known.get("section") == section
+            for name, entry in self._index.items()
+            if entry.get("section") == section
         }
 
     def tied(self, section: str = "") -> dict[str, str]:
         """Return the further names of tied weights of a model, each with the stored name."""
         return {
-            name.removeprefix(section): known["tied"].removeprefix(section)
-            for name, known in self._index.items()
-            if known.get("section") == section and "tied" in known
+            name.removeprefix(section): entry["tied"].removeprefix(section)
+            for name, entry in self._index.items()
+            if entry.get("section") == section and "tied" in entry
         }
 
 
@@ -384,21 +384,22 @@ def state_like(optimizer: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     state = dict(saved["state"])
     for number, parameter in zip(numbers, here, strict=False):
         if number in state:
-            own = getattr(optimizer, "state", {}).get(parameter, {})
+            current = getattr(optimizer, "state", {}).get(parameter, {})
             state[number] = {
-                key: _placed(value, parameter, own.get(key)) for key, value in state[number].items()
+                key: _placed(value, parameter, current.get(key))
+                for key, value in state[number].items()
             }
     return {**saved, "state": state}
 
 
-def _placed(value: Any, parameter: Any, own: Any) -> Any:
+def _placed(value: Any, parameter: Any, current: Any) -> Any:
     """Return a value of a parameter's state, if it is a tensor sharded as the parameter is."""
     if not isinstance(value, (Tensor, ShardedTensor)):
-        return resharded(value, own)
-    alike = is_sharded(own) and (own.dtype, own.shape) == (value.dtype, value.shape)
-    if alike and own.placements == parameter.placements:
-        fill_(own, value)
-        return own
+        return resharded(value, current)
+    alike = is_sharded(current) and (current.dtype, current.shape) == (value.dtype, value.shape)
+    if alike and current.placements == parameter.placements:
+        fill_(current, value)
+        return current
     return like(value, parameter)
 
 
@@ -413,10 +414,10 @@ def resharded(saved: Any, here: Any, named: Mapping[str, Tensor] | None = None) 
     if isinstance(saved, ShardedTensor):
         return like(saved, here) if isinstance(here, Tensor) else saved.whole()
     if isinstance(saved, Mapping):
-        own = here if isinstance(here, Mapping) else {}
+        current = here if isinstance(here, Mapping) else {}
         made: Any = copy(saved)
         for key, value in saved.items():
-            made[key] = resharded(value, own.get(key, (named or {}).get(key)), named)
+            made[key] = resharded(value, current.get(key, (named or {}).get(key)), named)
         return made
     if type(saved) in (list, tuple):
         padded = chain(here if isinstance(here, (list, tuple)) else (), repeat(None))

@@ -87,16 +87,16 @@ def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[
         return _join(folder, target)
     _check_against_manifest(files)
     tensors: dict[str, torch.Tensor] = {}
-    places: dict[str, Path] = {}
+    weight_map: dict[str, Path] = {}
     metadata: dict[str, str] = {}
     for file in files:
         with open_safetensors(file) as opened:
             metadata |= opened.metadata() or {}
             for name in opened.keys():  # noqa: SIM118 - no dict
-                if name in places:
-                    raise CheckpointError(f"{name!r} is in {places[name]} and in {file}.")
-                places[name], tensors[name] = file, opened.get_tensor(name)
-    _check_against_index(Path(checkpoint), files, places)
+                if name in weight_map:
+                    raise CheckpointError(f"{name!r} is in {weight_map[name]} and in {file}.")
+                weight_map[name], tensors[name] = file, opened.get_tensor(name)
+    _check_against_index(Path(checkpoint), files, weight_map)
     write_whole(target, partial(write_tensors, tensors, metadata=metadata))
     return Merged(
         files=tuple(files),
@@ -115,10 +115,10 @@ def _join(folder: Path, target: Path) -> Merged:
     _check_against_manifest(files)
     reader = ShardReader(folder, listed)
     further = reader.tied()
-    described = aligned({n: each for n, each in reader.weights().items() if n not in further})
+    described = aligned({n: tensor for n, tensor in reader.weights().items() if n not in further})
     if not described:
         raise ValueError(f"{folder} holds sharded tensors, but no weights of a model.")
-    values = (each.whole() for each in described.values())
+    values = (tensor.whole() for tensor in described.values())
     metadata = weights_metadata(described, further)
     with reading(folder):
         write_whole(target, lambda path: stream_tensors(described, values, path, metadata=metadata))
@@ -153,14 +153,14 @@ def _check_against_manifest(files: list[Path]) -> None:
     folder = files[0].parent
     listed = read_manifest(folder)["files"] if (folder / MANIFEST).is_file() else {}
     for file in files:
-        known = listed.get(file.name)
-        if known is not None and not file.is_file():
+        entry = listed.get(file.name)
+        if entry is not None and not file.is_file():
             raise CheckpointError(f"{file} is missing from the checkpoint.")
-        if known is not None and sha256_of(file) != known["sha256"]:
+        if entry is not None and sha256_of(file) != entry["sha256"]:
             raise CheckpointError(f"{file} is damaged: its SHA-256 is not the manifest's.")
 
 
-def _check_against_index(checkpoint: Path, files: list[Path], places: dict[str, Path]) -> None:
+def _check_against_index(checkpoint: Path, files: list[Path], weight_map: dict[str, Path]) -> None:
     if checkpoint.name.endswith(INDEX_SUFFIX):
         indexes = [checkpoint]
     else:
@@ -169,7 +169,7 @@ def _check_against_index(checkpoint: Path, files: list[Path], places: dict[str, 
     if files[0].name not in listed.values():  # the index describes other files
         return
     for name, file in listed.items():
-        if name not in places or places[name].name != file:
+        if name not in weight_map or weight_map[name].name != file:
             raise CheckpointError(
                 f"{indexes[0]} lists {name!r} in {file}, which does not contain it."
             )

@@ -110,8 +110,8 @@ def sync(path: Path) -> None:
 
 def sync_folders(folder: Path) -> None:
     """Sync the directory entries of a folder and its subfolders to disk."""
-    for each, _, _ in os.walk(folder, topdown=False):
-        sync(Path(each))
+    for directory, _, _ in os.walk(folder, topdown=False):
+        sync(Path(directory))
 
 
 @contextmanager
@@ -126,14 +126,14 @@ def reading(what: object, problem: str = "cannot be read") -> Iterator[None]:
 
 
 def write_manifest(
-    staging: Path, fields: Mapping[str, Any], known: Mapping[str, Any] | None = None
+    staging: Path, fields: Mapping[str, Any], described: Mapping[str, Any] | None = None
 ) -> None:
     """Write the manifest of a folder's files, and sync it to disk.
 
     Args:
         staging: The folder.
         fields: The caller's fields.
-        known: What `describe_files` has returned for some of the files; the others are read.
+        described: What `describe_files` has returned for some of the files; the others are read.
 
     Raises:
         TypeError: If a field cannot be written as JSON.
@@ -141,9 +141,9 @@ def write_manifest(
         CheckpointError: If the folder holds anything but regular files with portable names.
     """
     assert not fields.keys() & set(_OWN_FIELDS)
-    known = known or {}
+    described = described or {}
     names = {file.relative_to(staging).as_posix() for file in files_in(staging)}
-    files = {**known, **describe_files(staging, names - known.keys() - {MANIFEST})}
+    files = {**described, **describe_files(staging, names - described.keys() - {MANIFEST})}
     text = _manifest_text(fields, files)
     with open(staging / MANIFEST, "x", encoding="utf-8") as stream:
         stream.write(text)
@@ -175,8 +175,8 @@ def add_files(staging: Path, target: Path) -> None:
 
 def _manifest_text(fields: Mapping[str, Any], files: Mapping[str, Any]) -> str:
     files = dict(sorted(files.items()))
-    own = {"format_version": FORMAT_VERSION, **fields, "files": files}
-    manifest = to_json(own)  # the same values that a reader will parse
+    document = {"format_version": FORMAT_VERSION, **fields, "files": files}
+    manifest = to_json(document)  # the same values that a reader will parse
     text = dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
     if len(text) >= LARGEST:
         raise ValueError(
@@ -397,10 +397,10 @@ def unknown_files(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     """
     files = {MANIFEST, *manifest.get("files", ())}
     folders = set(_folders_of(files))
-    found = {entry.relative_to(path).as_posix(): entry for entry in path.rglob("*")}
+    entries = {entry.relative_to(path).as_posix(): entry for entry in path.rglob("*")}
     return sorted(
         name
-        for name, entry in found.items()
+        for name, entry in entries.items()
         if not (name in folders if is_folder(entry) else name in files and _is_regular(entry))
     )
 
@@ -519,7 +519,7 @@ def commit(
     staging: Path,
     target: Path,
     manifest: Mapping[str, Any],
-    known: Mapping[str, Any] | None = None,
+    described: Mapping[str, Any] | None = None,
 ) -> Path:
     """Make a staged checkpoint visible under its name, durably and atomically.
 
@@ -532,7 +532,7 @@ def commit(
         staging: The folder from :func:`open_staging`, complete except for its manifest.
         target: The checkpoint's final path. A committed checkpoint there is replaced.
         manifest: The caller's fields; `to_json` lists the types of values.
-        known: See `write_manifest`.
+        described: See `write_manifest`.
 
     Returns:
         ``target``.
@@ -546,7 +546,7 @@ def commit(
     in_place = staging.parent == target
     if not in_place:
         _check_ours(target)
-    write_manifest(staging, manifest, known)
+    write_manifest(staging, manifest, described)
     sync_folders(staging)
     if in_place:
         _put_in_place(staging, target, read_manifest(staging)["files"])
@@ -612,9 +612,9 @@ def committed(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     named = (entry for entry in root.iterdir() if step_of(entry) is not None)
-    found = {locate(root / entry.name.removeprefix(_REPLACED)) for entry in named}
+    paths = {locate(root / entry.name.removeprefix(_REPLACED)) for entry in named}
     return sorted(
-        (path for path in found if (path / MANIFEST).is_file()),
+        (path for path in paths if (path / MANIFEST).is_file()),
         key=lambda path: step_of(path) or 0,
     )
 
@@ -623,7 +623,9 @@ def without_manifest(root: Path) -> list[Path]:
     """Return folders with a step name but no manifest: damaged checkpoints, or the user's."""
     if not root.is_dir():
         return []
-    named = (each for each in root.iterdir() if _STEP_NAME.fullmatch(each.name) and each.is_dir())
+    named = (
+        entry for entry in root.iterdir() if _STEP_NAME.fullmatch(entry.name) and entry.is_dir()
+    )
     return sorted(path for path in named if not (path / MANIFEST).is_file())
 
 
@@ -721,8 +723,8 @@ def _discard_replaced(aside: Path) -> None:
     try:
         manifest = read_manifest(aside) if is_ours(aside) and not aside.is_symlink() else None
         if manifest is None or unknown_files(aside, manifest):
-            kept = quarantine(aside, "replaced")
-            logger.warning("The replaced checkpoint held other files: it is now %s.", kept)
+            quarantined = quarantine(aside, "replaced")
+            logger.warning("The replaced checkpoint held other files: it is now %s.", quarantined)
             return
         trash = aside.with_name(aside.name.replace(_REPLACED, _TRASH, 1))
         clear(trash)

@@ -82,8 +82,8 @@ def own_names(module: torch.nn.Module, named: Mapping[str, T]) -> dict[str, T]:
     Names that the module does not have are left unchanged.
     """
     here = module.state_dict(keep_vars=True)
-    own = dict(bare_names(module, zip(here, here, strict=True)))
-    return {own.get(_bare(name), name): value for name, value in named.items()}
+    bare = dict(bare_names(module, zip(here, here, strict=True)))
+    return {bare.get(_bare(name), name): value for name, value in named.items()}
 
 
 def separate_tied(
@@ -272,8 +272,8 @@ class _Export:
         state: Mapping[str, Any] | None,
     ) -> None:
         # With its variables, so that tied tensors are the same objects.
-        own = with_offloaded(model, model.state_dict(keep_vars=True))
-        self._state = dict(bare_names(model, own.items())) if state is None else dict(state)
+        state_dict = with_offloaded(model, model.state_dict(keep_vars=True))
+        self._state = dict(bare_names(model, state_dict.items())) if state is None else dict(state)
         self._folder, self.name, self._writes = folder, name, writes
         self.tensors: dict[str, torch.Tensor] = {}
         self._tied: dict[str, str] = {}
@@ -301,8 +301,8 @@ class _Export:
                     metadata = weights_metadata(chosen, self._tied)
                     fill = partial(stream_tensors, aligned(chosen), values, metadata=metadata)
                 elif sharded:
-                    whole = zip(aligned(chosen), (each.cpu() for each in values), strict=True)
-                    fill = partial(write_weights_file, dict(whole), self._tied)
+                    tensors = zip(aligned(chosen), (tensor.cpu() for tensor in values), strict=True)
+                    fill = partial(write_weights_file, dict(tensors), self._tied)
                 self.aside[file] = write_temporary(file, fill)
         finally:
             deque(values, maxlen=0)  # the other processes gather all
@@ -313,11 +313,11 @@ class _Export:
             return
         if len(files) > 1:
             total = sum(map(_bytes, self.tensors.values()))
-            places = {key: file for file, keys in files.items() for key in keys}
+            weight_map = {key: file for file, keys in files.items() for key in keys}
             if self.name == BIN_NAME:  # torch.save's files contain tied names too
-                places |= {key: places[first] for key, first in self._tied.items()}
+                weight_map |= {key: weight_map[first] for key, first in self._tied.items()}
             index = self._folder / (self.name + INDEX_SUFFIX)
-            write = partial(_write_index, total=total, places=places)
+            write = partial(_write_index, total=total, weight_map=weight_map)
             self.aside[index] = write_temporary(index, write)
         _put_in_place(self._folder, self.name, self.aside)
 
@@ -344,7 +344,7 @@ def save_stages(
 
     def write() -> tuple[Path, Path, list[str], int]:
         folder.mkdir(parents=True, exist_ok=True)
-        tensors, tied = separate_tied({name: each.detach() for name, each in weights.items()})
+        tensors, tied = separate_tied({name: tensor.detach() for name, tensor in weights.items()})
         aside[file] = write_temporary(file, partial(write_weights_file, tensors, tied))
         return file, aside[file], list(tensors), sum(map(_bytes, tensors.values()))
 
@@ -354,9 +354,11 @@ def save_stages(
         aside.update((at, temporary) for at, temporary, _, _ in parts)
         if stages > 1:
             index = folder / (WEIGHTS_NAME + INDEX_SUFFIX)
-            places = {name: at.name for at, _, names, _ in parts for name in names}
+            weight_map = {name: at.name for at, _, names, _ in parts for name in names}
             total = sum(size for _, _, _, size in parts)
-            aside[index] = write_temporary(index, partial(_write_index, total=total, places=places))
+            aside[index] = write_temporary(
+                index, partial(_write_index, total=total, weight_map=weight_map)
+            )
         _put_in_place(folder, WEIGHTS_NAME, aside)
 
     try:
@@ -455,8 +457,8 @@ def _compact(tensor: torch.Tensor, where: str) -> torch.Tensor:
     return stored.clone() if stored.untyped_storage().nbytes() > _bytes(stored) else stored
 
 
-def _write_index(file: Path, total: int, places: Mapping[str, str]) -> None:
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+def _write_index(file: Path, total: int, weight_map: Mapping[str, str]) -> None:
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     file.write_text(dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
@@ -481,12 +483,12 @@ def _files_of(folder: Path, name: str) -> list[Path]:
     stem, suffix = name.split(".")
     shard = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}\.{suffix}")
     index = name + INDEX_SUFFIX
-    found = [
+    files = [
         file
         for file in folder.iterdir()
         if file.name in (name, index) or shard.fullmatch(file.name)
     ]
-    return sorted(found, key=lambda file: (file.name != index, file.name))
+    return sorted(files, key=lambda file: (file.name != index, file.name))
 
 
 def _check_not_meta(state: Mapping[str, object]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from trainer.data.seeding import equal, isolated_generators
+from trainer.data.seeding import group_equal, isolated_generators
 from trainer.distributed.collectives import broadcast, reduce
 from trainer.distributed.objects import all_gather_object
 from trainer.engines.lockstep import isolated_batch_norm
@@ -226,7 +226,7 @@ def update_batch_norm(run: FitRun) -> None:
         kept_metrics(run.module),
         _cumulative(norms),
         isolated_rng(seed),
-        isolated_generators(generators, mix(seed, 1), equal(generators)),
+        isolated_generators(generators, mix(seed, 1), group_equal(generators)),
         run.metrics.muted(),
         run.engine.evaluating(),
         epoch_iterator.isolated_epoch(run.counters.epoch),

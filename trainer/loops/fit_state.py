@@ -455,7 +455,7 @@ def _state_of_rank(run: FitRun) -> dict[str, Any]:
     }
     if not run.module.automatic_optimization:
         run.precision.state_dict()  # rescales the gradients to the saved loss scale
-        state["gradients"] = gradients.take(named_gradients(run))
+        state["gradients"] = gradients.collect(named_gradients(run))
     return state
 
 
@@ -922,7 +922,7 @@ def _restore_gradients(run: FitRun, ranks: Sequence[Mapping[str, Any]]) -> None:
     if run.module.automatic_optimization:
         return
     named = named_gradients(run)
-    here = gradients.given(ranks, run.rank, run.world_size)
+    here = gradients.for_rank(ranks, run.rank, run.world_size)
     for note in gradients.check(named, here):
         logger.warning(note)
     gradients.put(named, here)

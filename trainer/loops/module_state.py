@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from trainer.data.seeding import Found, generators_in, load_states, states_of
+from trainer.data.seeding import NamedGenerators, generators_in, load_states, states_of
 from trainer.errors import CheckpointError, module_logger
 from trainer.metrics import EMPTY, Cell, MetricStore
 from trainer.module import TrainModule
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = module_logger(__name__)
 
 
-def kept_by(module: TrainModule, datamodule: Any = None) -> Found:
+def kept_by(module: TrainModule, datamodule: Any = None) -> NamedGenerators:
     """Return the generators held by a module and a datamodule, without those of their Trainer."""
     return generators_in((module.__dict__.get("_trainer"),), module=module, datamodule=datamodule)
 
@@ -77,7 +77,7 @@ def restore_generators(run: FitRun, state: dict[str, Any]) -> None:
         )
 
 
-def of_module(run: FitRun) -> Found:
+def of_module(run: FitRun) -> NamedGenerators:
     """Return the module's generators, without those that the data seed anew in each epoch."""
     of_data = set(map(id, run.data.epoch_iterator.users_generators.values()))
     return {path: each for path, each in kept_by(run.module).items() if id(each) not in of_data}

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from trainer.big_models import load_checkpoint_in_model
-from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
+from trainer.checkpoint.accelerator_state import PreparedObjects, load_state, save_state
 from trainer.checkpoint.accelerator_state import load_state as load_project
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
@@ -47,10 +47,10 @@ class Tied(nn.Module):
         self.second.weight = self.first.weight
 
 
-def make() -> Prepared:
+def make() -> PreparedObjects:
     models = [nn.Linear(2, 1), Tied()]
     optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()])
-    return Prepared(
+    return PreparedObjects(
         models=models,
         optimizers=[optimizer],
         schedulers=[torch.optim.lr_scheduler.StepLR(optimizer, 7)],

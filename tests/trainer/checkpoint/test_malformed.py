@@ -24,7 +24,7 @@ from callbacks import EarlyStopping, ModelCheckpoint
 from trainer import Trainer, TrainModule
 from trainer.big_models import load_checkpoint_in_model
 from trainer.checkpoint import storage as folder_module
-from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
+from trainer.checkpoint.accelerator_state import PreparedObjects, load_state, save_state
 from trainer.checkpoint.serialization import load_tree
 from trainer.checkpoint.shards import merge_weights
 from trainer.checkpoint.storage import (
@@ -92,14 +92,14 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
-def prepared(seed: int = 0, step: int = 0) -> Prepared:
+def prepared(seed: int = 0, step: int = 0) -> PreparedObjects:
     torch.manual_seed(seed)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    return Prepared(
+    return PreparedObjects(
         models=[model], optimizers=[optimizer], schedulers=[scheduler], window_open=True, step=step
     )
 

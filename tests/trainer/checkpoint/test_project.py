@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
+from trainer.checkpoint.accelerator_state import PreparedObjects, load_state, save_state
 from trainer.checkpoint.storage import verify
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
@@ -29,11 +29,11 @@ def automatic(**kwargs) -> ProjectConfiguration:
 
 
 def save(project, step=0, output_dir=None) -> Path:
-    return save_state(output_dir, Prepared(step=step), ALONE, project)
+    return save_state(output_dir, PreparedObjects(step=step), ALONE, project)
 
 
 def load(project, input_dir=None, **kwargs) -> int:
-    return load_state(input_dir, Prepared(), ALONE, project, **kwargs)
+    return load_state(input_dir, PreparedObjects(), ALONE, project, **kwargs)
 
 
 def names() -> list[str]:
@@ -100,7 +100,7 @@ def test_a_failed_save_deletes_and_counts_nothing():
         raise OSError("no")
 
     with pytest.raises(CheckpointError):
-        save_state(None, Prepared(), ALONE, project, hooks=[refuse])
+        save_state(None, PreparedObjects(), ALONE, project, hooks=[refuse])
     assert project.iteration == 1
     assert names() == ["checkpoint_0"]
 

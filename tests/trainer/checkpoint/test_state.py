@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint import accelerator_state as state
-from trainer.checkpoint.accelerator_state import Prepared, load_state, save_state
+from trainer.checkpoint.accelerator_state import PreparedObjects, load_state, save_state
 from trainer.checkpoint.save import save_checkpoint
 from trainer.checkpoint.storage import verify
 from trainer.errors import CheckpointError
@@ -56,7 +56,7 @@ class Extra(nn.Module):
         pass
 
 
-def make(seed: int, *, train: int = 0, **changes) -> Prepared:
+def make(seed: int, *, train: int = 0, **changes) -> PreparedObjects:
     """Objects as a script would make them, trained for a few steps."""
     torch.manual_seed(seed)
     models = [nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), nn.BatchNorm1d(3)), Tied()]
@@ -66,7 +66,7 @@ def make(seed: int, *, train: int = 0, **changes) -> Prepared:
     ]
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5) for o in optimizers]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**seed)
-    prepared = Prepared(
+    prepared = PreparedObjects(
         models=models,
         optimizers=optimizers,
         schedulers=schedulers,
@@ -81,7 +81,7 @@ def make(seed: int, *, train: int = 0, **changes) -> Prepared:
     return prepared
 
 
-def step(prepared: Prepared, count: int) -> list[list[float]]:
+def step(prepared: PreparedObjects, count: int) -> list[list[float]]:
     """Train on random data; what comes out depends on every piece of state."""
     seen = []
     for _ in range(count):
@@ -175,7 +175,7 @@ def test_unused_lazy_layers():
     def models() -> list[nn.Module]:
         return [nn.ModuleList([nn.Linear(2, 2), nn.LazyLinear(2), nn.LazyBatchNorm1d()])]
 
-    saved, loaded = Prepared(models=models()), Prepared(models=models())
+    saved, loaded = PreparedObjects(models=models()), PreparedObjects(models=models())
     saved.models[0][1](torch.ones(1, 3))
     save_state(OUT, saved, ALONE)
     load_state(OUT, loaded, ALONE)
@@ -226,7 +226,7 @@ def test_state_hooks():
 @pytest.mark.parametrize("where", ["cuda", "disk", torch.device("cpu"), 0])
 def test_a_wrong_map_location_raises(where):
     with pytest.raises(TypeError, match=r"map_location is .*None, 'cpu' and 'on_device'"):
-        load_state(OUT, Prepared(), ALONE, map_location=where)
+        load_state(OUT, PreparedObjects(), ALONE, map_location=where)
 
 
 @pytest.mark.parametrize("where", [None, "cpu", "on_device"])
@@ -239,13 +239,13 @@ def test_map_locations(where):
 
 def test_a_folder_without_a_state_raises():
     with pytest.raises(ValueError, match="Tried to find nothing but folder does not exist"):
-        load_state("nothing", Prepared(), ALONE)
+        load_state("nothing", PreparedObjects(), ALONE)
     OUT.mkdir()
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
-        load_state(OUT, Prepared(), ALONE)
+        load_state(OUT, PreparedObjects(), ALONE)
     save_checkpoint(Path("step-00000001"), print, manifest=dict, state=ALONE)
     with pytest.raises(CheckpointError, match=r"Trainer's checkpoint is resumed with"):
-        load_state("step-00000001", Prepared(), ALONE)
+        load_state("step-00000001", PreparedObjects(), ALONE)
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -256,7 +256,7 @@ def test_a_state_without_its_manifest_raises(safe):
         load_state(OUT, make(2), ALONE)
 
 
-def snapshot(prepared: Prepared) -> str:
+def snapshot(prepared: PreparedObjects) -> str:
     torch.set_printoptions(profile="full")
     things = [
         *prepared.models,

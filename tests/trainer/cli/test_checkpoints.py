@@ -19,7 +19,7 @@ from callbacks import EarlyStopping, ModelCheckpoint
 from tests.helpers.line import Line, loader
 from tests.numerics.running import quiet_trainer
 from trainer.checkpoint import storage
-from trainer.checkpoint.accelerator_state import Prepared, save_state
+from trainer.checkpoint.accelerator_state import PreparedObjects, save_state
 from trainer.checkpoint.lock import LOCK, alone_in
 from trainer.checkpoint.storage import MANIFEST, files_in, open_staging, write_manifest
 from trainer.cli import main
@@ -217,7 +217,7 @@ def test_a_project_its_checkpoints_or_one_of_them(report):
 def test_checkpoints_of_the_accelerator_and_of_the_user(states, report):
     project = ProjectConfiguration(project_dir="run", automatic_checkpoint_naming=True)
     for _ in range(11):
-        save_state(None, Prepared(), ALONE, project)
+        save_state(None, PreparedObjects(), ALONE, project)
     make("final", step=3)
     make(5)
     (ROOT / "notes").mkdir()

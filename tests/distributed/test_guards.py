@@ -236,11 +236,11 @@ class _Heard(logging.Handler):
 
 
 def test_one_of_the_waiting_ranks_warns_if_a_rank_is_missing(caplog):
-    guards._warn("gather", [1, 2], 4, own=2)
-    guards._warn("gather", [0, 1, 2, 3], 4, own=0)
+    guards._warn("gather", [1, 2], 4, rank=2)
+    guards._warn("gather", [0, 1, 2, 3], 4, rank=0)
     assert caplog.text == ""
-    guards._warn("gather", [1, 2], 4, own=1)
-    guards._warn("save_state", [0], 2, own=0)
+    guards._warn("gather", [1, 2], 4, rank=1)
+    guards._warn("save_state", [0], 2, rank=0)
     some, main_alone = [record.getMessage() for record in caplog.records]
     assert some.startswith("gather has waited 30 seconds for rank 0, 3.")
     assert "is_main_process" not in some

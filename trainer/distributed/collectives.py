@@ -105,7 +105,7 @@ def _gather_one(tensor: Tensor) -> Tensor:
     return parts if tensor.ndim == 0 else parts.flatten(0, 1)
 
 
-def gather_uneven(tensor: Any, processes: int | None = None, each: int = 1) -> Any:
+def gather_uneven(tensor: Any, processes: int | None = None, copies: int = 1) -> Any:
     """Gather tensors whose first dimension may differ between processes; see `gather`.
 
     It needs one more collective, to gather the sizes, and the host waits for it.
@@ -114,27 +114,27 @@ def gather_uneven(tensor: Any, processes: int | None = None, each: int = 1) -> A
         tensor: See `gather`.
         processes: Keep only the samples of this many processes, from rank 0 on; None keeps all.
             0-d tensors are kept from all processes.
-        each: How many processes have the same samples, which are kept once.
+        copies: How many processes have the same samples, which are kept once.
     """
     world_size = PartialState().num_processes
     if world_size == 1:
         return tensor
     _agree("gather", tensor, free=0)
-    own = [len(leaf) for leaf in leaves(tensor) if leaf.ndim]
-    rows = guards.share_numbers(own) if own else []
+    lengths = [len(leaf) for leaf in leaves(tensor) if leaf.ndim]
+    rows = guards.share_numbers(lengths) if lengths else []
     columns = iter(zip(*rows, strict=True))
 
     def gather_one(leaf: Tensor) -> Tensor:
         sizes = next(columns) if leaf.ndim else (1,)
         if len(set(sizes)) == 1:
-            whole = _gather_one(leaf)
-            if each > 1:
-                whole = torch.cat(whole.split(sizes[0])[::each])
+            gathered = _gather_one(leaf)
+            if copies > 1:
+                gathered = torch.cat(gathered.split(sizes[0])[::copies])
             cut_at = None if processes is None or not leaf.ndim else sum(sizes[:processes])
-            return whole if cut_at is None else whole[:cut_at]
+            return gathered if cut_at is None else gathered[:cut_at]
         parts = guards.stack(_padded(leaf, 0, max(sizes), 0, first=False))
         cut = [part[:size] for part, size in zip(parts, sizes, strict=True)]
-        return torch.cat(cut[::each][:processes])
+        return torch.cat(cut[::copies][:processes])
 
     return map_tree(gather_one, tensor)
 
@@ -171,8 +171,8 @@ def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
                 total /= PartialState().num_processes
         if scale != 1.0:
             total = total * scale
-        whole = not (leaf.is_floating_point() or leaf.is_complex())
-        same = not whole or leaf.dtype in (torch.uint32, torch.uint64)
+        is_integer = not (leaf.is_floating_point() or leaf.is_complex())
+        same = not is_integer or leaf.dtype in (torch.uint32, torch.uint64)
         narrow = same and total.dtype == _wide(leaf.dtype)
         return total.to(leaf.dtype) if narrow else total
 
@@ -262,8 +262,8 @@ def pad_across_processes(
     def size_of(leaf: Tensor) -> int | None:
         return None if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim]
 
-    own = [size for leaf in leaves(tensor) if (size := size_of(leaf)) is not None]
-    rows = guards.share_numbers(own) if own and PartialState().num_processes > 1 else [own]
+    sizes = [size for leaf in leaves(tensor) if (size := size_of(leaf)) is not None]
+    rows = guards.share_numbers(sizes) if sizes and PartialState().num_processes > 1 else [sizes]
     largest = iter([max(column) for column in zip(*rows, strict=True)])
 
     def pad_one(leaf: Tensor) -> Tensor:

@@ -65,26 +65,26 @@ def stack(
         group: The process group; None means the default group.
         operation: The operation, for the warning if this waits for long; None never warns.
     """
-    own = dense(tensor)
+    local = dense(tensor)
     size = dist.get_world_size(group)
-    result = own.new_empty((size, *own.shape))
-    if own.numel():
+    result = local.new_empty((size, *local.shape))
+    if local.numel():
         rows = list(as_bytes(result).view(size, -1))
-        if operation is None or own.device.type != "cpu":
-            dist.all_gather(rows, as_bytes(own), group=group)
+        if operation is None or local.device.type != "cpu":
+            dist.all_gather(rows, as_bytes(local), group=group)
         else:
-            work = dist.all_gather(rows, as_bytes(own), group=group, async_op=True)
+            work = dist.all_gather(rows, as_bytes(local), group=group, async_op=True)
             with waiting:
                 _wait(work, operation, group)
     return result
 
 
 def share_numbers(
-    own: list[int], group: dist.ProcessGroup | None = None, *, operation: str | None = None
+    numbers: list[int], group: dist.ProcessGroup | None = None, *, operation: str | None = None
 ) -> list[list[int]]:
     """All-gather a list of integers, of the same length on every process; one row per rank."""
-    numbers = torch.tensor(own, dtype=torch.int64, device=side_device(group))
-    rows: list[list[int]] = read_back(stack(numbers, group, operation=operation)).tolist()
+    local = torch.tensor(numbers, dtype=torch.int64, device=side_device(group))
+    rows: list[list[int]] = read_back(stack(local, group, operation=operation)).tolist()
     return rows
 
 
@@ -98,10 +98,10 @@ def share_bytes(
         sizes: The size of each rank's payload in bytes.
         group: The process group; None means the default group.
     """
-    own = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
     if payload:
-        own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    rows = read_back(stack(own.to(side_device(group)), group))
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    rows = read_back(stack(padded.to(side_device(group)), group))
     return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -169,8 +169,8 @@ def check_collective(
     if problem is not None:
         plan = f"{operation} fails with {type(problem).__name__}: {problem}"
     digest = hashlib.blake2b(plan.encode(), digest_size=8).digest()
-    own = [int.from_bytes(digest, "little", signed=True), number]
-    rows = share_numbers(own, group, operation=operation)
+    local = [int.from_bytes(digest, "little", signed=True), number]
+    rows = share_numbers(local, group, operation=operation)
     if group is None:
         progress.joint += 1
         progress.passes.clear()
@@ -252,10 +252,10 @@ class Progress:
 
     def ahead(self, kind: str) -> list[int]:
         """Return the ranks that have begun more passes than this one; not a collective."""
-        store, own = store_of(None), (self.joint, self.passes.get(kind, 0))
+        store, local = store_of(None), (self.joint, self.passes.get(kind, 0))
         keys = {rank: f"cadence/{kind}/{rank}" for rank in range(dist.get_world_size())}
         noted = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
-        return [rank for rank, each in noted.items() if tuple(map(int, each.split())) > own]
+        return [rank for rank, value in noted.items() if tuple(map(int, value.split())) > local]
 
 
 progress = Progress()
@@ -302,21 +302,21 @@ def _wait(work: dist.Work, operation: str, group: dist.ProcessGroup | None) -> N
     """Wait for a collective; if it takes long, log which ranks have not called it."""
     if _ends_within(work, _ANNOUNCED_AFTER):
         return
-    size, own = dist.get_world_size(group), dist.get_rank(group)
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
     store = store_of(group)
     # The store is gone if the process that hosts it has ended. Then no rank can read the note.
     with suppress(RuntimeError):
-        store.set(_key(own), operation)
+        store.set(_key(rank), operation)
     try:
         ended = _ends_within(work, _WARNED_AFTER - _ANNOUNCED_AFTER)
     except RuntimeError:  # the group's timeout is shorter, or a peer is lost
         with suppress(RuntimeError):
-            _warn(operation, _waiting(store, size), size, own, failed=True)
+            _warn(operation, _waiting(store, size), size, rank, failed=True)
         raise
     else:
         if not ended:
             with suppress(RuntimeError):
-                _warn(operation, _waiting(store, size), size, own)
+                _warn(operation, _waiting(store, size), size, rank)
             work.wait()
     finally:
         gone(group)
@@ -332,10 +332,10 @@ def awaited(operation: str, group: dist.ProcessGroup | None = None) -> bool:
         operation: The operation to note for this process.
         group: The process group; None means the default group.
     """
-    store, size, own = store_of(group), dist.get_world_size(group), dist.get_rank(group)
+    store, size, rank = store_of(group), dist.get_world_size(group), dist.get_rank(group)
     until = time.monotonic() + _WARNED_AFTER
     try:
-        store.set(_key(own), operation)  # another failed rank may wait for this one
+        store.set(_key(rank), operation)  # another failed rank may wait for this one
         with waiting:
             while not (come := len(_waiting(store, size)) == size) and time.monotonic() < until:
                 time.sleep(0.01)
@@ -387,9 +387,11 @@ def _waiting(store: Any, size: int) -> list[int]:
     return [rank for rank, key in keys.items() if store.check([key]) and store.get(key)]
 
 
-def _warn(operation: str, waiting: list[int], size: int, own: int, *, failed: bool = False) -> None:
+def _warn(
+    operation: str, waiting: list[int], size: int, rank: int, *, failed: bool = False
+) -> None:
     missing = ", ".join(str(rank) for rank in range(size) if rank not in waiting)
-    if not missing or own != min(waiting):  # only the lowest waiting rank logs
+    if not missing or rank != min(waiting):  # only the lowest waiting rank logs
         return
     if failed:
         logger.warning("%s waited for rank %s and failed.", operation, missing)

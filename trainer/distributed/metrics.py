@@ -18,7 +18,7 @@ from trainer.tree import children, leaves, map_tree, rebuild
 logger = module_logger(__name__)
 
 
-def gather_for_metrics(input_data: Any, use_gather_object: bool = False, each: int = 1) -> Any:
+def gather_for_metrics(input_data: Any, use_gather_object: bool = False, copies: int = 1) -> Any:
     """Gather predictions and targets of all processes, without the loader's padding samples.
 
     Call it inside the loop over the prepared loader that yielded the data. At the loader's last
@@ -44,7 +44,7 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, each: i
               is dropped.
         use_gather_object: Gather tensors as objects. Their other dimensions may then differ. A list
             of tensors, or a tuple of tensors of different lengths, then has one tensor per sample.
-        each: How many processes have the same samples, which are returned once.
+        copies: How many processes have the same samples, which are returned once.
 
     Returns:
         The samples of all processes, in the order of the loader. With one process, tensors are
@@ -57,32 +57,32 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, each: i
         Exception: See `gather` and `gather_object`.
     """
     GradientState()._begin_gather()
-    found = [] if use_gather_object else list(leaves(input_data))
-    if found and all(isinstance(leaf, Tensor) for leaf in found) and _has_only_columns(input_data):
-        return _gather_tensors(input_data, each)
+    flat = [] if use_gather_object else list(leaves(input_data))
+    if flat and all(isinstance(leaf, Tensor) for leaf in flat) and _has_only_columns(input_data):
+        return _gather_tensors(input_data, copies)
     if _has_columns(input_data, use_gather_object):
         entries = children(input_data) or []
         if PartialState().num_processes > 1:  # otherwise entries could be mixed up
             names = ", ".join(repr(name) for name, _ in entries)
             check_collective(f"gather_for_metrics ({type(input_data).__name__} of {names})")
-        gathered = [gather_for_metrics(v, use_gather_object, each) for _, v in entries]
+        gathered = [gather_for_metrics(v, use_gather_object, copies) for _, v in entries]
         return rebuild(input_data, gathered)
     if not is_sequence(input_data):
-        return gather_object_from(input_data, None, each)
+        return gather_object_from(input_data, None, copies)
     processes = GradientState()._real_parts
-    objects = gather_object_from(input_data, processes, each)
+    objects = gather_object_from(input_data, processes, copies)
     return objects if processes is not None else _cut(objects, len(input_data))
 
 
-def _gather_tensors(tree: Any, each: int) -> Any:
+def _gather_tensors(tree: Any, copies: int) -> Any:
     processes = GradientState()._real_parts
-    gathered = gather_uneven(tree, processes, each)
+    gathered = gather_uneven(tree, processes, copies)
     if processes is not None:  # batches of unknown size, so padding is whole batches
         return gathered
-    whole = list(leaves(gathered))
-    pairs = zip(leaves(tree), whole, strict=True)
-    cut = [_cut(all_, len(own)) if own.ndim else all_ for own, all_ in pairs]
-    if all(map(operator.is_, cut, whole)):
+    gathered_leaves = list(leaves(gathered))
+    pairs = zip(leaves(tree), gathered_leaves, strict=True)
+    cut = [_cut(all_, len(local)) if local.ndim else all_ for local, all_ in pairs]
+    if all(map(operator.is_, cut, gathered_leaves)):
         return gathered
     parts = iter(cut)
     return map_tree(lambda _: next(parts), tree)
@@ -137,23 +137,23 @@ def _has_columns(thing: Any, use_gather_object: bool) -> bool:
 
 def _lengths(values: Iterable[Any], batch: Set[int]) -> set[int]:
     """Return the lengths of the columns among `values`, also inside containers."""
-    found: set[int] = set()
+    lengths: set[int] = set()
     for value in values:
         entries = [entry for _, entry in children(value) or ()]
         holds = not is_sequence(value) or any(isinstance(entry, Tensor) for entry in entries)
         if holds and not (is_sequence(value) and len(value) in batch):
-            found |= _lengths(entries, batch)
+            lengths |= _lengths(entries, batch)
         elif is_sequence(value):
-            found.add(len(value))
-    return found
+            lengths.add(len(value))
+    return lengths
 
 
-def _cut(samples: Any, own: int) -> Any:
+def _cut(samples: Any, local: int) -> Any:
     """Drop the padding samples of the last batch from a gathered column.
 
     Args:
         samples: The gathered column.
-        own: The length of this process's part of the column.
+        local: The length of this process's part of the column.
 
     Raises:
         ValueError: `own` is not the number of samples in this process's batch.
@@ -171,11 +171,11 @@ def _cut(samples: Any, own: int) -> Any:
             )
         return samples
     batch = state._batch_sizes
-    if not batch or own in batch:
+    if not batch or local in batch:
         return samples[:real]
-    if several and own > 1:
+    if several and local > 1:
         raise ValueError(
-            f"gather_for_metrics got {own} entries for the loader's last batch, which has "
+            f"gather_for_metrics got {local} entries for the loader's last batch, which has "
             f"{min(batch)} samples, so it cannot know which belong to repeated samples. Pass one "
             "entry per sample, as objects with use_gather_object=True where they differ in size; "
             "gather and gather_object cut nothing."

@@ -40,13 +40,13 @@ def gather_object(object: Any) -> list[Any]:  # noqa: A002 - the documented API'
     return gather_object_from(object, None)
 
 
-def gather_object_from(object: Any, processes: int | None, each: int = 1) -> list[Any]:  # noqa: A002 - see above
+def gather_object_from(object: Any, processes: int | None, copies: int = 1) -> list[Any]:  # noqa: A002 - see above
     """Gather objects of the first `processes` ranks (None: all), of `each` equal ones only one."""
     # A set is converted to a list here, because its order differs between processes. An array is
     # sent as one object, not element by element.
-    own = object if isinstance(object, _ARRAYS) else _elements(object)
-    found = _exchange("gather_object", own)[::each][:processes]
-    return list(chain.from_iterable(map(_elements, found)))
+    local = object if isinstance(object, _ARRAYS) else _elements(object)
+    shares = _exchange("gather_object", local)[::copies][:processes]
+    return list(chain.from_iterable(map(_elements, shares)))
 
 
 def _elements(thing: Any) -> list[Any]:
@@ -100,16 +100,16 @@ def broadcast_object(value: Any, from_process: int = 0) -> Any:
         return value
     payload, error = transport.dump(value) if state.process_index == from_process else (b"", None)
     size = check_collective(f"broadcast_object from {from_process}", len(payload))[from_process]
-    own = torch.zeros(size, dtype=torch.uint8)
+    buffer = torch.zeros(size, dtype=torch.uint8)
     if payload:
-        own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    own = own.to(guards.side_device())
-    transport.send(own, from_process)
+        buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    buffer = buffer.to(guards.side_device())
+    transport.send(buffer, from_process)
     if error is not None:
         raise error
     if state.process_index == from_process:
         return value
-    return _received(transport.load(guards.read_back(own).numpy().tobytes()), from_process)
+    return _received(transport.load(guards.read_back(buffer).numpy().tobytes()), from_process)
 
 
 def _exchange(operation: str, value: Any) -> list[Any]:
@@ -120,7 +120,7 @@ def _exchange(operation: str, value: Any) -> list[Any]:
     payloads = guards.share_bytes(payload, sizes)
     if error is not None:
         raise error
-    return [_received(transport.load(each), rank) for rank, each in enumerate(payloads)]
+    return [_received(transport.load(data), rank) for rank, data in enumerate(payloads)]
 
 
 def _received(value: Any, rank: int) -> Any:

@@ -197,10 +197,10 @@ def split(
         raise _refusal(inputs, "inputs")
     lengths = dict(_lengths(inputs, "inputs"))
     if len(set(lengths.values())) > 1:
-        found = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise ValueError(
             "All values in the dictionary must have the same length to be split between processes; "
-            f"the numbers of items are: {found}."
+            f"the numbers of items are: {listed}."
         )
     if world_size == 1 or not lengths:
         return inputs
@@ -231,8 +231,8 @@ def _lengths(value: Any, name: str) -> Iterator[tuple[str, int]]:
         TypeError: An iterable has no length or no index.
     """
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _lengths(each, f"{name}[{key!r}]")
+        for key, item in value.items():
+            yield from _lengths(item, f"{name}[{key!r}]")
     elif getattr(value, "shape", None) == ():
         kind = "a tensor" if isinstance(value, Tensor) else "an array"
         raise ValueError(
@@ -254,21 +254,21 @@ def _refusal(value: Any, name: str) -> TypeError:
 def _take(value: Any, items: range, repeats: int, device: torch.device | None) -> Any:
     """Return the given items of a value, followed by its last item `repeats` times."""
     if isinstance(value, Mapping):
-        return rebuild(value, [_take(each, items, repeats, device) for each in value.values()])
+        return rebuild(value, [_take(item, items, repeats, device) for item in value.values()])
     if not _has_items(value):
         return value
     indices: Sequence[int] = [*items, *[len(value) - 1] * repeats] if repeats else items
-    own = slice(items.start, items.stop)
+    own_range = slice(items.start, items.stop)
     if isinstance(value, (list, tuple)):
         rest: Any = value[-1:] * repeats
-        return value[own] + rest
+        return value[own_range] + rest
     if isinstance(value, Tensor):
-        part = value[indices] if repeats else value[own]
+        part = value[indices] if repeats else value[own_range]
         return part if device is None else part.to(device)
     if isinstance(value, range):
-        return [value[index] for index in indices] if repeats else value[own]
+        return [value[index] for index in indices] if repeats else value[own_range]
     if isinstance(value, numpy.ndarray):
-        return value[indices] if repeats else value[own]
+        return value[indices] if repeats else value[own_range]
     if hasattr(value, "iloc"):  # a data frame; its `select` would take columns
         return value.iloc[indices]
     if hasattr(value, "select"):  # a dataset of the library `datasets`

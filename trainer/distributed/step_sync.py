@@ -114,20 +114,20 @@ class StepSync:
         return torch.float32 if shares and exact else torch.float64
 
     def sync_vector(
-        self, own: StepStats, dtype: torch.dtype = torch.float64, *, times: int = 1
+        self, stats: StepStats, dtype: torch.dtype = torch.float64, *, times: int = 1
     ) -> Tensor:
         """Return this process's step stats as a sync vector, a 1-d tensor on the device.
 
         Args:
-            own: The step stats of this process.
+            stats: The step stats of this process.
             dtype: The dtype of the vector. In float32 the items are base-256 digits, the lowest
                 first.
             times: A factor for every entry.
         """
-        items, *others, bad = own
+        items, *others, bad = stats
         first = int(items).to_bytes(_DIGITS, "little") if dtype == torch.float32 else [items]
-        known = 0.0 if isinstance(bad, Tensor) else bad
-        sync_vector = torch.tensor([times * n for n in (*first, *others, known)], dtype=dtype)
+        ready = 0.0 if isinstance(bad, Tensor) else bad
+        sync_vector = torch.tensor([times * n for n in (*first, *others, ready)], dtype=dtype)
         if self._device.type != "cpu":
             sync_vector = sync_vector.to(self._device, non_blocking=True)
         if isinstance(bad, Tensor):

@@ -121,17 +121,17 @@ def watched(place: Callable[[], str]) -> Iterator[Callable[[], None]]:
         end()
 
 
-def complaint(own: int, notes: Sequence[Note], silent: set[int], patience: float) -> str | None:
+def complaint(rank: int, notes: Sequence[Note], silent: set[int], patience: float) -> str | None:
     """Return the warning about the ranks that the others wait for; None if there is none.
 
     Args:
-        own: The rank of this process, the lowest of the waiting ranks.
+        rank: The rank of this process, the lowest of the waiting ranks.
         notes: The latest note of each rank.
         silent: The ranks that have not written a new note for a while.
         patience: The patience in seconds.
     """
     waiters = [rank for rank, note in enumerate(notes) if note.waits and rank not in silent]
-    place, _, seconds, *_ = notes[own]
+    place, _, seconds, *_ = notes[rank]
     others = [
         said
         for rank, note in enumerate(notes)

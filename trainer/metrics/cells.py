@@ -122,8 +122,8 @@ class Cells:
 
     def differs(self) -> bool:
         """Return whether this rank has a name not agreed on, or lacks one that it should log."""
-        own, agreed = set(self.names()), set(self.agreed)
-        return not own <= agreed or any(is_collective(name, self.ran) for name, _ in agreed - own)
+        mine, agreed = set(self.names()), set(self.agreed)
+        return not mine <= agreed or any(is_collective(name, self.ran) for name, _ in agreed - mine)
 
 
 def is_collective(name: str, ran: set[str]) -> bool:
@@ -219,5 +219,5 @@ def on_accelerator(values: Mapping[str, Value]) -> dict[str, Tensor]:
 def stacked(tensors: Iterable[Tensor]) -> Tensor:
     """Stack scalar tensors of one device into a float64 tensor of shape (N,); float32 on MPS."""
     return torch.stack(
-        [one.to(torch.float32 if one.device.type == "mps" else torch.float64) for one in tensors]
+        [t.to(torch.float32 if t.device.type == "mps" else torch.float64) for t in tensors]
     )

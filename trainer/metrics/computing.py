@@ -49,15 +49,15 @@ def computing(*owners: Any, counts: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _synced_by(kind: Any, original: Callable[..., None], counts: bool) -> Iterator[None]:
-    own = vars(kind).get("_sync_dist")
+    overridden = vars(kind).get("_sync_dist")
     kind._sync_dist = partialmethod(_sync, original, counts)
     try:
         yield
     finally:
-        if own is None:
+        if overridden is None:
             del kind._sync_dist
         else:
-            kind._sync_dist = own
+            kind._sync_dist = overridden
 
 
 def forget_computed(metric: Any) -> None:
@@ -72,7 +72,7 @@ def forget_computed(metric: Any) -> None:
 
 def _parts(owners: Iterable[Any]) -> list[Any]:
     """Return the metric objects in the modules among `owners`, each once."""
-    modules = [part for one in owners if isinstance(one, nn.Module) for part in one.modules()]
+    modules = [part for owner in owners if isinstance(owner, nn.Module) for part in owner.modules()]
     parts = {id(part): part for part in modules if hasattr(part, "sync_on_compute")}
     return [part for part in parts.values() if hasattr(type(part), "_sync_dist")]
 
@@ -100,33 +100,33 @@ def _sync(
         or getattr(by, "func", None) is _gather_piece
         or str(by.__module__).startswith("torchmetrics.")
     )
-    if not usual or any(own is not None for own in (group, part.dist_sync_fn, part.process_group)):
+    if not usual or any(f is not None for f in (group, part.dist_sync_fn, part.process_group)):
         original(part, *args, **kwargs)  # the user's own gather function or process group
         return
     before = {name: getattr(part, name) for name in part._reductions}
-    own = {
+    local = {
         name: pieces
         for name, state in before.items()
         if (pieces := _pieces(state, part._reductions[name])) is not None
     }
-    detached = {name: [piece.detach() for piece in pieces] for name, pieces in own.items()}
+    detached = {name: [piece.detach() for piece in pieces] for name, pieces in local.items()}
     of_all = all_gather_object(detached if counts else None)
     if counts:
-        of_all[PartialState().process_index] = own  # with the autograd graph, as in torchmetrics
-    of_all = [each for each in of_all if each is not None]
+        of_all[PartialState().process_index] = local  # with the autograd graph, as in torchmetrics
+    of_all = [rank_pieces for rank_pieces in of_all if rank_pieces is not None]
     empty = torch.empty(0, device=part.device)
     gathered: dict[Tensor, list[list[Tensor]]] = {}
     try:
-        for name, pieces in own.items():
-            if any(name not in each for each in of_all):
+        for name, pieces in local.items():
+            if any(name not in rank_pieces for rank_pieces in of_all):
                 continue
-            rows = list(zip_longest(*(each[name] for each in of_all)))
+            rows = list(zip_longest(*(rank_pieces[name] for rank_pieces in of_all)))
             missing = len(rows) - len(pieces)
             filled = pieces + [empty.as_subclass(_Placeholder) for _ in range(missing)]
             if isinstance(before[name], list):
                 setattr(part, name, filled)
             for piece, row in zip(filled, rows, strict=True):
-                there = [each for each in row if each is not None]
+                there = [piece for piece in row if piece is not None]
                 gathered.setdefault(piece, []).append(there)  # a tensor may be in a list twice
         original(part, partial(_gather_piece, gathered), *args[1:], **kwargs)
     except BaseException:
@@ -139,10 +139,10 @@ def _pieces(state: Any, reduction: Any) -> list[Tensor] | None:
     """Return the tensors of a state that torchmetrics gathers; None if it has other objects."""
     if isinstance(state, Tensor):
         return [state]
-    if not isinstance(state, list) or not all(isinstance(each, Tensor) for each in state):
+    if not isinstance(state, list) or not all(isinstance(piece, Tensor) for piece in state):
         return None
     # Placeholders come from a subclass that calls this method again.
-    pieces = [each for each in state if not isinstance(each, _Placeholder)]
+    pieces = [piece for piece in state if not isinstance(piece, _Placeholder)]
     concatenated = getattr(reduction, "__name__", "") == "dim_zero_cat"
     return [reduction(pieces)] if concatenated and len(pieces) > 1 else pieces
 
@@ -166,11 +166,11 @@ def _gather_piece(
         from torchmetrics.utilities.distributed import gather_all_tensors
 
         return gather_all_tensors(piece, group)
-    if known := gathered.get(piece):
-        return known.pop(0)
+    if tensors := gathered.get(piece):
+        return tensors.pop(0)
     # A subclass's `_sync_dist` has computed another tensor from the exchanged states.
     missing = isinstance(piece, _Placeholder) and not piece.numel()
     pieces = all_gather_object(None if missing else piece.detach())
     if not missing:
         pieces[PartialState().process_index] = piece
-    return [each for each in pieces if each is not None]
+    return [piece for piece in pieces if piece is not None]

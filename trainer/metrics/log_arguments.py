@@ -36,7 +36,7 @@ _LOG_KNOWN = (
 )
 
 
-def log_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def log_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Lightning's arguments of ``self.log`` in the words of `MetricStore.log`.
 
     Raises:
@@ -44,7 +44,7 @@ def log_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: There is no such argument.
     """
     taken: dict[str, Any] = {}
-    for argument, value in given.items():
+    for argument, value in arguments.items():
         refused = False
         if argument == "reduce_fx":
             kind = value if isinstance(value, str) else _reduction(value)

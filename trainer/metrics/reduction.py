@@ -55,8 +55,8 @@ class Reduction:
         if self._world_size == 1:
             reduced = cells.own_values()
         else:
-            found = self._all_reduce(cells, what)
-            reduced = {name: found[name] for name, _ in cells.agreed if name in found}
+            values = self._all_reduce(cells, what)
+            reduced = {name: values[name] for name, _ in cells.agreed if name in values}
         names = [name for name, kind in self.pairs(cells) if kind == "object"]
         if names:
             with computing(*(cells.known[name] for name in names), counts=self._counts):
@@ -137,12 +137,12 @@ class Reduction:
 
 
 def _agree(
-    own: list[tuple[str, str]], ran: set[str], ever: set[str], what: str
+    local: list[tuple[str, str]], ran: set[str], ever: set[str], what: str
 ) -> tuple[tuple[tuple[str, str], ...], set[str]]:
     """Exchange the names between ranks, and check that no rank lacks a name; collective.
 
     Args:
-        own: This rank's (name, kind) pairs.
+        local: This rank's (name, kind) pairs.
         ran: The name suffixes of the loaders of which this rank has run a batch.
         ever: All names that this rank knows.
         what: The interval, for the error.
@@ -154,7 +154,7 @@ def _agree(
         MetricError: A rank that has run batches of a loader lacks one of its names; raised on all
             ranks.
     """
-    reports = all_gather_object((own, ran, ever))
+    reports = all_gather_object((local, ran, ever))
     union = tuple(dict.fromkeys(pair for names, *_ in reports for pair in names))
     for rank, (names, ran_there, _) in enumerate(reports):
         missing = [
@@ -168,7 +168,7 @@ def _agree(
                 "names with the same `reduce`: move the call out of the condition that only some "
                 "ranks meet."
             )
-    return union, set().union(*(known for *_, known in reports))
+    return union, set().union(*(names for *_, names in reports))
 
 
 def _emptied(metric: Any) -> Any:
@@ -177,8 +177,8 @@ def _emptied(metric: Any) -> Any:
         return None
     # Detach its tensors: `deepcopy` fails for tensors with an autograd graph.
     parts = [vars(part) for part in metric.modules()]
-    given = [each for each in leaves(parts) if isinstance(each, Tensor) and each.grad_fn]
-    known = {id(each): each.detach() for each in given}
-    emptied = copy.deepcopy(metric, known).cpu()
+    with_graph = [leaf for leaf in leaves(parts) if isinstance(leaf, Tensor) and leaf.grad_fn]
+    detached = {id(leaf): leaf.detach() for leaf in with_graph}
+    emptied = copy.deepcopy(metric, detached).cpu()
     emptied.reset()
     return emptied

@@ -382,9 +382,9 @@ class MetricStore:
         if not self.step_reduced:
             train |= self.step.own_values()
         evaluated = [c.own_values() for phase, c in self.epochs.items() if phase != "train"]
-        own = {_public_name(key): value for key, value in train.items()}
-        own = {name: value for name, value in own.items() if name not in self._outdated}
-        return own | {
+        latest = {_public_name(key): value for key, value in train.items()}
+        latest = {name: value for name, value in latest.items() if name not in self._outdated}
+        return latest | {
             _public_name(key): value for values in evaluated for key, value in values.items()
         }
 
@@ -435,8 +435,8 @@ def _check_one_loader(key: str, metric: Any, objects: Mapping[str, Any]) -> None
 
 
 def _loader_of(key: str) -> str:
-    found = LOADER.search(key)
-    return found.group() if found else ""
+    match = LOADER.search(key)
+    return match.group() if match else ""
 
 
 def _public_name(key: str) -> str:
@@ -452,7 +452,7 @@ def _when(
     Raises:
         ValueError: The arguments request a record that this scope does not have.
     """
-    given = "" if on_step is None else f"on_step={on_step}, "
+    shown = "" if on_step is None else f"on_step={on_step}, "
     if on_step is None:
         on_step = bool(scope.on_step) and not is_object
     elif on_step and scope.on_step is None:
@@ -462,7 +462,7 @@ def _when(
     if on_step is False and on_epoch is False:
         other = ", or pass on_step=True" if scope.on_step else ""
         raise ValueError(
-            f"log({name!r}, {given}on_epoch=False) records nothing; leave on_epoch out{other}."
+            f"log({name!r}, {shown}on_epoch=False) records nothing; leave on_epoch out{other}."
         )
     evaluates = scope.phase != "train"
     if on_epoch is None:

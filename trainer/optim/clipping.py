@@ -71,7 +71,7 @@ def clip_(
             return None
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     except NotImplementedError as error:
-        if not any(each.grad is not None and each.grad.is_sparse for each in parameters):
+        if not any(p.grad is not None and p.grad.is_sparse for p in parameters):
             raise
         raise ValueError(
             "Sparse gradients, as of Embedding(sparse=True), cannot be clipped. Clip the others "
@@ -122,18 +122,18 @@ def clip_each_(
         rest: The limits of all other parameters. Their total norm excludes groups that have a
             `max_norm` of their own.
     """
-    own_value = {id(p) for members, own in apart if own.max_value is not None for p in members}
-    own_norm = {id(p) for members, own in apart if own.max_norm is not None for p in members}
+    own_value = {id(p) for members, limit in apart if limit.max_value is not None for p in members}
+    own_norm = {id(p) for members, limit in apart if limit.max_norm is not None for p in members}
     # Clip by value first, in all groups: a total norm may span groups with different value limits.
-    for members, own in apart:
-        if own.max_value is not None:
-            clipper.clip_grad_value_(members, own.max_value)
+    for members, limit in apart:
+        if limit.max_value is not None:
+            clipper.clip_grad_value_(members, limit.max_value)
     if rest.max_value is not None:
         others = [p for p in parameters if id(p) not in own_value]
         clipper.clip_grad_value_(others, rest.max_value)
-    for members, own in apart:
-        if own.max_norm is not None:
-            clipper.clip_grad_norm_(members, own.max_norm)
+    for members, limit in apart:
+        if limit.max_norm is not None:
+            clipper.clip_grad_norm_(members, limit.max_norm)
     if rest.max_norm is not None:
         others = [p for p in parameters if id(p) not in own_norm]
         clipper.clip_grad_norm_(others, rest.max_norm)

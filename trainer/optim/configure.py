@@ -67,18 +67,18 @@ def names_of(entries: Sequence[OptimizerEntry]) -> list[str]:
     Raises:
         ValueError: Two optimizers were given the same name.
     """
-    given = [entry.name for entry in entries if entry.name is not None]
+    chosen = [entry.name for entry in entries if entry.name is not None]
     names: list[str] = []
     for entry in entries:
         name = entry.name or type(entry.optimizer).__name__
-        if entry.name is not None and given.count(name) > 1:
+        if entry.name is not None and chosen.count(name) > 1:
             raise ValueError(
                 f"configure_optimizers returned two optimizers with the name {name!r}; give each a "
                 "different 'name'."
             )
         further = 0
         called = name
-        while entry.name is None and called in (*names, *given):
+        while entry.name is None and called in (*names, *chosen):
             further += 1
             called = f"{name}-{further}"
         names.append(called)
@@ -232,9 +232,9 @@ def read_optimizers(returned: Any) -> tuple[list[OptimizerEntry], list[Scheduler
         ValueError: A key or a unit is unknown.
     """
     if isinstance(returned, tuple) and all(isinstance(part, Optimizer) for part in returned):
-        optimizers, entries = [OptimizerEntry(optimizer=each) for each in returned], []
+        optimizers, entries = [OptimizerEntry(optimizer=optimizer) for optimizer in returned], []
     elif isinstance(returned, (list, tuple)) and len(returned) == 2 and _two_lists(returned):
-        optimizers = [OptimizerEntry(optimizer=each) for each in returned[0]]
+        optimizers = [OptimizerEntry(optimizer=optimizer) for optimizer in returned[0]]
         entries = [_entry(scheduler) for scheduler in returned[1]]
     elif isinstance(returned, list) or _dicts(returned):
         parts = [_one(part) for part in returned]
@@ -267,8 +267,8 @@ def _one(part: Any) -> tuple[OptimizerEntry, SchedulerEntry | None]:
     _check_keys(part, _OPTIMIZER_KEYS)
     if "optimizer" not in part:
         raise ValueError(f"configure_optimizers returned a dict without 'optimizer': {part!r}.")
-    own = {key: part[key] for key in ("optimizer", *_OWN_KEYS) if key in part}
-    return OptimizerEntry(**own), _schedule_of(part)
+    options = {key: part[key] for key in ("optimizer", *_OWN_KEYS) if key in part}
+    return OptimizerEntry(**options), _schedule_of(part)
 
 
 def _schedule_of(part: Mapping[str, Any]) -> SchedulerEntry | None:
@@ -277,8 +277,8 @@ def _schedule_of(part: Mapping[str, Any]) -> SchedulerEntry | None:
         if "scheduler" in part:
             raise ValueError("Give a scheduler as 'scheduler' or as 'lr_scheduler', not as both.")
         nested = part["lr_scheduler"]
-        own = nested if isinstance(nested, Mapping) else {"scheduler": nested}
-        return _entry({**options, **own})
+        entry = nested if isinstance(nested, Mapping) else {"scheduler": nested}
+        return _entry({**options, **entry})
     return _entry(options) if options else None
 
 
@@ -288,8 +288,8 @@ def _entry(scheduler: Any) -> SchedulerEntry:
         options.pop(_PORTED_KEY, None)
         _check_keys(options, _SCHEDULER_KEYS)
         if "scheduler" not in options:
-            given = ", ".join(map(repr, options)) or "a dict"
-            raise ValueError(f"configure_optimizers returned {given} but no 'scheduler'.")
+            keys = ", ".join(map(repr, options)) or "a dict"
+            raise ValueError(f"configure_optimizers returned {keys} but no 'scheduler'.")
         return SchedulerEntry(**options)
     return SchedulerEntry(scheduler=scheduler)
 

@@ -77,21 +77,21 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
 
 
 def _any_non_finite_in_groups(gradients: list[Tensor]) -> bool | Tensor:
-    found: Tensor | None = None
+    result: Tensor | None = None
     for tensors in _by_device_and_dtype(gradients):
         kernel = tensors[0].dtype in _KERNEL_DTYPES and tensors[0].device.type != "mps"
         here = _any_non_finite(tensors) if kernel else _any_non_finite_norm(tensors)
         # The flag must be 0 or 1: fused optimizers compare it with 1 and subtract it from the step.
-        found = here if found is None else torch.maximum(found, here.to(found.device))
-    assert found is not None
-    return bool(found) if found.is_cpu else found
+        result = here if result is None else torch.maximum(result, here.to(result.device))
+    assert result is not None
+    return bool(result) if result.is_cpu else result
 
 
 def _any_non_finite(gradients: list[Tensor]) -> Tensor:
-    one = _one(gradients[0].device)
-    found = torch.zeros_like(one)
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)  # no public name
-    return found
+    scale = _one(gradients[0].device)
+    found_inf = torch.zeros_like(scale)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, scale)  # no public name
+    return found_inf
 
 
 def _any_non_finite_norm(gradients: list[Tensor]) -> Tensor:
@@ -121,8 +121,8 @@ def is_non_finite(loss: Tensor) -> float | Tensor:
     """Return 1 if a loss is NaN or infinite, else 0; on an accelerator a tensor of shape ()."""
     if loss.is_cpu:
         return 0.0 if math.isfinite(loss.item()) else 1.0
-    one = _one(loss.device)
-    return torch.where(loss.detach().abs() < math.inf, torch.zeros_like(one), one)
+    flag = _one(loss.device)
+    return torch.where(loss.detach().abs() < math.inf, torch.zeros_like(flag), flag)
 
 
 def names_of_non_finite(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
@@ -184,14 +184,14 @@ class FiniteGuard:
         """Restore the counts of skipped updates."""
         self.skipped, self.in_row = state["skipped"], state["in_row"]
 
-    def should_step(self, found: bool | Tensor | None, step: int, loss: Tensor | None) -> bool:
+    def should_step(self, non_finite: bool | Tensor | None, step: int, loss: Tensor | None) -> bool:
         """Return whether the optimizers shall step.
 
         On an accelerator the result may be read later; the update is then made (``"stop"``), or
         skipped by the fused optimizers themselves (``"skip"``).
 
         Args:
-            found: Whether a gradient or loss is non-finite: a bool, a device tensor of shape ()
+            non_finite: Whether a gradient or loss is: a bool, a device tensor of shape ()
                 that is 0 or 1 (passed on to fused optimizers), or None without gradients.
             step: The number of the update, from 1.
             loss: The latest loss of this rank, for the error.
@@ -202,15 +202,15 @@ class FiniteGuard:
         """
         if self._pending is not None:
             self.settle()
-        if not isinstance(found, Tensor) or (self.policy == "skip" and not self._fused):
-            bad = bool(read_back(found) if isinstance(found, Tensor) else found)
+        if not isinstance(non_finite, Tensor) or (self.policy == "skip" and not self._fused):
+            bad = bool(read_back(non_finite) if isinstance(non_finite, Tensor) else non_finite)
             return self._judge(bad, step, loss, self.window_loss, made=False)
         if self.policy == "skip":
             for optimizer in self._optimizers:
                 # torch's fused optimizers read these attributes, which no class declares
-                optimizer.grad_scale, optimizer.found_inf = None, found  # type: ignore[attr-defined]
+                optimizer.grad_scale, optimizer.found_inf = None, non_finite  # type: ignore[attr-defined]
         judge = partial(self._judge, step=step, loss=loss, window_loss=self.window_loss, made=True)
-        self._pending = HostCopy(found), judge
+        self._pending = HostCopy(non_finite), judge
         return True
 
     def settle(self) -> None:
@@ -240,10 +240,10 @@ class FiniteGuard:
             FloatingPointError: Too many updates were skipped in a row.
         """
         self.settle()
-        unread = [one for one in skipped if isinstance(one, Tensor)]
+        unread = [flag for flag in skipped if isinstance(flag, Tensor)]
         if unread and not unread[0].is_cpu:
-            found = torch.stack([one.float() for one in unread]).sum()
-            self._pending = HostCopy(found), partial(self._count, step=step)
+            count = torch.stack([flag.float() for flag in unread]).sum()
+            self._pending = HostCopy(count), partial(self._count, step=step)
         else:
             self._count(any(map(bool, skipped)), step)
 
@@ -282,14 +282,14 @@ class FiniteGuard:
         """
         if self._manual:
             return ""
-        own = None if window_loss is None else float(window_loss)
-        every = all_gather_object(own) if dist.is_initialized() else [own]
-        bad = [(r, each) for r, each in enumerate(every) if each and not math.isfinite(each)]
+        local = None if window_loss is None else float(window_loss)
+        every = all_gather_object(local) if dist.is_initialized() else [local]
+        bad = [(r, value) for r, value in enumerate(every) if value and not math.isfinite(value)]
         if not bad:
             return (
                 "" if loss is None else f" The last loss of rank {self._rank} was {float(loss):g}."
             )
-        said = [f"of rank {rank} was {each:g}" for rank, each in bad[:_SHOWN]]
+        said = [f"of rank {rank} was {value:g}" for rank, value in bad[:_SHOWN]]
         more = f" and {len(bad) - _SHOWN} more" * (len(bad) > _SHOWN)
         return f" The loss {', '.join(said)}{more}."
 

@@ -63,13 +63,13 @@ def scale_group(
     """
     group = optimizer.param_groups[index]
     group.update({key: group[key] * factor for key in _RATES if key in group})
-    found = [
+    scaled = [
         getattr(scheduler, key, None)
         for scheduler in _of(optimizer, schedulers)
         for key in _RATES_OF_GROUPS
     ]
     # By id, since a SequentialLR shares its list with a nested scheduler.
-    for entries in {id(entries): entries for entries in found}.values():
+    for entries in {id(entries): entries for entries in scaled}.values():
         if isinstance(entries, list) and len(entries) == len(optimizer.param_groups):
             entries[index] = entries[index] * factor
 
@@ -101,28 +101,28 @@ def restore_groups(
             it in another group.
     """
     taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    known = dict(bare_names(module, module.named_parameters()))
+    named = dict(bare_names(module, module.named_parameters()))
     schedulers = list(schedulers)
     for names in saved[len(optimizer.param_groups) :]:
         for name in names:
-            if name not in known or id(known[name]) in taken:
-                why = "which the optimizer already has" if name in known else "which does not exist"
+            if name not in named or id(named[name]) in taken:
+                why = "which the optimizer already has" if name in named else "which does not exist"
                 raise CheckpointError(
                     f"A group that was added to {type(optimizer).__name__} during the run has the "
                     f"parameter {name}, {why}. Has configure_optimizers changed since?"
                 )
-        added = {name: known[name] for name in names if name is not None}
+        added = {name: named[name] for name in names if name is not None}
         add_group(optimizer, added, ratio=1.0, schedulers=schedulers)
 
 
 def _of(optimizer: Optimizer, schedulers: Iterable[Any]) -> list[Any]:
     """Return the torch schedulers of an optimizer, including nested ones."""
-    own = {id(optimizer), id(getattr(optimizer, "optimizer", optimizer))}
-    found: list[Any] = []
+    targets = {id(optimizer), id(getattr(optimizer, "optimizer", optimizer))}
+    matching: list[Any] = []
     for scheduler in schedulers:
         if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
             continue
-        if id(getattr(scheduler, "optimizer", None)) in own:
-            found.append(scheduler)
-        found += _of(optimizer, getattr(scheduler, "_schedulers", ()))
-    return found
+        if id(getattr(scheduler, "optimizer", None)) in targets:
+            matching.append(scheduler)
+        matching += _of(optimizer, getattr(scheduler, "_schedulers", ()))
+    return matching

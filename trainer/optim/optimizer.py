@@ -316,8 +316,8 @@ class AcceleratedOptimizer(Optimizer):
             return None
         number = not isinstance(loss, Tensor)
         dtype = torch.float64 if number else None  # a Python number keeps its precision
-        own = torch.as_tensor(loss, dtype=dtype, device=PartialState().device).detach()
-        mean = reduce_(torch.zeros_like(own) if self.is_dummy else own, "mean")
+        local = torch.as_tensor(loss, dtype=dtype, device=PartialState().device).detach()
+        mean = reduce_(torch.zeros_like(local) if self.is_dummy else local, "mean")
         return mean.item() if number else mean
 
     @property
@@ -391,10 +391,10 @@ def twin_of(optimizer: Optimizer, instead: Mapping[int, Tensor] | None = None) -
     twin.param_groups = []
     for group in optimizer.param_groups:
         if instead is None:
-            kept = [parameter for parameter in group["params"] if parameter.requires_grad]
+            parameters = [parameter for parameter in group["params"] if parameter.requires_grad]
         else:
-            kept = [instead[id(each)] for each in group["params"] if id(each) in instead]
-        if kept:
-            twin.param_groups.append({**group, "params": kept})
+            parameters = [instead[id(p)] for p in group["params"] if id(p) in instead]
+        if parameters:
+            twin.param_groups.append({**group, "params": parameters})
     twin.state = type(optimizer.state)(dict)
     return twin

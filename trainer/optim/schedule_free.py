@@ -17,7 +17,7 @@ from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 
 def schedule_free(optimizers: Iterable[AcceleratedOptimizer]) -> list[AcceleratedOptimizer]:
     """Return those optimizers that are schedule-free."""
-    return [each for each in optimizers if is_schedule_free(each.optimizer)]
+    return [optimizer for optimizer in optimizers if is_schedule_free(optimizer.optimizer)]
 
 
 def is_schedule_free(optimizer: Optimizer) -> bool:
@@ -38,9 +38,9 @@ def evaluation_weights(optimizers: Sequence[AcceleratedOptimizer]) -> Iterator[N
         optimizers: Schedule-free optimizers.
     """
     optimizers = [
-        each
-        for each in optimizers
-        if all(group.get("train_mode", True) for group in each.param_groups)
+        prepared
+        for prepared in optimizers
+        if all(group.get("train_mode", True) for group in prepared.param_groups)
     ]
     parameters = parameters_of(optimizers)
     trained = [parameter.detach().clone() for parameter in parameters]

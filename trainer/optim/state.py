@@ -26,20 +26,20 @@ def state_of(optimizer: Any, modules: Iterable[nn.Module]) -> Any:
     state = optimizer.state_dict()
     if not (isinstance(optimizer, Optimizer) and "param_names" in optimizer.param_groups[0]):
         return state
-    named = chain.from_iterable(bare_names(one, one.named_parameters()) for one in modules)
-    known = {id(parameter): name for name, parameter in named}
+    named = chain.from_iterable(bare_names(module, module.named_parameters()) for module in modules)
+    names = {id(parameter): name for name, parameter in named}
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         pairs = zip(group["params"], saved["param_names"], strict=True)
-        saved["param_names"] = [_bare(name, known.get(id(each))) for each, name in pairs]
+        saved["param_names"] = [_bare(name, names.get(id(p))) for p, name in pairs]
     return state
 
 
-def _bare(name: str, own: str | None) -> str:
-    """Return the module's name `own`, unless the user gave the parameter another name."""
-    ours, given = (
-        [part for part in each.split(".") if part not in WRAPPED_AS] for each in (own or "", name)
+def _bare(name: str, bare: str | None) -> str:
+    """Return the module's name `bare`, unless the user gave the parameter another name."""
+    ours, saved = (
+        [part for part in path.split(".") if part not in WRAPPED_AS] for path in (bare or "", name)
     )
-    return own if own is not None and ours == given else name
+    return bare if bare is not None and ours == saved else name
 
 
 def load_state(
@@ -83,7 +83,7 @@ def _as_saved(saved: Any, loaded: Any, had: torch.dtype) -> Any:
     lists = isinstance(saved, (list, tuple)) and type(loaded) in (list, tuple)
     if lists and len(saved) == len(loaded):
         pairs = zip(saved, loaded, strict=True)
-        return type(loaded)([_as_saved(one, other, had) for one, other in pairs])
+        return type(loaded)([_as_saved(value, other, had) for value, other in pairs])
     return loaded
 
 

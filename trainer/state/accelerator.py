@@ -86,7 +86,7 @@ class AcceleratorState(PartialState):
         by_name = deepspeed_plugin
         if isinstance(deepspeed_plugin, DeepSpeedPlugin):
             by_name = {"": deepspeed_plugin}
-        given = (
+        arguments = (
             dynamo_plugin,
             by_name,
             fsdp_plugin,
@@ -94,7 +94,7 @@ class AcceleratorState(PartialState):
             megatron_lm_plugin,
             parallelism_config,
         )
-        plugins = dict(zip(_PLUGINS, given, strict=True))
+        plugins = dict(zip(_PLUGINS, arguments, strict=True))
         if mixed_precision is not None:
             mixed_precision = PrecisionType.parse(mixed_precision, "mixed_precision")
         if self.initialized:
@@ -127,8 +127,8 @@ class AcceleratorState(PartialState):
 
     def _check_same(self, mixed_precision: str | None, plugins: dict[str, Any]) -> None:
         """Raise if a later instance asks for settings that differ from the first one's."""
-        asked = {"mixed_precision": mixed_precision, **plugins}
-        for name, value in asked.items():
+        requested = {"mixed_precision": mixed_precision, **plugins}
+        for name, value in requested.items():
             same = value is None or value == getattr(self, name)
             if not same and name == "deepspeed_plugins":
                 again = copy.deepcopy(value)
@@ -163,7 +163,7 @@ class AcceleratorState(PartialState):
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The settings of DeepSpeed in use; None without DeepSpeed."""
         return next(
-            (each for each in (self.deepspeed_plugins or {}).values() if each.selected), None
+            (plugin for plugin in (self.deepspeed_plugins or {}).values() if plugin.selected), None
         )
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
@@ -180,8 +180,8 @@ class AcceleratorState(PartialState):
     def select_deepspeed_plugin(self, name: str) -> None:
         """Use one of several plugins for the models that are prepared next."""
         chosen = self.get_deepspeed_plugin(name)
-        for each in (self.deepspeed_plugins or {}).values():
-            each._unselect()
+        for other in (self.deepspeed_plugins or {}).values():
+            other._unselect()
         chosen.select(_from_accelerator_state=True)
 
     @property
@@ -195,23 +195,23 @@ class AcceleratorState(PartialState):
     @contextmanager
     def _in_force(self) -> Iterator[None]:
         """Make this the process's shared state while a `Trainer` runs, for code in its hooks."""
-        before, own = AcceleratorState._shared_state, self.__dict__
-        AcceleratorState._shared_state, own["_runs"] = own, True
+        before, state = AcceleratorState._shared_state, self.__dict__
+        AcceleratorState._shared_state, state["_runs"] = state, True
         try:
             yield
         finally:
-            own["_runs"] = False
-            if AcceleratorState._shared_state is own:
+            state["_runs"] = False
+            if AcceleratorState._shared_state is state:
                 AcceleratorState._shared_state = before
 
     @staticmethod
-    def _leave_to_trainer(asked: str | None = None, *, shares: bool = True) -> dict[str, Any]:
+    def _leave_to_trainer(precision: str | None = None, *, shares: bool = True) -> dict[str, Any]:
         """Start a new shared state for the next instance, if a `Trainer` owns the current one.
 
         The `Trainer` keeps its own state.
 
         Args:
-            asked: The precision requested for the next instance; None if any will do.
+            precision: The precision requested for the next instance; None if any will do.
             shares: Whether the next instance may share the state of a running `Trainer`, in a hook
                 of it.
 
@@ -219,7 +219,7 @@ class AcceleratorState(PartialState):
             The state that was shared until now.
         """
         before = AcceleratorState._shared_state
-        same = shares and before.get("_runs") and asked in (None, before["_mixed_precision"])
+        same = shares and before.get("_runs") and precision in (None, before["_mixed_precision"])
         if before.get("_of_trainer") and not same:
             AcceleratorState._shared_state = {}
         return before

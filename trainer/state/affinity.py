@@ -32,11 +32,11 @@ def near_cores(index: int) -> set[int]:
 
 def parse_cores(text: str) -> set[int]:
     """Return the numbers in a list of the kernel, such as ``0-3,8``."""
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores
 
 
 def set_affinity(index: int, *, verbose: bool = False) -> None:

@@ -60,11 +60,11 @@ def check_not_xla() -> None:
     """
     harmless = {*environment.FALSE, default_device().type}
     read = ((name, environment.read(name) or "") for name in XLA_VARIABLES)
-    asked = [f"{name}={value}" for name, value in read if value.lower() not in harmless]
-    if asked:
-        names = ", ".join(each.partition("=")[0] for each in asked)
+    harmful = [f"{name}={value}" for name, value in read if value.lower() not in harmless]
+    if harmful:
+        names = ", ".join(setting.partition("=")[0] for setting in harmful)
         raise NotImplementedError(
-            f"{', '.join(asked)}: torch_xla's devices are not supported. This process would train "
+            f"{', '.join(harmful)}: torch_xla's devices are not supported. This process would train "
             f"on {default_device().type}: unset {names} if that is meant, or pass cpu=True."
         )
 
@@ -212,8 +212,8 @@ def warn_of_old_kernel() -> None:
     """Warn if the Linux kernel is older than 5.5, where distributed runs may hang."""
     if platform.system() != "Linux":
         return
-    found = re.match(r"(\d+)\.(\d+)", platform.release())
-    if found is not None and tuple(map(int, found.groups())) < (5, 5):
+    match = re.match(r"(\d+)\.(\d+)", platform.release())
+    if match is not None and tuple(map(int, match.groups())) < (5, 5):
         logger.warning(
             "The kernel of this machine is %s, below 5.5, on which the processes of a run may "
             "hang. Use a newer one.",

@@ -29,8 +29,8 @@ def choose_interface(launch: environment.Launch) -> None:
         launch: The processes and machines of the run.
     """
     one_machine = launch.local_world_size == launch.world_size
-    master, own = launch.master_addr, _address(socket.gethostname())
-    if one_machine or master in _HERE or environment.read(_VARIABLE) or not _is_loopback(own):
+    master, address = launch.master_addr, _address(socket.gethostname())
+    if one_machine or master in _HERE or environment.read(_VARIABLE) or not _is_loopback(address):
         return
     there, used = _interfaces(), None if master is None else source(master)
     if used in there:
@@ -44,7 +44,7 @@ def choose_interface(launch: environment.Launch) -> None:
         "The name of this machine, %s, resolves to %s, which other machines cannot reach. Set %s "
         "to the interface that reaches them%s.",
         socket.gethostname(),
-        own,
+        address,
         _VARIABLE,
         f", one of {', '.join(fitting)}" if fitting else "",
     )
@@ -92,7 +92,7 @@ def _interfaces() -> dict[str, str]:
         return {}
     import fcntl
 
-    found = {}
+    interfaces = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
@@ -102,5 +102,5 @@ def _interfaces() -> dict[str, str]:
                 continue
             address = socket.inet_ntoa(answer[20:24])
             if not _is_loopback(address):
-                found[address] = name
-    return found
+                interfaces[address] = name
+    return interfaces

@@ -57,15 +57,15 @@ class Averages:
             weight: A number, or a function that changes the averages, a list, by the values.
         """
         named = self._matched(self._averaged(module))
-        known = [name for name in named if name in self.values]
+        names = [name for name in named if name in self.values]
         if self.use_buffers == "copy":
-            for name in [name for name, _ in module.named_buffers() if name in known]:
+            for name in [name for name, _ in module.named_buffers() if name in names]:
                 self.values[name].copy_(named[name])
-                known.remove(name)
-        averages = [part_here(self.values[name]) for name in known]
+                names.remove(name)
+        averages = [part_here(self.values[name]) for name in names]
         targets = [
             part_here(named[name]).to(average)
-            for name, average in zip(known, averages, strict=True)
+            for name, average in zip(names, averages, strict=True)
         ]
         if callable(weight):
             weight(averages, targets)
@@ -82,10 +82,10 @@ class Averages:
         Names are the user's own, without wrapper prefixes, as in `exact`.
         """
         named = _named(module)
-        own = dict(bare_names(module, zip(named, named, strict=True)))
-        self._begin(named, [own[name] for name in names if name in own])
+        bare = dict(bare_names(module, zip(named, named, strict=True)))
+        self._begin(named, [bare[name] for name in names if name in bare])
         for name, value in values.items():
-            if (here := own.get(name)) in self.values and value.shape == named[here].shape:
+            if (here := bare.get(name)) in self.values and value.shape == named[here].shape:
                 fill_(self.values[here], value)
 
     @torch.no_grad()
@@ -166,10 +166,10 @@ class Averages:
 
     def _matched(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """Drop averages that are not in ``named`` or differ in shape; return ``named``."""
-        for kept in (self.values, self._trained):
-            for name, tensor in list(kept.items()):
+        for averages in (self.values, self._trained):
+            for name, tensor in list(averages.items()):
                 if name not in named or named[name].shape != tensor.shape:
-                    del kept[name]
+                    del averages[name]
         return named
 
     def _averaged(self, module: nn.Module) -> dict[str, Tensor]:
@@ -181,13 +181,13 @@ class Averages:
         }
         buffers = dict(module.named_buffers()) if self.use_buffers else {}
         floating = {
-            name: each
-            for name, each in buffers.items()
-            if not is_lazy(each) and each.is_floating_point()
+            name: buffer
+            for name, buffer in buffers.items()
+            if not is_lazy(buffer) and buffer.is_floating_point()
         }
         if floating:  # building a `state_dict` is the slowest part
             held = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
-            named |= {name: each for name, each in floating.items() if id(each) in held}
+            named |= {name: buffer for name, buffer in floating.items() if id(buffer) in held}
         return named
 
 

@@ -102,13 +102,13 @@ class BaseFinetuning(Callback):
     ) -> None:
         assert self._trainer is not None
         self.make_trainable(modules, train_bn)
-        groups = [group for each in self._trainer.optimizers for group in each.param_groups]
+        groups = [group for prepared in self._trainer.optimizers for group in prepared.param_groups]
         taken = {id(p) for group in groups for p in group["params"]}
-        own = {id(p) for module in _all_modules(modules) for p in module.parameters(recurse=False)}
+        ids = {id(p) for module in _all_modules(modules) for p in module.parameters(recurse=False)}
         new = {
             name: parameter
             for name, parameter in self._parameters()
-            if parameter.requires_grad and id(parameter) in own - taken
+            if parameter.requires_grad and id(parameter) in ids - taken
         }
         if new:
             self._trainer.add_param_group(optimizer, new, ratio=ratio)
@@ -275,8 +275,8 @@ class BackboneFinetuning(BaseFinetuning):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the frozen parts and the current fraction of the learning rate."""
-        own = {"unfrozen": self._unfrozen, "group": self._group, "fraction": self._fraction}
-        return super().state_dict() | own
+        state = {"unfrozen": self._unfrozen, "group": self._group, "fraction": self._fraction}
+        return super().state_dict() | state
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """Freeze the backbone."""
@@ -305,16 +305,16 @@ class BackboneFinetuning(BaseFinetuning):
             ValueError: An optimizer has parameters of the backbone and others in the same group.
         """
         part = self._part(module)
-        own = {id(p) for p in part.parameters()}
+        part_ids = {id(p) for p in part.parameters()}
         waiting = {
             id(p)
             for name, p in self._parameters()
-            if id(p) in own and self._trainable.get(name, True) and not p.requires_grad
+            if id(p) in part_ids and self._trainable.get(name, True) and not p.requires_grad
         }
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 ids = {id(p) for p in group["params"]}
-                if ids & waiting and ids - own:
+                if ids & waiting and ids - part_ids:
                     raise ValueError(
                         f"configure_optimizers put parameters of {self.backbone} and others into "
                         "one group. Pass [p for p in self.parameters() if p.requires_grad], or two "
@@ -363,8 +363,8 @@ def _all_modules(modules: Modules) -> Iterator[nn.Module]:
     if isinstance(modules, nn.Module):
         yield from modules.modules()
         return
-    for each in modules:
-        yield from _all_modules(each)
+    for module in modules:
+        yield from _all_modules(module)
 
 
 def _ratio(lr: float, optimizer: Optimizer) -> float:

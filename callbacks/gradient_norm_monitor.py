@@ -69,8 +69,8 @@ class GradientNormMonitor(Callback):
             return
         values = {"grad_norm": self._together(norms.values())}
         for part, members in self._parts(trainer, module).items():
-            if own := [norms[id(member)] for member in members if id(member) in norms]:
-                values[f"grad_norm/{part}"] = self._together(own)
+            if part_norms := [norms[id(member)] for member in members if id(member) in norms]:
+                values[f"grad_norm/{part}"] = self._together(part_norms)
         for name, value in values.items():
             # All processes have the same gradients. Reduce with max, because a mean may round.
             module.log(name, value, on_step=True, on_epoch=False, reduce="max")
@@ -86,13 +86,13 @@ class GradientNormMonitor(Callback):
         parts: dict[str, list[Tensor]] = {}
         if self.per in ("group", "optimizer"):
             several = len(trainer.optimizers) > 1
-            for own, optimizer in zip(trainer.optimizer_names, trainer.optimizers, strict=True):
+            for label, optimizer in zip(trainer.optimizer_names, trainer.optimizers, strict=True):
                 for index, group in enumerate(optimizer.param_groups, 1):
                     name = str(group.get("name", f"pg{index}"))
                     if self.per == "optimizer":
-                        name = own
+                        name = label
                     elif several:
-                        name = f"{own}/{name}"
+                        name = f"{label}/{name}"
                     parts.setdefault(name, []).extend(group["params"])
         elif self.per is not None:
             for name, parameter in bare_names(module, module.named_parameters()):
@@ -124,9 +124,9 @@ def _norms(
     for (_, dtype, mesh), alike in by_kind.items():
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
         # The rows of a sparse gradient have the same norm.
-        gradients = [each.coalesce().values() if each.is_sparse else each for _, each in alike]
-        found: Sequence[Any] = torch._foreach_norm(gradients, order, dtype=wide)
+        gradients = [g.coalesce().values() if g.is_sparse else g for _, g in alike]
+        computed: Sequence[Any] = torch._foreach_norm(gradients, order, dtype=wide)
         if mesh is not None:
-            found = [norm.full_tensor() for norm in found]
-        norms.update((key, norm) for (key, _), norm in zip(alike, found, strict=True))
+            computed = [norm.full_tensor() for norm in computed]
+        norms.update((key, norm) for (key, _), norm in zip(alike, computed, strict=True))
     return norms

@@ -18,13 +18,13 @@ def _group_names(optimizer_name: str, groups: list[dict[str, Any]]) -> list[str]
     """Return one name per parameter group; a group's own ``"name"`` replaces its number."""
     if len(groups) == 1 and "name" not in groups[0]:
         return [optimizer_name]
-    own = [str(group.get("name", f"pg{index}")) for index, group in enumerate(groups, start=1)]
-    twice = [name for name, count in Counter(own).items() if count > 1]
+    names = [str(group.get("name", f"pg{index}")) for index, group in enumerate(groups, start=1)]
+    twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(
             f"Two parameter groups of {optimizer_name} have the 'name' {twice[0]!r}. Rename one."
         )
-    return [f"{optimizer_name}/{name}" for name in own]
+    return [f"{optimizer_name}/{name}" for name in names]
 
 
 class LearningRateMonitor(Callback):
@@ -69,9 +69,9 @@ class LearningRateMonitor(Callback):
         }
         seen: Counter[str] = Counter()
         values: dict[str, Any] = {}
-        for prepared, own in zip(trainer.optimizers, trainer.optimizer_names, strict=True):
+        for prepared, name_ in zip(trainer.optimizers, trainer.optimizer_names, strict=True):
             optimizer = getattr(prepared, "optimizer", prepared)
-            name = custom.get(id(optimizer), f"lr-{own}")
+            name = custom.get(id(optimizer), f"lr-{name_}")
             seen[name] += 1
             if seen[name] > 1:  # several schedules of one name
                 name = f"{name}-{seen[name] - 1}"

@@ -292,7 +292,7 @@ class ModelCheckpoint(Callback):
 
     def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
         """Save a checkpoint from which the next start resumes."""
-        self._settle(trainer)
+        self._confirm_save(trainer)
         if not self.saves_on_preemption or self.save_weights_only or trainer.fast_dev_run:
             return
         name = _name_at(trainer.global_step)
@@ -320,7 +320,7 @@ class ModelCheckpoint(Callback):
         """Save the final update if it was not saved, and wait for background saves."""
         if self._due_at_end(trainer):
             self._save(trainer, self._score(trainer))
-        self._settle(trainer)
+        self._confirm_save(trainer)
         if not (self._failed or trainer.fast_dev_run) and (self._scores or self._newest):
             for displaced in self._displaced:  # saved at a signal, and not to be kept
                 trainer.remove_checkpoint(self._path(displaced))
@@ -357,7 +357,7 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Trainer, score: float | None) -> None:
         """Save this update if it is to be kept, and remove the checkpoints that it replaces."""
-        self._settle(trainer)
+        self._confirm_save(trainer)
         name, keep_all = _name_at(trainer.global_step), self.save_top_k == -1
         scores = self._scores
         if score is not None:
@@ -368,13 +368,13 @@ class ModelCheckpoint(Callback):
         # Decide before saving, because the checkpoint must contain these decisions. If the run is
         # killed between the commit and the removal, the next start then knows what to remove.
         self._before = self._scores, self._newest, self._displaced
-        newest = [*(each for each in self._newest if each != name), name][-max(self.save_last, 1) :]
+        newest = [*(n for n in self._newest if n != name), name][-max(self.save_last, 1) :]
         if not keep_all:
             ours = {*self._scores, *self._newest, *self._displaced}
-            kept = {*scores, name, *(newest if self.save_last else [])}
-            self._displaced = sorted(ours - kept)
+            keep = {*scores, name, *(newest if self.save_last else [])}
+            self._displaced = sorted(ours - keep)
         else:  # keep a checkpoint that a signal saved at this update
-            self._displaced = [each for each in self._displaced if each != name]
+            self._displaced = [other for other in self._displaced if other != name]
         self._scores, self._newest = scores, newest
         self._saving = self._path(name)
         trainer.save_checkpoint(
@@ -386,13 +386,13 @@ class ModelCheckpoint(Callback):
             displaces=[self._path(displaced) for displaced in self._displaced],
         )
         if not self.background:
-            self._settle(trainer)
+            self._confirm_save(trainer)
 
     def _links(self, trainer: Trainer, name: str) -> dict[Path, bool]:
         """Return the ``links`` of a checkpoint that is about to be saved."""
         return {}
 
-    def _settle(self, trainer: Trainer) -> None:
+    def _confirm_save(self, trainer: Trainer) -> None:
         """Wait for the latest save, and undo its decisions if it failed."""
         before, self._before = self._before, None
         if before is None:

@@ -118,7 +118,7 @@ class ModelPruning(Callback):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """Find the parameters, and put masks of ones on them, as a checkpoint has them."""
-        found = self._given or [
+        parameters = self._given or [
             (part, name)
             for name in self._parameter_names
             for part in module.modules()
@@ -127,10 +127,10 @@ class ModelPruning(Callback):
             or hasattr(part, f"{name}_mask")  # of an earlier run
         ]
         there = set(module.modules())
-        for part, name in found:
+        for part, name in parameters:
             if part not in there or not hasattr(part, name):
                 raise ValueError(f"parameters_to_prune has {name!r} of {part}, which is not there.")
-        self._parameters_to_prune = self.filter_parameters_to_prune(found)
+        self._parameters_to_prune = self.filter_parameters_to_prune(parameters)
         if stage == "fit":
             parts = {id(part): part for part, _ in self._parameters_to_prune}
             self._originals = {key: copy.deepcopy(part) for key, part in parts.items()}
@@ -145,12 +145,12 @@ class ModelPruning(Callback):
         parts = [
             getattr(self._originals[id(part)], name) for part, name in self._parameters_to_prune
         ]
-        return {"first": [each.detach() for each in parts]}
+        return {"first": [tensor.detach() for tensor in parts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the first values of the run that is resumed."""
-        found = zip(self._parameters_to_prune, state.get("first", ()), strict=False)
-        for (part, name), value in found:
+        saved = zip(self._parameters_to_prune, state.get("first", ()), strict=False)
+        for (part, name), value in saved:
             getattr(self._originals[id(part)], name).data = value
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:

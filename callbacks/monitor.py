@@ -54,8 +54,8 @@ class Monitor:
             ValueError: If the metric should have been logged by now but never was: an epoch has
                 just ended and, if the fit has validations, one has run.
         """
-        if (known := trainer.monitored_metric(self.name)) is not None:
-            value, reduced_at = known
+        if (metric := trainer.monitored_metric(self.name)) is not None:
+            value, reduced_at = metric
             return float(value) if reduced_at == trainer.global_step else None
         if self.name in trainer.logged_names:
             return None  # logged per step: its value arrives at the next log interval

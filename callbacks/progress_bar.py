@@ -284,8 +284,8 @@ class ProgressBar(Callback):
     ) -> None:
         self._train.draw()  # show its current position, since it stops meanwhile
         totals = trainer.num_eval_batches
-        known = [total for total in totals if total is not None]
-        total = sum(known) if len(known) == len(totals) else None
+        sized = [total for total in totals if total is not None]
+        total = sum(sized) if len(sized) == len(totals) else None
         self._evaluation = self._open(trainer, module, name, total, leave=leave)
 
     def _close(self) -> None:

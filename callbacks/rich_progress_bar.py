@@ -104,7 +104,7 @@ class _Terminal:
 def _move_handlers(old: Any, new: Any) -> None:
     """Make log handlers that hold the stream ``old`` write to ``new``."""
     loggers = [logging.root, *logging.Logger.manager.loggerDict.values()]
-    handlers = {one for log in loggers if isinstance(log, logging.Logger) for one in log.handlers}
+    handlers = {h for log in loggers if isinstance(log, logging.Logger) for h in log.handlers}
     for handler in handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is old:
             handler.setStream(new)

@@ -209,8 +209,8 @@ class SlowRankDetector(Callback):
             watch = self._watches[work]
             values.append(micro_batches * watch.seconds / max(watch.count, 1))
             watch.reset()
-        own = torch.tensor(values, dtype=torch.float32).to(accelerator.device, non_blocking=True)
-        shared = accelerator.gather(own)
+        local = torch.tensor(values, dtype=torch.float32).to(accelerator.device, non_blocking=True)
+        shared = accelerator.gather(local)
         if shared.device.type == "cpu":
             self._pending = shared, None
             return
@@ -234,17 +234,17 @@ class SlowRankDetector(Callback):
             module.log(f"slow_rank/{work}", ratio, on_step=True, on_epoch=False, batch_size=1)
             self._judge(work, times, update)
         if trainer.accelerator.is_main_process:
-            for one in self.slow:
-                if self._in_a_row[one.rank, one.work] == self.patience:
-                    logger.warning("Step %d: %s.", trainer.global_step, one)
+            for slow in self.slow:
+                if self._in_a_row[slow.rank, slow.work] == self.patience:
+                    logger.warning("Step %d: %s.", trainer.global_step, slow)
 
     def _judge(self, work: str, times: list[float], update: float) -> None:
-        for rank, own in enumerate(times):
+        for rank, seconds in enumerate(times):
             others = _median([*times[:rank], *times[rank + 1 :]])
-            slow = own > self.threshold * others and own - others > self.min_share * update
+            slow = seconds > self.threshold * others and seconds - others > self.min_share * update
             self._in_a_row[rank, work] = self._in_a_row.get((rank, work), 0) + 1 if slow else 0
             if slow:
-                self.slow.append(Slow(rank, self._hosts[rank], work, own, others))
+                self.slow.append(Slow(rank, self._hosts[rank], work, seconds, others))
 
 
 def _median(values: list[float]) -> float:

@@ -151,7 +151,7 @@ class SpikeDetection(MonitorCallback):
         if len(self.window_values) < self.warmup:
             return None
         middle = median(self.window_values)
-        spread = median(abs(each - middle) for each in self.window_values)
+        spread = median(abs(earlier - middle) for earlier in self.window_values)
         bound = max(self.deviations * _SIGMA * spread, self.rtol * abs(middle), self.atol)
         if not self._monitor.is_better(middle, value, bound):
             return None

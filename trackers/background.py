@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from trackers.base import GeneralTracker, ServiceTracker, Status
 from trackers.media import frozen, size_of
-from trackers.pending import Call, Missed, Pending, log_call
+from trackers.pending import Call, Pending, RecordReplay, log_call
 from trackers.redaction import redact, redacted_texts
 from trackers.worker import Worker
 from trainer.errors import module_logger
@@ -76,7 +76,7 @@ class BackgroundTracker(GeneralTracker):
 
     Attributes:
         wrapped: the tracker.
-        missed: reads records that a full queue dropped; may be set before `start`.
+        replay: reads records that a full queue dropped; may be set before `start`.
     """
 
     name = "background"  # each instance takes the wrapped tracker's
@@ -99,7 +99,7 @@ class BackgroundTracker(GeneralTracker):
         self.requires_logging_directory = tracker.requires_logging_directory
         self.main_process_only = tracker.main_process_only
         self.finish_timeout = finish_timeout
-        self.missed: Missed | None = None
+        self.replay: RecordReplay | None = None
         pending = Pending(capacity, gathering, memory)
         self._worker = Worker(tracker, pending, finish_timeout, (first_pause, longest_pause))
         self._finished = False
@@ -144,7 +144,7 @@ class BackgroundTracker(GeneralTracker):
             TimeoutError: `start` has not ended in that time.
             Exception: the error of the last attempt of `start`.
         """
-        return self._settled().tracker
+        return self._started().tracker
 
     def __getattr__(self, name: str) -> Any:
         """Return the wrapped tracker's attribute; methods of it run on the calling thread.
@@ -153,7 +153,7 @@ class BackgroundTracker(GeneralTracker):
         """
         if name.startswith("_"):  # Python protocols, and attributes before `__init__`
             raise AttributeError(name)
-        return getattr(self._settled(), name)
+        return getattr(self._started(), name)
 
     @property
     def run_id(self) -> str | None:  # type: ignore[override]  # the tracker sets it
@@ -187,7 +187,7 @@ class BackgroundTracker(GeneralTracker):
             with suppress(Exception):  # `start` will log it
                 import_module(self.wrapped.imports_early)
         self._start_error = TimeoutError(f"The tracker {self.name!r} has not started yet.")
-        self._worker.start(Call("start", self._begin, record=False), self.missed)
+        self._worker.start(Call("start", self._begin, record=False), self.replay)
 
     def call_at_exit(self, end: Callable[[], object]) -> None:
         """Call `end` when the interpreter exits, before whatever `start` has registered for that.
@@ -265,13 +265,13 @@ class BackgroundTracker(GeneralTracker):
             future.set_exception(RuntimeError(f"The tracker {self.name!r} is finished."))
         return future
 
-    def settle(self, timeout: float) -> None:
+    def drain(self, timeout: float) -> None:
         """Wait until all calls queued so far are made or lost; call it from another thread.
 
         Args:
             timeout: the longest wait, in seconds.
         """
-        self._worker.settle(timeout)
+        self._worker.drain(timeout)
 
     def begin_finish(self) -> None:
         """Request the end without waiting; the time limit of `finish` begins now."""
@@ -299,16 +299,16 @@ class BackgroundTracker(GeneralTracker):
                 "The tracker %r lost %d records%s and failed in %d calls%s.",
                 self.name,
                 self.dropped,
-                f", which are in {self.missed.path}," if self.missed and self.dropped else "",
+                f", which are in {self.replay.path}," if self.replay and self.dropped else "",
                 self.failures,
                 f"; it is left behind in {at}" if hangs else "",
             )
 
-    def _settled(self) -> GeneralTracker:
+    def _started(self) -> GeneralTracker:
         """Return the wrapped tracker once it has started and made the calls queued so far."""
         failed = self._start_error is not None and self.failures  # an outage may last: do not wait
         if self._worker.thread is not None and not failed:
-            self.settle(self.finish_timeout)
+            self.drain(self.finish_timeout)
         if self._start_error is not None:
             raise self._start_error
         return self.wrapped
@@ -330,8 +330,8 @@ class BackgroundTracker(GeneralTracker):
 
     def _relay(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Queue a call of a method that not every tracker has."""
-        own = getattr(getattr(self.wrapped, method), "__func__", None)
-        if own is not getattr(GeneralTracker, method):
+        override = getattr(getattr(self.wrapped, method), "__func__", None)
+        if override is not getattr(GeneralTracker, method):
             self._queue(method, *args, **kwargs)
         elif method not in self._unsupported:
             self._unsupported.add(method)

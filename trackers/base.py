@@ -276,10 +276,10 @@ class ServiceTracker(GeneralTracker):
 
 def isolate_random_generator(package: str) -> None:
     """Let an SDK use a random generator of its own, not Python's global one of the training."""
-    own = random.SystemRandom()
+    generator = random.SystemRandom()
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{package}.") and vars(module).get("random") is random:
-            vars(module)["random"] = own
+            vars(module)["random"] = generator
 
 
 def is_installed(cls: type[GeneralTracker]) -> bool:

@@ -145,9 +145,9 @@ class CometMLTracker(ServiceTracker):
         """
         for name, images in values.items():
             arrays = hasattr(images, "shape") or isinstance(images, (list, tuple))
-            each = pixels(name, images) if arrays else [images]
-            for number, image in enumerate(each):
-                label = name if len(each) == 1 else f"{name}/{number}"
+            pictures = pixels(name, images) if arrays else [images]
+            for number, image in enumerate(pictures):
+                label = name if len(pictures) == 1 else f"{name}/{number}"
                 self.tracker.log_image(_picture(image), name=label, step=step, **kwargs)
 
     def log_table(

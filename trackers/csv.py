@@ -190,10 +190,10 @@ class CSVTracker(GeneralTracker):
     def _read(self) -> list[dict[str, Any]]:
         with open(self.path, "rb", opener=regular) as file:
             text = file.read().decode()  # keeps line ends inside texts as they are
-        whole = text[: text.rfind("\n") + 1]  # a crash may have cut off the last row
+        complete = text[: text.rfind("\n") + 1]  # a crash may have cut off the last row
         limit = csv.field_size_limit(sys.maxsize)  # texts may be longer than the default for cells
         try:
-            table = csv.DictReader(io.StringIO(whole, newline=""))
+            table = csv.DictReader(io.StringIO(complete, newline=""))
             rows = list(table)
         finally:
             csv.field_size_limit(limit)

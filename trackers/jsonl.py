@@ -123,11 +123,11 @@ class JsonlTracker(GeneralTracker):
         if size == 0:  # an empty file cannot be mapped
             return
         with mmap(self._file.fileno(), size, access=ACCESS_READ) as content:
-            whole = content.rfind(b"\n") + 1
-        if whole < size:
-            self._file.truncate(whole)
+            end = content.rfind(b"\n") + 1
+        if end < size:
+            self._file.truncate(end)
             _logger.warning(
-                "%s ended in a torn record of %d bytes, which was cut off.", self.path, size - whole
+                "%s ended in a torn record of %d bytes, which was cut off.", self.path, size - end
             )
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -237,9 +237,9 @@ class JsonlTracker(GeneralTracker):
             raise RuntimeError(f"The record {self.path} is not open. Call `start` first.")
         # Records written to a deleted file would be lost.
         if not is_at(os.fstat(self._file.fileno()), self.path):
-            left = self._file
+            stale = self._file
             self.start()
-            left.close()
+            stale.close()
             _logger.warning(
                 "%s was deleted, moved or replaced. The records continue in a new file.", self.path
             )

@@ -88,7 +88,7 @@ def named_values(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, (Namespace, SimpleNamespace)):
         return dict(vars(value))
     if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: getattr(value, each.name) for each in fields(value)}
+        return {field.name: getattr(value, field.name) for field in fields(value)}
     return None
 
 
@@ -205,7 +205,7 @@ def pixels(name: str, images: Any) -> list[Any]:
     import numpy as np
 
     if isinstance(images, (list, tuple)):
-        return [one for item in images for one in pixels(name, item)]
+        return [image for item in images for image in pixels(name, item)]
     array = image_bytes(images)
     layout = image_layout(name, array)
     if layout.endswith("CHW"):
@@ -234,13 +234,13 @@ def rendered(figure: Any) -> Any:
         )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    own = figure.canvas
+    former = figure.canvas
     try:
         canvas: Any = FigureCanvasAgg(figure)  # it replaces the figure's own canvas
         canvas.draw()
         return array_of(canvas.buffer_rgba())[..., :3].copy()
     finally:
-        figure.set_canvas(own)
+        figure.set_canvas(former)
 
 
 def finite(name: str, values: Any) -> Any:
@@ -252,17 +252,17 @@ def finite(name: str, values: Any) -> Any:
     import numpy as np
 
     array = array_of(values).reshape(-1).astype(np.float64)
-    kept = array[np.isfinite(array)]
-    if not len(kept):
+    numbers = array[np.isfinite(array)]
+    if not len(numbers):
         raise ValueError(f"The histogram {name!r} has no finite value among {len(array)}.")
-    if len(kept) < len(array):
+    if len(numbers) < len(array):
         _logger.warning(
             "The histogram %r leaves out %d of %d values, which are NaN or infinite.",
             name,
-            len(array) - len(kept),
+            len(array) - len(numbers),
             len(array),
         )
-    return kept
+    return numbers
 
 
 def table_of(

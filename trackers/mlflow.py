@@ -30,9 +30,9 @@ def _name(name: str) -> str:
     return "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
 
 
-def _tags(given: dict[str, Any] | str | None) -> dict[str, Any]:
-    given = environment.read("MLFLOW_TAGS") or given
-    return dict(json.loads(given) if isinstance(given, str) else given or {})
+def _tags(tags: dict[str, Any] | str | None) -> dict[str, Any]:
+    tags = environment.read("MLFLOW_TAGS") or tags
+    return dict(json.loads(tags) if isinstance(tags, str) else tags or {})
 
 
 def _open_run() -> str | None:
@@ -166,12 +166,12 @@ class MLflowTracker(ServiceTracker):
 
         identity = "0"  # MLflow's default experiment
         if self.experiment_name is not None:
-            found = self.client.get_experiment_by_name(self.experiment_name)
+            experiment = self.client.get_experiment_by_name(self.experiment_name)
             place = None if self.logging_dir is None else os.fspath(self.logging_dir)
             identity = (
                 self.client.create_experiment(self.experiment_name, artifact_location=place)
-                if found is None
-                else found.experiment_id
+                if experiment is None
+                else experiment.experiment_id
             )
         tags = resolve_tags({name: str(value) for name, value in self.tags.items()})
         return self.client.create_run(identity, tags=tags, run_name=self.run_name)
@@ -233,7 +233,7 @@ class MLflowTracker(ServiceTracker):
             return False
         if name not in self._known:
             history = self.client.get_metric_history(self.run_id, name)
-            self._known[name] = {each.step for each in history if each.step > self._resumed}
+            self._known[name] = {metric.step for metric in history if metric.step > self._resumed}
         return step in self._known[name]
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -249,9 +249,9 @@ class MLflowTracker(ServiceTracker):
             ValueError: a shape is not that of an image.
         """
         for name, images in values.items():
-            each = pixels(name, images)
-            for number, image in enumerate(each):
-                key = _name(name if len(each) == 1 else f"{name}/{number}")
+            pictures = pixels(name, images)
+            for number, image in enumerate(pictures):
+                key = _name(name if len(pictures) == 1 else f"{name}/{number}")
                 self._log_image(image, key, step, **kwargs)
 
     def _log_image(self, image: Any, key: str, step: int | None, **kwargs: Any) -> None:
@@ -334,10 +334,10 @@ class MLflowTracker(ServiceTracker):
             FileNotFoundError: there is nothing at the path.
             TypeError: there is no path.
         """
-        given = local_path if path is None else path
-        if given is None:
+        source = local_path if path is None else path
+        if source is None:
             raise TypeError("log_artifact needs path, the file or the folder.")
-        path, run = existing(given), self.tracker.info.run_id
+        path, run = existing(source), self.tracker.info.run_id
         folder = artifact_path if name is None else name
         if path.is_dir():
             self.client.log_artifacts(run, str(path), path.name if folder is None else folder)

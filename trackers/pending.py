@@ -45,7 +45,7 @@ def log_call(values: dict[str, Any], step: int, time: float | None = None) -> Ca
     return Call("log", lambda tracker: tracker.log(dict(values), step), time=time)
 
 
-class Gap(NamedTuple):
+class DroppedRange(NamedTuple):
     """Dropped records: the first and last `time`, and their number."""
 
     first: float
@@ -57,7 +57,7 @@ class Pending:
     """The queue of waiting calls, in order.
 
     A full queue drops its oldest record. The dropped records are older than all waiting records, so
-    they form one gap, which is filled (from ``metrics.jsonl``) before the next call.
+    they form one range, which is replayed from ``metrics.jsonl`` before the next call.
 
     Args:
         capacity: the maximum number of calls. Another record drops the oldest one.
@@ -79,7 +79,7 @@ class Pending:
         self.fills = False
         self.lost = 0
         self._calls: deque[Call] = deque()
-        self._gap: Gap | None = None
+        self._dropped: DroppedRange | None = None
         self._ended = False
         self._urgent = False  # wake the thread: a call that is no record, or many records
         self._changed = threading.Condition()
@@ -103,27 +103,27 @@ class Pending:
                 self._changed.notify()
             return True
 
-    def take(self) -> Call | Gap:
-        """Wait for the next call, or for the gap before it; remove and return it."""
+    def take(self) -> Call | DroppedRange:
+        """Wait for the next call, or the dropped records before it; remove and return it."""
         with self._changed:
-            if not self._calls and self._gap is None:
+            if not self._calls and self._dropped is None:
                 self._urgent = False
-                self._changed.wait_for(lambda: self._calls or self._gap)
+                self._changed.wait_for(lambda: self._calls or self._dropped)
                 self._changed.wait_for(lambda: self._urgent, self._gathering)
-            gap, self._gap = self._gap, None
-            return gap or self._pop(0)
+            dropped, self._dropped = self._dropped, None
+            return dropped or self._pop(0)
 
     def take_record(self) -> Call | None:
-        """Remove and return the next record; None if there is none or a gap comes first."""
+        """Remove and return the next record; None if there is none or dropped ones come first."""
         with self._changed:
-            places = [] if self._gap else range(len(self._calls))
-            place = next((at for at in places if self._calls[at].record), None)
-            return None if place is None else self._pop(place)
+            indices = [] if self._dropped else range(len(self._calls))
+            index = next((at for at in indices if self._calls[at].record), None)
+            return None if index is None else self._pop(index)
 
     def put_back(self, call: Call) -> None:
-        """Make a call the next one again; it joins a gap, whose records are later."""
+        """Make a call the next one again; it joins a dropped range, whose records are later."""
         with self._changed:
-            if self._gap and call.time is not None:
+            if self._dropped and call.time is not None:
                 self._count_dropped(call)
                 return
             self._calls.appendleft(call)
@@ -139,18 +139,18 @@ class Pending:
         with self._changed:
             cleared = self._take_all(lambda call: call.what != "finish")
             self.lost += sum(call.record for call in cleared)
-            self.lost += self._gap.size if self._gap else 0
-            self._gap = None
+            self.lost += self._dropped.size if self._dropped else 0
+            self._dropped = None
             return cleared
 
-    def lose(self, count: int) -> None:
+    def count_lost(self, count: int) -> None:
         """Count records as lost that were taken from the queue but not logged."""
         with self._changed:
             self.lost += count
 
-    def _pop(self, place: int) -> Call:
-        call = self._calls[place]
-        del self._calls[place]
+    def _pop(self, index: int) -> Call:
+        call = self._calls[index]
+        del self._calls[index]
         self._size -= call.size
         return call
 
@@ -162,21 +162,21 @@ class Pending:
 
     def _drop_oldest(self, *, sized: bool = False) -> None:
         """Drop the oldest record, or the oldest one that takes memory."""
-        for place, call in enumerate(self._calls):
+        for index, call in enumerate(self._calls):
             if call.record and (call.size or not sized):
-                self._count_dropped(self._pop(place))
+                self._count_dropped(self._pop(index))
                 return
 
     def _count_dropped(self, call: Call) -> None:
         if call.time is None or not self.fills:
             self.lost += 1
         else:
-            gap = self._gap or Gap(call.time, call.time, 0)
-            first, last = min(gap.first, call.time), max(gap.last, call.time)
-            self._gap = Gap(first, last, gap.size + 1)
+            dropped = self._dropped or DroppedRange(call.time, call.time, 0)
+            first, last = min(dropped.first, call.time), max(dropped.last, call.time)
+            self._dropped = DroppedRange(first, last, dropped.size + 1)
 
 
-class Missed:
+class RecordReplay:
     """Reads the records of a run between two times, in the order written.
 
     Each tracker has its own instance, which continues to read where it stopped. So each request
@@ -211,7 +211,7 @@ class Missed:
             OSError: the file cannot be read.
             ValueError: a line is not JSON.
         """
-        self._record.settle(_PATIENCE)
+        self._record.drain(_PATIENCE)
         if self._offset is None:
             self._offset = self._begin.result(_PATIENCE)
         with open(self.path, "rb", opener=regular) as lines:

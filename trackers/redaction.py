@@ -72,7 +72,7 @@ def is_secret(name: str, value: Any, *, certain: bool = False) -> bool:
     last = words[-1].removesuffix("s")
     if last.endswith(_SECRETS):
         return True
-    kind = next((each for each in _OFTEN if last.endswith(each)), None)
+    kind = next((ending for ending in _OFTEN if last.endswith(ending)), None)
     if kind is None or not is_text:
         return False
     alone = words == [kind] and not certain
@@ -97,12 +97,12 @@ def redact(value: Any, name: str = "", *, certain: bool = False) -> Any:
         # All values inside a secret container such as `credentials` are secrets.
         secret = is_secret(name, MASK, certain=certain)
         items = {
-            key: redact(each, name if secret else str(key), certain=certain)
-            for key, each in named.items()
+            key: redact(item, name if secret else str(key), certain=certain)
+            for key, item in named.items()
         }
         return items if any(items[key] is not named[key] for key in named) else value
     if isinstance(value, (list, tuple, set, frozenset)):
-        parts = [redact(each, name, certain=certain) for each in value]
+        parts = [redact(item, name, certain=certain) for item in value]
         if isinstance(value, (list, tuple)):
             parts = _redacted_options(parts, certain)
         if all(new is old for new, old in zip(parts, value, strict=True)):
@@ -117,17 +117,17 @@ def _redacted_options(parts: list[Any], certain: bool) -> list[Any]:
     """Mask the values of a command line's options; other values stay the same objects."""
     masked, option = [], ""
     for part in parts:
-        found = _OPTION.fullmatch(part) if isinstance(part, str) else None
-        if found is None:
+        match = _OPTION.fullmatch(part) if isinstance(part, str) else None
+        if match is None:
             masked.append(MASK if option and is_secret(option, part, certain=certain) else part)
             option = ""
             continue
-        option, given = found["name"], found["value"]
-        if given is not None and is_secret(option, given, certain=certain):
-            masked.append(f"{part[: found.start('value')]}{MASK}")
+        option, inline = match["name"], match["value"]
+        if inline is not None and is_secret(option, inline, certain=certain):
+            masked.append(f"{part[: match.start('value')]}{MASK}")
         else:
             masked.append(part)
-        option = "" if given is not None else option
+        option = "" if inline is not None else option
     return masked
 
 
@@ -156,11 +156,11 @@ def redacted_places(value: Any, place: str) -> Iterator[str]:
         place: The name of the value.
     """
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from redacted_places(each, f"{place}.{key}")
+        for key, item in value.items():
+            yield from redacted_places(item, f"{place}.{key}")
     elif isinstance(value, (list, tuple, set, frozenset)):
-        for index, each in enumerate(value):
-            yield from redacted_places(each, f"{place}[{index}]")
+        for index, item in enumerate(value):
+            yield from redacted_places(item, f"{place}[{index}]")
     elif isinstance(value, str) and MASK in value:
         yield place
 
@@ -169,8 +169,8 @@ def _without_credentials(text: str) -> str:
     """Mask the passwords and tokens of the URLs in a text."""
     if "://" not in text:
         return text
-    found = _QUERY.sub(_mask_query, _USER_INFO.sub(_mask_user_info, text))
-    return text if found == text else found
+    masked = _QUERY.sub(_mask_query, _USER_INFO.sub(_mask_user_info, text))
+    return text if masked == text else masked
 
 
 def _mask_user_info(match: re.Match[str]) -> str:

@@ -92,21 +92,21 @@ def select_trackers(
         return []
     if not isinstance(log_with, Sequence) or isinstance(log_with, str):
         log_with = [log_with]
-    found = [one for entry in log_with for one in _lookup(entry)]
-    instantiated = [type(one) for one in found if isinstance(one, GeneralTracker)]
+    requested = [tracker for entry in log_with for tracker in _lookup(entry)]
+    instantiated = [type(tracker) for tracker in requested if isinstance(tracker, GeneralTracker)]
     # By identity, because a tracker that is a dataclass cannot be hashed.
-    unique = {id(one): one for one in found}.values()
-    chosen = [one for one in unique if not (isinstance(one, type) and one in instantiated)]
-    for one in chosen:
-        if isinstance(one, GeneralTracker):
+    unique = {id(tracker): tracker for tracker in requested}.values()
+    chosen = [t for t in unique if not (isinstance(t, type) and t in instantiated)]
+    for tracker in chosen:
+        if isinstance(tracker, GeneralTracker):
             continue
-        check_installed(one)
-        made_by: Any = one.__init__
+        check_installed(tracker)
+        made_by: Any = tracker.__init__
         if made_by is JsonlTracker.__init__:  # it would take the run's name as its path
-            raise TypeError(f"log_with takes a {one.__name__} as an instance, with its path.")
-        if one.requires_logging_directory and logging_dir is None:
+            raise TypeError(f"log_with takes a {tracker.__name__} as an instance, with its path.")
+        if tracker.requires_logging_directory and logging_dir is None:
             raise ValueError(
-                f"Logging with {one.name!r} writes files, but logging_dir is None. Pass "
+                f"Logging with {tracker.name!r} writes files, but logging_dir is None. Pass "
                 "`logging_dir` (for the Trainer and the Accelerator: `project_dir`)."
             )
     return chosen
@@ -144,17 +144,17 @@ def resolve_trackers(
         ImportError: see `select_trackers`.
     """
     trackers = []
-    for one in select_trackers(log_with, logging_dir=logging_dir):
-        if isinstance(one, type):
-            directory = [logging_dir] if one.requires_logging_directory else []
-            options = dict((init_kwargs or {}).get(one.name, {}))
-            if one.has_projects and run_name is not None:
+    for tracker in select_trackers(log_with, logging_dir=logging_dir):
+        if isinstance(tracker, type):
+            directory = [logging_dir] if tracker.requires_logging_directory else []
+            options = dict((init_kwargs or {}).get(tracker.name, {}))
+            if tracker.has_projects and run_name is not None:
                 options.setdefault("name", run_name)
-            first = project_name if one.has_projects else run_name or project_name
-            one = one(first, *directory, **options)
+            first = project_name if tracker.has_projects else run_name or project_name
+            tracker = tracker(first, *directory, **options)
         if logging_dir is not None:
-            one.service_dir = os.path.abspath(logging_dir)  # the working directory may change
-        trackers.append(one)
+            tracker.service_dir = os.path.abspath(logging_dir)  # the working directory may change
+        trackers.append(tracker)
     return trackers
 
 

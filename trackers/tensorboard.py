@@ -36,12 +36,12 @@ def _shown(name: str, value: Any) -> dict[str, Any]:
     """Return the images to write by name; a batch of equal layout is one entry."""
     import numpy as np
 
-    each = [np.atleast_3d(image) for image in pixels(name, value)]
-    if len(each) == 1:
-        return {name: each[0]}
-    if len({image.shape for image in each}) == 1 and each[0].shape[-1] != 4:
-        return {name: np.stack(each)}
-    return {f"{name}/{number}": image for number, image in enumerate(each)}
+    images = [np.atleast_3d(image) for image in pixels(name, value)]
+    if len(images) == 1:
+        return {name: images[0]}
+    if len({image.shape for image in images}) == 1 and images[0].shape[-1] != 4:
+        return {name: np.stack(images)}
+    return {f"{name}/{number}": image for number, image in enumerate(images)}
 
 
 def _quarantine(folder: Path) -> None:
@@ -187,12 +187,12 @@ class TensorBoardTracker(ServiceTracker):
         Raises:
             ValueError: a shape is not that of an image.
         """
-        writer, given = self.tracker, kwargs.get("dataformats")
+        writer, dataformats = self.tracker, kwargs.get("dataformats")
         for name, value in values.items():
             # Always uint8: torch's writer multiplies other integers by 255.
-            shown = {name: image_bytes(value)} if given else _shown(name, value)
+            shown = {name: image_bytes(value)} if dataformats else _shown(name, value)
             for label, images in shown.items():
-                layout = given or ("HWC" if images.ndim == 3 else "NHWC")
+                layout = dataformats or ("HWC" if images.ndim == 3 else "NHWC")
                 add = writer.add_images if "N" in layout else writer.add_image
                 add(label, images, global_step=step, **{**kwargs, "dataformats": layout})
 

@@ -62,9 +62,9 @@ class Rows:
 
 def _cell(value: Any) -> Any:
     """Return a value for a cell of a W&B table; types that W&B does not support become strings."""
-    kept = hasattr(value, "shape") or isinstance(value, date)
-    kept = kept or type(value).__module__.partition(".")[0] == "wandb"
-    return value if kept else plain(value)
+    is_native = hasattr(value, "shape") or isinstance(value, date)
+    is_native = is_native or type(value).__module__.partition(".")[0] == "wandb"
+    return value if is_native else plain(value)
 
 
 def _forget_what_failed() -> bool:
@@ -131,13 +131,13 @@ class WandBTracker(ServiceTracker):
         if self._tried and not _forget_what_failed():
             self._new_id = None
         options = {"project": self.run_name, **self.init_kwargs}
-        known = wandb.setup().settings.model_fields_set  # set by the environment, for example
-        if self.service_dir is not None and "dir" not in options and "root_dir" not in known:
+        settings = wandb.setup().settings.model_fields_set  # set by the environment, for example
+        if self.service_dir is not None and "dir" not in options and "root_dir" not in settings:
             os.makedirs(self.service_dir, exist_ok=True)  # otherwise W&B would use another folder
             options["dir"] = self.service_dir
         if previous is not None:
             options = {"id": previous, "resume": "allow", **options}
-        elif "run_id" not in known:
+        elif "run_id" not in settings:
             # Choose the id here: W&B may respond only after the first checkpoint, which stores it.
             # Use the same id in each attempt, since W&B may have begun the run although the call
             # failed.
@@ -147,7 +147,7 @@ class WandBTracker(ServiceTracker):
         self._tried = True
         run: Any
         open_run = wandb.run
-        joins = open_run is not None and "reinit" not in known | options.keys()
+        joins = open_run is not None and "reinit" not in settings | options.keys()
         self._opened = run = open_run if joins else wandb.init(**options)
         self._joined = run is open_run  # also with reinit="return_previous"
         self.run_id, self._new_id, self._tried = run.id, None, False
@@ -203,11 +203,11 @@ class WandBTracker(ServiceTracker):
 
         def made(name: str, images: Any) -> list[Any]:
             if isinstance(images, (list, tuple)):
-                return [one for item in images for one in made(name, item)]
+                return [picture for item in images for picture in made(name, item)]
             if isinstance(images, wandb.Image):
                 return [images]
-            each = pixels(name, images) if hasattr(images, "shape") else [images]
-            return [wandb.Image(one) for one in each]
+            pictures = pixels(name, images) if hasattr(images, "shape") else [images]
+            return [wandb.Image(picture) for picture in pictures]
 
         self.log({name: made(name, value) for name, value in values.items()}, step, **kwargs)
 
@@ -225,7 +225,7 @@ class WandBTracker(ServiceTracker):
 
         names, rows = table_of(table_name, columns, data, dataframe)
         headers: list[Any] = [str(name) for name in names]
-        cells = [[_cell(one) for one in row] for row in rows]
+        cells = [[_cell(value) for value in row] for row in rows]
         try:
             table = wandb.Table(columns=headers, data=cells)
         except TypeError:  # a column mixes types, which W&B does not allow

@@ -8,11 +8,11 @@ import time
 from concurrent.futures import Future, wait
 
 from trackers.base import GeneralTracker
-from trackers.pending import Call, Gap, Missed, Pending, log_call
+from trackers.pending import Call, DroppedRange, Pending, RecordReplay, log_call
 from trainer.errors import module_logger
 
 _logger = module_logger("trackers")
-_ONCE = ("submit", "settle", "finish")  # not retried: callers get the error; a run closes once
+_ONCE = ("submit", "drain", "finish")  # not retried: callers get the error; a run closes once
 _MANY = 5  # failed attempts of a call before the next record is tried ahead of it
 _SURE = 3  # later records that must succeed before a failing call is dropped
 _SILENT = 5.0  # seconds that `finish` waits before a warning
@@ -61,18 +61,18 @@ class Worker:
         pauses: the first and the longest pause, in seconds.
 
     Attributes:
-        missed: reads records that `pending` dropped.
+        replay: reads records that `pending` dropped.
         running: the name of the current call.
         thread: the thread, None until `start`.
         failures: the number of attempts that raised.
-        replayed: the number of records from `missed`.
+        replayed: the number of records from `replay`.
     """
 
     def __init__(
         self, tracker: GeneralTracker, pending: Pending, limit: float, pauses: tuple[float, float]
     ) -> None:
         self.pending = pending
-        self.missed: Missed | None = None
+        self.replay: RecordReplay | None = None
         self.running = ""
         self.thread: threading.Thread | None = None
         self.failures = 0
@@ -85,10 +85,10 @@ class Worker:
         self._refused = False  # whether `start` failed for good; later calls are not retried
         self._hurry = threading.Event()  # ends a pause
 
-    def start(self, call: Call, missed: Missed | None) -> None:
+    def start(self, call: Call, replay: RecordReplay | None) -> None:
         """Start the thread with a call that precedes all waiting ones."""
-        self.missed = missed
-        self.pending.fills = missed is not None
+        self.replay = replay
+        self.pending.fills = replay is not None
         self.thread = threading.Thread(
             target=self._run, args=(call,), name=f"tracker-{self._tracker.name}", daemon=True
         )
@@ -100,10 +100,10 @@ class Worker:
         self._hurry.set()
         return taken
 
-    def settle(self, timeout: float) -> None:
+    def drain(self, timeout: float) -> None:
         """Wait until all calls queued so far are made or lost, at most `timeout` seconds."""
         done: Future[None] = Future()
-        if self.submit(Call("settle", lambda _: None, record=False, future=done)):
+        if self.submit(Call("drain", lambda _: None, record=False, future=done)):
             wait([done], timeout)
         elif self.thread is not None:  # nothing can be queued after the last call
             self.thread.join(timeout)
@@ -119,15 +119,15 @@ class Worker:
         assert self._deadline is not None
         if self.thread is not None:
             self.thread.join(max(0.0, min(_SILENT, self._deadline - time.monotonic())))
-            left = self._deadline - time.monotonic()
-            if self.thread.is_alive() and left > 0:
+            remaining = self._deadline - time.monotonic()
+            if self.thread.is_alive() and remaining > 0:
                 _logger.warning(
                     "Waiting for the tracker %r, at most %.0f seconds more: it is in `%s`.",
                     self._tracker.name,
-                    left,
+                    remaining,
                     self.running,
                 )
-                self.thread.join(left)
+                self.thread.join(remaining)
             if not self.thread.is_alive():
                 return False
         self._abandon()
@@ -140,9 +140,9 @@ class Worker:
             if call.future is not None:
                 call.future.set_exception(TimeoutError(text))
 
-    def _run(self, call: Call | Gap) -> None:
+    def _run(self, call: Call | DroppedRange) -> None:
         while True:
-            if isinstance(call, Gap):
+            if isinstance(call, DroppedRange):
                 self._replay(call)
             else:
                 self._make(call)
@@ -167,11 +167,11 @@ class Worker:
             if failed >= _MANY and call.what != "start" and self._next_passes():
                 attempt, passed_over = 0, passed_over + 1
                 if passed_over == _SURE:
-                    self.pending.lose(call.record)
+                    self.pending.count_lost(call.record)
                     return
             if not self._pause(attempt):
                 self._gave_up = True
-                self.pending.lose(call.record)
+                self.pending.count_lost(call.record)
                 self._abandon()
                 return
             if self._hurry.is_set():
@@ -182,10 +182,10 @@ class Worker:
         """Wait before a retry, or until one is requested; return False if it is too late."""
         seconds = pause(max(attempt, 1), *self._pauses)
         if self._deadline is not None and not self._hurry.is_set():
-            left = self._deadline - _LAST * self._limit - time.monotonic()
-            if left <= 0:
+            remaining = self._deadline - _LAST * self._limit - time.monotonic()
+            if remaining <= 0:
                 return False
-            seconds = min(seconds, left)
+            seconds = min(seconds, remaining)
         self._hurry.wait(seconds)
         return True
 
@@ -202,16 +202,16 @@ class Worker:
             self.pending.put_back(other)
         return error is None
 
-    def _replay(self, gap: Gap) -> None:
+    def _replay(self, dropped: DroppedRange) -> None:
         """Let the tracker log the records that a full queue dropped."""
-        assert self.missed is not None  # otherwise there would be no gap
+        assert self.replay is not None  # otherwise no range is kept
         self.running = "log"
-        self.pending.lose(gap.size)  # until they are logged, also if the tracker hangs meanwhile
+        self.pending.count_lost(dropped.size)  # until logged: the tracker may hang meanwhile
         try:
-            with contextlib.closing(self.missed.between(gap.first, gap.last)) as records:
+            with contextlib.closing(self.replay.between(dropped.first, dropped.last)) as records:
                 for values, step in records:
                     self._make(log_call(values, step))
-                    self.pending.lose(-1)
+                    self.pending.count_lost(-1)
                     if self._gave_up:
                         break
                     self.replayed += 1

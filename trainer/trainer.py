@@ -1288,7 +1288,7 @@ class Trainer:
                 self._epoch_iterator = run.data.epoch_iterator
                 run.saving.pending_saves.give_up()
                 run.saving.writer.close()
-                run.step_sync.settle()
+                run.step_sync.read_pending()
                 for epoch_iterator in (run.data.epoch_iterator, *run.data.val_iterators):
                     epoch_iterator.close()
         except BaseException as late:

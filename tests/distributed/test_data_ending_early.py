@@ -127,7 +127,7 @@ class Late(StepSync):
     """Knows the sums an update later, as on an accelerator."""
 
     def count(self, total):
-        self.settle()
+        self.read_pending()
         now = StepSync(torch.device("cpu"), whole_items=self._whole_items)
         self._pending = SimpleNamespace(read=total.clone)
         items = now.count(total)

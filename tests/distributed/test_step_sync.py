@@ -132,7 +132,7 @@ def test_on_an_accelerator_sums_are_read_one_update_later_without_a_device_sync(
             found.append((items, step_sync.bad_losses, step_sync.latest.items))
             waits.updates += 1
         assert waits.total == 0
-        step_sync.settle()
+        step_sync.read_pending()
     assert [items.host.item() for items, _, _ in found] == [first.items + n for n in range(3)]
     assert [bad.host.item() for _, bad, _ in found] == [0.0, 0.0, 1.0]
     assert [known for _, _, known in found] == [0.0, first.items, first.items + 1]
@@ -187,5 +187,5 @@ def test_votes_to_end_an_epoch_are_read_before_other_processes_learn_of_them(mon
         step_sync.count(step_sync.sync_vector(NOTHING._replace(items=items, epoch_votes=1.0)))
         assert step_sync.no_batch_ran() is (items == 0)
         assert step_sync.latest == NOTHING
-        step_sync.settle()
+        step_sync.read_pending()
     assert (step_sync.latest.epoch_votes, step_sync.items_seen) == (1, items)

@@ -15,7 +15,7 @@ from trackers import (
     worker,
 )
 from trackers.background import finish_all
-from trackers.pending import Missed
+from trackers.pending import RecordReplay
 
 
 class Recorder(GeneralTracker):
@@ -338,7 +338,7 @@ def test_the_memory_of_waiting_images_is_bounded():
         background.log({"loss": float(step)}, step)
     assert background.dropped == 3
     tracker.release.set()
-    background.settle(20)
+    background.drain(20)
     for step in (6, 7):  # what was logged takes no more
         background.log_images({"x": torch.zeros(100)}, step)
     background.finish()
@@ -656,7 +656,7 @@ def test_resume_is_called_before_each_attempt_to_start():
     background.log({}, 4)
     tracker.tried.wait()
     tracker.there.set()
-    background.settle(20)
+    background.drain(20)
     assert background.tracker is tracker.calls
     background.finish()
     assert [call[0] for call in tracker.calls] == ["start", "log", "finish"]
@@ -688,7 +688,7 @@ def test_a_record_that_is_refused_while_others_pass_does_not_block_them():
     background = started(Picky(), **QUICK)
     for step in range(7):
         background.log({}, step)
-    background.settle(20)
+    background.drain(20)
     assert background.wrapped.steps == [0, 2, 3, 4, 5, 6]
     assert background.dropped == 1
     background.finish()
@@ -701,7 +701,7 @@ def test_submit_does_not_wait_for_the_end_of_an_outage():
     background.log({}, 1)
     assert background.submit(lambda one: one.steps).result(20) == []
     tracker.there.set()
-    background.settle(20)
+    background.drain(20)
     assert tracker.steps == [0, 1]
     background.finish()
 
@@ -722,7 +722,7 @@ def local(tmp_path):
 def begin(tracker, local, **options):
     background = BackgroundTracker(tracker, **options)
     offset = local.submit(lambda record: record.offset)
-    background.missed = Missed(local, offset, {"private"})
+    background.replay = RecordReplay(local, offset, {"private"})
     background.start()
     return background
 
@@ -751,13 +751,13 @@ def test_dropped_records_are_read_back_in_order(local, caplog):
         record_both(local, background, steps[1:])
         assert len(background._worker.pending._calls) == 3
         tracker.release.set()
-        background.settle(20)
+        background.drain(20)
         tracker.entered.clear()
         tracker.release.clear()
     tracker.release.set()
     background.finish()
     assert logged(tracker) == expected(range(40))
-    # `settle` is a call too, for which nothing is dropped.
+    # `drain` is a call too, for which nothing is dropped.
     assert (background.replayed, background.dropped) == (32, 0)
     assert not warnings_of(caplog)
 
@@ -849,7 +849,7 @@ def test_an_unreadable_local_record_is_reported_and_ends_nothing(local, caplog):
     record_both(local, background, [0])
     tracker.entered.wait()
     record_both(local, background, range(1, 6))
-    local.settle(20)
+    local.drain(20)
     local.tracker.write_text("no json\n" * 100)
     tracker.release.set()
     background.finish()

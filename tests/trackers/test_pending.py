@@ -1,7 +1,7 @@
 import threading
 from time import monotonic
 
-from trackers.pending import Call, Gap, Pending
+from trackers.pending import Call, DroppedRange, Pending
 
 
 def record(time):
@@ -21,7 +21,7 @@ def taken(pending):
     found = []
     while not found or getattr(found[-1], "what", "") != "finish":
         found.append(pending.take())
-    return [one if isinstance(one, Gap) else one.time for one in found[:-1]]
+    return [one if isinstance(one, DroppedRange) else one.time for one in found[:-1]]
 
 
 def test_a_record_that_is_put_back_before_a_gap_joins_it():
@@ -31,7 +31,7 @@ def test_a_record_that_is_put_back_before_a_gap_joins_it():
     for time in (3.0, 4.0):
         pending.put(record(time))
     pending.put_back(first)
-    assert taken(pending) == [Gap(1.0, 2.0, 2), 3.0, 4.0]
+    assert taken(pending) == [DroppedRange(1.0, 2.0, 2), 3.0, 4.0]
     assert pending.lost == 0
 
 

@@ -410,7 +410,7 @@ WAITS = {
         "loops/recorder.py: record": "its values are asked for, in one transfer",
         "metrics/reduction.py: _agree": NAMES,
         "metrics/reduction.py: _all_reduce": NAMES,
-        "optim/finite.py: settle": UNREAD,
+        "optim/finite.py: read_pending": UNREAD,
     },
     "save": {
         "checkpoint/save.py: run_on_all_ranks": "all processes know of an error of any",
@@ -421,7 +421,7 @@ WAITS = {
         "loops/buffers.py: sync_buffers": "frozen weights are compared by their hashes",
         "loops/fit_state.py: _settle": UNREAD,
         "loops/preflight.py: check_checkpoint_names": RANKS,
-        "optim/finite.py: settle": UNREAD,
+        "optim/finite.py: read_pending": UNREAD,
         "trainer.py: save_checkpoint": "whether all processes save",
     },
     "end of an epoch": {

@@ -144,7 +144,7 @@ def test_only_where_all_optimizers_skip_on_the_device_is_an_update_begun_unread(
     guard = FiniteGuard("skip", 5, optimizers=[fused], named_parameters=list)
     assert guard.should_step(found, 1, None)
     assert fused.found_inf is found  # by which its step leaves the weights as they are
-    guard.settle()
+    guard.read_pending()
     assert guard.skipped == 1
     assert not hasattr(fused, "found_inf")
     guard = FiniteGuard("skip", 5, optimizers=[fused, plain], named_parameters=list)
@@ -159,4 +159,4 @@ def test_an_answer_comes_to_the_host_whatever_the_default_device(late):
     assert guard.should_step(found, 7, None)
     assert guard._pending[0]._host.device.type == "cpu"
     with pytest.raises(FloatingPointError, match="update 7"):
-        guard.settle()
+        guard.read_pending()

@@ -189,7 +189,7 @@ def test_a_tracker_that_hangs_is_waited_for_once(tmp_path, recorder, monkeypatch
     assert steps(sound) == ["1", "2"]
     assert len(caplog.records) == 1
     hanging.gate.set()
-    kept.trackers[0].settle(FOR_EVER)
+    kept.trackers[0].drain(FOR_EVER)
     log(kept, 3)
     kept.sync()()  # now it is one like the others again
     assert steps(hanging) == ["1", "2", "3"]

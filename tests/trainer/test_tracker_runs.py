@@ -247,7 +247,7 @@ def test_an_evaluation_appends_to_the_csv_of_a_fit(tmp_path):
         def on_train_step_start(self):
             if self.trainer.global_step == 4:
                 for tracker in self.trainer.trackers:
-                    tracker.settle(60)  # the rows of the update before are whole
+                    tracker.drain(60)  # the rows of the update before are whole
                 evaluate()
 
     def evaluate():

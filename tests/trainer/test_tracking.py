@@ -618,11 +618,11 @@ def test_a_run_that_a_signal_ends_is_preempted():
 def test_trackers_are_finished_where_the_loop_cannot_be_closed(monkeypatch, caplog):
     """A device in trouble may fail whatever is still asked of it."""
 
-    def settle(self):
+    def read_pending(self):
         raise RuntimeError("device lost")
 
     error = ValueError("bad")
-    monkeypatch.setattr("trainer.distributed.step_sync.StepSync.settle", settle)
+    monkeypatch.setattr("trainer.distributed.step_sync.StepSync.read_pending", read_pending)
     with caplog.at_level(logging.ERROR):
         assert outcome(Net(error)) == "failed"
     assert "device lost" in caplog.text

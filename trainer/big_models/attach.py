@@ -75,8 +75,8 @@ def attach_align_device_hook(
     def is_whole(_: str, part: nn.Module) -> bool:
         return offload and _is_preloaded(part, preload_module_classes)
 
-    for name, part, whole in _walk(module, is_whole):
-        if not (whole or _has_tensors(part, recurse=False)):
+    for name, part, block in _walk(module, is_whole):
+        if not (block or _has_tensors(part, recurse=False)):
             continue
         prefix = ".".join(filter(None, (module_name, name)))
         hook = AlignDevicesHook(
@@ -84,7 +84,7 @@ def attach_align_device_hook(
             offload,
             weights_map=_below(weights_map, prefix),
             offload_buffers=offload_buffers,
-            place_submodules=whole,
+            place_submodules=block,
             skip_keys=skip_keys,
             tied_params_map=tied_params_map,
         )
@@ -129,10 +129,10 @@ def attach_align_device_hook_on_blocks(
         names = (f"{full}.{leaf}".removeprefix(".") for leaf, _ in part.named_parameters())
         return _is_preloaded(part, preload_module_classes) and any(map(is_away, names))
 
-    for name, part, whole in _walk(module, is_whole):
+    for name, part, block in _walk(module, is_whole):
         full = ".".join(filter(None, (module_name, name)))
-        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        away = whole or any(is_away(f"{full}.{leaf}".removeprefix(".")) for leaf, _ in own)
+        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        away = block or any(is_away(f"{full}.{leaf}".removeprefix(".")) for leaf, _ in tensors)
         named = full in devices or full in offloads
         if not (name == "" or named or _has_tensors(part)):
             continue
@@ -142,7 +142,7 @@ def attach_align_device_hook_on_blocks(
             io_same_device=name == "",
             weights_map=_below(weights_map, full) if away else None,
             offload_buffers=offload_buffers,
-            place_submodules=whole,
+            place_submodules=block,
             skip_keys=skip_keys,
             tied_params_map=tied_params_map,
         )
@@ -179,7 +179,7 @@ def attach_layerwise_casting_hooks(
     def chosen(part: nn.Module, name: str) -> Iterator[nn.Module]:
         if isinstance(part, skip_modules_classes or ()):
             return
-        if any(re.search(each, name) for each in patterns):
+        if any(re.search(pattern, name) for pattern in patterns):
             return
         if isinstance(part, CASTABLE):
             yield part
@@ -216,9 +216,9 @@ def _walk(
     for name, part in module.named_modules():
         if any(not block or name.startswith(f"{block}.") for block in inside):
             continue
-        if whole := is_whole(name, part):
+        if is_block := is_whole(name, part):
             inside.append(name)
-        yield name, part, whole
+        yield name, part, is_block
 
 
 def _is_preloaded(module: nn.Module, classes: Sequence[str] | None) -> bool:

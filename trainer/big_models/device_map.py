@@ -66,8 +66,8 @@ def compute_module_sizes(
     )
     wanted = None if dtype is None else parse_dtype(dtype)
     special = {
-        name: each if isinstance(each, CustomDtype) else parse_dtype(each)
-        for name, each in (special_dtypes or {}).items()
+        name: special if isinstance(special, CustomDtype) else parse_dtype(special)
+        for name, special in (special_dtypes or {}).items()
     }
     sizes: defaultdict[str, int] = defaultdict(int)
     for name, tensor in tensors:
@@ -141,8 +141,8 @@ def _layers(blocks: Iterable[Block], unsplit: Collection[str]) -> Iterator[Block
 
 
 def _submodules(name: str, part: nn.Module | Tensor) -> list[Block]:
-    found = part.named_children() if isinstance(part, nn.Module) else ()
-    return [(f"{name}.{child}".removeprefix("."), module) for child, module in found]
+    children = part.named_children() if isinstance(part, nn.Module) else ()
+    return [(f"{name}.{child}".removeprefix("."), module) for child, module in children]
 
 
 def _containers(name: str) -> list[str]:
@@ -271,13 +271,15 @@ def get_balanced_memory(
         low_zero = False
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     unsplit = _classes(no_split_module_classes)
-    kept = [sizes.get(n, 0) for n, part in model.named_modules() if type(part).__name__ in unsplit]
+    blocks = [
+        sizes.get(n, 0) for n, part in model.named_modules() if type(part).__name__ in unsplit
+    ]
     leaves = [
         sizes[name]
         for name, part in model.named_modules()
         if name and sizes.get(name) and not _submodules(name, part)
     ]
-    room = int(1.25 * max(*kept, sum(leaves) // max(len(leaves), 1), 0))
+    room = int(1.25 * max(*blocks, sum(leaves) // max(len(leaves), 1), 0))
     share = sizes[""] // (len(used) - low_zero) + room
     for place in used[low_zero:-1]:
         limits[place] = min(limits[place], share)
@@ -368,7 +370,7 @@ class _Plan:
         self._keeps_room = {*accelerators[:1], *(() if "mps" in accelerators else ("cpu",))}
         self.waiting = self._parts("", model)
         layers = [(sizes.get(name, 0), name) for name, _ in _layers(self.waiting, unsplit)]
-        self._layers = sorted(layers, key=lambda each: -each[0])
+        self._layers = sorted(layers, key=lambda layer: -layer[0])
         self.places: dict[str, int | str] = {}
         self.used: dict[int | str, int] = dict.fromkeys(self._order, 0)
 
@@ -393,10 +395,10 @@ class _Plan:
             name, part = self.waiting[0]
             tied = self._tied_to(name)
             size = self._sizes.get(name, 0)
-            together = size + sum(self._sizes.get(each, 0) for each, _ in tied)
+            together = size + sum(self._sizes.get(tied_name, 0) for tied_name, _ in tied)
             room = self._room(place)
             if room is None or together <= room:
-                self._put([name, *(each for each, _ in tied)], place, together)
+                self._put([name, *(tied_name for tied_name, _ in tied)], place, together)
             elif self._split_first(tied if size <= room else [(name, part)]):
                 continue
             elif self._fallback and not searched and not self.used[place]:
@@ -411,8 +413,8 @@ class _Plan:
         """Return the bytes left on a place, None if that is not limited."""
         if place == "disk":
             return None
-        kept = max(self._largest_layer(), reserve) if place in self._keeps_room else 0
-        return self._limits[place] - self.used[place] - kept
+        reserved = max(self._largest_layer(), reserve) if place in self._keeps_room else 0
+        return self._limits[place] - self.used[place] - reserved
 
     def _largest_layer(self) -> int:
         """Return the bytes of the largest layer that waits, the first module's left out."""
@@ -426,10 +428,10 @@ class _Plan:
 
     def _tied_to(self, name: str) -> list[Block]:
         """Return the waiting modules that share a weight with one, and are not in it."""
-        groups = [group for group in self._ties if any(_is_in(each, name) for each in group)]
-        others = [each for group in groups for each in group if not _is_in(each, name)]
+        groups = [group for group in self._ties if any(_is_in(tied, name) for tied in group)]
+        others = [tied for group in groups for tied in group if not _is_in(tied, name)]
         return [
-            block for block in self.waiting[1:] if any(_is_in(each, block[0]) for each in others)
+            block for block in self.waiting[1:] if any(_is_in(tied, block[0]) for tied in others)
         ]
 
     def _put(self, names: list[str], place: int | str, size: int) -> None:
@@ -443,7 +445,7 @@ class _Plan:
         for name, part in blocks:
             if parts := self._split(name, part):
                 self._say(f"{name!r} is split.")
-                where = [each for each, _ in self.waiting].index(name)
+                where = [block for block, _ in self.waiting].index(name)
                 self.waiting[where : where + 1] = parts
                 return True
         return False
@@ -456,36 +458,36 @@ class _Plan:
 
     def _parts(self, name: str, module: nn.Module) -> list[Block]:
         """Return a module's own parameters, its submodules and its own buffers."""
-        own: list[tuple[str, Any]] = [
+        tensors: list[tuple[str, Any]] = [
             *module.named_parameters(recurse=False),
             *module.named_children(),
             *module.named_buffers(recurse=False),
         ]
-        named = [(f"{name}.{leaf}".removeprefix("."), part) for leaf, part in own]
+        named = [(f"{name}.{leaf}".removeprefix("."), part) for leaf, part in tensors]
         return [(full, part) for full, part in named if full not in self._left_out]
 
     def _bring_forward(self, place: int | str) -> bool:
         """Put the first module that fits on an empty place before all others."""
         room = self._room(place, reserve=self._sizes.get(self.waiting[0][0], 0))
-        found = self._first_fitting(self.waiting[1:], room or 0)
-        if found is None:
+        block = self._first_fitting(self.waiting[1:], room or 0)
+        if block is None:
             return False
-        for container in _containers(found[0]):
+        for container in _containers(block[0]):
             waiting = dict(self.waiting)
             if container in waiting:
                 self._split_first([(container, waiting[container])])
-        self.waiting.remove(found)
-        self.waiting.insert(0, found)
+        self.waiting.remove(block)
+        self.waiting.insert(0, block)
         return True
 
     def _first_fitting(self, blocks: Iterable[Block], room: int) -> Block | None:
         for name, part in blocks:
             size = self._sizes.get(name, 0)
-            tied = sum(self._sizes.get(each, 0) for each, _ in self._tied_to(name))
+            tied = sum(self._sizes.get(tied_name, 0) for tied_name, _ in self._tied_to(name))
             if 0 < size + tied <= room:
                 return name, part
-            if found := self._first_fitting(self._split(name, part), room):
-                return found
+            if block := self._first_fitting(self._split(name, part), room):
+                return block
         return None
 
     def check_room_for_buffers(self, buffers: Mapping[str, int]) -> None:
@@ -538,10 +540,10 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
     Raises:
         ValueError: The names in the model's state dict without a place.
     """
-    known = {"", *(name for name, _ in model.named_modules(remove_duplicate=False))}
-    known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    if unknown := [name for name in device_map if name not in known]:
+    names = {"", *(name for name, _ in model.named_modules(remove_duplicate=False))}
+    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    if unknown := [name for name in device_map if name not in names]:
         warnings.warn(
             f"The following device_map keys do not match any submodules in the model: {unknown}",
             UserWarning,

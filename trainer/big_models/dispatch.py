@@ -74,10 +74,10 @@ def cpu_offload(
     """
     weights = state_dict
     if weights is None:
-        whole = model.state_dict(keep_vars=True)
-        tensors = {id(value): value for value in whole.values() if isinstance(value, Tensor)}
+        full = model.state_dict(keep_vars=True)
+        tensors = {id(value): value for value in full.values() if isinstance(value, Tensor)}
         copies = {key: value.detach().to("cpu") for key, value in tensors.items()}  # of ties, one
-        weights = {name: copies[id(value)] for name, value in whole.items() if id(value) in copies}
+        weights = {name: copies[id(value)] for name, value in full.items() if id(value) in copies}
     return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
 
 
@@ -244,11 +244,11 @@ def _remove_hooks(model: nn.Module) -> None:
         value = state.get(name)
         if value is None or value.is_meta:
             continue
-        if (known := made.get(memory_of(value))) is None:
+        if (existing := made.get(memory_of(value))) is None:
             set_module_tensor_to_device(model, name, "cpu", value)
             made[memory_of(value)] = find_tensor(model, name)
         else:
-            set_tensor(model, name, known)
+            set_tensor(model, name, existing)
     for part, hook in others:
         add_hook_to_module(part, hook, append=True)
 
@@ -303,8 +303,8 @@ class _TensorPlaces:
                 self._model, name, place, tied_params_map=self.tied, clear_cache=False
             )
         if resident:
-            kept = find_tensor(self._model, resident[0]).detach()
-            self._in_memory.update(dict.fromkeys(offloaded, kept))
+            tensor = find_tensor(self._model, resident[0]).detach()
+            self._in_memory.update(dict.fromkeys(offloaded, tensor))
         else:
             self._in_memory.update(dict.fromkeys(offloaded, value.detach().to("cpu")))
 
@@ -328,12 +328,12 @@ class _TensorPlaces:
                 "We need an `offload_dir` to dispatch this model according to this `device_map`, "
                 f"the following weights need to be offloaded: {', '.join(on_disk)}."
             )
-        known: Index = {}
+        offloaded: Index = {}
         if on_disk and index is not None:
-            known = {name: index[name] for name in on_disk if name in index}
+            offloaded = {name: index[name] for name in on_disk if name in index}
         elif on_disk and folder is not None:
-            known = _write(self._model, on_disk, folder)
-        return OffloadedWeightsLoader(memory, folder, known)
+            offloaded = _write(self._model, on_disk, folder)
+        return OffloadedWeightsLoader(memory, folder, offloaded)
 
 
 def _write(model: nn.Module, names: Sequence[str], folder: Folder) -> Index:
@@ -348,11 +348,11 @@ def _write(model: nn.Module, names: Sequence[str], folder: Folder) -> Index:
 
 def _offloadable(model: nn.Module, buffers: bool) -> list[str]:
     """Return the names of the parameters, perhaps also of the buffers that a state dict has."""
-    kept = non_persistent_buffers(model)
+    transient = non_persistent_buffers(model)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if buffers:
         names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    return [name for name in names if name not in kept]
+    return [name for name in names if name not in transient]
 
 
 def check_values(model: nn.Module, elsewhere: Collection[str] = ()) -> None:
@@ -363,7 +363,7 @@ def check_values(model: nn.Module, elsewhere: Collection[str] = ()) -> None:
     """
     parameters = model.named_parameters(remove_duplicate=False)
     tensors = chain(parameters, model.named_buffers(remove_duplicate=False))
-    if missing := [name for name, each in tensors if each.is_meta and name not in elsewhere]:
+    if missing := [name for name, tensor in tensors if tensor.is_meta and name not in elsewhere]:
         raise ValueError(_no_values(missing, "the model"))
 
 

@@ -120,12 +120,12 @@ def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
         earlier = present.hooks if isinstance(present, SequentialHook) else (present,)
         hook = SequentialHook(*earlier, hook)
     else:
-        own = module.forward
-        module.__dict__["_old_forward"] = own
+        forward = module.forward
+        module.__dict__["_old_forward"] = forward
         # A partial, not a closure, so that a deep copy calls its own forward; wrapped, so that
         # others read the signature.
         module.__dict__["forward"] = functools.update_wrapper(
-            functools.partial(_hooked_forward, module), own
+            functools.partial(_hooked_forward, module), forward
         )
     module.__dict__["_hf_hook"] = hook
     return module
@@ -138,8 +138,8 @@ def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not hook.no_grad):
             output = module.__dict__["_old_forward"](*args, **kwargs)
     except BaseException:  # such as a lack of memory, after which the caller tries a smaller batch
-        for each in align_hooks(module):
-            each.offload_weights(module)
+        for align_hook in align_hooks(module):
+            align_hook.offload_weights(module)
         raise
     return _eagerly(hook.post_forward)(module, output)
 
@@ -171,16 +171,16 @@ def remove_hook_from_module(module: M, recurse: bool = False) -> M:
         for name, value in hook.values_to_return()
     ]
     for part in parts:
-        own = vars(part)
-        if (hook := own.pop("_hf_hook", None)) is not None:
+        attributes = vars(part)
+        if (hook := attributes.pop("_hf_hook", None)) is not None:
             hook.detach_hook(part)
-        if "_old_forward" in own:
-            before = own.pop("_old_forward")
-            del own["forward"]
+        if "_old_forward" in attributes:
+            before = attributes.pop("_old_forward")
+            del attributes["forward"]
             if part.forward != before:  # it was the instance's own
-                own["forward"] = before
+                attributes["forward"] = before
             for name in GUARDED:
-                own.pop(name, None)
+                attributes.pop(name, None)
     tied: dict[Any, Tensor] = {}
     for part, name, value in offloaded:
         set_tensor(part, name, tied.setdefault(memory_of(value), find_tensor(part, name)))
@@ -275,8 +275,8 @@ class AlignDevicesHook(ModelHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
         """Bring the weights and the inputs to the execution device."""
         if self.io_same_device:
-            found = (leaf.device for leaf in leaves([args, kwargs]) if isinstance(leaf, Tensor))
-            self.input_device = next(found, None)
+            devices = (leaf.device for leaf in leaves([args, kwargs]) if isinstance(leaf, Tensor))
+            self.input_device = next(devices, None)
         self.load_weights(module)
         if self.execution_device is None:
             return args, kwargs
@@ -361,18 +361,18 @@ class AlignDevicesHook(ModelHook):
         Raises:
             ValueError: One has no values, neither here nor in `weights_map`.
         """
-        kept = non_persistent_buffers(module)
+        buffers = non_persistent_buffers(module)
         if not self.offload_buffers:
-            kept |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        known = tensors if self.weights_map is None else self.weights_map
+            buffers |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        weights = tensors if self.weights_map is None else self.weights_map
         tied = self.tied_params_map or {}
         place = None if self.execution_device is None else as_device(self.execution_device)
         chosen = []
         for name, tensor in tensors.items():
             address = 0 if tensor.is_meta else tensor.data_ptr()
-            if name in kept or place in tied.get(address, ()):
+            if name in buffers or place in tied.get(address, ()):
                 continue
-            if name in known:
+            if name in weights:
                 chosen.append(name)
                 if address in tied:
                     self._tied.add(name)
@@ -404,9 +404,9 @@ def _refuse_offloaded(
     hook: AlignDevicesHook, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any
 ) -> None:
     del module, rest
-    if found := [prefix + name for name in hook._offloaded if prefix + name in state]:
+    if offloaded := [prefix + name for name in hook._offloaded if prefix + name in state]:
         raise RuntimeError(
-            f"The weights {', '.join(found)} are offloaded, and cannot be loaded into. Call "
+            f"The weights {', '.join(offloaded)} are offloaded, and cannot be loaded into. Call "
             "remove_hook_from_submodules(model) first, or load before the model is dispatched."
         )
 
@@ -524,7 +524,7 @@ class LayerwiseCastingHook(ModelHook):
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
     """Return a module's own hooks of this kind."""
-    return [each for each in hooks_of(module) if isinstance(each, AlignDevicesHook)]
+    return [hook for hook in hooks_of(module) if isinstance(hook, AlignDevicesHook)]
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -549,8 +549,8 @@ def align_module_device(
             for hook in offloading:
                 hook.load_weights(module, execution_device)
         elif execution_device is not None:
-            own = module.named_parameters(recurse=False)
-            before = {name: parameter.device for name, parameter in own}
+            parameters = module.named_parameters(recurse=False)
+            before = {name: parameter.device for name, parameter in parameters}
             for name in before:
                 set_module_tensor_to_device(module, name, execution_device)
         yield

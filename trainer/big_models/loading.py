@@ -220,7 +220,7 @@ def load_checkpoint_in_model(
     check_strict(mismatch, checkpoint, strict)
     empty = any(isinstance(value, Tensor) and value.is_meta for value in here.values())
     if devices is None and wanted is None and not empty:
-        found = _fill(model, files)
+        named_mismatch = _fill(model, files)
     else:
         place = Placement(
             here=here,
@@ -230,9 +230,9 @@ def load_checkpoint_in_model(
             fp32=keep_in_fp32_modules or [] if wanted == torch.float16 else [],
             disk_buffers=offload_buffers,
         )
-        found = place.load(model, files)
+        named_mismatch = place.load(model, files)
     if renames(model):
-        mismatch = found.bare(model)
+        mismatch = named_mismatch.bare(model)
         check_strict(mismatch, checkpoint, strict)
     warn_of_mismatch(mismatch, checkpoint)
 
@@ -319,7 +319,7 @@ class Placement:
         if self.devices is None:
             return torch.device(old.device)
         places = [self.devices[name] for name in names]
-        place = next((each for each in places if each != DISK), DISK)
+        place = next((device for device in places if device != DISK), DISK)
         keeps = place == DISK and not (isinstance(old, nn.Parameter) or self.disk_buffers)
         return torch.device("cpu") if keeps else place
 
@@ -353,7 +353,7 @@ def _fill(model: nn.Module, files: Iterable[Path]) -> KeyMismatch:
     return _combined(
         [
             model.load_state_dict(
-                own_names(model, {name: as_given(name, each) for name, each in read_each(file)}),
+                own_names(model, {name: as_given(name, value) for name, value in read_each(file)}),
                 strict=False,
             )
             for file in files

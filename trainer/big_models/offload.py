@@ -110,8 +110,8 @@ def save_offload_index(index: Index | None, offload_folder: Folder) -> None:
         return
     file = Path(offload_folder) / INDEX
     hidden = hidden_beside(file)
-    known = read_offload_index(offload_folder) if file.exists() else {}
-    hidden.write_text(dumps({**known, **index}, indent=2), encoding="utf-8")
+    existing = read_offload_index(offload_folder) if file.exists() else {}
+    hidden.write_text(dumps({**existing, **index}, indent=2), encoding="utf-8")
     os.replace(hidden, file)
 
 
@@ -124,7 +124,7 @@ def read_offload_index(offload_folder: Folder) -> Index:
     file = Path(offload_folder) / INDEX
     with reading(file):
         index: Index = read_json(file)
-        return {name: dict(found) for name, found in index.items()}
+        return {name: dict(described) for name, described in index.items()}
 
 
 def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> None:
@@ -139,11 +139,11 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> No
     index: Index = {}
     first: dict[Any, str] = {}
     for name, tensor in state_dict.items():
-        known = first.setdefault(memory_of(tensor), name)
-        if known == name:
+        stored = first.setdefault(memory_of(tensor), name)
+        if stored == name:
             offload_weight(tensor, name, folder, index)
         else:
-            index[name] = index[known]
+            index[name] = index[stored]
     save_offload_index(index, folder)
 
 
@@ -162,9 +162,9 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
     size = torch.Size(shape).numel()
     check_file(file)
     with reading(file):
-        if (found := file.stat().st_size) != size * dtype.itemsize:
+        if (size_on_disk := file.stat().st_size) != size * dtype.itemsize:
             raise CheckpointError(
-                f"{file} has {found} bytes; {dtype} of shape {list(shape)} has "
+                f"{file} has {size_on_disk} bytes; {dtype} of shape {list(shape)} has "
                 f"{size * dtype.itemsize}."
             )
         if not size:

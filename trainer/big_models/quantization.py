@@ -139,10 +139,10 @@ def load_and_quantize_model(
     empty = any(parameter.is_meta for parameter in model.parameters())
     if empty and weights_location is None:
         raise ValueError("The model is on the meta device: give weights_location, its checkpoint.")
-    left = [*(config.keep_in_fp32_modules or ())]
-    left += [name for name, part in model.named_modules() if isinstance(part, PRELOADED)]
-    left += _default_skipped(model) if config.skip_modules is None else config.skip_modules
-    linear = _linear_layers(model, left)
+    skipped = [*(config.keep_in_fp32_modules or ())]
+    skipped += [name for name, part in model.named_modules() if isinstance(part, PRELOADED)]
+    skipped += _default_skipped(model) if config.skip_modules is None else config.skip_modules
+    linear = _linear_layers(model, skipped)
     sizes = {f"{name}.weight": config.target_dtype for name in linear}
     if device_map is None:
         there = torch.accelerator.is_available()  # a build for CUDA may find no driver
@@ -156,15 +156,15 @@ def load_and_quantize_model(
     if not chosen:
         raise ValueError(
             f"No linear layer of {type(model).__name__} is quantised: skip_modules and "
-            f"keep_in_fp32_modules leave out {', '.join(left) or 'none'}, the device map those on "
-            f"{' and '.join(away)}."
+            f"keep_in_fp32_modules leave out {', '.join(skipped) or 'none'}, the device map those "
+            f"on {' and '.join(away)}."
         )
     files = [] if weights_location is None else find_weight_files(weights_location)
     mismatch = check_checkpoint(model, files, weights_location)
     devices = places_of(model, places)
     check_folder(devices, offload_folder)
-    own = {name: model.get_submodule(name) for name in chosen}
-    layers = {name: _quantized_layer(bnb, config, own[name]) for name in chosen}
+    modules = {name: model.get_submodule(name) for name in chosen}
+    layers = {name: _quantized_layer(bnb, config, modules[name]) for name in chosen}
     for name, layer in layers.items():
         model.set_submodule(name, layer)
     load = _QuantizedPlacement(
@@ -181,7 +181,7 @@ def load_and_quantize_model(
         load.load(model, files)
         warn_of_mismatch(mismatch, weights_location)
     else:
-        load.take(model, own)
+        load.take(model, modules)
     vars(model).update(
         {"is_loaded_in_4bit": config.load_in_4bit, "is_loaded_in_8bit": config.load_in_8bit}
     )
@@ -204,13 +204,13 @@ def _default_skipped(model: nn.Module) -> list[str]:
     return [*tied, *children[-1:]]
 
 
-def _linear_layers(model: nn.Module, left: Sequence[str]) -> list[str]:
+def _linear_layers(model: nn.Module, skipped: Sequence[str]) -> list[str]:
     return [
         name
         for name, part in model.named_modules()
         if name
         and isinstance(part, nn.Linear)
-        and not any(f".{each}." in f".{name}." for each in left)
+        and not any(f".{skip}." in f".{name}." for skip in skipped)
     ]
 
 
@@ -276,9 +276,9 @@ class _QuantizedPlacement(Placement):
             )
         layer.weight = made.to(device)  # which quantises
 
-    def take(self, model: nn.Module, own: Mapping[str, nn.Module]) -> None:
+    def take(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         """Quantise the weights of a model's old layers, and convert its other weights."""
-        for name, layer in own.items():
+        for name, layer in modules.items():
             weight = layer.weight
             assert isinstance(weight, Tensor)
             self.quantize(name, weight)

@@ -160,10 +160,10 @@ def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
     """
     for group in tied_params:
         tensors = [find_tensor(model, name) for name in group]
-        kept = next((tensor for tensor in tensors if not tensor.is_meta), None)
-        if kept is not None:
+        real = next((tensor for tensor in tensors if not tensor.is_meta), None)
+        if real is not None:
             for name in group:
-                set_tensor(model, name, kept)
+                set_tensor(model, name, real)
 
 
 def find_owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -177,11 +177,11 @@ def find_owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
         owner = module.get_submodule(path)
     except AttributeError as error:
         raise ValueError(f"{type(module).__name__} has no {name!r}: {error}.") from error
-    own = [name for name, _ in named_module_tensors(owner)]
-    if leaf not in own:
+    names = [name for name, _ in named_module_tensors(owner)]
+    if leaf not in names:
         raise ValueError(
             f"{type(module).__name__} does not have a parameter or a buffer named {name!r}; "
-            f"{path or 'it'} has {', '.join(own) or 'none'}."
+            f"{path or 'it'} has {', '.join(names) or 'none'}."
         )
     return owner, leaf
 

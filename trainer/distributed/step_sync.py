@@ -147,7 +147,7 @@ class StepSync:
             self._take(total)
             self.bad_losses = self.latest.bad_losses
             return self.latest.items
-        self.settle()
+        self.read_pending()
         self._pending = HostCopy(total)
         self.bad_losses = total[-1].round()
         if total.dtype == torch.float64:
@@ -156,7 +156,7 @@ class StepSync:
             self._places = 256.0 ** torch.arange(_DIGITS, device=total.device).double()
         return total[:_DIGITS].round().double().dot(self._places)
 
-    def settle(self) -> None:
+    def read_pending(self) -> None:
         """Wait for step stats that are being copied to the host; before saving, for example."""
         if self._pending is not None:
             pending, self._pending = self._pending, None

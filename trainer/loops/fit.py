@@ -308,7 +308,7 @@ def check_data_ends_together(run: FitRun) -> None:
         if stream and run.step_sync.peek().ended not in together:
             run.counters.epoch_complete = False
         else:
-            run.step_sync.settle()
+            run.step_sync.read_pending()
     known, epoch = run.step_sync.latest, run.counters.epoch
     if known.ended in together:
         return
@@ -343,7 +343,7 @@ def validate(run: FitRun) -> None:
             restored as if the validation had not begun.
     """
     if run.optim.guard is not None:
-        run.optim.guard.settle()
+        run.optim.guard.read_pending()
     sync_buffers(run)
     generators, metrics = generators_of(run), metric_states(run.module)
     try:

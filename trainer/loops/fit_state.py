@@ -343,9 +343,9 @@ def _settle(run: FitRun) -> None:
     """Wait for pending work, so that the state is consistent: of one update, on all ranks."""
     run.saving.writer.wait()
     if run.optim.guard is not None:
-        run.optim.guard.settle()  # never save weights that non-finite gradients have updated
+        run.optim.guard.read_pending()  # never save weights that non-finite gradients have updated
     sync_buffers(run)
-    run.step_sync.settle()
+    run.step_sync.read_pending()
     run.recorder.flush()
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from trackers import BackgroundTracker, GeneralTracker, JsonlTracker
 from trackers.background import finish_all
 from trackers.base import Status
-from trackers.pending import Missed
+from trackers.pending import RecordReplay
 from trainer.distributed.transport import HostCopy
 from trainer.errors import module_logger
 from trainer.loops.run_metadata import Listener, RunMetadata, text_of
@@ -214,7 +214,7 @@ class Recorder:
                     lambda record: _begin(cast(JsonlTracker, record), cut_at, cut_behind, source)
                 )
                 for tracker in self._trackers:
-                    tracker.missed = Missed(self._local, cut, self.private)
+                    tracker.replay = RecordReplay(self._local, cut, self.private)
             if run_metadata is not None:
                 self._tell(lambda file: file.begin(dict(run_metadata), step))
                 self._listener.listen()

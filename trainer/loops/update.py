@@ -31,7 +31,7 @@ def update(run: FitRun, total: float | Tensor, items: float, last_loss: Tensor |
         FloatingPointError: A gradient is not finite; see `trainer.optim.finite`.
     """
     if run.hooks.may_end_epoch and not items and run.step_sync.no_batch_ran():
-        run.step_sync.settle()  # on all ranks, so that the epoch ends here
+        run.step_sync.read_pending()  # on all ranks, so that the epoch ends here
         return
     optim = run.optim
     refresh_parameter_lists(run)

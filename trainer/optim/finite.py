@@ -201,7 +201,7 @@ class FiniteGuard:
                 non-finite; or too many updates were skipped in a row.
         """
         if self._pending is not None:
-            self.settle()
+            self.read_pending()
         if not isinstance(non_finite, Tensor) or (self.policy == "skip" and not self._fused):
             bad = bool(read_back(non_finite) if isinstance(non_finite, Tensor) else non_finite)
             return self._judge(bad, step, loss, self.window_loss, made=False)
@@ -213,7 +213,7 @@ class FiniteGuard:
         self._pending = HostCopy(non_finite), judge
         return True
 
-    def settle(self) -> None:
+    def read_pending(self) -> None:
         """Wait for the result of the latest update, such as before an evaluation or a save.
 
         Raises:
@@ -239,7 +239,7 @@ class FiniteGuard:
         Raises:
             FloatingPointError: Too many updates were skipped in a row.
         """
-        self.settle()
+        self.read_pending()
         unread = [flag for flag in skipped if isinstance(flag, Tensor)]
         if unread and not unread[0].is_cpu:
             count = torch.stack([flag.float() for flag in unread]).sum()

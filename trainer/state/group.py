@@ -64,8 +64,8 @@ def check_not_xla() -> None:
     if harmful:
         names = ", ".join(setting.partition("=")[0] for setting in harmful)
         raise NotImplementedError(
-            f"{', '.join(harmful)}: torch_xla's devices are not supported. This process would train "
-            f"on {default_device().type}: unset {names} if that is meant, or pass cpu=True."
+            f"{', '.join(harmful)}: torch_xla's devices are not supported. This process would "
+            f"train on {default_device().type}: unset {names} if that is meant, or pass cpu=True."
         )
 
 

@@ -42,8 +42,8 @@ class GradientAccumulationScheduler(Callback):
 
     def steps_in(self, epoch: int, otherwise: int) -> int:
         """Return the micro-batches per update in an epoch, or ``otherwise`` before any entry."""
-        place = bisect_right(list(self.scheduling), epoch)
-        return list(self.scheduling.values())[place - 1] if place else otherwise
+        index = bisect_right(list(self.scheduling), epoch)
+        return list(self.scheduling.values())[index - 1] if index else otherwise
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """Raise for manual optimisation, in which the module decides when to step."""

@@ -120,8 +120,8 @@ class Profiler(Callback):
 
     def _begin_if_due(self) -> None:
         """Start a new profiler when a cycle's wait is over."""
-        cycle, place = divmod(self._updates or 0, self.wait + self.warmup + self.active)
-        if place == self.wait and cycle < self.repeat:
+        cycle, position = divmod(self._updates or 0, self.wait + self.warmup + self.active)
+        if position == self.wait and cycle < self.repeat:
             self._profile = profile(
                 schedule=schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1),
                 **self._options,  # type: ignore[arg-type]  # all of them are bool

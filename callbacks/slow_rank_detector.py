@@ -226,8 +226,8 @@ class SlowRankDetector(Callback):
         rows = shared.reshape(-1, 1 + len(_WORK)).tolist()
         update = max(row[0] for row in rows)
         self.slow = []
-        for place, work in enumerate(_WORK, 1):
-            times = [row[place] for row in rows]
+        for column, work in enumerate(_WORK, 1):
+            times = [row[column] for row in rows]
             slowest = max(range(len(times)), key=times.__getitem__)
             others = _median([*times[:slowest], *times[slowest + 1 :]])
             ratio = times[slowest] / others if others > 0 else 1.0

@@ -74,8 +74,8 @@ class EventFile:
         # TensorBoard reads files in the order of their names. With microseconds in the name, this
         # file comes after the files that torch's own writer creates in the same second.
         second, fraction = f"{time():017.6f}".split(".")
-        place = f"{second}.{socket.gethostname()}.{os.getpid()}"
-        path = self._folder / f"events.out.tfevents.{place}.us{fraction}{self._suffix}"
+        identity = f"{second}.{socket.gethostname()}.{os.getpid()}"
+        path = self._folder / f"events.out.tfevents.{identity}.us{fraction}{self._suffix}"
         file = io.FileIO(path, "a", opener=regular)
         try:
             append_whole(file, _record(Event(wall_time=time(), file_version=_VERSION)))

@@ -167,9 +167,9 @@ class MLflowTracker(ServiceTracker):
         identity = "0"  # MLflow's default experiment
         if self.experiment_name is not None:
             experiment = self.client.get_experiment_by_name(self.experiment_name)
-            place = None if self.logging_dir is None else os.fspath(self.logging_dir)
+            location = None if self.logging_dir is None else os.fspath(self.logging_dir)
             identity = (
-                self.client.create_experiment(self.experiment_name, artifact_location=place)
+                self.client.create_experiment(self.experiment_name, artifact_location=location)
                 if experiment is None
                 else experiment.experiment_id
             )

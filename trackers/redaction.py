@@ -148,21 +148,21 @@ def is_redacted(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(is_redacted, value))
 
 
-def redacted_places(value: Any, place: str) -> Iterator[str]:
+def redacted_paths(value: Any, path: str) -> Iterator[str]:
     """Yield where in a value `redact` has replaced secrets: ``options.login[0]``.
 
     Args:
         value: What `redact` has returned.
-        place: The name of the value.
+        path: The name of the value.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from redacted_places(item, f"{place}.{key}")
+            yield from redacted_paths(item, f"{path}.{key}")
     elif isinstance(value, (list, tuple, set, frozenset)):
         for index, item in enumerate(value):
-            yield from redacted_places(item, f"{place}[{index}]")
+            yield from redacted_paths(item, f"{path}[{index}]")
     elif isinstance(value, str) and MASK in value:
-        yield place
+        yield path
 
 
 def _without_credentials(text: str) -> str:

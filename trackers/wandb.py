@@ -44,7 +44,7 @@ class Rows:
         end = begun - 1 if reported is None else min(begun - 1, reported)
         self._known = range(0) if step is None else range(step + 1, end)
 
-    def place(self, step: int | None, reached: int = 0) -> int | None:
+    def row_of(self, step: int | None, reached: int = 0) -> int | None:
         """Return the row for a record of a step; None if the service already has it.
 
         Args:
@@ -179,7 +179,7 @@ class WandBTracker(ServiceTracker):
             step: the number of optimizer updates so far.
             **kwargs: for `wandb.Run.log`, for example `commit`.
         """
-        row = self._rows.place(step, self.tracker.step)
+        row = self._rows.row_of(step, self.tracker.step)
         if row is None:
             return
         numbers = {name: python_number(value) for name, value in values.items()}

@@ -33,7 +33,7 @@ import torch
 
 from callbacks import Callback
 from trackers.jsonl import unused_name
-from trackers.redaction import redact, redacted_places
+from trackers.redaction import redact, redacted_paths
 from trainer.checkpoint.serialization import decode_tree, encode_tree
 from trainer.checkpoint.storage import write_whole
 from trainer.checks import choice_error
@@ -256,7 +256,7 @@ def make(
     if missing := [name for name in wanted if name in needed and name not in arguments]:
         secrets = [name for name in missing if name in redacted_names]
         masked = decode_tree(saved.get("arguments", {}), {})
-        places = [each for name in secrets for each in redacted_places(masked[name], name)]
+        places = [each for name in secrets for each in redacted_paths(masked[name], name)]
         raise TypeError(
             f"{cls.__name__} cannot be created: {where} does not hold its {_listed(missing)}. "
             + f"Secrets, by their names, are not saved ({', '.join(places)}). " * bool(secrets)

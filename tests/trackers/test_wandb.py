@@ -93,28 +93,28 @@ def test_values_that_arrive_late_are_kept_under_their_own_step(tracker, tmp_path
 def test_rows_of_a_run_that_goes_on():
     """W&B had rows up to 19 when the run was killed, the last of them not yet whole."""
     rows = Rows(20, 15)
-    assert [rows.place(step) for step in (16, 18)] == [None, None]
-    assert [rows.place(step) for step in (19, 19, 20, 30)] == [20, 20, 21, 30]
-    assert rows.place(12) == 31  # it was not told before: it belongs to before the checkpoint
+    assert [rows.row_of(step) for step in (16, 18)] == [None, None]
+    assert [rows.row_of(step) for step in (19, 19, 20, 30)] == [20, 20, 21, 30]
+    assert rows.row_of(12) == 31  # it was not told before: it belongs to before the checkpoint
     rows = Rows(21, 20)  # it was saved at its end
-    assert [rows.place(step) for step in (21, 22)] == [21, 22]
+    assert [rows.row_of(step) for step in (21, 22)] == [21, 22]
     rows = Rows(21, None)  # an evaluation behind it
-    assert rows.place(20) == 21
+    assert rows.row_of(20) == 21
     rows = Rows(21, 20)  # a validation that was still due
-    assert [rows.place(step) for step in (20, 21)] == [21, 22]
-    assert [Rows().place(None), Rows().place(0)] == [0, 0]
+    assert [rows.row_of(step) for step in (20, 21)] == [21, 22]
+    assert [Rows().row_of(None), Rows().row_of(0)] == [0, 0]
 
 
 def test_late_rows_take_no_step_from_a_run_that_goes_on():
     """Rows run ahead of the steps by one for each late value; W&B says which step it has last."""
     rows, begun = Rows(), 0
     for step in range(1, 13):
-        begun = rows.place(step) + 1
+        begun = rows.row_of(step) + 1
         if step % 3 == 0:
-            begun = rows.place(step - 2) + 1
+            begun = rows.row_of(step - 2) + 1
     assert begun == 17
     again = Rows(begun, 8, 12)
-    placed = {step: again.place(step) for step in range(9, 16)}
+    placed = {step: again.row_of(step) for step in range(9, 16)}
     assert [step for step, row in placed.items() if row is None] == [9, 10, 11]
     assert [placed[step] for step in range(12, 16)] == [17, 18, 19, 20]
 

@@ -11,8 +11,8 @@
     )
 
 `device_map` computes which module goes where, `dispatch` places the modules of a model, `loading`
-reads a checkpoint to those places, `quantization` does so in 8 or 4 bits, `offload` is what lies on
-disk, `hooks` bring inputs and weights together for each forward pass, and `attach` gives a model
+reads a checkpoint to those devices, `quantization` does so in 8 or 4 bits, `offload` keeps weights
+on disk, `hooks` bring inputs and weights together for each forward pass, and `attach` gives a model
 its hooks.
 """
 

@@ -102,7 +102,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Attach an `AlignDevicesHook` to each submodule, by the places of the blocks it is in.
+    """Attach an `AlignDevicesHook` to each submodule, by the devices of the blocks it is in.
 
     Args:
         module: The module; changed in place. Its own output returns to the device of its input.

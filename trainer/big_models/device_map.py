@@ -1,6 +1,6 @@
 """Device maps: which module goes to which accelerator, to the CPU or to the disk.
 
-A device map is a dict from the names of modules (or single tensors) to places: an accelerator's
+A device map is a dict from the names of modules (or single tensors) to devices: an accelerator's
 index or any ``torch.device``, ``"cpu"`` or ``"disk"``. The longest name that contains a tensor
 counts, and ``""`` is the whole model. Sizes are computed from shapes and dtypes, so the model may
 be on the meta device.
@@ -37,7 +37,7 @@ Memory: TypeAlias = Mapping[int | str, int | str]
 Dtypes: TypeAlias = Mapping[str, str | torch.dtype | CustomDtype]
 Block: TypeAlias = tuple[str, nn.Module | Tensor]
 
-HOSTS = ("cpu", "disk")  # the places that are not accelerators
+HOSTS = ("cpu", "disk")  # the devices that are not accelerators
 CHOICES = ("auto", "balanced", "balanced_low_0", "sequential")
 _ORDER = ("mps", *HOSTS)  # after the accelerators with an index
 
@@ -155,33 +155,33 @@ def _containers(name: str) -> list[str]:
 
 
 def get_max_memory(max_memory: Memory | None = None) -> dict[int | str, int]:
-    """Return the bytes that each place may hold, accelerators first.
+    """Return the bytes that each device may hold, accelerators first.
 
     Args:
         max_memory: Bytes, or a size such as ``"10GiB"``, for each accelerator's index, ``"mps"``,
-            ``"cpu"`` and ``"disk"``; places that are not in it are not used, except the disk. None
+            ``"cpu"`` and ``"disk"``; devices that are not in it are not used, except the disk. None
             means what is free now: on Linux the CPU's is also within the limit of the control
             group, as in a container.
 
     Raises:
-        ValueError: A place or a size is not one of these.
+        ValueError: A device or a size is not one of these.
     """
     if max_memory is None:
         return _free_memory()
     count = torch.accelerator.device_count()
-    for place in max_memory:
-        if place not in _ORDER and (isinstance(place, bool) or not isinstance(place, int)):
+    for device in max_memory:
+        if device not in _ORDER and (isinstance(device, bool) or not isinstance(device, int)):
             raise ValueError(
-                f"Device {place!r} is not recognized, available devices are integers (for an "
+                f"Device {device!r} is not recognized, available devices are integers (for an "
                 f"accelerator's index), {', '.join(map(repr, _ORDER))}."
             )
-        if isinstance(place, int) and not 0 <= place < count:
+        if isinstance(device, int) and not 0 <= device < count:
             logger.warning(
-                "max_memory names device %d, but there are %d accelerators.", place, count
+                "max_memory names device %d, but there are %d accelerators.", device, count
             )
-    indexed: list[int | str] = sorted(place for place in max_memory if isinstance(place, int))
-    order = [*indexed, *(place for place in _ORDER if place in max_memory)]
-    return {place: _bytes(place, max_memory[place]) for place in order}
+    indexed: list[int | str] = sorted(device for device in max_memory if isinstance(device, int))
+    order = [*indexed, *(device for device in _ORDER if device in max_memory)]
+    return {device: _bytes(device, max_memory[device]) for device in order}
 
 
 def convert_file_size_to_int(size: int | str) -> int:
@@ -193,10 +193,10 @@ def convert_file_size_to_int(size: int | str) -> int:
     return parse_size(size, "size")
 
 
-def _bytes(place: int | str, size: int | str) -> int:
+def _bytes(device: int | str, size: int | str) -> int:
     if isinstance(size, (int, float)) and not isinstance(size, bool) and size >= 0:
         return int(size)  # 0 leaves the device out
-    return parse_size(size, f"max_memory[{place!r}]")
+    return parse_size(size, f"max_memory[{device!r}]")
 
 
 def _free_memory() -> dict[int | str, int]:
@@ -262,7 +262,7 @@ def get_balanced_memory(
         low_zero: Whether accelerator 0 gets as little as possible, for use by something else.
     """
     limits = get_max_memory(max_memory)
-    used = [place for place in limits if place not in HOSTS and limits[place] > 0]
+    used = [device for device in limits if device not in HOSTS and limits[device] > 0]
     if not used:
         return limits
     if len(used) == 1:
@@ -281,10 +281,10 @@ def get_balanced_memory(
     ]
     room = int(1.25 * max(*blocks, sum(leaves) // max(len(leaves), 1), 0))
     share = sizes[""] // (len(used) - low_zero) + room
-    for place in used[low_zero:-1]:
-        limits[place] = min(limits[place], share)
+    for device in used[low_zero:-1]:
+        limits[device] = min(limits[device], share)
     if low_zero and 0 in limits:
-        others = sum(limits[place] for place in used if place != 0)
+        others = sum(limits[device] for device in used if device != 0)
         limits[0] = min(limits[0], max(0, sizes[""] - others))
     return limits
 
@@ -310,9 +310,9 @@ def infer_auto_device_map(
     """Return a device map that fills the accelerators, then the CPU, then the disk.
 
     Modules are placed in their order. One that does not fit is split into its parts; a part that
-    cannot be split goes to the next place, and so does all that follows. On the first accelerator
+    cannot be split goes to the next device, and so does all that follows. On the first accelerator
     and the CPU there stays room for the largest of the layers that are not placed yet, since it may
-    be brought there for its forward pass. Modules with tied weights go to the same place.
+    be brought there for its forward pass. Modules with tied weights go to the same device.
 
     Args:
         model: The model, perhaps on the meta device.
@@ -322,10 +322,10 @@ def infer_auto_device_map(
         dtype: The dtype that floating-point weights will be converted to; None means their own.
         special_dtypes: The dtypes of some weights, by name.
         verbose: Whether to print each decision.
-        clean_result: Whether modules are named instead of their parts, where those have one place.
+        clean_result: Whether modules are named instead of their parts, where those have one device.
         offload_buffers: Whether buffers of modules on the CPU and the disk are offloaded too;
             otherwise they need room on an accelerator, and a warning says so if there is none.
-        fallback_allocation: Whether, before a place stays empty, a later module that fits it is
+        fallback_allocation: Whether, before a device stays empty, a later module that fits it is
             looked for.
     """
     plan = _Plan(
@@ -336,20 +336,20 @@ def infer_auto_device_map(
         verbose,
         fallback_allocation,
     )
-    places = plan.run()
+    device_map = plan.run()
     if not offload_buffers:
         buffers = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
         plan.check_room_for_buffers(buffers)
-    return clean_device_map(places) if clean_result else places
+    return clean_device_map(device_map) if clean_result else device_map
 
 
 class _Plan:
     """One run of `infer_auto_device_map`.
 
     Attributes:
-        places: The device map so far.
-        waiting: The modules and tensors that have no place yet, in order.
-        used: The bytes that each place holds.
+        device_map: The device map so far.
+        waiting: The modules and tensors that have no device yet, in order.
+        used: The bytes that each device holds.
     """
 
     def __init__(
@@ -365,30 +365,30 @@ class _Plan:
         self._limits, self._verbose, self._fallback = limits, verbose, fallback
         self._ties = find_tied_parameters(model)
         self._left_out = non_persistent_buffers(model)
-        self._order = [*(place for place in limits if place != "disk"), "disk"]
-        accelerators = [place for place in self._order if place not in HOSTS]
+        self._order = [*(device for device in limits if device != "disk"), "disk"]
+        accelerators = [device for device in self._order if device not in HOSTS]
         self._keeps_room = {*accelerators[:1], *(() if "mps" in accelerators else ("cpu",))}
         self.waiting = self._parts("", model)
         layers = [(sizes.get(name, 0), name) for name, _ in _layers(self.waiting, unsplit)]
         self._layers = sorted(layers, key=lambda layer: -layer[0])
-        self.places: dict[str, int | str] = {}
+        self.device_map: dict[str, int | str] = {}
         self.used: dict[int | str, int] = dict.fromkeys(self._order, 0)
 
     def run(self) -> dict[str, int | str]:
-        for place in self._order:
-            self._fill(place)
-            if self.waiting and not self.used[place] and place != "disk":
+        for device in self._order:
+            self._fill(device)
+            if self.waiting and not self.used[device] and device != "disk":
                 name = self.waiting[0][0]
                 logger.info(
                     "Nothing was placed on %s, which has room for %d bytes: %r needs %d.",
-                    place,
-                    self._room(place) or 0,
+                    device,
+                    self._room(device) or 0,
                     name,
                     self._sizes.get(name, 0),
                 )
-        return self.places
+        return self.device_map
 
-    def _fill(self, place: int | str) -> None:
+    def _fill(self, device: int | str) -> None:
         """Place modules in order until one does not fit and cannot be split."""
         searched = False
         while self.waiting:
@@ -396,33 +396,33 @@ class _Plan:
             tied = self._tied_to(name)
             size = self._sizes.get(name, 0)
             together = size + sum(self._sizes.get(tied_name, 0) for tied_name, _ in tied)
-            room = self._room(place)
+            room = self._room(device)
             if room is None or together <= room:
-                self._put([name, *(tied_name for tied_name, _ in tied)], place, together)
+                self._put([name, *(tied_name for tied_name, _ in tied)], device, together)
             elif self._split_first(tied if size <= room else [(name, part)]):
                 continue
-            elif self._fallback and not searched and not self.used[place]:
+            elif self._fallback and not searched and not self.used[device]:
                 searched = True  # once, since what it finds may not fit after all
-                if not self._bring_forward(place):
+                if not self._bring_forward(device):
                     return
             else:
-                self._say(f"{name!r} ({together} bytes) does not fit on {place} ({room} left).")
+                self._say(f"{name!r} ({together} bytes) does not fit on {device} ({room} left).")
                 return
 
-    def _room(self, place: int | str, reserve: int = 0) -> int | None:
-        """Return the bytes left on a place, None if that is not limited."""
-        if place == "disk":
+    def _room(self, device: int | str, reserve: int = 0) -> int | None:
+        """Return the bytes left on a device, None if that is not limited."""
+        if device == "disk":
             return None
-        reserved = max(self._largest_layer(), reserve) if place in self._keeps_room else 0
-        return self._limits[place] - self.used[place] - reserved
+        reserved = max(self._largest_layer(), reserve) if device in self._keeps_room else 0
+        return self._limits[device] - self.used[device] - reserved
 
     def _largest_layer(self) -> int:
         """Return the bytes of the largest layer that waits, the first module's left out."""
-        while self._layers and longest_prefix(self._layers[0][1], self.places) is not None:
+        while self._layers and longest_prefix(self._layers[0][1], self.device_map) is not None:
             del self._layers[0]
         first = self.waiting[0][0]
         for size, name in self._layers:
-            if not _is_in(name, first) and longest_prefix(name, self.places) is None:
+            if not _is_in(name, first) and longest_prefix(name, self.device_map) is None:
                 return size
         return 0
 
@@ -434,10 +434,10 @@ class _Plan:
             block for block in self.waiting[1:] if any(_is_in(tied, block[0]) for tied in others)
         ]
 
-    def _put(self, names: list[str], place: int | str, size: int) -> None:
-        self._say(f"{', '.join(map(repr, names))} ({size} bytes) goes to {place}.")
-        self.used[place] += size
-        self.places.update(dict.fromkeys(names, place))
+    def _put(self, names: list[str], device: int | str, size: int) -> None:
+        self._say(f"{', '.join(map(repr, names))} ({size} bytes) goes to {device}.")
+        self.used[device] += size
+        self.device_map.update(dict.fromkeys(names, device))
         self.waiting = [block for block in self.waiting if block[0] not in names]
 
     def _split_first(self, blocks: Iterable[Block]) -> bool:
@@ -466,9 +466,9 @@ class _Plan:
         named = [(f"{name}.{leaf}".removeprefix("."), part) for leaf, part in tensors]
         return [(full, part) for full, part in named if full not in self._left_out]
 
-    def _bring_forward(self, place: int | str) -> bool:
-        """Put the first module that fits on an empty place before all others."""
-        room = self._room(place, reserve=self._sizes.get(self.waiting[0][0], 0))
+    def _bring_forward(self, device: int | str) -> bool:
+        """Put the first module that fits on an empty device before all others."""
+        room = self._room(device, reserve=self._sizes.get(self.waiting[0][0], 0))
         block = self._first_fitting(self.waiting[1:], room or 0)
         if block is None:
             return False
@@ -492,9 +492,9 @@ class _Plan:
 
     def check_room_for_buffers(self, buffers: Mapping[str, int]) -> None:
         """Warn if the buffers of offloaded modules do not fit on any accelerator."""
-        offloaded = sum(buffers.get(n, 0) for n, place in self.places.items() if place in HOSTS)
-        accelerators = [place for place in self._order if place not in HOSTS]
-        free = [self._limits[place] - self.used[place] for place in accelerators]
+        offloaded = sum(buffers.get(n, 0) for n, d in self.device_map.items() if d in HOSTS)
+        accelerators = [device for device in self._order if device not in HOSTS]
+        free = [self._limits[device] - self.used[device] for device in accelerators]
         if offloaded and free and offloaded > max(free):
             warnings.warn(
                 f"Buffers of offloaded modules need {offloaded} bytes on an accelerator, but none "
@@ -514,7 +514,7 @@ def _is_in(name: str, module: str) -> bool:
 
 
 def clean_device_map(device_map: Mapping[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Return a device map with a module's name for its parts, where all of them have one place.
+    """Return a device map with a module's name for its parts, where all of them have one device.
 
     Args:
         device_map: The map, in which no name contains another.
@@ -523,8 +523,8 @@ def clean_device_map(device_map: Mapping[str, Any], module_name: str = "") -> di
     inside = [name for name in device_map if _is_in(name, module_name)]
     if len(inside) > 1 and len({device_map[name] for name in inside}) == 1:
         joined: dict[str, Any] = {}
-        for name, place in device_map.items():
-            joined[module_name if name in inside else name] = place
+        for name, device in device_map.items():
+            joined[module_name if name in inside else name] = device
         return joined
     depth = len(module_name.split(".")) if module_name else 0
     children = {".".join(n.split(".")[: depth + 1]): 0 for n in inside if n != module_name}
@@ -535,10 +535,10 @@ def clean_device_map(device_map: Mapping[str, Any], module_name: str = "") -> di
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Raise if a device map gives no place to a weight, and warn of names that the model lacks.
+    """Raise if a device map gives no device to a weight, and warn of names that the model lacks.
 
     Raises:
-        ValueError: The names in the model's state dict without a place.
+        ValueError: The names in the model's state dict without a device.
     """
     names = {"", *(name for name, _ in model.named_modules(remove_duplicate=False))}
     names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -175,7 +175,7 @@ def dispatch_model(
 
     Args:
         model: The model; changed in place.
-        device_map: The places of modules by name; see `infer_auto_device_map`.
+        device_map: The devices of modules by name; see `infer_auto_device_map`.
         main_device: Where modules on the CPU and the disk run; None is the first device of the map
             that is neither, or the CPU.
         state_dict: The weights of modules on the CPU; None takes those of the model.
@@ -191,25 +191,26 @@ def dispatch_model(
         The model.
 
     Raises:
-        ValueError: A weight has no place, or no values; there is no such device; or modules are on
+        ValueError: A weight has no device, or no values; there is no such device; or modules are on
             the disk and there is neither a folder nor an index.
     """
     check_device_map(model, device_map)
     cpu = torch.device("cpu")
-    device_map = {name: "cpu" if place == cpu else place for name, place in device_map.items()}
+    device_map = {name: "cpu" if device == cpu else device for name, device in device_map.items()}
     _remove_hooks(model)
-    places = dict.fromkeys(device_map.values())
-    if len(places) == 1 and DISK not in places and not force_hooks:
+    devices = dict.fromkeys(device_map.values())
+    if len(devices) == 1 and DISK not in devices and not force_hooks:
         check_values(model)
-        model.to(as_device(next(iter(places))))
+        model.to(as_device(next(iter(devices))))
     else:
         main = main_device
         if main is None:
-            main = next((place for place in places if place not in HOSTS), "cpu")
+            main = next((device for device in devices if device not in HOSTS), "cpu")
         host = as_device(main).type in ("cpu", "mps")  # whose memory is the CPU's
-        away = {name: place in (HOSTS[1:] if host else HOSTS) for name, place in device_map.items()}
+        offloaded_to = HOSTS[1:] if host else HOSTS
+        away = {name: device in offloaded_to for name, device in device_map.items()}
         run_on = {"": main, **{n: main if p in HOSTS else p for n, p in device_map.items()}}
-        tensors = _TensorPlaces(model, device_map, away, run_on, offload_buffers)
+        tensors = _TensorLocations(model, device_map, away, run_on, offload_buffers)
         attach_align_device_hook_on_blocks(
             model,
             run_on,
@@ -253,7 +254,7 @@ def _remove_hooks(model: nn.Module) -> None:
         add_hook_to_module(part, hook, append=True)
 
 
-class _TensorPlaces:
+class _TensorLocations:
     """What `dispatch_model` decides about single tensors.
 
     Attributes:
@@ -298,9 +299,9 @@ class _TensorPlaces:
                 ", ".join(resident),
             )
         for name in resident:
-            place = run_on[longest_prefix(name, run_on) or ""]
+            device = run_on[longest_prefix(name, run_on) or ""]
             set_module_tensor_to_device(
-                self._model, name, place, tied_params_map=self.tied, clear_cache=False
+                self._model, name, device, tied_params_map=self.tied, clear_cache=False
             )
         if resident:
             tensor = find_tensor(self._model, resident[0]).detach()
@@ -317,8 +318,8 @@ class _TensorPlaces:
         """Return the offloaded weights by name, those of the disk written if they have values."""
         memory = self._in_memory
         state = self._model.state_dict() if state_dict is None else state_dict
-        for name, place in self._away.items():
-            if place != DISK and name not in memory:
+        for name, device in self._away.items():
+            if device != DISK and name not in memory:
                 if state[name].is_meta:
                     raise ValueError(_no_values([name], "state_dict"))
                 memory[name] = state[name].to("cpu")

@@ -311,18 +311,18 @@ class AlignDevicesHook(ModelHook):
         if not self._offloaded:
             return
         target = device if device is not None else self.execution_device
-        place = as_device("cpu" if target is None else target)
+        onto = as_device("cpu" if target is None else target)
         for name in self._offloaded:
             value = self._values()[name]
             tied = self.tied_params_map if name in self._tied else None
-            if tied is not None and place not in tied.get(value.data_ptr(), (place,)):
-                self._shared.append((value.data_ptr(), place))
-            if place.type == "cpu" and value.is_cpu and value.data_ptr() % _ALIGNMENT:
+            if tied is not None and onto not in tied.get(value.data_ptr(), (onto,)):
+                self._shared.append((value.data_ptr(), onto))
+            if onto.type == "cpu" and value.is_cpu and value.data_ptr() % _ALIGNMENT:
                 value = in_own_pages(value)  # the last bits of products depend on the alignment
             set_module_tensor_to_device(
                 module,
                 name,
-                place,
+                onto,
                 value,
                 tied_params_map=tied,
                 clear_cache=False,
@@ -366,11 +366,11 @@ class AlignDevicesHook(ModelHook):
             buffers |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
         weights = tensors if self.weights_map is None else self.weights_map
         tied = self.tied_params_map or {}
-        place = None if self.execution_device is None else as_device(self.execution_device)
+        device = None if self.execution_device is None else as_device(self.execution_device)
         chosen = []
         for name, tensor in tensors.items():
             address = 0 if tensor.is_meta else tensor.data_ptr()
-            if name in buffers or place in tied.get(address, ()):
+            if name in buffers or device in tied.get(address, ()):
                 continue
             if name in weights:
                 chosen.append(name)

@@ -98,14 +98,14 @@ def load_checkpoint_and_dispatch(
             a map nor one of the choices.
         CheckpointError: See `load_checkpoint_in_model`.
     """
-    places = None
+    resolved = None
     if device_map is not None:
         unsplit = no_split_module_classes
-        places = as_device_map(model, device_map, max_memory, unsplit, dtype, offload_buffers)
+        resolved = as_device_map(model, device_map, max_memory, unsplit, dtype, offload_buffers)
     load_checkpoint_in_model(
         model,
         checkpoint,
-        places,
+        resolved,
         offload_folder,
         dtype,
         bool(offload_state_dict),
@@ -114,12 +114,12 @@ def load_checkpoint_and_dispatch(
         full_state_dict=full_state_dict,
         broadcast_from_rank0=broadcast_from_rank0,
     )
-    if places is None:
+    if resolved is None:
         check_values(model)
         return model
     return dispatch_model(
         model,
-        places,
+        resolved,
         offload_dir=offload_folder,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
@@ -135,20 +135,20 @@ def load_state_dict(
 
     Args:
         checkpoint_file: A file of safetensors, or of ``torch.save`` with nothing but tensors.
-        device_map: The places of modules; a weight without one, or on the disk, is on the CPU.
+        device_map: The devices of modules; a weight without one, or on the disk, is on the CPU.
             None means that all are.
 
     Raises:
         CheckpointError: The file cannot be read, or is not a file of weights.
     """
-    places = device_map or {}
+    devices = device_map or {}
     loaded: dict[str, Tensor] = {}
     made: dict[int, Tensor] = {}
     for name, (source, _) in _sources(Path(checkpoint_file)).items():
-        place = places.get(longest_prefix(name, places) or "", "cpu")
+        target = devices.get(longest_prefix(name, devices) or "", "cpu")
         if id(source) not in made:
             tensor = whole(source)
-            device = as_device("cpu" if place == DISK else place)
+            device = as_device("cpu" if target == DISK else target)
             made[id(source)] = tensor.to(device, copy=tensor is source)
         loaded[name] = made[id(source)]
     return loaded
@@ -213,7 +213,7 @@ def load_checkpoint_in_model(
         )
     files = find_weight_files(checkpoint)
     wanted = None if dtype is None else parse_dtype(dtype)
-    devices = None if device_map is None else places_of(model, device_map)
+    devices = None if device_map is None else devices_of(model, device_map)
     check_folder(devices or {}, offload_folder)
     here = model.state_dict(keep_vars=True)
     mismatch = check_checkpoint(model, files, checkpoint)
@@ -222,7 +222,7 @@ def load_checkpoint_in_model(
     if devices is None and wanted is None and not empty:
         named_mismatch = _fill(model, files)
     else:
-        place = Placement(
+        placement = Placement(
             here=here,
             devices=devices,
             folder=None if offload_folder is None else Path(offload_folder),
@@ -230,7 +230,7 @@ def load_checkpoint_in_model(
             fp32=keep_in_fp32_modules or [] if wanted == torch.float16 else [],
             disk_buffers=offload_buffers,
         )
-        named_mismatch = place.load(model, files)
+        named_mismatch = placement.load(model, files)
     if renames(model):
         mismatch = named_mismatch.bare(model)
         check_strict(mismatch, checkpoint, strict)
@@ -318,10 +318,10 @@ class Placement:
         old = self.here[names[0]]
         if self.devices is None:
             return torch.device(old.device)
-        places = [self.devices[name] for name in names]
-        place = next((device for device in places if device != DISK), DISK)
-        keeps = place == DISK and not (isinstance(old, nn.Parameter) or self.disk_buffers)
-        return torch.device("cpu") if keeps else place
+        devices = [self.devices[name] for name in names]
+        chosen = next((device for device in devices if device != DISK), DISK)
+        keeps = chosen == DISK and not (isinstance(old, nn.Parameter) or self.disk_buffers)
+        return torch.device("cpu") if keeps else chosen
 
     def _offload(
         self,
@@ -418,7 +418,7 @@ def check_folder(devices: Mapping[str, object], offload_folder: Folder | None) -
         raise ValueError("device_map puts weights on 'disk': give an offload_folder to write to.")
 
 
-def places_of(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, str | torch.device]:
+def devices_of(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, str | torch.device]:
     """Return the device or ``"disk"`` of every weight, by name."""
     if not isinstance(device_map, Mapping):
         raise TypeError(
@@ -434,6 +434,6 @@ def places_of(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, s
                 f"{bare} doesn't have any device set: device_map names {sorted(device_map)}. Add "
                 "its module, or '' for all others."
             )
-        place = device_map[key]
-        devices[name] = DISK if place == DISK else as_device(place)
+        device = device_map[key]
+        devices[name] = DISK if device == DISK else as_device(device)
     return devices

@@ -258,11 +258,11 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         folder = Path(self.save_folder or "")
         if (file := info.get("safetensors_file")) is None:
             return load_offloaded_weight(folder / f"{key}.dat", info)
-        place = str(folder / file), str(info.get("weight_name", key))
-        weight = self._in_use.get(place)
+        key_in_file = str(folder / file), str(info.get("weight_name", key))
+        weight = self._in_use.get(key_in_file)
         if weight is None:
-            weight = self._read(*place, info)
-            self._in_use[place] = weight
+            weight = self._read(*key_in_file, info)
+            self._in_use[key_in_file] = weight
         return weight
 
     def _read(self, file: str, name: str, info: Mapping[str, Any]) -> Tensor:

@@ -19,7 +19,7 @@ from trainer.big_models.loading import (
     Placement,
     check_checkpoint,
     check_folder,
-    places_of,
+    devices_of,
     warn_of_mismatch,
 )
 from trainer.big_models.offload import Folder
@@ -147,12 +147,12 @@ def load_and_quantize_model(
     if device_map is None:
         there = torch.accelerator.is_available()  # a build for CUDA may find no driver
         device_map = {"": torch.accelerator.current_device_index() if there else "cpu"}
-    places = as_device_map(
+    resolved = as_device_map(
         model, device_map, max_memory, no_split_module_classes, config.torch_dtype, False, sizes
     )
-    on_device = any(place not in HOSTS for place in places.values())
+    on_device = any(device not in HOSTS for device in resolved.values())
     away = HOSTS if on_device else (DISK,)
-    chosen = [name for name in linear if places[longest_prefix(name, places) or ""] not in away]
+    chosen = [name for name in linear if resolved[longest_prefix(name, resolved) or ""] not in away]
     if not chosen:
         raise ValueError(
             f"No linear layer of {type(model).__name__} is quantised: skip_modules and "
@@ -161,7 +161,7 @@ def load_and_quantize_model(
         )
     files = [] if weights_location is None else find_weight_files(weights_location)
     mismatch = check_checkpoint(model, files, weights_location)
-    devices = places_of(model, places)
+    devices = devices_of(model, resolved)
     check_folder(devices, offload_folder)
     modules = {name: model.get_submodule(name) for name in chosen}
     layers = {name: _quantized_layer(bnb, config, modules[name]) for name in chosen}
@@ -185,7 +185,7 @@ def load_and_quantize_model(
     vars(model).update(
         {"is_loaded_in_4bit": config.load_in_4bit, "is_loaded_in_8bit": config.load_in_8bit}
     )
-    return dispatch_model(model, places, offload_dir=offload_folder)
+    return dispatch_model(model, resolved, offload_dir=offload_folder)
 
 
 def _bitsandbytes() -> Any:

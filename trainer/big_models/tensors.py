@@ -252,8 +252,8 @@ def set_module_tensor_to_device(
     """
     owner, leaf = find_owner(module, tensor_name)
     old: Tensor = getattr(owner, leaf)
-    place = as_device(device)
-    if value is None and old.is_meta and place.type != "meta":
+    target = as_device(device)
+    if value is None and old.is_meta and target.type != "meta":
         raise ValueError(
             f"{tensor_name} is on the meta device, we need a `value` to put in on {device}: load "
             "its checkpoint first."
@@ -266,18 +266,18 @@ def set_module_tensor_to_device(
     source = old if value is None else value
     wanted = parse_dtype(dtype) if dtype is not None and source.is_floating_point() else old.dtype
     copies = (tied_params_map or {}).get(0 if source.is_meta else source.data_ptr())
-    new = None if copies is None else copies.get(place)
+    new = None if copies is None else copies.get(target)
     if new is None:
         new = old
-        if value is not None or old.device != place or old.dtype != wanted:
-            new = source.detach().to(place, wanted, non_blocking=non_blocking)
+        if value is not None or old.device != target or old.dtype != wanted:
+            new = source.detach().to(target, wanted, non_blocking=non_blocking)
             new = as_parameter(new, old) if isinstance(old, nn.Parameter) else new
         if fp16_statistics is not None:
-            vars(new)["SCB"] = fp16_statistics.to(place, non_blocking=non_blocking)
+            vars(new)["SCB"] = fp16_statistics.to(target, non_blocking=non_blocking)
         if copies is not None:
-            copies[place] = new
+            copies[target] = new
     setattr(owner, leaf, new)
-    if clear_cache and place.type not in ("cpu", "meta"):
+    if clear_cache and target.type not in ("cpu", "meta"):
         torch.accelerator.empty_cache()
 
 
@@ -295,8 +295,8 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return named
 
 
-def longest_prefix(name: str, places: Mapping[str, Any]) -> str | None:
+def longest_prefix(name: str, names: Mapping[str, Any]) -> str | None:
     """Return the key that places a module or tensor: the longest that is it or contains it."""
-    while name and name not in places:
+    while name and name not in names:
         name = name.rpartition(".")[0]
-    return name if name in places else None
+    return name if name in names else None

@@ -94,7 +94,7 @@ class StepSync:
     def __init__(self, device: torch.device, *, whole_items: bool = False) -> None:
         self._device = device
         self._whole_items = whole_items
-        self._places: Tensor | None = None  # the powers of 256, on an accelerator
+        self._digit_values: Tensor | None = None  # the powers of 256, on an accelerator
         self._pending: HostCopy | None = None
         self.items_seen = 0.0
         self.bad_losses: float | Tensor = 0.0
@@ -152,9 +152,9 @@ class StepSync:
         self.bad_losses = total[-1].round()
         if total.dtype == torch.float64:
             return total[0].round() if self._whole_items else total[0]
-        if self._places is None:
-            self._places = 256.0 ** torch.arange(_DIGITS, device=total.device).double()
-        return total[:_DIGITS].round().double().dot(self._places)
+        if self._digit_values is None:
+            self._digit_values = 256.0 ** torch.arange(_DIGITS, device=total.device).double()
+        return total[:_DIGITS].round().double().dot(self._digit_values)
 
     def read_pending(self) -> None:
         """Wait for step stats that are being copied to the host; before saving, for example."""

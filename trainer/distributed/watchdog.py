@@ -2,7 +2,7 @@
 
 In each process, a thread writes a note every few seconds to the store of the process group: the
 phase and step in which the training thread is. This needs no collective and does not involve the
-training thread. A process that has waited at one place for long reads the notes of the others. It
+training thread. A process that has waited in one phase for long reads the notes of the others. It
 then logs which ranks do not wait, with their phase, step and Python stack. A process that fails
 writes its error to its note. The others lose their connection to it, and report this cause instead
 of only the backend's message.
@@ -31,7 +31,7 @@ from trainer.errors import Preempted, module_logger
 
 logger = module_logger(__name__)
 
-# Patience: seconds that a process waits at one place until it logs that, or a fraction of the
+# Patience: seconds that a process waits in one phase until it logs that, or a fraction of the
 # backend's timeout, if that is less.
 _PATIENCE = 30.0
 _OF_LIMIT = 0.25
@@ -60,17 +60,17 @@ class Note(NamedTuple):
     """A note that a process writes to the store, for the other processes to read.
 
     Attributes:
-        place: The phase and the step of the run, as text for the log.
+        phase: The phase and the step of the run, as text for the log.
         inside: Whether the process is in the run.
-        seconds: The time in seconds for which `place` has not changed.
+        seconds: The time in seconds for which `phase` has not changed.
         waits: Whether the training thread waits for other processes.
-        stack: The formatted Python stack of the training thread; empty unless it has been at one
-            place for half the patience.
+        stack: The formatted Python stack of the training thread; empty unless it has been in one
+            phase for half the patience.
         looks: The number of notes that the process has written.
         failure: The error that ended the run on this process; empty without one.
     """
 
-    place: str = ""
+    phase: str = ""
     inside: bool = False
     seconds: float = 0.0
     waits: bool = False
@@ -80,14 +80,14 @@ class Note(NamedTuple):
 
 
 @contextmanager
-def watched(place: Callable[[], str]) -> Iterator[Callable[[], None]]:
+def watched(phase: Callable[[], str]) -> Iterator[Callable[[], None]]:
     """Run the watchdog thread inside the block; it does nothing with one process.
 
     Args:
-        place: Returns the phase and step of the run; the watchdog thread calls it.
+        phase: Returns the phase and step of the run; the watchdog thread calls it.
 
     Yields:
-        A function to call when the run fails, before teardown. It records the place of the failure.
+        A function to call when the run fails, before teardown. It records the phase of the failure.
 
     Raises:
         RuntimeError: Another process failed. It names that rank and its error, and replaces the
@@ -97,7 +97,7 @@ def watched(place: Callable[[], str]) -> Iterator[Callable[[], None]]:
     if alone or not _watching.acquire(blocking=False):
         yield lambda: None
         return
-    watchdog = _Watchdog(place)
+    watchdog = _Watchdog(phase)
     thread = threading.Thread(target=watchdog.look, name="cadence-watchdog", daemon=True)
     thread.start()
 
@@ -108,7 +108,7 @@ def watched(place: Callable[[], str]) -> Iterator[Callable[[], None]]:
         watchdog.explain()
 
     try:
-        yield watchdog.note_place
+        yield watchdog.note_phase
     except BaseException as error:
         try:
             watchdog.note_error(error)
@@ -131,7 +131,7 @@ def complaint(rank: int, notes: Sequence[Note], silent: set[int], patience: floa
         patience: The patience in seconds.
     """
     waiters = [rank for rank, note in enumerate(notes) if note.waits and rank not in silent]
-    place, _, seconds, *_ = notes[rank]
+    phase, _, seconds, *_ = notes[rank]
     others = [
         said
         for rank, note in enumerate(notes)
@@ -140,43 +140,43 @@ def complaint(rank: int, notes: Sequence[Note], silent: set[int], patience: floa
     if others:
         ranks = ", ".join(map(str, waiters))
         who = f"rank {ranks} has" if len(waiters) == 1 else f"ranks {ranks} have"
-        return f"{who} waited for {seconds:.0f} seconds, in {place}:\n" + "\n".join(others)
+        return f"{who} waited for {seconds:.0f} seconds, in {phase}:\n" + "\n".join(others)
     if len(waiters) < len(notes) or seconds < _ALL_STAND * patience:
         return None
-    places = [f"rank {rank} is in {note.place}:\n{note.stack}" for rank, note in enumerate(notes)]
-    return f"No process has made progress for {seconds:.0f} seconds:\n" + "\n".join(places)
+    reports = [f"rank {rank} is in {note.phase}:\n{note.stack}" for rank, note in enumerate(notes)]
+    return f"No process has made progress for {seconds:.0f} seconds:\n" + "\n".join(reports)
 
 
 def _about(rank: int, note: Note, silent: bool, patience: float) -> str | None:
     """Return a line about a rank that does not wait; None if it only makes slow progress."""
     if note.failure:
-        return f"rank {rank} has failed in {note.place}: {note.failure}"
+        return f"rank {rank} has failed in {note.phase}: {note.failure}"
     if not note.inside:
         return f"rank {rank} is not in this run: it has ended it, or not begun it."
     if silent:
         return (
-            f"rank {rank} does not respond; it was last in {note.place}. Its process is stopped "
+            f"rank {rank} does not respond; it was last in {note.phase}. Its process is stopped "
             f"or gone, or something there holds Python's global lock.\n{note.stack}"
         )
     if note.seconds < patience / 2:  # slow, but making progress
         return None
-    return f"rank {rank} has been in {note.place} for {note.seconds:.0f} seconds:\n{note.stack}"
+    return f"rank {rank} has been in {note.phase} for {note.seconds:.0f} seconds:\n{note.stack}"
 
 
-def unexplained(place: str, notes: Mapping[int, Note], error: str) -> str:
+def unexplained(phase: str, notes: Mapping[int, Note], error: str) -> str:
     """Describe an error of the backend for which no process has reported a cause.
 
     Args:
-        place: The phase and step of this process.
+        phase: The phase and step of this process.
         notes: The latest notes of the other ranks.
         error: The backend's error, as text.
     """
     inside = [rank for rank, note in notes.items() if note.inside]
-    last = [f"rank {rank} in {notes[rank].place}" for rank in inside[:_SHOWN]]
+    last = [f"rank {rank} in {notes[rank].phase}" for rank in inside[:_SHOWN]]
     last += [f"{len(inside) - _SHOWN} more"] * (len(inside) > _SHOWN)
     return (
         "The exchange with the other processes has failed, as it does when one is gone or does not "
-        f"answer, and none has reported why. This one was in {place}; seen some seconds "
+        f"answer, and none has reported why. This one was in {phase}; seen some seconds "
         f"earlier: {'; '.join(last) or 'none'}. The backend says: {error}"
     )
 
@@ -206,7 +206,7 @@ class _Watchdog:
             did.
     """
 
-    def __init__(self, place: Callable[[], str]) -> None:
+    def __init__(self, phase: Callable[[], str]) -> None:
         group = dist.group.WORLD
         assert group is not None
         store: Any = group.get_group_store()
@@ -216,7 +216,7 @@ class _Watchdog:
         self._keys = [f"{run}/{rank}" for rank in range(dist.get_world_size())]
         self._first = f"{run}/first"  # the key for the rank that failed first
         self._patience = min(_PATIENCE, store.timeout.total_seconds() * _OF_LIMIT)
-        self._place, self._thread = place, threading.get_ident()
+        self._phase, self._thread = phase, threading.get_ident()
         self._looks = 0
         self._since = time.monotonic(), ""
         self._read: deque[dict[int, int]] = deque(maxlen=_SILENT)  # `Note.looks` by rank
@@ -225,9 +225,9 @@ class _Watchdog:
         self.cause = ""
         self.ended = threading.Event()
 
-    def note_place(self) -> None:
-        """Record the current place as the one where the run failed."""
-        self._ended_in = self._place()
+    def note_phase(self) -> None:
+        """Record the current phase as the one in which the run failed."""
+        self._ended_in = self._phase()
 
     def note_error(self, error: BaseException) -> None:
         """Record the error as text; the error object would keep all objects of the run alive."""
@@ -278,7 +278,7 @@ class _Watchdog:
 
     def _log_silence(self) -> None:
         if not environment.read_int("LOCAL_RANK"):  # only one process per machine logs
-            logger.warning("rank %d is in %s, and %s.", self._rank, self._place(), _NO_STORE)
+            logger.warning("rank %d is in %s, and %s.", self._rank, self._phase(), _NO_STORE)
 
     def explain(self) -> None:
         """Set `cause` if the backend has failed and the store does not answer."""
@@ -290,14 +290,14 @@ class _Watchdog:
 
     def _sign_off(self) -> None:
         """Write a last note about how the run ended, and find the rank that caused a failure."""
-        place = self._ended_in or self._place()
-        self._leave(Note(place, looks=self._looks + 1, failure=self._error))
+        phase = self._ended_in or self._phase()
+        self._leave(Note(phase, looks=self._looks + 1, failure=self._error))
         if self._error and not self._lost and self._failure() is None:
             self._store.set(self._first, str(self._rank))
         elif self._replaced:
             others = [rank for rank in range(len(self._keys)) if rank != self._rank]
             self.cause = self._failure() or unexplained(
-                place, {rank: self._read_note(rank) for rank in others[:_READ]}, self._error
+                phase, {rank: self._read_note(rank) for rank in others[:_READ]}, self._error
             )
 
     def _failure(self) -> str | None:
@@ -311,20 +311,20 @@ class _Watchdog:
         note = self._read_note(rank)
         if not note.failure:
             return None
-        message = f"in {note.place}: {note.failure}"
+        message = f"in {note.phase}: {note.failure}"
         return f"Rank {rank} failed while the others waited for it, {message}"
 
     def _note(self) -> Note:
-        now, place = time.monotonic(), self._place()
-        if place != self._since[1]:
-            self._since = now, place
+        now, phase = time.monotonic(), self._phase()
+        if phase != self._since[1]:
+            self._since = now, phase
         seconds = now - self._since[0]
         frame = sys._current_frames()[self._thread]
         waits = self._thread in waiting.threads or _waits_at(frame)
         long = seconds >= self._patience / 2
         stack = "".join(traceback.format_stack(frame, limit=_FRAMES)) if long else ""
         self._looks += 1
-        return Note(place, True, seconds, waits, stack, self._looks)
+        return Note(phase, True, seconds, waits, stack, self._looks)
 
     def _leave(self, note: Note) -> None:
         self._store.set(self._keys[self._rank], json.dumps(note))

@@ -36,7 +36,7 @@ RESERVED = frozenset({"step", "epoch", "time"})
 _HIDDEN = "\0"  # begins the hidden loader suffix of a name, with add_dataloader_idx=False
 
 
-class _Place(NamedTuple):
+class _Slot(NamedTuple):
     """The destination of a logged value: a set of cells, and the value's name in it."""
 
     cells: Cells
@@ -88,7 +88,7 @@ class MetricStore:
         self.loader_of: dict[str, str] = {}
         self.step = Cells()
         self.epochs: dict[str, Cells] = {}
-        self._places: dict[tuple[Any, ...], list[_Place]] = {}
+        self._slots: dict[tuple[Any, ...], list[_Slot]] = {}
         self._kept: dict[str, Value] = {}  # values of finished epochs, for the progress bar
         self._shown: dict[str, float] = {}
         self._arriving: tuple[dict[str, Tensor], Any] | None = None  # copies in flight, and event
@@ -108,7 +108,7 @@ class MetricStore:
     @names.setter
     def names(self, names: set[str]) -> None:
         self._reduction.names = names
-        self._places.clear()  # so that the next call of `log` adds its name again
+        self._slots.clear()  # so that the next call of `log` adds its name again
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -190,21 +190,21 @@ class MetricStore:
             value = scalar(name, value)
         weight = self.items if batch_size is None else weight_of(name, batch_size)
         call = (scope, name, on_step, on_epoch, is_object, self.loader_suffix)
-        places = self._places.get(call)
-        if places is None:  # cached for further calls with the same arguments
-            places = self._places[call] = self._find_places(*call)
-            self.names.update(_public_name(place.key) for place in places)
-        for place in places:
+        slots = self._slots.get(call)
+        if slots is None:  # cached for further calls with the same arguments
+            slots = self._slots[call] = self._find_slots(*call)
+            self.names.update(_public_name(slot.key) for slot in slots)
+        for slot in slots:
             if not is_object:
-                self._keep(place, value, weight, reduce, prog_bar)
-            elif place.cells is self.step and (of_call := value_of_call(value)) is not None:
-                self._keep(place, computed(name, of_call), weight, "mean", prog_bar)
+                self._keep(slot, value, weight, reduce, prog_bar)
+            elif slot.cells is self.step and (of_call := value_of_call(value)) is not None:
+                self._keep(slot, computed(name, of_call), weight, "mean", prog_bar)
             else:  # an epoch cell, or the batch's value is unknown: use the value so far
-                self._keep_object(place, value, prog_bar)
-            if is_object and place.cells is self.step:
+                self._keep_object(slot, value, prog_bar)
+            if is_object and slot.cells is self.step:
                 self.stepwise[name] = value
 
-    def _find_places(
+    def _find_slots(
         self,
         scope: Scope,
         name: str,
@@ -212,7 +212,7 @@ class MetricStore:
         on_epoch: bool | None,
         is_object: bool,
         suffix: str,
-    ) -> list[_Place]:
+    ) -> list[_Slot]:
         """Return the cells that a call of `log` writes to: step, epoch or both."""
         if name in RESERVED:
             raise ValueError(
@@ -220,12 +220,12 @@ class MetricStore:
             )
         on_step, on_epoch = _when(name, scope, on_step, on_epoch, is_object=is_object)
         kinds = ("_step", "_epoch") if on_step and on_epoch else ("", "")
-        places = []
+        slots = []
         if on_step and scope.phase == "train":  # evaluations record epoch values only
-            places.append(_Place(self.step, name + kinds[0] + suffix))
+            slots.append(_Slot(self.step, name + kinds[0] + suffix))
         if on_epoch:
-            places.append(_Place(self._epoch_of(scope), name + kinds[1] + suffix))
-        return places
+            slots.append(_Slot(self._epoch_of(scope), name + kinds[1] + suffix))
+        return slots
 
     @contextmanager
     def renamed(self, name: str, *, logger: bool, add_dataloader_idx: bool) -> Iterator[None]:
@@ -247,8 +247,8 @@ class MetricStore:
         finally:
             self.loader_suffix = suffix
 
-    def _keep(self, place: _Place, value: Value, weight: float, kind: Kind, prog_bar: bool) -> None:
-        cells, key = place
+    def _keep(self, slot: _Slot, value: Value, weight: float, kind: Kind, prog_bar: bool) -> None:
+        cells, key = slot
         cell = cells.cells.get(key)
         if cell is None:
             cell = cells.cells[key] = Cell(kind, EMPTY[kind])
@@ -262,8 +262,8 @@ class MetricStore:
             value = value.to(self._dtype)
         cell.add(value, weight)
 
-    def _keep_object(self, place: _Place, value: Any, prog_bar: bool) -> None:
-        cells, key = place
+    def _keep_object(self, slot: _Slot, value: Any, prog_bar: bool) -> None:
+        cells, key = slot
         if prog_bar:
             self._objects_shown.add(key)
         if self._world_size > 1 and not hasattr(value, "sync_on_compute"):
@@ -342,7 +342,7 @@ class MetricStore:
         for key, metric in self.step.objects.items():
             for name, of_epoch in cells.objects.items():
                 if of_epoch is metric and name in values:
-                    self._keep(_Place(self.step, key), values[name], 1.0, "mean", prog_bar=False)
+                    self._keep(_Slot(self.step, key), values[name], 1.0, "mean", prog_bar=False)
         self.step.objects.clear()
 
     def _renamed(self, values: dict[str, Value]) -> dict[str, Value]:
@@ -366,7 +366,7 @@ class MetricStore:
     def forget(self, phase: str) -> None:
         """Drop the epoch values of a phase, after an evaluation was abandoned."""
         cells = self.epochs.pop(phase, Cells())
-        self._places.clear()
+        self._slots.clear()
         for metric in cells.objects.values():
             metric.reset()
 

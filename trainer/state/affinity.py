@@ -22,9 +22,9 @@ def near_cores(index: int) -> set[int]:
     needed. The set is empty if it lists none.
     """
     device: Any = torch.cuda.get_device_properties(index)  # without stubs of these attributes
-    place = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
+    pci_address = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
     try:
-        text = (_PCI / place / "local_cpulist").read_text()
+        text = (_PCI / pci_address / "local_cpulist").read_text()
     except OSError:  # a virtual machine may hide the bus
         return set()
     return parse_cores(text) & os.sched_getaffinity(0)

@@ -215,9 +215,9 @@ class GradientState(Shared):
     def _remove_dataloader(self, loader: Any) -> None:
         """Remove the latest iteration of a loader; an earlier one may still be running."""
         alive = [ref for ref in self._loaders if ref() is not None]
-        for place in reversed(range(len(alive))):
-            if alive[place]() is loader:
-                del alive[place]
+        for index in reversed(range(len(alive))):
+            if alive[index]() is loader:
+                del alive[index]
                 break
         self._loaders = alive
 

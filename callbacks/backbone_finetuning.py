@@ -251,8 +251,6 @@ class BackboneFinetuning(BaseFinetuning):
         check_positive(**given(backbone_initial_lr=backbone_initial_lr))
         if not callable(lambda_func):  # it is called epochs later
             raise TypeError(f"lambda_func is {lambda_func!r}; it must be a function of the epoch.")
-        if not backbone:
-            raise ValueError("backbone is empty; it must be the path of a submodule.")
         self.unfreeze_backbone_at_epoch = int(unfreeze_backbone_at_epoch)
         self.lambda_func = lambda_func
         self.backbone_initial_ratio_lr = backbone_initial_ratio_lr

@@ -27,16 +27,11 @@ class LambdaCallback(Callback):
         **hooks: A function for each hook, by the hook's name.
 
     Raises:
-        ValueError: There is no hook of that name, or no hook is given.
-        TypeError: The value given for a hook cannot be called.
+        ValueError: There is no hook of that name.
     """
 
     def __init__(self, **hooks: Callable[..., Any]) -> None:
-        if not hooks:
-            raise ValueError("LambdaCallback was given no hook, for example on_train_end=function.")
         for name, function in hooks.items():
             if name not in HOOKS:
                 raise ValueError(choice_error("The hook", name, HOOKS))
-            if not callable(function):
-                raise TypeError(f"{name} is {function!r}; it must be a function.")
             setattr(self, name, function)

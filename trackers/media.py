@@ -221,17 +221,9 @@ def rendered(figure: Any) -> Any:
 
     Returns:
         A uint8 array of shape `(height, width, 3)`.
-
-    Raises:
-        TypeError: `figure` is neither.
     """
     if hasattr(figure, "shape"):
         return figure
-    if not hasattr(figure, "set_canvas"):
-        raise TypeError(
-            f"log_figure takes matplotlib figures, got {type(figure).__name__}. Pass other images "
-            "to log_images."
-        )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     former = figure.canvas

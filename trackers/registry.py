@@ -36,13 +36,11 @@ def register_tracker(cls: _Class) -> _Class:
     Raises:
         TypeError: `cls` is not a subclass of `GeneralTracker`.
         NotImplementedError: a required attribute is missing.
-        ValueError: the name is reserved, or another class is registered under it.
+        ValueError: another class is registered under its name.
     """
     if not (isinstance(cls, type) and issubclass(cls, GeneralTracker)):
         raise TypeError(f"register_tracker takes a subclass of GeneralTracker, got {cls!r}.")
     check_complete(cls)
-    if cls.name == _ALL:
-        raise ValueError(f"{cls.__qualname__}.name is {_ALL!r}, which stands for every tracker.")
     other = _REGISTRY.get(cls.name, cls)
     if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ValueError(

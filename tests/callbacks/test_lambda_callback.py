@@ -65,14 +65,12 @@ def test_several_may_be_given_and_a_run_with_them_goes_on():
 
 
 @pytest.mark.parametrize(
-    ("hooks", "error", "text"),
+    ("hooks", "text"),
     [
-        ({}, ValueError, "no hook, for example"),
-        ({"on_train_epoch_ends": print}, ValueError, "Did you mean 'on_train_epoch_end'"),
-        ({"state_dict": dict}, ValueError, "The hook is 'state_dict'"),
-        ({"on_train_end": 3}, TypeError, "on_train_end is 3; it must be a function"),
+        ({"on_train_epoch_ends": print}, "Did you mean 'on_train_epoch_end'"),
+        ({"state_dict": dict}, "The hook is 'state_dict'"),
     ],
 )
-def test_invalid_arguments_are_refused(hooks, error, text):
-    with pytest.raises(error, match=text):
+def test_an_unknown_hook_is_refused(hooks, text):
+    with pytest.raises(ValueError, match=text):
         LambdaCallback(**hooks)

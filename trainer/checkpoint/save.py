@@ -1,9 +1,8 @@
 """Save a checkpoint on all ranks.
 
-Run a step on all ranks so that it raises on all if it fails on one; find the writer rank.
-
-The writer rank writes the checkpoint files that are not per rank. If all ranks share one disk, it
-is rank 0. If each machine has its own disk, it is the rank with local rank 0 on each machine.
+Each step runs on all ranks, and raises on all of them if it fails on one. The writer rank writes
+the checkpoint files that are not per rank. If all ranks share one disk, it is rank 0. If each
+machine has its own disk, it is the rank with local rank 0 on each machine.
 """
 
 from __future__ import annotations

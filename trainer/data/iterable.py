@@ -1,6 +1,6 @@
 """Iterable datasets: resumed where a checkpoint left them, or read again.
 
-Three ways to read a stream from a position, for a resume inside an epoch.
+For a resume inside an epoch, a stream is read from a position in one of three ways.
 
 - A dataset with ``state_dict`` and ``load_state_dict`` is read by a `StreamReader`, in the main
   process or in workers. Each batch comes with the dataset's state after that batch. So batches that

@@ -1,18 +1,15 @@
 """Samplers: which batches an epoch has, in which order, and which process gets each one.
 
-An epoch is one global list of batches, a pure function of the seed and the epoch number. The list
-is sharded in global batches; see `trainer.data.sampler`. Every process iterates over the indices of
-all processes, without reading data. So each process knows the batch sizes of the others without
-communication.
-
-Batch sharding: group an epoch's batches into global batches, one batch per process.
-
-At the end of the data some processes may have no batch in the last global batch. There are two ways
-to shard over N processes:
+An epoch is one list of batches, a pure function of the seed and the epoch number. `BatchSharding`
+groups it into global batches, of one batch per process. With N processes there are two ways:
 
 - Whole batches (the default): global batch *r* holds batches *rN … rN + N - 1* of the loader, and
   process *i* gets batch *rN + i*.
 - ``split``: each batch of the loader is a global batch, split into N parts.
+
+At the end of the data some processes may have no batch in the last global batch. Every process
+iterates over the indices of all processes, without reading data, and so knows the batch sizes of
+the others without communication.
 
 The same code shards lists of sample indices and batches of data: `INDICES` and `SAMPLES` have the
 operations to count, split and concatenate each kind.
@@ -50,7 +47,7 @@ P = TypeVar("P")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class BatchOps:
     """Operations on one kind of batch: lists of indices, or batches of data.
 
     Attributes:
@@ -79,7 +76,7 @@ def _indices(batch: Any) -> list[Any]:
     return batch if isinstance(batch, list) else [batch]
 
 
-INDICES = Kind(
+INDICES = BatchOps(
     name="INDICES",
     count=lambda batch: len(batch) if isinstance(batch, list) else 1,
     length=len,
@@ -91,7 +88,7 @@ INDICES = Kind(
 )
 
 
-SAMPLES = Kind(  # trees whose tensors have one row per sample
+SAMPLES = BatchOps(  # trees whose tensors have one row per sample
     name="SAMPLES",
     count=lambda batch: 1 if (samples := count_samples(batch)) is None else samples,
     length=length,
@@ -118,7 +115,7 @@ class BatchSharding:
         drop_last: Drop the last global batch if not every process has a batch in it.
     """
 
-    kind: Kind
+    kind: BatchOps
     batch_size: int | None
     world_size: int
     even: bool = False

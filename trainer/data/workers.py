@@ -1,12 +1,10 @@
 """Workers of data loaders: rebuilt loaders, safe forks, and workers that survive a signal.
 
-Fork data-loader workers safely while a process group is active.
-
-A thread of the process group frees its tensors after a collective. To do so it registers with the
-Python interpreter and takes a lock. Until Python 3.11.7, a child that is forked at that moment
-waits for the lock forever, before it runs any code, and its loader hangs
-(https://github.com/python/cpython/issues/112275). So each forked child sends a byte when it has
-started. A child that does not is killed and forked again.
+A fork can hang while a process group is active. A thread of the process group frees its tensors
+after a collective. To do so it registers with the Python interpreter and takes a lock. Until Python
+3.11.7, a child that is forked at that moment waits for the lock forever, before it runs any code,
+and its loader hangs (https://github.com/python/cpython/issues/112275). So each forked child sends a
+byte when it has started. A child that does not is killed and forked again.
 """
 
 from __future__ import annotations

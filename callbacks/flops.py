@@ -35,8 +35,8 @@ class Flops:
 
     Attributes:
         total: All operations.
-        by_module: Operations of each submodule that was called, by its name, including those of its
-            own submodules.
+        by_module: Operations of each submodule that was called, by name; its own submodules count
+            too.
         uncounted: Operators without a formula, which are not in the counts.
     """
 

@@ -110,7 +110,7 @@ class BackgroundTracker(GeneralTracker):
 
     @property  # type: ignore[misc]  # it can be set elsewhere
     def __class__(self) -> Any:
-        """The wrapped tracker's class, of which `isinstance` takes this object to be one."""
+        """The wrapped tracker's class, so that `isinstance` accepts this object."""
         return type(self.wrapped)
 
     @property

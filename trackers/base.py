@@ -275,7 +275,7 @@ class ServiceTracker(GeneralTracker):
 
 
 def isolate_random_generator(package: str) -> None:
-    """Let an SDK use a random generator of its own, not Python's global one of the training."""
+    """Give an SDK its own random generator, so that it does not draw from the training's."""
     generator = random.SystemRandom()
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{package}.") and vars(module).get("random") is random:

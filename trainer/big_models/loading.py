@@ -345,7 +345,7 @@ class Placement:
 
 
 def _own(source: Tensor | ShardedTensor) -> Tensor:
-    """Return a weight in memory of its own: a view would keep the file memory-mapped."""
+    """Return a copy of a weight: a view would keep the file memory-mapped."""
     return source.whole() if isinstance(source, ShardedTensor) else source.clone()
 
 

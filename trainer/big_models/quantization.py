@@ -51,7 +51,7 @@ class BnbQuantizationConfig:
             ``"bf16"`` or a torch dtype, which it becomes.
         torch_dtype: The dtype of the other weights; None means the model's.
         skip_modules: Names of modules that are not quantised. None means those with tied weights
-            and the last one, as a rule the head.
+            and the last one, which is usually the head.
         keep_in_fp32_modules: Names of modules that are not quantised and have 32 bits.
 
     Raises:

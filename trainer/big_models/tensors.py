@@ -206,7 +206,7 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def as_device(device: Device) -> torch.device:
-    """Return a device as tensors on it name theirs: with its index, if it has one.
+    """Return a device in the form of ``tensor.device``: with its index, if it has one.
 
     Raises:
         ValueError: This process has no such device.

@@ -691,7 +691,7 @@ def load_state(
 def _source(
     input_dir: str | os.PathLike[str] | None, project: ProjectConfiguration, processes: Ranks
 ) -> tuple[Path, int | None]:
-    """Return the folder to load, and the number of the next save; None if that stays as it is."""
+    """Return the folder to load, and the number of the next save; None keeps the current number."""
     naming = project.automatic_checkpoint_naming
     if input_dir is not None:
         target = Path(with_home("input_dir", input_dir))

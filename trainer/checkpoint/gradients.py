@@ -84,7 +84,7 @@ def check(named: Mapping[str, Parameter], gradients: Mapping[str, Tensor]) -> li
 
 
 def put(named: Mapping[str, Parameter], gradients: Mapping[str, Tensor]) -> None:
-    """Set the parameters' ``.grad``; it becomes None if `gradients` has none for a parameter."""
+    """Set the parameters' ``.grad``, to None where a parameter has no saved gradient."""
     for name, parameter in named.items():
         gradient = gradients.get(name)
         if gradient is None or getattr(gradient, "is_sparse", False):

@@ -1,7 +1,7 @@
 """Read weights in any common form, and load them into a module.
 
-The form is found out first: one file or several, safetensors or ``torch.save`` (read as data, never
-as code). The weights are compared with the module's before any is changed.
+The form is detected: one file or several, safetensors or ``torch.save`` (read as data, never as
+code). The weights are compared with the module's before any is changed.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def compare(
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a tensor, or of the one of which DeepSpeed has left nothing here."""
+    """Return a tensor's full shape, also of a ZeRO-3 parameter that is partitioned away."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
@@ -354,7 +354,7 @@ def load_whole(
     weights: Mapping[str, Any],
     load: Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], None],
 ) -> None:
-    """Load weights of which only an engine can copy the tensors; `load` copies whole ones."""
+    """Load weights that only an engine can copy, with `load`, from full tensors."""
     extra = {name: whole(tensor) for name, tensor in weights.items() if name.endswith(EXTRA_STATE)}
     load(module, {name: whole(tensor) for name, tensor in weights.items() if name not in extra})
     module.load_state_dict({n: extra_state(tensor) for n, tensor in extra.items()}, strict=False)

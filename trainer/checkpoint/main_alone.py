@@ -191,7 +191,7 @@ def add(save: SaveAlone, rank: int, work: Callable[[], object]) -> bool:
 
 
 def forget() -> None:
-    """Let the next save begin anew: all processes have come to this one, or it has failed."""
+    """Reset for the next save: all processes have joined this one, or it has failed."""
     if (value := _read()) == _JOINT:
         _swap(value, "")
 

@@ -233,7 +233,7 @@ def extra_state_tensor(name: str, value: object) -> torch.Tensor:
 
 
 def extra_state(tensor: Any) -> Any:
-    """Return what `extra_state_tensor` made a tensor of; anything else as it is.
+    """Decode a tensor of `extra_state_tensor`; return any other value unchanged.
 
     Raises:
         CheckpointError: The tensor is damaged.

@@ -136,7 +136,7 @@ class Shards:
 
 
 class ShardedTensor:
-    """A tensor in the files of a checkpoint, of which any region can be read.
+    """A tensor in the files of a checkpoint; any region of it can be read.
 
     ``tensor.copy_(sharded)`` reads the region that `tensor` holds; ``load_state_dict`` does so. In
     other functions of torch the whole tensor takes its place.

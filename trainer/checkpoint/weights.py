@@ -330,7 +330,7 @@ def save_stages(
     *,
     run: Callable[[Callable[[], Any]], list[Any]],
 ) -> None:
-    """Save a model of which each process has a part, as :func:`save_model` does; collective.
+    """Save a model that is split over the processes, as :func:`save_model` does; collective.
 
     Args:
         weights: The part of this process, under names of the whole model.

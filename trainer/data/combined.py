@@ -216,7 +216,7 @@ class JointData(Dataset[Any]):
 
 
 class SizedJointData(JointData):
-    """Joint data of datasets that all have a length, which is the sum of theirs."""
+    """Joint data of datasets with lengths; its length is their sum."""
 
     def __len__(self) -> int:
         return sum(map(len, self.datasets))
@@ -242,7 +242,7 @@ def _anew(loader: Any, initial: bytes | None, number: int) -> Iterable[Any]:
 
 
 class JointStream:
-    """Yields joint batches of loaders of which some are streams.
+    """Yields joint batches of loaders, some of which are streams.
 
     A resume reads the epoch again from its beginning, so each pass of a stream begins as its first
     one did, also if the stream itself would continue from its state.

@@ -164,8 +164,8 @@ class EpochIterator:
             with its state; see `trainer.data.iterable`.
         rereads: The caller may restart a pass of a stream from its beginning after reading part of
             it.
-        presharded: The stream of each process is its own part of the data, so each reads all of its
-            own. Streams that were split by `datasets` or webdataset are known to be.
+        presharded: Each process's stream is its own part of the data, and is read in full. Streams
+            that were split by `datasets` or webdataset are known to be.
 
     Attributes:
         limit: The number of batches, over all processes, after which an epoch ends; a float is a
@@ -176,7 +176,7 @@ class EpochIterator:
         batches_read: The number of processes with a batch in the global batch being read.
         dummy_batch: What this process runs where it has no batch; see `trainer.engines.lockstep`.
         weighs: Whether losses or metrics are weighted by the samples of a batch, and no warning
-            has named one of which the number is unsure; None until known.
+            about an ambiguous number has been logged yet; None until known.
 
     Raises:
         TypeError: The source cannot be iterated.
@@ -555,7 +555,7 @@ class EpochIterator:
             self._stream.used(position, last=last)
 
     def leave(self) -> None:
-        """End the epoch before its last batch: a stream begins anew in the next one."""
+        """End the epoch before its last batch; a stream restarts in the next epoch."""
         if self._stream is not None:
             self._stream.leave()
 

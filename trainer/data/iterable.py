@@ -182,7 +182,7 @@ def pickled_state(owner: Any) -> bytes:
 
 
 def continues(source: Any) -> Any:
-    """Return the object that, read in part, does not begin anew by itself: one with a state.
+    """Return the object that stays where it was after a partial read: one with a state.
 
     It is an iterable dataset without workers, which read copies, or an iterable of batches. None if
     there is none.

@@ -279,7 +279,7 @@ def what_kwargs(loader: DataLoader[Any], sampler: Any = None) -> dict[str, Any]:
 
 
 def signal_safe(loader: DataLoader[Any]) -> SignalSafeLoader:
-    """Return a loader rebuilt with its own sampler, to be read as it is.
+    """Return a loader rebuilt with its own sampler, unsharded.
 
     Its workers end with each pass, as those of a stream; see `loader_kwargs`.
     """

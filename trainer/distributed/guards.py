@@ -153,7 +153,7 @@ def check_collective(
         plan: A description of the operation that this process is about to run: the name by which
             users know it, then shapes and dtypes in parentheses.
         number: An integer to gather along with the check; default 0.
-        problem: The error because of which this process cannot continue; None without one.
+        problem: The error that stops this process; None without one.
         group: The process group; None means the default group.
 
     Returns:

@@ -98,7 +98,7 @@ class Cells:
         known: All metric objects by name: of this and earlier intervals, and copies of objects that
             only other ranks have.
         agreed: The (name, kind) pairs that all ranks agreed on in the latest exchange.
-        ran: The name suffixes of the loaders of which this rank ran a batch in the interval.
+        ran: The name suffixes of the loaders from which this rank ran a batch in the interval.
     """
 
     cells: dict[str, Cell] = field(default_factory=dict)

@@ -143,7 +143,7 @@ def _agree(
 
     Args:
         local: This rank's (name, kind) pairs.
-        ran: The name suffixes of the loaders of which this rank has run a batch.
+        ran: The name suffixes of the loaders from which this rank has run a batch.
         ever: All names that this rank knows.
         what: The interval, for the error.
 

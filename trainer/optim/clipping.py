@@ -117,8 +117,8 @@ def clip_each_(
     Args:
         clipper: Clips the gradients of some parameters.
         parameters: All parameters.
-        apart: Disjoint groups of parameters, each with limits of its own. For a limit that is None,
-            the limit of `rest` applies.
+        apart: Disjoint groups of parameters with their own limits. For a limit that is None, the
+            limit of `rest` applies.
         rest: The limits of all other parameters. Their total norm excludes groups that have a
             `max_norm` of their own.
     """

@@ -228,7 +228,7 @@ def read_optimizers(returned: Any) -> tuple[list[OptimizerEntry], list[Scheduler
             Lightning's pair of lists (optimizers, schedulers).
 
     Raises:
-        TypeError: The value has none of these forms, or contains no optimizer.
+        TypeError: The value has another form, or contains no optimizer.
         ValueError: A key or a unit is unknown.
     """
     if isinstance(returned, tuple) and all(isinstance(part, Optimizer) for part in returned):

@@ -57,7 +57,7 @@ class LossOfUpdate:
         """Return the loss.
 
         Raises:
-            RuntimeError: It is called again, as by an optimizer that evaluates the loss anew.
+            RuntimeError: It is called again, by an optimizer that evaluates the loss several times.
         """
         if self._called:
             raise RuntimeError(

@@ -336,7 +336,7 @@ class BackgroundTracker(GeneralTracker):
         elif method not in self._unsupported:
             self._unsupported.add(method)
             _logger.warning(
-                "The tracker %r has no %s. What is logged so is left out there.", self.name, method
+                "The tracker %r has no %s. It does not record these values.", self.name, method
             )
 
     def _queue(self, method: str, *args: Any, **kwargs: Any) -> None:

@@ -204,7 +204,7 @@ class JsonlTracker(GeneralTracker):
         if not self.ends_record(offset):
             raise ValueError(
                 f"{self.path} of {size} bytes has no record that ends at byte {offset}: it is not "
-                "the file of the checkpoint. Put that one back, or move this one away."
+                "the checkpoint's file. Restore that file, or move this one away."
             )
         with open(self.path, "r+b", opener=regular) as file:
             file.truncate(offset)

@@ -200,7 +200,7 @@ def test_processes_started_by_mpirun_form_a_group(script, tmp_path):
         ("sys.exit(0)", "in {}: SystemExit: 0\n"),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
-            "This one was in {}; seen some seconds earlier: rank 1 in fit, ",
+            "This process was in {}; seen some seconds earlier: rank 1 in fit, ",
         ),
     ],
     ids=["error", "exit", "kill"],
@@ -215,5 +215,5 @@ def test_the_other_ranks_name_a_rank_that_died(tmp_path, fail, messages):
         output_of(two)
         text = output_of(one)
     assert one.returncode == 1, text
-    *_, last = re.split("RuntimeError: (?=Rank 1 failed while the others|The exchange with)", text)
+    *_, last = re.split("RuntimeError: (?=Rank 1 failed while the others|Communication with)", text)
     assert messages.format("fit, epoch 0, step 3, batch 3") in last, text

@@ -331,7 +331,7 @@ def test_a_failed_rank_is_named_to_those_who_wait_for_it():
 
 def test_an_unexplained_failure_lists_the_last_places_of_the_ranks():
     text = unexplained("step 4", {0: HERE, 2: Note("step 5")}, "RuntimeError: closed")
-    assert "This one was in step 4; seen some seconds earlier: rank 0 in step 3. The" in text
+    assert "This process was in step 4; seen some seconds earlier: rank 0 in step 3. The" in text
     assert text.endswith("The backend says: RuntimeError: closed")
     many = unexplained("step 4", dict.fromkeys(range(1, 12), BUSY), "")
     assert "seen some seconds earlier: rank 1 in step 3; rank 2 " in many
@@ -383,7 +383,7 @@ def test_the_first_failure_is_the_cause(ranks2):
     assert first[0] == second[0] == ("ValueError", "of both")
     for kind, text in (first[1], second[1]):
         assert kind == "RuntimeError"
-        assert text.startswith("The exchange with the other processes has failed, ")
+        assert text.startswith("Communication with the other processes failed")
         assert text.endswith("The backend says: RuntimeError: " + str(closed()))
     failed = "Rank 1 failed while the others waited for it, in here: "
     assert first[2] == ("RuntimeError", f"{failed}ValueError: of its own")
@@ -419,7 +419,7 @@ def lost_with_the_store():
 def test_a_backend_failure_reports_the_lost_store(ranks2):
     kind, text = ranks2(lost_with_the_store)[0]
     assert kind == "RuntimeError"
-    assert "that of rank 0, is gone or cannot be reached. This one was in here. " in text
+    assert "that of rank 0, is gone or cannot be reached. This process was in here. " in text
     assert text.endswith("The backend says: RuntimeError: " + str(closed()))
 
 

@@ -498,7 +498,7 @@ class _Plan:
         if offloaded and free and offloaded > max(free):
             warnings.warn(
                 f"Buffers of offloaded modules need {offloaded} bytes on an accelerator, but none "
-                "has as many left. Pass offload_buffers=True here and where the model is "
+                "has that much left. Pass offload_buffers=True here and where the model is "
                 "dispatched, or raise max_memory.",
                 stacklevel=3,
             )

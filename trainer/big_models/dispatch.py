@@ -295,7 +295,7 @@ class _TensorLocations:
         self._originals.append(value.detach())
         if len({str(self._at(name)) for name in resident}) > 1:
             logger.warning(
-                "The tied weights %s are on several devices, and will be so many weights.",
+                "The tied weights %s are on several devices, and become separate weights.",
                 ", ".join(resident),
             )
         for name in resident:
@@ -383,6 +383,6 @@ def _move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> nn.Module
             "You can't move a model that has some modules offloaded to cpu or disk. Its outputs "
             "return to the device of the inputs, so leave it where it is."
         )
-    logger.warning("You shouldn't move a dispatched model: its hooks know the old devices alone.")
+    logger.warning("You shouldn't move a dispatched model: its hooks only know the old devices.")
     moved: nn.Module = getattr(type(model), method)(model, *args, **kwargs)
     return moved

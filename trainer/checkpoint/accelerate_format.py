@@ -52,7 +52,7 @@ def read(path: Path, rank: int, local_rank: int) -> dict[str, Any]:
             f"({', '.join(part.name for part in sharded)}), whose .metadata is a pickle: reading "
             "it can run any code. If you trust it, let torch convert the weights: "
             f"{CONVERTS.format(path / 'pytorch_model_fsdp_0')}, and load them before prepare: "
-            "load_checkpoint_in_model(model, 'weights.bin'). The optimizers begin anew."
+            "load_checkpoint_in_model(model, 'weights.bin'). The optimizers start fresh."
         )
     ranks = sorted(
         int(match[1]) for file in path.iterdir() if (match := _RANK.fullmatch(file.name))

@@ -292,7 +292,7 @@ def save_state(
     if prepared.window_open:
         logger.warning(
             "The main process saves its state alone, inside a window of micro-batches: the "
-            "gradients of the others are in it only if these call save_state too. Save when "
+            "other processes' gradients are saved only if they call save_state too. Save when "
             "accelerator.sync_gradients is true, after the update."
         )
     saved = None
@@ -413,8 +413,8 @@ def _add_to(
             discard(staging)
 
     with forbid_collectives(
-        "was called by a hook of save_state, which the main process has called long before this "
-        "one. Call accelerator.wait_for_everyone() before save_state."
+        "was called by a hook of save_state, which the main process called long before this one. "
+        "Call accelerator.wait_for_everyone() before save_state."
     ):
         if not main_alone.add(late, rank, work):
             logger.warning(
@@ -436,9 +436,9 @@ def check_shared_disk(on_each_node: bool) -> None:
     """Raise a ValueError if machines share no disk: each would hold parts of sharded tensors."""
     if on_each_node:
         raise ValueError(
-            "save_on_each_node=True is for machines that share no disk, but of a sharded model "
-            "each machine would then have a part that no other one can read: leave "
-            "save_on_each_node out, and give a folder that all machines share."
+            "save_on_each_node=True is for machines that share no disk, but then no machine could "
+            "read the other machines' parts of a sharded model: leave save_on_each_node out, and "
+            "give a folder that all machines share."
         )
 
 

@@ -63,7 +63,7 @@ def read_torch_file(file: Path, *, map_location: Any = "cpu", mmap: bool = False
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{file} is not read: it is damaged, or holds objects besides tensors and plain "
-            "values, and creating those would run whatever code the file names. Load it where it "
+            "values, and unpickling those can run any code. Load it where it "
             f"was written and save plain values instead. ({_first_lines(error)}.)"
         ) from error
     except Exception as error:  # damaged bytes can raise anything

@@ -332,7 +332,7 @@ def link_or_warn(target: Path, name: Path) -> None:
     try:
         link(target, name)
     except OSError as error:
-        logger.warning("%s has not got the name %s: %s.", target, name, error)
+        logger.warning("%s could not be linked as %s: %s.", target, name, error)
 
 
 def remove_or_warn(path: Path) -> None:

@@ -52,7 +52,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)  # types that hold the values that th
 
 EXTRA_STATE = "_extra_state"  # the last part of the key of what get_extra_state gives
 _MARK = b"cadence-extra-state\0"  # what a tensor of other data than a tensor begins with
-_OTHERWISE = ", or, if it is a buffer that is computed anew, register it with persistent=False"
+_OTHERWISE = ", or, if it is a buffer that is recomputed, register it with persistent=False"
 
 _LARGEST = 1 << 30  # bytes; the limit for a tree's JSON
 _NUMPY_KINDS = "biufcmMSU"  # numbers, dates, fixed-length text
@@ -109,8 +109,8 @@ def encode_tree(tree: object, stem: str, shards: Any = None) -> tuple[str, dict[
     document = json.dumps({"tensors": file, "tree": encoded}, allow_nan=False)
     if len(document) > _LARGEST:
         raise TypeError(
-            f"{stem} has {len(document):,} bytes without its tensors and arrays, of which "
-            f"{_LARGEST:,} can be read. Save large lists as tensors or arrays."
+            f"{stem} has {len(document):,} bytes without its tensors and arrays; the limit is "
+            f"{_LARGEST:,}. Save large lists as tensors or arrays."
         )
     return document, tensors
 

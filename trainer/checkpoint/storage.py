@@ -180,8 +180,8 @@ def _manifest_text(fields: Mapping[str, Any], files: Mapping[str, Any]) -> str:
     text = dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
     if len(text) >= LARGEST:
         raise ValueError(
-            f"The manifest has {len(text):,} characters, of which {LARGEST:,} can be read: keep "
-            "large values out of the hyper-parameters."
+            f"The manifest has {len(text):,} characters; the limit is {LARGEST:,}: keep large "
+            "values out of the hyper-parameters."
         )
     return text + "\n"
 

@@ -254,9 +254,8 @@ class JointStream:
     def __init__(self, combined: CombinedLoader) -> None:
         if len({part_of(loader) is None for loader in combined.flattened}) > 1:
             raise ValueError(
-                "Some loaders of the CombinedLoader read streams that were split by process, and "
-                "the others all data, of which each process would read everything. Split all or "
-                "none of them."
+                "Some loaders of the CombinedLoader read streams that were split by process; of "
+                "the others each process would read everything. Split all of them or none."
             )
         self._combined = combined
         self._initial: list[bytes | None] | None = None  # the streams' states before the first pass

@@ -334,9 +334,9 @@ class PreparedLoader(DataLoader[Any]):
         self._resume_at = state.get("batches", 0)
         if self.settings["stateful"] and self._resume_at % self._batches_per_step:
             raise ValueError(
-                f"The loader was saved after {self._resume_at} batches of a pass, which are no "
-                f"whole number for each of {self.world_size} processes. Resume with another "
-                "number of processes, or save at the end of a pass."
+                f"The loader was saved after {self._resume_at} batches of a pass, which cannot be "
+                f"divided evenly among {self.world_size} processes. Resume with another number of "
+                "processes, or save at the end of a pass."
             )
         self._loaded, self._ended = True, bool(state.get("ended"))
         self.epoch_iterator.resume_at(state.get("stream"))

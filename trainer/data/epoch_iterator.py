@@ -488,9 +488,9 @@ class EpochIterator:
             raise ValueError(
                 f"The sampler ({type(self.sampler.sampler).__name__}) gives rank "
                 f"{', '.join(differing)} another order than rank 0. All processes must have the "
-                "same order, of which each reads its own batches: seed it alike on all. If it "
-                "splits the data by rank, let it give the whole order, or read the data through an "
-                "IterableDataset with DataLoaderConfiguration(presharded=True)."
+                "same order, and each reads its share of the batches: seed it the same on all. If "
+                "it splits the data by rank, let it yield the whole order, or read the data "
+                "through an IterableDataset with DataLoaderConfiguration(presharded=True)."
             )
 
     def close(self) -> None:
@@ -678,8 +678,8 @@ class EpochIterator:
             raise ValueError(
                 f"The processes' streams are not {self.world_size} parts of the data: {said}. "
                 f"Split them by rank and number of processes (here {self.world_size}; those that "
-                "share a model's layers read the same part), or give all the whole stream. If they "
-                "differ on purpose, set DataLoaderConfiguration(presharded=True)."
+                "share a model's layers read the same part), or give all the whole stream. If this "
+                "is intended, set DataLoaderConfiguration(presharded=True)."
             )
 
     @property
@@ -707,8 +707,8 @@ class EpochIterator:
         if resumed is None and self.start_batch:
             raise CheckpointError(
                 f"The run resumes after {self.start_batch} batches of an epoch in which all "
-                "processes read the same stream, and now each reads its own. Give all the same, or "
-                "resume from a checkpoint at the end of an epoch."
+                "processes read one stream, and now each reads its own. Give all the same stream, "
+                "or resume from a checkpoint at the end of an epoch."
             )
         most = self._most
         limit = None if most is None else len(range(self.rank, most, self.world_size))

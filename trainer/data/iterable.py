@@ -518,8 +518,8 @@ class Stream:
     def warn_of_replay(self, batches: int) -> None:
         """Warn that batches of a stream are read again and discarded."""
         hint = (
-            " A dataset with state_dict and load_state_dict, which hold what it has buffered too, "
-            "resumes without that."
+            " To avoid this, give the dataset state_dict and load_state_dict, which include its "
+            "buffers."
         )
         logger.warning(
             "Resuming inside an epoch of a stream: %d batches are read again and discarded.%s",

@@ -126,8 +126,8 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         num_batches += dataloader.skip_batches
     elif not reads_as_torchs(type(dataloader)):
         raise TypeError(
-            f"A {type(dataloader).__name__} overrides how a DataLoader reads, which a new loader "
-            "would not do. Prepare it, or use itertools.islice."
+            f"A {type(dataloader).__name__} overrides how a DataLoader reads, and a new loader "
+            "would lose that. Prepare it, or use itertools.islice."
         )
     if isinstance(dataloader.dataset, IterableDataset):
         return SkipDataLoader(skip_batches=num_batches, **kwargs, **what_kwargs(dataloader))
@@ -240,7 +240,7 @@ def prepare_data_loader(
     if dispatch_batches and world_size != state.num_processes:
         raise ValueError(
             f"dispatch_batches=True with num_processes={world_size}, but {state.num_processes} are "
-            "running, and all of them take part in sharing a batch out. Leave num_processes out, "
+            "running, and each batch is divided among all of them. Leave num_processes out, "
             "or pass dispatch_batches=False."
         )
     if split_batches:
@@ -285,8 +285,8 @@ def _reads_part(
     if part is not None and part != (rank, world_size):
         raise ValueError(
             f"The stream of rank {rank} is part {part[0]} of {part[1]} of the data, and must be "
-            f"part {rank} of {world_size}. Split it so, or, if it is a part of its own on purpose, "
-            "set DataLoaderConfiguration(presharded=True)."
+            f"part {rank} of {world_size}. Split it that way, or, if this is intended, set "
+            "DataLoaderConfiguration(presharded=True)."
         )
     reads_part = presharded or part is not None
     dividing = [name for name, value in options.items() if value]
@@ -308,9 +308,10 @@ def _data_coordinates(mesh: Any) -> tuple[int, int]:
             shares, share = shares * size, share * size + mesh.get_local_rank(name)
         elif name not in ("tp", "cp", "sp", "pp"):
             raise ValueError(
-                f"torch_device_mesh has a dimension named {name!r}, and only 'dp', 'dp_replicate' "
-                "and 'dp_shard' divide the data, and 'tp', 'cp', 'sp' and 'pp' share it. Give the "
-                "mesh such mesh_dim_names, or pass num_processes and process_index instead."
+                f"torch_device_mesh has a dimension named {name!r}, but the known names are 'dp', "
+                "'dp_replicate' and 'dp_shard', which divide the data, and 'tp', 'cp', 'sp' and "
+                "'pp', which share it. Use these mesh_dim_names, or pass num_processes and "
+                "process_index instead."
             )
     return shares, share
 

@@ -64,7 +64,7 @@ if sys.platform != "win32":
             while not self._has_begun(process_obj, patience):
                 logger.warning(
                     "A data-loader worker did not begin within %g s after its fork, and is forked "
-                    "again. Python 3.11.8 and later have no such forks.",
+                    "again. Python 3.11.8 and later do not have this problem.",
                     patience,
                 )
                 patience *= 2  # in case the machine is only slow

@@ -175,8 +175,8 @@ def unexplained(phase: str, notes: Mapping[int, Note], error: str) -> str:
     last = [f"rank {rank} in {notes[rank].phase}" for rank in inside[:_SHOWN]]
     last += [f"{len(inside) - _SHOWN} more"] * (len(inside) > _SHOWN)
     return (
-        "The exchange with the other processes has failed, as it does when one is gone or does not "
-        f"answer, and none has reported why. This one was in {phase}; seen some seconds "
+        "Communication with the other processes failed: one has died or does not answer, and none "
+        f"has reported why. This process was in {phase}; seen some seconds "
         f"earlier: {'; '.join(last) or 'none'}. The backend says: {error}"
     )
 
@@ -284,7 +284,7 @@ class _Watchdog:
         """Set `cause` if the backend has failed and the store does not answer."""
         if self._replaced and not self.cause:
             self.cause = (
-                f"The exchange with the other processes has failed, and {_NO_STORE}. This one was "
+                f"Communication with the other processes failed, and {_NO_STORE}. This process was "
                 f"in {self._ended_in}. The backend says: {self._error}"
             )
 

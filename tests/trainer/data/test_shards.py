@@ -203,7 +203,7 @@ def test_processes_of_a_mesh_that_share_data_read_the_same(ranks4):
         loader = DataLoader(range(8), 2)
         for names in (("dp", "model"), None):
             other = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-            with pytest.raises(ValueError, match=f"a dimension named {names and names[1]!r}, and"):
+            with pytest.raises(ValueError, match=f"a dimension named {names and names[1]!r}, but"):
                 prepare_data_loader(loader, torch_device_mesh=other)
         return [batch.tolist() for batch in prepare_data_loader(loader, torch_device_mesh=mesh)]
 

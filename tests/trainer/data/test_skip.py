@@ -214,7 +214,7 @@ def test_use_stateful_dataloader_resumes_without_skipping(kind, dataset):
             again.set_epoch(at // 5)
             assert alike(list(skip_first_batches(again, 2)), passes[at // 5][2:])
     other = prepared(source(), world_size=2, use_stateful_dataloader=True)
-    with pytest.raises(ValueError, match=r"after 3 batches of a pass.* each of 2 processes"):
+    with pytest.raises(ValueError, match=r"after 3 batches of a pass.* among 2 processes"):
         other.load_state_dict(states[3])
 
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from trackers.base import GeneralTracker, ServiceTracker, Status
-from trackers.media import frozen, size_of
+from trackers.media import size_of, snapshot
 from trackers.pending import Call, Pending, RecordReplay, log_call
 from trackers.redaction import redact, redacted_texts
 from trackers.worker import Worker
@@ -346,7 +346,7 @@ class BackgroundTracker(GeneralTracker):
         error: ValueError | None = None
         size = 0
         try:
-            args, kwargs = frozen((args, kwargs), arrivals)
+            args, kwargs = snapshot((args, kwargs), arrivals)
             size = size_of(kwargs) + sum(map(size_of, args)) if record else 0
         # Other libraries may raise anything, which must not end the run: the call raises it.
         except Exception as cause:  # noqa: BLE001

@@ -14,7 +14,7 @@ from typing import Any
 
 from trackers.base import GeneralTracker
 from trackers.jsonl import is_at, unused_name
-from trackers.media import one_level
+from trackers.media import flatten
 from trackers.registry import register_tracker
 from trainer.errors import module_logger
 from trainer.files import hidden_beside, regular
@@ -109,7 +109,7 @@ class CSVTracker(GeneralTracker):
             ValueError: a value "step" differs from the step. The others are recorded.
             OSError: the disk failed.
         """
-        values = one_level(values)
+        values = flatten(values)
         named = values.pop("step", step)
         if step is None and type(named) is int:  # a resumed run can read it
             step = named

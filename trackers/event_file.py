@@ -19,7 +19,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import FileWriter, SummaryWriter
 
-from trackers.jsonl import append_whole, is_at
+from trackers.jsonl import append_record, is_at
 from trainer.errors import module_logger
 from trainer.files import regular
 
@@ -78,12 +78,12 @@ class EventFile:
         path = self._folder / f"events.out.tfevents.{identity}.us{fraction}{self._suffix}"
         file = io.FileIO(path, "a", opener=regular)
         try:
-            append_whole(file, _record(Event(wall_time=time(), file_version=_VERSION)))
+            append_record(file, _record(Event(wall_time=time(), file_version=_VERSION)))
             if self._purge_step is not None:
                 start = SessionLog(status=SessionLog.START)
                 hides = Event(wall_time=time(), step=self._purge_step, session_log=start)
                 # Twice, because one of TensorBoard's readers ignores the first one of a run.
-                append_whole(file, _record(hides) * 2)
+                append_record(file, _record(hides) * 2)
         except BaseException:
             file.close()
             path.unlink(missing_ok=True)
@@ -104,7 +104,7 @@ class EventFile:
                 self.begin()
             elif self._file.closed:  # by a script that continues to write
                 self._file = io.FileIO(self.path, "a")
-            append_whole(self._file, record)
+            append_record(self._file, record)
         if gone:  # without the lock, which a log handler's thread may want
             _logger.warning(
                 "TensorBoard's event file in %s was deleted, moved or replaced while it was open. "

@@ -71,7 +71,7 @@ def is_at(file: os.stat_result, path: Path) -> bool:
         return False
 
 
-def append_whole(file: io.FileIO, record: bytes) -> None:
+def append_record(file: io.FileIO, record: bytes) -> None:
     """Append a record to a file completely or, if that fails, not at all.
 
     Raises:
@@ -152,7 +152,7 @@ class JsonlTracker(GeneralTracker):
         line = dumps({**fields, **values}, default=str).encode() + b"\n"
         file = self._opened()
         self._lacks = True
-        append_whole(file, line)
+        append_record(file, line)
         self._lacks = False
 
     def sync(self) -> int:

@@ -25,7 +25,7 @@ _HOLDERS = (Namespace, SimpleNamespace, set, deque, bytearray)  # found in confi
 _MODES = ("P", "PA", "LA", "CMYK", "YCbCr", "HSV", "LAB")
 
 
-def frozen(value: Any, arrivals: list[Any]) -> Any:
+def snapshot(value: Any, arrivals: list[Any]) -> Any:
     """Return a copy of a logged value, without waiting for a device.
 
     Later changes of the original do not affect it. Tensors on devices are copied to the host
@@ -39,9 +39,9 @@ def frozen(value: Any, arrivals: list[Any]) -> Any:
             the event's `synchronize()` before reading the copy.
     """
     if isinstance(value, dict):
-        return {key: frozen(item, arrivals) for key, item in value.items()}
+        return {key: snapshot(item, arrivals) for key, item in value.items()}
     if type(value) in (list, tuple):  # a subclass may have another constructor
-        return type(value)(frozen(item, arrivals) for item in value)
+        return type(value)(snapshot(item, arrivals) for item in value)
     if hasattr(value, "detach"):
         return _to_host(value.detach(), arrivals)
     if hasattr(value, "set_canvas"):
@@ -103,13 +103,13 @@ def plain(value: Any) -> Any:
     return value if value is None or type(value) in (bool, int, float, str) else str(value)
 
 
-def one_level(values: dict[str, Any], separator: str = "/") -> dict[str, Any]:
+def flatten(values: dict[str, Any], separator: str = "/") -> dict[str, Any]:
     """Flatten nested dicts to names such as "outer/inner"; one-element tensors become numbers."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         value = python_number(value)
         if isinstance(value, dict):
-            inner = one_level(value, separator)
+            inner = flatten(value, separator)
             flat |= {f"{name}{separator}{key}": item for key, item in inner.items()}
         else:
             flat[name] = value
@@ -120,7 +120,7 @@ def scalars_and_texts(
     values: dict[str, Any],
 ) -> tuple[dict[str, float], dict[str, str], TypeError | None]:
     """Return the numbers and the texts among values, by name, and the error for all others."""
-    flat = one_level(values)
+    flat = flatten(values)
     numbers = {name: value for name, value in flat.items() if isinstance(value, (int, float))}
     texts = {name: value for name, value in flat.items() if isinstance(value, str)}
     others = [name for name in flat if name not in numbers and name not in texts]

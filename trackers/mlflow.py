@@ -11,7 +11,7 @@ from time import time
 from typing import Any
 
 from trackers.base import ServiceTracker, isolate_random_generator
-from trackers.media import csv_of, existing, one_level, pixels, plain, rendered, scalars_and_texts
+from trackers.media import csv_of, existing, flatten, pixels, plain, rendered, scalars_and_texts
 from trackers.registry import register_tracker
 from trainer import environment
 from trainer.errors import module_logger
@@ -190,7 +190,7 @@ class MLflowTracker(ServiceTracker):
 
         values = plain(values)
         there = self.client.get_run(self.tracker.info.run_id).data.params
-        flat = {_name(name): str(value) for name, value in one_level(values).items()}
+        flat = {_name(name): str(value) for name, value in flatten(values).items()}
         new = [Param(name, value) for name, value in flat.items() if name not in there]
         for first in range(0, len(new), _PARAMS):
             self.client.log_batch(self.run_id, params=new[first : first + _PARAMS])

@@ -129,7 +129,7 @@ class Pending:
             self._calls.appendleft(call)
             self._size += call.size
 
-    def take_awaited(self) -> list[Call]:
+    def take_submitted(self) -> list[Call]:
         """Remove and return the calls of `submit`, for whose futures callers wait."""
         with self._changed:
             return self._take_all(lambda call: call.what == "submit")

@@ -11,8 +11,8 @@ from trackers.code import git_commit
 from trackers.jsonl import unused_name
 from trackers.media import (
     finite,
+    flatten,
     image_bytes,
-    one_level,
     pixels,
     plain,
     rendered,
@@ -139,7 +139,7 @@ class TensorBoardTracker(ServiceTracker):
         # Not the writer's add_hparams, which opens a separate run in a folder named by the time.
         # The experiment summary is left out, because TensorBoard would use one run's summary for
         # all runs and show no metrics. Without it, TensorBoard finds the names itself.
-        table = one_level(values, ".")
+        table = flatten(values, ".")
         shown = {k: v if type(v) in (int, float) else str(v) for k, v in table.items()}
         _, begun, self._success = hparams(shown, {})
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

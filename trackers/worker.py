@@ -12,21 +12,25 @@ from trackers.pending import Call, DroppedRange, Pending, RecordReplay, log_call
 from trainer.errors import module_logger
 
 _logger = module_logger("trackers")
-_ONCE = ("submit", "drain", "finish")  # not retried: callers get the error; a run closes once
+_NOT_RETRIED = (
+    "submit",
+    "drain",
+    "finish",
+)  # callers get the error; a run closes once
 _MANY = 5  # failed attempts of a call before the next record is tried ahead of it
 _SURE = 3  # later records that must succeed before a failing call is dropped
 _SILENT = 5.0  # seconds that `finish` waits before a warning
 _LAST = 0.5  # fraction of the time limit reserved for the tracker's own `finish`
 # Errors that a retry would raise again. Network errors may be subclasses of these, but are also an
 # OSError, and are retried.
-_FOR_GOOD = (
+_PERMANENT = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError),
     *(NotImplementedError, TypeError, ValueError),
 )
-_own = random.SystemRandom()  # not the RNG of the training
+_random = random.SystemRandom()  # not the RNG of the training
 
 
-def may_pass(error: BaseException, what: str) -> bool:
+def is_retryable(error: BaseException, what: str) -> bool:
     """Return whether to retry a call of the method `what` that raised.
 
     A call with an invalid value is not retried. A call that fails because of a network, server or
@@ -36,7 +40,7 @@ def may_pass(error: BaseException, what: str) -> bool:
         return False
     if isinstance(error, OSError):
         return error.errno != errno.ENAMETOOLONG
-    return not isinstance(error, _FOR_GOOD)
+    return not isinstance(error, _PERMANENT)
 
 
 def pause(attempt: int, first: float, longest: float) -> float:
@@ -45,7 +49,7 @@ def pause(attempt: int, first: float, longest: float) -> float:
     It doubles with each attempt, from `first` to `longest`. Up to half of it is random, so that
     many runs do not return to the same server at once.
     """
-    return min(longest, first * 2.0 ** min(attempt - 1, 60)) * _own.uniform(0.5, 1.0)
+    return min(longest, first * 2.0 ** min(attempt - 1, 60)) * _random.uniform(0.5, 1.0)
 
 
 class Worker:
@@ -83,7 +87,7 @@ class Worker:
         self._deadline: float | None = None  # set when the end is requested
         self._gave_up = False  # whether an outage lasted beyond the end
         self._refused = False  # whether `start` failed for good; later calls are not retried
-        self._hurry = threading.Event()  # ends a pause
+        self._retry_now = threading.Event()  # ends a pause
 
     def start(self, call: Call, replay: RecordReplay | None) -> None:
         """Start the thread with a call that precedes all waiting ones."""
@@ -97,7 +101,7 @@ class Worker:
     def submit(self, call: Call) -> bool:
         """Queue a call that does not wait during an outage; return False after the last call."""
         taken = self.pending.put(call)
-        self._hurry.set()
+        self._retry_now.set()
         return taken
 
     def drain(self, timeout: float) -> None:
@@ -112,7 +116,7 @@ class Worker:
         """Queue the last call; its time limit begins now."""
         self._deadline = time.monotonic() + self._limit
         self.pending.put(call, last=True)
-        self._hurry.set()
+        self._retry_now.set()
 
     def join(self) -> bool:
         """Wait for the thread to end within the limit; return True if the tracker hangs."""
@@ -158,11 +162,11 @@ class Worker:
         attempt = 0  # since the pauses began to grow
         failed = passed_over = 0
         while (error := self._attempt(call)) is not None:
-            if self._refused or call.what in _ONCE or not may_pass(error, call.what):
+            if self._refused or call.what in _NOT_RETRIED or not is_retryable(error, call.what):
                 self._refused = self._refused or call.what == "start"
                 return
             attempt, failed = attempt + 1, failed + 1
-            for other in self.pending.take_awaited():
+            for other in self.pending.take_submitted():
                 self._attempt(other)
             if failed >= _MANY and call.what != "start" and self._next_passes():
                 attempt, passed_over = 0, passed_over + 1
@@ -174,19 +178,19 @@ class Worker:
                 self.pending.count_lost(call.record)
                 self._abandon()
                 return
-            if self._hurry.is_set():
-                self._hurry.clear()
+            if self._retry_now.is_set():
+                self._retry_now.clear()
                 attempt = 0
 
     def _pause(self, attempt: int) -> bool:
         """Wait before a retry, or until one is requested; return False if it is too late."""
         seconds = pause(max(attempt, 1), *self._pauses)
-        if self._deadline is not None and not self._hurry.is_set():
+        if self._deadline is not None and not self._retry_now.is_set():
             remaining = self._deadline - _LAST * self._limit - time.monotonic()
             if remaining <= 0:
                 return False
             seconds = min(seconds, remaining)
-        self._hurry.wait(seconds)
+        self._retry_now.wait(seconds)
         return True
 
     def _next_passes(self) -> bool:
@@ -198,7 +202,7 @@ class Worker:
         if other is None:
             return False
         error = self._attempt(other)
-        if error is not None and may_pass(error, other.what):
+        if error is not None and is_retryable(error, other.what):
             self.pending.put_back(other)
         return error is None
 

@@ -55,7 +55,7 @@ from trainer.data.prepare import prepare_data_loader, skip_first_batches
 from trainer.deepspeed_plugin import DeepSpeedPlugin, DummyScheduler, is_deepspeed_schedule
 from trainer.distributed import collectives
 from trainer.distributed.collectives import Trigger
-from trainer.distributed.guards import progress
+from trainer.distributed.guards import call_counts
 from trainer.distributed.metrics import gather_for_metrics
 from trainer.engines import join
 from trainer.engines import model as models
@@ -1088,7 +1088,7 @@ class Accelerator:
         if self.sync_gradients:
             self.engine.check_unknown_parameters()
             if self._several and not self.gradient_state._joins:
-                progress.note("backward")
+                call_counts.note("backward")
         steps = self.gradient_state.num_steps
         self._steps_at_backward = list(map(_STEPS, self._optimizers))
         try:
@@ -1544,7 +1544,7 @@ def _check_argument(method: str, what: str, given: object, fits: bool) -> None:
 
 def _note_forward(model: nn.Module, _: Any) -> None:
     if model.training and torch.is_grad_enabled():  # evaluations may be uneven
-        progress.note("forward")
+        call_counts.note("forward")
 
 
 def _bare(model: nn.Module) -> nn.Module:

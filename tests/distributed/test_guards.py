@@ -35,7 +35,7 @@ def outcomes(pool: Any, function: Callable[[], object]) -> list[str]:
             return f"{type(error).__name__}: {error}"
 
     def in_step() -> list[int]:
-        return [numbers[0] for numbers in guards.share_numbers([dist.get_rank()])]
+        return [numbers[0] for numbers in guards.all_gather_ints([dist.get_rank()])]
 
     found: list[str] = pool(call)
     assert pool(in_step) == [list(range(pool.size))] * pool.size

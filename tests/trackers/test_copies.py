@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from trackers.media import frozen, size_of
+from trackers.media import size_of, snapshot
 
 
 def test_changes_in_place_do_not_reach_the_copy():
     leaf, deep = torch.ones(2, requires_grad=True), torch.zeros(1)
     rows = [np.zeros(1), ({"deep": deep},)]
     values, arrivals = {"leaf": leaf, "nested": {"rows": rows}, "scalar": np.float64(2.0)}, []
-    copies = frozen(values, arrivals)
+    copies = snapshot(values, arrivals)
     with torch.no_grad():
         leaf += 1
     deep += 1
@@ -35,11 +35,11 @@ def test_a_copied_configuration_does_not_change():
         width: int = 64
 
     options = {"args": Namespace(lr=0.1), "options": Options(0.1), "tags": {"first"}}
-    copies = frozen(options, [])
+    copies = snapshot(options, [])
     options["args"].lr = options["options"].lr = 0.5
     options["tags"].add("second")
     assert copies == {"args": Namespace(lr=0.1), "options": Options(0.1), "tags": {"first"}}
-    assert frozen(Options, []) is Options
+    assert snapshot(Options, []) is Options
 
 
 def test_how_much_memory_copies_take():
@@ -56,7 +56,7 @@ def test_how_much_memory_copies_take():
 def test_other_objects_are_taken_as_they_are():
     pair = namedtuple("pair", "a b")(1, [2])
     thing = object()
-    copies = frozen({"pair": pair, "thing": thing}, [])
+    copies = snapshot({"pair": pair, "thing": thing}, [])
     assert copies["pair"] is pair
     assert copies["thing"] is thing
 
@@ -69,7 +69,7 @@ def test_tensors_of_a_device_are_on_the_host_once_they_have_arrived():
         for _ in range(100):
             tensor += 1
         arrivals = []
-        copy = frozen({"x": tensor}, arrivals)["x"]
+        copy = snapshot({"x": tensor}, arrivals)["x"]
         tensor.fill_(-1)
     for event in arrivals:
         event.synchronize()
@@ -81,7 +81,7 @@ def test_a_figure_is_copied_as_pixels():
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2, 1), dpi=50, facecolor="red")
-    copies = frozen({"f": figure}, [])
+    copies = snapshot({"f": figure}, [])
     figure.set_facecolor("blue")
     assert copies["f"].shape == (50, 100, 3)
     assert copies["f"][0, 0].tolist() == [255, 0, 0]
@@ -91,7 +91,7 @@ def test_a_pil_image_is_copied():
     from PIL import Image
 
     picture = Image.new("RGB", (2, 1), "red")
-    copies = frozen({"nested": [picture]}, [])
+    copies = snapshot({"nested": [picture]}, [])
     picture.paste("blue", (0, 0, 2, 1))
     assert copies["nested"][0].getpixel((0, 0)) == (255, 0, 0)
 
@@ -108,6 +108,6 @@ def test_arrays_without_a_copy_method_are_copied():
             return Frame(list(self.rows))
 
     frame = Frame([1, 2])
-    copy = frozen({"frame": frame}, [])["frame"]
+    copy = snapshot({"frame": frame}, [])["frame"]
     frame.rows.clear()
     assert copy.rows == [1, 2]

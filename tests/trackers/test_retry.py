@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from trackers.worker import may_pass, pause
+from trackers.worker import is_retryable, pause
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from trackers.worker import may_pass, pause
     ],
 )
 def test_errors_that_may_pass_are_retried(error, method, retried):
-    assert may_pass(error, method) == retried
+    assert is_retryable(error, method) == retried
 
 
 def test_pauses_double_up_to_a_limit_and_leave_the_generator_of_the_training_alone():

@@ -42,9 +42,6 @@ CHOICES = ("auto", "balanced", "balanced_low_0", "sequential")
 _ORDER = ("mps", *HOSTS)  # after the accelerators with an index
 
 
-# -- sizes -----------------------------------------------------------------------------------------
-
-
 def compute_module_sizes(
     model: nn.Module,
     dtype: str | torch.dtype | None = None,
@@ -149,9 +146,6 @@ def _containers(name: str) -> list[str]:
     """Return the names of the modules that a module or tensor is in, without the model itself."""
     parts = name.split(".")[:-1]
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
-
-
-# -- memory ----------------------------------------------------------------------------------------
 
 
 def get_max_memory(max_memory: Memory | None = None) -> dict[int | str, int]:
@@ -293,9 +287,6 @@ def _classes(names: str | Collection[str] | None) -> list[str]:
     return [names] if isinstance(names, str) else list(names or ())
 
 
-# -- maps ------------------------------------------------------------------------------------------
-
-
 def infer_auto_device_map(
     model: nn.Module,
     max_memory: Memory | None = None,
@@ -398,7 +389,7 @@ class _Plan:
             together = size + sum(self._sizes.get(tied_name, 0) for tied_name, _ in tied)
             room = self._room(device)
             if room is None or together <= room:
-                self._put([name, *(tied_name for tied_name, _ in tied)], device, together)
+                self._assign([name, *(tied_name for tied_name, _ in tied)], device, together)
             elif self._split_first(tied if size <= room else [(name, part)]):
                 continue
             elif self._fallback and not searched and not self.used[device]:
@@ -406,7 +397,7 @@ class _Plan:
                 if not self._bring_forward(device):
                     return
             else:
-                self._say(f"{name!r} ({together} bytes) does not fit on {device} ({room} left).")
+                self._log(f"{name!r} ({together} bytes) does not fit on {device} ({room} left).")
                 return
 
     def _room(self, device: int | str, reserve: int = 0) -> int | None:
@@ -434,8 +425,8 @@ class _Plan:
             block for block in self.waiting[1:] if any(_is_in(tied, block[0]) for tied in others)
         ]
 
-    def _put(self, names: list[str], device: int | str, size: int) -> None:
-        self._say(f"{', '.join(map(repr, names))} ({size} bytes) goes to {device}.")
+    def _assign(self, names: list[str], device: int | str, size: int) -> None:
+        self._log(f"{', '.join(map(repr, names))} ({size} bytes) goes to {device}.")
         self.used[device] += size
         self.device_map.update(dict.fromkeys(names, device))
         self.waiting = [block for block in self.waiting if block[0] not in names]
@@ -444,7 +435,7 @@ class _Plan:
         """Replace the first of some waiting modules that can be split by its parts."""
         for name, part in blocks:
             if parts := self._split(name, part):
-                self._say(f"{name!r} is split.")
+                self._log(f"{name!r} is split.")
                 where = [block for block, _ in self.waiting].index(name)
                 self.waiting[where : where + 1] = parts
                 return True
@@ -503,7 +494,7 @@ class _Plan:
                 stacklevel=3,
             )
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if self._verbose:
             print(text)  # noqa: T201  # the user asked for it
 

@@ -436,9 +436,6 @@ def _is_on(leaf: Any, device: torch.device) -> bool:
     return not callable(getattr(leaf, "to", None))
 
 
-# -- whole models ----------------------------------------------------------------------------------
-
-
 class CpuOffload(ModelHook):
     """Keep a whole model on the CPU until its forward pass, after which it stays on the device.
 
@@ -517,9 +514,6 @@ class LayerwiseCastingHook(ModelHook):
         """Convert the weights back."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output
-
-
-# -- one module ------------------------------------------------------------------------------------
 
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:

@@ -34,7 +34,7 @@ from trainer.checkpoint.loading import (
     read_shapes,
     renames,
 )
-from trainer.checkpoint.sharded_state import ShardedTensor, TensorFile, whole
+from trainer.checkpoint.sharded_state import ShardedTensor, TensorFile, materialize
 from trainer.checkpoint.storage import reading
 from trainer.checkpoint.weights import as_given, own_names, tied_names
 from trainer.errors import CheckpointError, module_logger, printable
@@ -147,7 +147,7 @@ def load_state_dict(
     for name, (source, _) in _sources(Path(checkpoint_file)).items():
         target = devices.get(longest_prefix(name, devices) or "", "cpu")
         if id(source) not in made:
-            tensor = whole(source)
+            tensor = materialize(source)
             device = as_device("cpu" if target == DISK else target)
             made[id(source)] = tensor.to(device, copy=tensor is source)
         loaded[name] = made[id(source)]
@@ -336,7 +336,7 @@ class Placement:
         if unchanged and (link := link_weights(file, self.folder)) is not None:
             self.index[names[0]] = entry(link, stored, source)
         else:
-            offload_weight(whole(source).to(dtype), names[0], self.folder, self.index)
+            offload_weight(materialize(source).to(dtype), names[0], self.folder, self.index)
         self.index.update(dict.fromkeys(names, self.index[names[0]]))
 
     def is_kept(self, names: Iterable[str]) -> bool:

@@ -31,7 +31,7 @@ from trainer.big_models.tensors import (
     longest_prefix,
 )
 from trainer.checkpoint.loading import find_weight_files
-from trainer.checkpoint.sharded_state import ShardedTensor, whole
+from trainer.checkpoint.sharded_state import ShardedTensor, materialize
 from trainer.checks import check_bools, check_numbers, check_type, choice_error
 
 _COMPUTE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -256,7 +256,7 @@ class _QuantizedPlacement(Placement):
         owner, _, leaf = names[0].rpartition(".")
         if owner not in self.layers or leaf != "weight":
             return super().make(names, source, file, stored)
-        self.quantize(owner, whole(source))
+        self.quantize(owner, materialize(source))
         return None  # its shape is not that of the checkpoint
 
     def quantize(self, name: str, weight: Tensor) -> None:

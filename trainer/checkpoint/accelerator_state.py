@@ -87,7 +87,7 @@ from trainer.checkpoint.storage import (
 )
 from trainer.checkpoint.weights import BIN_NAME, INDEX_SUFFIX, WEIGHTS_NAME, own_names
 from trainer.configuration import ProjectConfiguration
-from trainer.distributed.guards import forbid_collectives, progress
+from trainer.distributed.guards import call_counts, forbid_collectives
 from trainer.distributed.objects import all_gather_object
 from trainer.engines.base import Engine
 from trainer.engines.comm_hooks import for_processes
@@ -178,7 +178,7 @@ class PreparedObjects:
     def progress(self) -> list[Any]:
         """How far the program has come: the same on all processes at the same call."""
         steps = [getattr(optimizer, "steps", 0) for optimizer in self.optimizers]
-        return [progress.joint, self.step, steps]
+        return [call_counts.joint, self.step, steps]
 
     def reshard(self, *, drops_gradients: bool = False) -> None:
         """See `trainer.engines.base.Engine.reshard`."""

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.serialization import EXTRA_STATE, extra_state
 from trainer.checkpoint.sharded_state import INDEX as SHARDS
-from trainer.checkpoint.sharded_state import ShardedTensor, like, whole
+from trainer.checkpoint.sharded_state import ShardedTensor, like, materialize
 from trainer.checkpoint.storage import check_file, is_portable, reading
 from trainer.checkpoint.weights import (
     BIN_NAME,
@@ -276,16 +276,16 @@ def compare(
         ],
         [name for name in shapes if name not in here],
         {
-            name: (shapes[name], whole_shape(value))
+            name: (shapes[name], full_shape(value))
             for name, value in here.items()
             if isinstance(value, torch.Tensor)
             and not is_lazy(value)
-            and tuple(shapes.get(name, whole_shape(value))) != whole_shape(value)
+            and tuple(shapes.get(name, full_shape(value))) != full_shape(value)
         },
     )
 
 
-def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+def full_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return a tensor's full shape, also of a ZeRO-3 parameter that is partitioned away."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
@@ -355,8 +355,8 @@ def load_whole(
     load: Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], None],
 ) -> None:
     """Load weights that only an engine can copy, with `load`, from full tensors."""
-    extra = {name: whole(tensor) for name, tensor in weights.items() if name.endswith(EXTRA_STATE)}
-    load(module, {name: whole(tensor) for name, tensor in weights.items() if name not in extra})
+    extra = {n: materialize(w) for n, w in weights.items() if n.endswith(EXTRA_STATE)}
+    load(module, {n: materialize(w) for n, w in weights.items() if n not in extra})
     module.load_state_dict({n: extra_state(tensor) for n, tensor in extra.items()}, strict=False)
 
 
@@ -393,7 +393,7 @@ def placed(
     return {
         name: value
         if copied and isinstance(value, ShardedTensor) and not name.endswith(EXTRA_STATE)
-        else extra_state(whole(value))
+        else extra_state(materialize(value))
         if name.endswith(EXTRA_STATE)
         else like(value, here.get(name))
         for name, value in weights.items()

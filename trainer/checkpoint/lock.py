@@ -56,17 +56,17 @@ def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
     descriptor, made = None, [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = _take(folder / LOCK)
+        descriptor = _acquire(folder / LOCK)
     except (FileExistsError, NotADirectoryError):
         pass  # it is a file: the first write into it raises a clear error
     except OSError as error:
         logger.warning("%s cannot be locked against other runs: %s.", folder, error)
     try:
-        _tell(descriptor, None)
-        yield partial(_tell, descriptor)
+        _write_holder(descriptor, None)
+        yield partial(_write_holder, descriptor)
     finally:
         if descriptor in _open:  # not in a forked child, which has closed it
-            _give_up(descriptor, folder / LOCK)
+            _release(descriptor, folder / LOCK)
         for directory in made:
             try:
                 directory.rmdir()
@@ -77,7 +77,7 @@ def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
 def holder_of(folder: Path) -> str | None:
     """Return a description of the run that has locked a folder; None if there is none."""
     try:
-        descriptor = _opened(folder / LOCK, os.O_RDONLY)
+        descriptor = _open(folder / LOCK, os.O_RDONLY)
     except OSError:  # usually the file does not exist
         return None
     try:
@@ -91,7 +91,7 @@ def holder_of(folder: Path) -> str | None:
     return None
 
 
-def _take(file: Path) -> int:
+def _acquire(file: Path) -> int:
     """Lock a file.
 
     Returns:
@@ -102,10 +102,10 @@ def _take(file: Path) -> int:
         OSError: The file cannot be created, or the file system has no locks.
     """
     for _ in range(_ATTEMPTS):
-        descriptor = _opened(file, os.O_RDWR | os.O_CREAT)
+        descriptor = _open(file, os.O_RDWR | os.O_CREAT)
         try:
             _lock(descriptor, exclusive=True)
-            if _is(file, descriptor):
+            if _is_same_file(file, descriptor):
                 return descriptor  # a run that ended did not delete it in between
         except BlockingIOError:
             pass
@@ -120,9 +120,9 @@ def _take(file: Path) -> int:
     )
 
 
-def _give_up(descriptor: int, file: Path) -> None:
+def _release(descriptor: int, file: Path) -> None:
     try:
-        if _is(file, descriptor):  # otherwise the path is another run's file
+        if _is_same_file(file, descriptor):  # otherwise the path is another run's file
             file.unlink()  # while locked, so that a process waiting for the lock sees it is gone
     except OSError as error:
         logger.warning("%s is no longer needed but could not be deleted: %s", file, error)
@@ -130,7 +130,7 @@ def _give_up(descriptor: int, file: Path) -> None:
         _close(descriptor)
 
 
-def _tell(descriptor: int | None, run_id: str | None) -> None:
+def _write_holder(descriptor: int | None, run_id: str | None) -> None:
     if descriptor is None:
         return
     now = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -159,7 +159,7 @@ def _lock(descriptor: int, *, exclusive: bool) -> None:
     fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
 
 
-def _is(file: Path, descriptor: int) -> bool:
+def _is_same_file(file: Path, descriptor: int) -> bool:
     """Return whether the path still refers to the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.stat())
@@ -167,7 +167,7 @@ def _is(file: Path, descriptor: int) -> bool:
         return False
 
 
-def _opened(file: Path, flags: int) -> int:
+def _open(file: Path, flags: int) -> int:
     descriptor = regular(file, flags)
     _open.add(descriptor)
     return descriptor

@@ -206,12 +206,12 @@ def wait_for_all_ranks(rank: int, size: int) -> None:
         DistributedOperationException: A process has gone on to the next forward pass.
     """
     store = guards.store_of(None)
-    store.set(f"{_KEY}/{rank}", str(guards.progress.joint))
+    store.set(f"{_KEY}/{rank}", str(guards.call_counts.joint))
     keys = {peer: f"{_KEY}/{peer}" for peer in range(size)} if rank == 0 else {}
     until = time.monotonic() + _MEETING  # then the collective says who is missing
     with guards.waiting:
         while missing := [n for n, key in keys.items() if not _has_come(store, key)]:
-            if gone := [peer for peer in guards.progress.ahead("forward") if peer in missing]:
+            if gone := [peer for peer in guards.call_counts.ahead("forward") if peer in missing]:
                 raise DistributedOperationException(
                     f"save_state was called by the main process, but rank "
                     f"{', '.join(map(str, gone))} has gone on to the next forward pass. Each "
@@ -224,12 +224,12 @@ def wait_for_all_ranks(rank: int, size: int) -> None:
 
 
 def _others_are_elsewhere() -> bool:
-    elsewhere = {*guards.waiting_ranks(), *guards.progress.ahead("backward")}
+    elsewhere = {*guards.waiting_ranks(), *guards.call_counts.ahead("backward")}
     return len(elsewhere - {0}) == PartialState().num_processes - 1
 
 
 def _has_come(store: Any, key: str) -> bool:
-    return store.check([key]) and int(store.get(key)) >= guards.progress.joint
+    return store.check([key]) and int(store.get(key)) >= guards.call_counts.joint
 
 
 def _read() -> str:

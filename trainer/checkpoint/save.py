@@ -26,7 +26,7 @@ from trainer.checkpoint.storage import (
     open_staging,
     remove,
 )
-from trainer.distributed.guards import collective_mismatch, share
+from trainer.distributed.guards import all_gather_payloads, collective_mismatch
 from trainer.errors import CheckpointError, DistributedOperationException, module_logger
 
 logger = module_logger(__name__)
@@ -161,7 +161,7 @@ def run_on_all_ranks(
         payload = pickle.dumps(outcome)
     outcomes: list[Any] = [outcome]
     if state.num_processes > 1:
-        payloads = share(operation, payload, group)
+        payloads = all_gather_payloads(operation, payload, group)
         outcomes = [pickle.loads(data) for data in payloads]  # noqa: S301 - from this run's ranks
     by_text: dict[str, list[str]] = {}  # ranks by error text: many may fail alike
     for rank, (_, text) in enumerate(outcomes):

@@ -341,7 +341,7 @@ class ShardReader:
         }
 
 
-def whole(source: Tensor | ShardedTensor) -> Tensor:
+def materialize(source: Tensor | ShardedTensor) -> Tensor:
     """Return a whole tensor, in memory or in a checkpoint."""
     return source.whole() if isinstance(source, ShardedTensor) else source
 
@@ -349,7 +349,7 @@ def whole(source: Tensor | ShardedTensor) -> Tensor:
 def like(source: Tensor | ShardedTensor, target: Any) -> Tensor:
     """Return a tensor's values, sharded as another tensor of its shape is."""
     if not is_sharded(target) or tuple(source.shape) != tuple(target.shape):
-        return whole(source)
+        return materialize(source)
     from torch.distributed.tensor import DTensor
 
     offsets, local = local_part(target)

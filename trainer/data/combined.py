@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from trainer.checks import choice_error
-from trainer.data.iterable import continues, initial_state, part_of
+from trainer.data.iterable import initial_state, part_of, stateful_source
 from trainer.data.sampler import MODES, JointBatches, joint_length, joint_rounds, length_of
 from trainer.data.seeding import as_fetched
 from trainer.data.tensor_dataset import TensorRows, wrapped
@@ -236,7 +236,7 @@ def _anew(loader: Any, initial: bytes | None, number: int) -> Iterable[Any]:
     """Return a loader to begin a pass of a `JointStream`, as `_again` does."""
     del number
     if initial is not None:
-        continues(loader).load_state_dict(pickle.loads(initial))  # noqa: S301 - made here
+        stateful_source(loader).load_state_dict(pickle.loads(initial))  # noqa: S301 - made here
     rebuilds = isinstance(loader, DataLoader) and reads_as_torchs(type(loader))
     return signal_safe(loader) if rebuilds else loader
 
@@ -263,7 +263,7 @@ class JointStream:
     def __iter__(self) -> Iterator[Any]:
         loaders = self._combined.flattened
         if self._initial is None:
-            self._initial = [initial_state(continues(loader)) for loader in loaders]
+            self._initial = [initial_state(stateful_source(loader)) for loader in loaders]
         passes = [partial(_anew, *pair) for pair in zip(loaders, self._initial, strict=True)]
         for parts in joint_rounds(passes, self._combined.mode):
             yield self._combined.joined(parts)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer.data.epoch_iterator import EpochIterator, ahead
+from trainer.data.epoch_iterator import EpochIterator, lookahead
 from trainer.data.prefetch import Streams, send, streams_for
 from trainer.data.sampler import EpochLength
 from trainer.data.seeding import order_generator
@@ -541,7 +541,7 @@ class DataLoaderShard(PreparedLoader):
     def _batches(self) -> Iterator[Given]:
         streams = self._streams
         self.epoch_iterator.start_global_batch = self.first_global_batch
-        for current, following in ahead(self.epoch_iterator.read(self._transfer(streams))):
+        for current, following in lookahead(self.epoch_iterator.read(self._transfer(streams))):
             self.epoch_iterator.used(current.position, last=following is None)
             if current.present:
                 last = following is None or not following.present

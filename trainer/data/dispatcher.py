@@ -20,7 +20,7 @@ from trainer.data.batch import (
     unpacked,
 )
 from trainer.data.dataloader import Given, PreparedLoader, seed_of_order
-from trainer.data.epoch_iterator import EpochIterator, ahead
+from trainer.data.epoch_iterator import EpochIterator, lookahead
 from trainer.data.iterable import StreamPosition
 from trainer.data.prefetch import InFlight
 from trainer.data.sampler import SAMPLES, BatchSharding
@@ -140,7 +140,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return EpochIterator(source, seed=self.settings["seed"], remember=True, rereads=True)
 
     def _batches(self) -> Iterator[Given]:
-        plans = ahead(self._sent()) if self.rank == 0 else iter(())
+        plans = lookahead(self._sent()) if self.rank == 0 else iter(())
         following = self.world_size
         while following:
             plan = self._exchange(plans)
@@ -222,7 +222,7 @@ class DataLoaderDispatcher(PreparedLoader):
         # `held` has the samples that were left over by the even split of the previous global batch;
         # `first` is the first global batch, which pads the last one.
         first = held = None
-        for (group, position), following in ahead(self._groups(self.epoch_iterator)):
+        for (group, position), following in lookahead(self._groups(self.epoch_iterator)):
             if self.world_size == 1:
                 yield Plan(group[0], 0, find_batch_size(group[0]), 1, position)
                 continue

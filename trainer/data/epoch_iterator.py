@@ -53,7 +53,7 @@ from trainer.data.workers import (
     loader_kwargs,
     reads_as_torchs,
 )
-from trainer.distributed.guards import share_numbers
+from trainer.distributed.guards import all_gather_ints
 from trainer.distributed.objects import all_gather_object
 from trainer.errors import CheckpointError, module_logger
 from trainer.rng import mix
@@ -123,7 +123,7 @@ def absent_batches(
         yield GlobalBatch(False, None, 0, *counts, ended=ended)
 
 
-def ahead(items: Iterable[T]) -> Generator[tuple[T, T | None], None, None]:
+def lookahead(items: Iterable[T]) -> Generator[tuple[T, T | None], None, None]:
     """Yield each item together with the next one, which is None after the last item.
 
     If prefetching the next item raises an error, the current item is yielded first, with itself as
@@ -532,7 +532,7 @@ class EpochIterator:
         Args:
             transfer: Moves a batch to the device; called one batch ahead of its use.
         """
-        for current, following in ahead(self.read(transfer)):
+        for current, following in lookahead(self.read(transfer)):
             current.last = following is None
             current.next_missing = following is not None and not following.present
             ended = self.presharded and not current.present
@@ -721,7 +721,7 @@ class EpochIterator:
             following = next(batches, None)
             batch, position = (None, position) if following is None else following
             samples = 0 if following is None else SAMPLES.count(batch)
-            rows = share_numbers([self.rank, following is not None, samples])
+            rows = all_gather_ints([self.rank, following is not None, samples])
             samples_of = {rank: rank_samples for rank, present, rank_samples in rows if present}
             if not samples_of:
                 return

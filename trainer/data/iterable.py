@@ -181,7 +181,7 @@ def pickled_state(owner: Any) -> bytes:
         ) from error
 
 
-def continues(source: Any) -> Any:
+def stateful_source(source: Any) -> Any:
     """Return the object that stays where it was after a partial read: one with a state.
 
     It is an iterable dataset without workers, which read copies, or an iterable of batches. None if
@@ -428,7 +428,7 @@ class Stream:
         self._epoch = 0
         self._used: StreamPosition | None = None
         self._over = ""
-        owner = continues(source)
+        owner = stateful_source(source)
         saved = self._reading.kind == "dataset" or owner is source
         self._continues = owner if saved and self._reading.kind != "none" else None
         self._initial: bytes | None = None  # its state before the first pass

@@ -496,7 +496,7 @@ class ShardedSampler(Sampler[Any]):
         counts: bool = True,
     ) -> None:
         self.batch_sampler = batches  # the user's object, under the name that scripts read
-        self._as_batch: Callable[[Any], Any] = _as_it_is if keys else _listed
+        self._as_batch: Callable[[Any], Any] = _identity if keys else _listed
         self._sampler, self.is_pure = _pure_order(batches, seed, shuffle=shuffle)
         source = self._sampler
         inner = source.sampler if type(source) is BatchSampler else source
@@ -672,7 +672,7 @@ def _listed(batch: Any) -> Any:
     return list(indices)
 
 
-def _as_it_is(batch: Any) -> Any:  # a function with a name can be pickled
+def _identity(batch: Any) -> Any:  # a function with a name can be pickled
     return batch
 
 

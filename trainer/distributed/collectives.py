@@ -101,7 +101,7 @@ def gather(tensor: Any) -> Any:
 
 
 def _gather_one(tensor: Tensor) -> Tensor:
-    parts = guards.stack(tensor)
+    parts = guards.all_gather_rows(tensor)
     return parts if tensor.ndim == 0 else parts.flatten(0, 1)
 
 
@@ -121,7 +121,7 @@ def gather_uneven(tensor: Any, processes: int | None = None, copies: int = 1) ->
         return tensor
     _agree("gather", tensor, free=0)
     lengths = [len(leaf) for leaf in leaves(tensor) if leaf.ndim]
-    rows = guards.share_numbers(lengths) if lengths else []
+    rows = guards.all_gather_ints(lengths) if lengths else []
     columns = iter(zip(*rows, strict=True))
 
     def gather_one(leaf: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def gather_uneven(tensor: Any, processes: int | None = None, copies: int = 1) ->
                 gathered = torch.cat(gathered.split(sizes[0])[::copies])
             cut_at = None if processes is None or not leaf.ndim else sum(sizes[:processes])
             return gathered if cut_at is None else gathered[:cut_at]
-        parts = guards.stack(_padded(leaf, 0, max(sizes), 0, first=False))
+        parts = guards.all_gather_rows(_padded(leaf, 0, max(sizes), 0, first=False))
         cut = [part[:size] for part, size in zip(parts, sizes, strict=True)]
         return torch.cat(cut[::copies][:processes])
 
@@ -263,7 +263,7 @@ def pad_across_processes(
         return None if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim]
 
     sizes = [size for leaf in leaves(tensor) if (size := size_of(leaf)) is not None]
-    rows = guards.share_numbers(sizes) if sizes and PartialState().num_processes > 1 else [sizes]
+    rows = guards.all_gather_ints(sizes) if sizes and PartialState().num_processes > 1 else [sizes]
     largest = iter([max(column) for column in zip(*rows, strict=True)])
 
     def pad_one(leaf: Tensor) -> Tensor:

@@ -39,9 +39,6 @@ _GUARDED = (
 )
 
 
-# -- sending bytes and numbers -------------------------------------------------------------------
-
-
 def device_types(group: dist.ProcessGroup | None = None) -> set[str]:
     """Return the device types of the tensors that a process group can send."""
     return {part.partition(":")[0] for part in dist.get_backend_config(group).split(",")}
@@ -55,7 +52,7 @@ def side_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device(min(types), torch.accelerator.current_device_index())
 
 
-def stack(
+def all_gather_rows(
     tensor: Tensor, group: dist.ProcessGroup | None = None, *, operation: str | None = None
 ) -> Tensor:
     """All-gather tensors of the same shape (…) into one tensor of shape (processes, …).
@@ -79,16 +76,16 @@ def stack(
     return result
 
 
-def share_numbers(
+def all_gather_ints(
     numbers: list[int], group: dist.ProcessGroup | None = None, *, operation: str | None = None
 ) -> list[list[int]]:
     """All-gather a list of integers, of the same length on every process; one row per rank."""
     local = torch.tensor(numbers, dtype=torch.int64, device=side_device(group))
-    rows: list[list[int]] = read_back(stack(local, group, operation=operation)).tolist()
+    rows: list[list[int]] = read_back(all_gather_rows(local, group, operation=operation)).tolist()
     return rows
 
 
-def share_bytes(
+def all_gather_bytes(
     payload: bytes, sizes: list[int], group: dist.ProcessGroup | None = None
 ) -> list[bytes]:
     """All-gather payloads of bytes.
@@ -101,11 +98,9 @@ def share_bytes(
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     if payload:
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    rows = read_back(stack(padded.to(side_device(group)), group))
+    rows = read_back(all_gather_rows(padded.to(side_device(group)), group))
     return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
-
-# -- checking the calls --------------------------------------------------------------------------
 
 # A context variable, hence per thread: other threads may save meanwhile.
 _forbidden: ContextVar[str] = ContextVar("forbid_collectives", default="")
@@ -170,14 +165,14 @@ def check_collective(
         plan = f"{operation} fails with {type(problem).__name__}: {problem}"
     digest = hashlib.blake2b(plan.encode(), digest_size=8).digest()
     local = [int.from_bytes(digest, "little", signed=True), number]
-    rows = share_numbers(local, group, operation=operation)
+    rows = all_gather_ints(local, group, operation=operation)
     if group is None:
-        progress.joint += 1
-        progress.passes.clear()
+        call_counts.joint += 1
+        call_counts.passes.clear()
     if len({row[0] for row in rows}) > 1:
         payload = plan.encode()
-        sizes = [size for (size,) in share_numbers([len(payload)], group)]
-        plans = [text.decode() for text in share_bytes(payload, sizes, group)]
+        sizes = [size for (size,) in all_gather_ints([len(payload)], group)]
+        plans = [text.decode() for text in all_gather_bytes(payload, sizes, group)]
         if problem is None:
             raise DistributedOperationException(_complaint(plans), plans)
     if problem is not None:
@@ -185,14 +180,16 @@ def check_collective(
     return [row[1] for row in rows]
 
 
-def share(plan: str, payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+def all_gather_payloads(
+    plan: str, payload: bytes, group: dist.ProcessGroup | None = None
+) -> list[bytes]:
     """Check the call with `check_collective`, then all-gather a small payload; collective.
 
     Raises:
         DistributedOperationException: See `check_collective`.
     """
     sizes = check_collective(plan, len(payload), group=group)
-    return share_bytes(payload, sizes, group) if any(sizes) else [b""] * len(sizes)
+    return all_gather_bytes(payload, sizes, group) if any(sizes) else [b""] * len(sizes)
 
 
 def collective_mismatch(error: BaseException, plan: str) -> bool:
@@ -226,10 +223,7 @@ def _complaint(plans: list[str]) -> str:
     )
 
 
-# -- how far each rank is ------------------------------------------------------------------------
-
-
-class Progress:
+class CallCounts:
     """How far this process has come in a program that all processes run.
 
     A process that waits for others in vain reads in the store whether they have gone on without it.
@@ -258,15 +252,12 @@ class Progress:
         return [rank for rank, value in noted.items() if tuple(map(int, value.split())) > local]
 
 
-progress = Progress()
+call_counts = CallCounts()
 
 
 def waiting_ranks() -> list[int]:
     """Return the ranks that have waited in a collective for more than a second."""
     return _waiting(store_of(None), dist.get_world_size())
-
-
-# -- waiting -------------------------------------------------------------------------------------
 
 
 class _Waiting:

@@ -117,7 +117,7 @@ def _exchange(operation: str, value: Any) -> list[Any]:
         return [value]
     payload, error = transport.dump(value)
     sizes = check_collective(operation, len(payload))
-    payloads = guards.share_bytes(payload, sizes)
+    payloads = guards.all_gather_bytes(payload, sizes)
     if error is not None:
         raise error
     return [_received(transport.load(data), rank) for rank, data in enumerate(payloads)]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
-from trainer.distributed.guards import awaited, collective_mismatch, gone, share
+from trainer.distributed.guards import all_gather_payloads, awaited, collective_mismatch, gone
 from trainer.tree import rebuild
 
 P = ParamSpec("P")
@@ -43,10 +43,10 @@ def exchange(error: BaseException | None, operation: str) -> None:
             report = f"{type(error).__name__}: {error}"
             # If the error cannot be sent to the others, still raise it here: it is the cause.
             with suppress(RuntimeError):
-                share(operation, report.encode())
+                all_gather_payloads(operation, report.encode())
             gone()
         raise error
-    reports = [] if _alone() else share(operation, b"")
+    reports = [] if _alone() else all_gather_payloads(operation, b"")
     for rank, failure in enumerate(reports):
         if failure:
             raise RuntimeError(

@@ -144,7 +144,7 @@ class StepSync:
             The number of items in the window; on an accelerator a float64 tensor of shape ().
         """
         if self._device.type == "cpu":
-            self._take(total)
+            self._record(total)
             self.bad_losses = self.latest.bad_losses
             return self.latest.items
         self.read_pending()
@@ -160,7 +160,7 @@ class StepSync:
         """Wait for step stats that are being copied to the host; before saving, for example."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            self._take(pending.read())
+            self._record(pending.read())
 
     def peek(self) -> StepStats:
         """Return the newest sums without recording them; waits for the device.
@@ -178,7 +178,7 @@ class StepSync:
         now = self.peek()
         return now.epoch_votes > 0 and not now.items
 
-    def _take(self, total: Tensor) -> None:
+    def _record(self, total: Tensor) -> None:
         self.latest = self._read(total)
         self.items_seen += self.latest.items
 

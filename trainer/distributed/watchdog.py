@@ -241,11 +241,11 @@ class _Watchdog:
         speaks_at = self._patience
         try:
             with self._log_if_silent():
-                self._leave(self._note())
+                self._publish(self._make_note())
             while not self.ended.wait(self._patience / _LOOKS):
-                note = self._note()
+                note = self._make_note()
                 with self._log_if_silent():
-                    self._leave(note)
+                    self._publish(note)
                     if not note.waits or note.seconds < self._patience / 2:
                         self._read.clear()
                         continue
@@ -291,7 +291,7 @@ class _Watchdog:
     def _sign_off(self) -> None:
         """Write a last note about how the run ended, and find the rank that caused a failure."""
         phase = self._ended_in or self._phase()
-        self._leave(Note(phase, looks=self._looks + 1, failure=self._error))
+        self._publish(Note(phase, looks=self._looks + 1, failure=self._error))
         if self._error and not self._lost and self._failure() is None:
             self._store.set(self._first, str(self._rank))
         elif self._replaced:
@@ -314,7 +314,7 @@ class _Watchdog:
         message = f"in {note.phase}: {note.failure}"
         return f"Rank {rank} failed while the others waited for it, {message}"
 
-    def _note(self) -> Note:
+    def _make_note(self) -> Note:
         now, phase = time.monotonic(), self._phase()
         if phase != self._since[1]:
             self._since = now, phase
@@ -326,7 +326,7 @@ class _Watchdog:
         self._looks += 1
         return Note(phase, True, seconds, waits, stack, self._looks)
 
-    def _leave(self, note: Note) -> None:
+    def _publish(self, note: Note) -> None:
         self._store.set(self._keys[self._rank], json.dumps(note))
 
     def _read_note(self, rank: int) -> Note:

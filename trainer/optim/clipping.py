@@ -109,7 +109,7 @@ class Clipper(Protocol):
 def clip_each_(
     clipper: Clipper,
     parameters: Sequence[Tensor],
-    apart: Sequence[tuple[Sequence[Tensor], Limits]],
+    groups: Sequence[tuple[Sequence[Tensor], Limits]],
     rest: Limits,
 ) -> None:
     """Clip gradients in place, with separate limits for some parameters; see `clip_`.
@@ -117,21 +117,21 @@ def clip_each_(
     Args:
         clipper: Clips the gradients of some parameters.
         parameters: All parameters.
-        apart: Disjoint groups of parameters with their own limits. For a limit that is None, the
+        groups: Disjoint groups of parameters with their own limits. For a limit that is None, the
             limit of `rest` applies.
         rest: The limits of all other parameters. Their total norm excludes groups that have a
             `max_norm` of their own.
     """
-    own_value = {id(p) for members, limit in apart if limit.max_value is not None for p in members}
-    own_norm = {id(p) for members, limit in apart if limit.max_norm is not None for p in members}
+    own_value = {id(p) for members, limit in groups if limit.max_value is not None for p in members}
+    own_norm = {id(p) for members, limit in groups if limit.max_norm is not None for p in members}
     # Clip by value first, in all groups: a total norm may span groups with different value limits.
-    for members, limit in apart:
+    for members, limit in groups:
         if limit.max_value is not None:
             clipper.clip_grad_value_(members, limit.max_value)
     if rest.max_value is not None:
         others = [p for p in parameters if id(p) not in own_value]
         clipper.clip_grad_value_(others, rest.max_value)
-    for members, limit in apart:
+    for members, limit in groups:
         if limit.max_norm is not None:
             clipper.clip_grad_norm_(members, limit.max_norm)
     if rest.max_norm is not None:

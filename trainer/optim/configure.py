@@ -235,13 +235,13 @@ def read_optimizers(returned: Any) -> tuple[list[OptimizerEntry], list[Scheduler
         optimizers, entries = [OptimizerEntry(optimizer=optimizer) for optimizer in returned], []
     elif isinstance(returned, (list, tuple)) and len(returned) == 2 and _two_lists(returned):
         optimizers = [OptimizerEntry(optimizer=optimizer) for optimizer in returned[0]]
-        entries = [_entry(scheduler) for scheduler in returned[1]]
+        entries = [_scheduler_entry(scheduler) for scheduler in returned[1]]
     elif isinstance(returned, list) or _dicts(returned):
-        parts = [_one(part) for part in returned]
+        parts = [_read_optimizer(part) for part in returned]
         optimizers = [optimizer for optimizer, _ in parts]
         entries = [entry for _, entry in parts if entry is not None]
     else:
-        optimizer, entry = _one(returned)
+        optimizer, entry = _read_optimizer(returned)
         optimizers, entries = [optimizer], [] if entry is None else [entry]
     if not optimizers:
         raise TypeError(_unreadable(returned))
@@ -257,32 +257,32 @@ def _two_lists(pair: Sequence[Any]) -> bool:
     return all(isinstance(part, (list, tuple)) for part in pair)
 
 
-def _one(part: Any) -> tuple[OptimizerEntry, SchedulerEntry | None]:
+def _read_optimizer(part: Any) -> tuple[OptimizerEntry, SchedulerEntry | None]:
     if isinstance(part, Optimizer):
         return OptimizerEntry(optimizer=part), None
     if isinstance(part, tuple) and len(part) == 2:
-        return OptimizerEntry(optimizer=part[0]), _entry(part[1])
+        return OptimizerEntry(optimizer=part[0]), _scheduler_entry(part[1])
     if not isinstance(part, Mapping):
         raise TypeError(_unreadable(part))
     _check_keys(part, _OPTIMIZER_KEYS)
     if "optimizer" not in part:
         raise ValueError(f"configure_optimizers returned a dict without 'optimizer': {part!r}.")
     options = {key: part[key] for key in ("optimizer", *_OWN_KEYS) if key in part}
-    return OptimizerEntry(**options), _schedule_of(part)
+    return OptimizerEntry(**options), _read_scheduler(part)
 
 
-def _schedule_of(part: Mapping[str, Any]) -> SchedulerEntry | None:
+def _read_scheduler(part: Mapping[str, Any]) -> SchedulerEntry | None:
     options = {key: value for key, value in part.items() if key in _TICKS}
     if "lr_scheduler" in part:  # Lightning's key: a scheduler, or a dict of its options
         if "scheduler" in part:
             raise ValueError("Give a scheduler as 'scheduler' or as 'lr_scheduler', not as both.")
         nested = part["lr_scheduler"]
         entry = nested if isinstance(nested, Mapping) else {"scheduler": nested}
-        return _entry({**options, **entry})
-    return _entry(options) if options else None
+        return _scheduler_entry({**options, **entry})
+    return _scheduler_entry(options) if options else None
 
 
-def _entry(scheduler: Any) -> SchedulerEntry:
+def _scheduler_entry(scheduler: Any) -> SchedulerEntry:
     if isinstance(scheduler, Mapping):
         options = dict(scheduler)
         options.pop(_PORTED_KEY, None)

@@ -88,7 +88,7 @@ def _any_non_finite_in_groups(gradients: list[Tensor]) -> bool | Tensor:
 
 
 def _any_non_finite(gradients: list[Tensor]) -> Tensor:
-    scale = _one(gradients[0].device)
+    scale = _scalar_one(gradients[0].device)
     found_inf = torch.zeros_like(scale)
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, scale)  # no public name
     return found_inf
@@ -98,7 +98,7 @@ def _any_non_finite_norm(gradients: list[Tensor]) -> Tensor:
     """Return the same as `_any_non_finite`, from the maximum norms; other norms may overflow."""
     filled = [gradient for gradient in gradients if gradient.numel()]  # `max` needs an element
     if not filled:
-        return torch.zeros_like(_one(gradients[0].device))
+        return torch.zeros_like(_scalar_one(gradients[0].device))
     return (~get_total_norm(filled, math.inf).isfinite()).float()
 
 
@@ -113,7 +113,7 @@ def _by_device_and_dtype(gradients: list[Tensor]) -> Collection[list[Tensor]]:
 
 
 @cache
-def _one(device: torch.device) -> Tensor:
+def _scalar_one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)  # the dtype that the kernel requires
 
 
@@ -121,7 +121,7 @@ def is_non_finite(loss: Tensor) -> float | Tensor:
     """Return 1 if a loss is NaN or infinite, else 0; on an accelerator a tensor of shape ()."""
     if loss.is_cpu:
         return 0.0 if math.isfinite(loss.item()) else 1.0
-    flag = _one(loss.device)
+    flag = _scalar_one(loss.device)
     return torch.where(loss.detach().abs() < math.inf, torch.zeros_like(flag), flag)
 
 

@@ -43,7 +43,7 @@ def add_group(
     optimizer.add_param_group(
         group | {"params": list(parameters.items() if named else parameters.values())}
     )
-    for scheduler in _of(optimizer, schedulers):
+    for scheduler in _schedulers_of(optimizer, schedulers):
         for key in _LISTS_OF_GROUPS:
             entries = getattr(scheduler, key, None)
             if isinstance(entries, list) and len(entries) == number:
@@ -65,7 +65,7 @@ def scale_group(
     group.update({key: group[key] * factor for key in _RATES if key in group})
     scaled = [
         getattr(scheduler, key, None)
-        for scheduler in _of(optimizer, schedulers)
+        for scheduler in _schedulers_of(optimizer, schedulers)
         for key in _RATES_OF_GROUPS
     ]
     # By id, since a SequentialLR shares its list with a nested scheduler.
@@ -115,7 +115,7 @@ def restore_groups(
         add_group(optimizer, added, ratio=1.0, schedulers=schedulers)
 
 
-def _of(optimizer: Optimizer, schedulers: Iterable[Any]) -> list[Any]:
+def _schedulers_of(optimizer: Optimizer, schedulers: Iterable[Any]) -> list[Any]:
     """Return the torch schedulers of an optimizer, including nested ones."""
     targets = {id(optimizer), id(getattr(optimizer, "optimizer", optimizer))}
     matching: list[Any] = []
@@ -124,5 +124,5 @@ def _of(optimizer: Optimizer, schedulers: Iterable[Any]) -> list[Any]:
             continue
         if id(getattr(scheduler, "optimizer", None)) in targets:
             matching.append(scheduler)
-        matching += _of(optimizer, getattr(scheduler, "_schedulers", ()))
+        matching += _schedulers_of(optimizer, getattr(scheduler, "_schedulers", ()))
     return matching

@@ -12,11 +12,7 @@ from trackers.pending import Call, DroppedRange, Pending, RecordReplay, log_call
 from trainer.errors import module_logger
 
 _logger = module_logger("trackers")
-_NOT_RETRIED = (
-    "submit",
-    "drain",
-    "finish",
-)  # callers get the error; a run closes once
+_NOT_RETRIED = ("submit", "drain", "finish")  # callers get the error; a run closes once
 _MANY = 5  # failed attempts of a call before the next record is tried ahead of it
 _SURE = 3  # later records that must succeed before a failing call is dropped
 _SILENT = 5.0  # seconds that `finish` waits before a warning

@@ -460,15 +460,11 @@ def _call_hook(
 
 
 def _parts(
-    prepared: PreparedObjects,
-    weights: list[dict[str, Any]],
-    processes: Ranks,
-    writes: bool,
-    safe: bool,
+    prepared: PreparedObjects, weights: list[dict[str, Any]], ranks: Ranks, writes: bool, safe: bool
 ) -> list[StatePart]:
     """Return this process's parts of the checkpoint."""
     parts = []
-    shards = None if prepared.mesh is None else Shards(processes.process_index, prepared.mesh)
+    shards = None if prepared.mesh is None else Shards(ranks.process_index, prepared.mesh)
     states = {  # on all processes: reading the scaler's state may rescale the gradients
         stem: state_of(owner, prepared.models) for stem, owner in prepared.owners().items()
     }
@@ -492,7 +488,7 @@ def _parts(
             parts.append(tree_part(reduced, _GRADIENTS, shards))
         with _naming("The state of the prepared loaders"):
             parts.append(tree_part(loaders, "sampler"))
-    of_rank = [tree_part(rank_state, _rank_stem(processes.process_index))]
+    of_rank = [tree_part(rank_state, _rank_stem(ranks.process_index))]
     if shards is not None:
         of_rank.append(shards_part(shards))
     return [*(parts if writes else ()), *of_rank]
@@ -785,12 +781,10 @@ def _read(reader: Reader, rank: int, processes: int, prepared: PreparedObjects) 
     saved_by, hooked = reader.manifest["world_size"], bool(prepared.communication)
     later = prepared.mesh is not None  # each process needs a share of what whole files hold
     here = _ranks_in(reader)
-    own_state = reader.tree(_rank_stem(rank)) if rank in here and saved_by == processes else {}
+    local = reader.tree(_rank_stem(rank)) if rank in here and saved_by == processes else {}
     # Sharded gradients are reduced ones, and an engine gets the states of all ranks.
-    needs_all = (prepared.mesh is not None and own_state.get("gradients")) or own_state.get(
-        "engine"
-    )
-    wanted = [rank] if own_state and not needs_all else here
+    needs_all = (prepared.mesh is not None and local.get("gradients")) or local.get("engine")
+    wanted = [rank] if local and not needs_all else here
     ranks = {number: reader.tree(_rank_stem(number)) for number in wanted}
     first = ranks.get(rank) or ranks[min(ranks)]
 
@@ -822,12 +816,12 @@ def _read(reader: Reader, rank: int, processes: int, prepared: PreparedObjects) 
         communication = [for_processes(states, rank, processes) for states in by_hook]
     trees = _read_trees(reader, later=later)
     for number, state in first.get("loaders", {}).items():  # of streams that were split by process
-        if not own_state and state["batches"]:
+        if not local and state["batches"]:
             raise CheckpointError(
                 f"{reader.path} was saved inside a pass of a stream that was split over {saved_by} "
                 f"processes. Load it with {saved_by} processes, or save at the end of a pass."
             )
-        trees["loaders"][int(number)] = {"state": state if own_state else {**state, "stream": None}}
+        trees["loaders"][int(number)] = {"state": state if local else {**state, "stream": None}}
     return Stored(
         path=reader.path,
         weights=[
@@ -1025,10 +1019,8 @@ def _apply(
     if stored.gradients is not None or prepared.window_open:
         named = prepared.named_parameters()
         saved = {
-            name: gradient
-            if isinstance(gradient, ShardedTensor)
-            else like(gradient, named.get(name))
-            for name, gradient in (stored.gradients or {}).items()
+            name: grad if isinstance(grad, ShardedTensor) else like(grad, named.get(name))
+            for name, grad in (stored.gradients or {}).items()
         }
         gradients.put(named, saved)
     if stored.rng is not None:

@@ -39,11 +39,11 @@ class HostCopies:
         device are only enqueued here. They run in stream order, so later kernels cannot change what
         they read.
         """
-        buffers: dict[tuple[int, str], Tensor] = {}
+        copies: dict[tuple[int, str], Tensor] = {}
         for number, part in enumerate(parts):
             for name, tensor in part.tensors.items():
-                buffers[number, name] = self._copy(tensor, self._kept.get((number, name)))
-        self._kept = buffers
+                copies[number, name] = self._copy(tensor, self._kept.get((number, name)))
+        self._kept = copies
         arrivals = _events_of([tensor for part in parts for tensor in part.tensors.values()])
         writers = [part.write for part in parts]  # keep no reference to the live tensors
         files = files_of(parts)
@@ -52,9 +52,7 @@ class HostCopies:
             for arrival in arrivals:
                 arrival.synchronize()
             for number, write_one in enumerate(writers):
-                write_one(
-                    {name: t for (part, name), t in buffers.items() if part == number}, folder
-                )
+                write_one({name: t for (part, name), t in copies.items() if part == number}, folder)
             return files
 
         return write

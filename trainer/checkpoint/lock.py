@@ -77,7 +77,7 @@ def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
 def holder_of(folder: Path) -> str | None:
     """Return a description of the run that has locked a folder; None if there is none."""
     try:
-        descriptor = _open(folder / LOCK, os.O_RDONLY)
+        descriptor = _open_file(folder / LOCK, os.O_RDONLY)
     except OSError:  # usually the file does not exist
         return None
     try:
@@ -102,7 +102,7 @@ def _acquire(file: Path) -> int:
         OSError: The file cannot be created, or the file system has no locks.
     """
     for _ in range(_ATTEMPTS):
-        descriptor = _open(file, os.O_RDWR | os.O_CREAT)
+        descriptor = _open_file(file, os.O_RDWR | os.O_CREAT)
         try:
             _lock(descriptor, exclusive=True)
             if _is_same_file(file, descriptor):
@@ -167,7 +167,7 @@ def _is_same_file(file: Path, descriptor: int) -> bool:
         return False
 
 
-def _open(file: Path, flags: int) -> int:
+def _open_file(file: Path, flags: int) -> int:
     descriptor = regular(file, flags)
     _open.add(descriptor)
     return descriptor

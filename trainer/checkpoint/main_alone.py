@@ -120,10 +120,10 @@ def save_alone(progress: Any) -> bool:
     patience = 0.0 if is_joint is False else _MEETING if is_joint else _PATIENCE
     with guards.waiting:
         while (value := _read()) != _JOINT:
-            announced, waited = _parsed(value), time.monotonic() - begun
-            calls = announced.calls + 1 if announced and announced.progress == progress else 1
+            latest, waited = _parsed(value), time.monotonic() - begun
+            calls = latest.calls + 1 if latest and latest.progress == progress else 1
             alone = SaveAlone(number=number, progress=progress, calls=calls)
-            adds = announced is not None and announced.status == "adding"
+            adds = latest is not None and latest.status == "adding"
             if adds or (waited < patience and not _others_are_elsewhere()):
                 time.sleep(_PAUSE)
             elif is_joint and waited >= patience:
@@ -137,10 +137,10 @@ def save_alone(progress: Any) -> bool:
 
 def end_alone(path: Path | None) -> None:
     """Say on the main process that it has saved alone to a folder; None if that failed."""
-    announced = _parsed(value := _read())
-    assert announced is not None
+    latest = _parsed(value := _read())
+    assert latest is not None
     status = "failed" if path is None else "saved"
-    _swap(value, _text(replace(announced, path=str(path or ""), status=status)))
+    _swap(value, _text(replace(latest, path=str(path or ""), status=status)))
 
 
 def join_or_find(progress: Any) -> SaveAlone | None:
@@ -157,18 +157,14 @@ def join_or_find(progress: Any) -> SaveAlone | None:
     memory.progress = progress
     with guards.waiting:
         while True:
-            announced = _parsed(value := _read())
-            if (
-                announced is None
-                or announced.progress != progress
-                or announced.calls < memory.calls
-            ):
+            latest = _parsed(value := _read())
+            if latest is None or latest.progress != progress or latest.calls < memory.calls:
                 if value == _JOINT or _swap(value, _JOINT):
                     return None
-            elif announced.status == "failed":
+            elif latest.status == "failed":
                 raise CheckpointError("save_state failed on the main process, see its error.")
-            elif announced.status == "saved":
-                return replace(announced, number=announced.number - announced.calls + memory.calls)
+            elif latest.status == "saved":
+                return replace(latest, number=latest.number - latest.calls + memory.calls)
             time.sleep(_PAUSE)
 
 
@@ -178,13 +174,13 @@ def add(save: SaveAlone, rank: int, work: Callable[[], object]) -> bool:
     Returns:
         Whether it was run. The main process may have saved again meanwhile.
     """
-    while (announced := _parsed(value := _read())) and announced.number == save.number:
-        if announced.status == "saved" and _swap(value, _text(replace(announced, status="adding"))):
+    while (latest := _parsed(value := _read())) and latest.number == save.number:
+        if latest.status == "saved" and _swap(value, _text(replace(latest, status="adding"))):
             try:
                 work()
             finally:
-                added = replace(announced, added=[*announced.added, rank])
-                _swap(_text(replace(announced, status="adding")), _text(added))
+                added = replace(latest, added=[*latest.added, rank])
+                _swap(_text(replace(latest, status="adding")), _text(added))
             return True
         time.sleep(_PAUSE)
     return False

@@ -147,9 +147,7 @@ def newest_sound(
             operation=operation,
         )
         seen = [verdicts[state.process_index]] if on_each_node else verdicts
-        if is_writer and (
-            damages := [verdict.text for verdict in seen if verdict and verdict.damaged]
-        ):
+        if is_writer and (damages := [v.text for v in seen if v and v.damaged]):
             logger.warning("%s is not used: %s", path, damages[0])
         if later := [verdict for verdict in verdicts if verdict and not verdict.damaged]:
             raise LaterReleaseError(

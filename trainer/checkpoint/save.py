@@ -261,10 +261,7 @@ def save_checkpoint(
             has its own disk and only the commit on one of them failed, the other machines have
             committed.
     """
-    what, absolute = (
-        f"Saving {target}",
-        Path(os.path.abspath(target)),
-    )  # hooks may change the folder
+    what, path = f"Saving {target}", Path(os.path.abspath(target))  # hooks may change the folder
     is_writer = is_writer_rank(state, on_each_node)
 
     def step(name: str, work: Callable[[], T]) -> list[T]:
@@ -273,9 +270,9 @@ def save_checkpoint(
     def open_() -> tuple[Path, Path]:
         if is_writer:
             if needs:
-                check_space(absolute.parent, needs)
-            return open_staging(absolute, shared=shared), target
-        return absolute, target
+                check_space(path.parent, needs)
+            return open_staging(path, shared=shared), target
+        return path, target
 
     def fill(work: Callable[[Path], Any]) -> Any:
         try:
@@ -302,17 +299,14 @@ def save_checkpoint(
             )
         written = step("write", lambda: describe_files(staging, fill(write) or ()))
         ours = [written[state.process_index]] if on_each_node else written
-        described_files = {name: described for files in ours for name, described in files.items()}
-        step(
-            "commit",
-            lambda: commit(staging, absolute, manifest(), described_files) if is_writer else None,
-        )
+        described = {name: entry for files in ours for name, entry in files.items()}
+        step("commit", lambda: commit(staging, path, manifest(), described) if is_writer else None)
     except (CheckpointError, DistributedOperationException):
         if is_writer:
             discard(staging)
         raise
     if is_writer:
-        _link_and_remove(absolute, links or {}, displaces)
+        _link_and_remove(path, links or {}, displaces)
     return target
 
 
@@ -350,9 +344,7 @@ def check_space(folder: Path, needs: int) -> None:
     Raises:
         CheckpointError: The folder is not writable, or too few bytes are free.
     """
-    there = next(
-        parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent)
-    )
+    there = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         raise CheckpointError(
             f"checkpoints cannot be written to {folder}: {there} is not a folder that this user "

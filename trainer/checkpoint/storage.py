@@ -623,9 +623,7 @@ def without_manifest(root: Path) -> list[Path]:
     """Return folders with a step name but no manifest: damaged checkpoints, or the user's."""
     if not root.is_dir():
         return []
-    named = (
-        entry for entry in root.iterdir() if _STEP_NAME.fullmatch(entry.name) and entry.is_dir()
-    )
+    named = (path for path in root.iterdir() if _STEP_NAME.fullmatch(path.name) and path.is_dir())
     return sorted(path for path in named if not (path / MANIFEST).is_file())
 
 

@@ -317,7 +317,7 @@ class _Export:
             if self.name == BIN_NAME:  # torch.save's files contain tied names too
                 weight_map |= {key: weight_map[first] for key, first in self._tied.items()}
             index = self._folder / (self.name + INDEX_SUFFIX)
-            write = partial(_write_index, total=total, weight_map=weight_map)
+            write = partial(_write_index, total=total, files=weight_map)
             self.aside[index] = write_temporary(index, write)
         _put_in_place(self._folder, self.name, self.aside)
 
@@ -354,11 +354,9 @@ def save_stages(
         aside.update((at, temporary) for at, temporary, _, _ in parts)
         if stages > 1:
             index = folder / (WEIGHTS_NAME + INDEX_SUFFIX)
-            weight_map = {name: at.name for at, _, names, _ in parts for name in names}
+            files = {name: at.name for at, _, names, _ in parts for name in names}
             total = sum(size for _, _, _, size in parts)
-            aside[index] = write_temporary(
-                index, partial(_write_index, total=total, weight_map=weight_map)
-            )
+            aside[index] = write_temporary(index, partial(_write_index, total=total, files=files))
         _put_in_place(folder, WEIGHTS_NAME, aside)
 
     try:
@@ -457,8 +455,8 @@ def _compact(tensor: torch.Tensor, where: str) -> torch.Tensor:
     return stored.clone() if stored.untyped_storage().nbytes() > _bytes(stored) else stored
 
 
-def _write_index(file: Path, total: int, weight_map: Mapping[str, str]) -> None:
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+def _write_index(file: Path, total: int, files: Mapping[str, str]) -> None:
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
     file.write_text(dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

@@ -546,11 +546,9 @@ class DataLoaderShard(PreparedLoader):
             if current.present:
                 last = following is None or not following.present
                 batch = current.batch if streams is None else current.batch.arrive()
-                real, real_batches = current.real_samples, current.real_batches
+                real, filled = current.real_samples, current.real_batches
                 if self.state_is_own:  # no sample that others gather is padding
                     real = None
-                repeats = (
-                    real is None and real_batches is not None and real_batches < current.batches
-                )
+                repeats = real is None and filled is not None and filled < current.batches
                 over = following is None
-                yield batch, last, over, real, real_batches if repeats else None
+                yield batch, last, over, real, filled if repeats else None

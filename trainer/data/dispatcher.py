@@ -21,7 +21,7 @@ from trainer.data.batch import (
 )
 from trainer.data.dataloader import Given, PreparedLoader, seed_of_order
 from trainer.data.epoch_iterator import EpochIterator, lookahead
-from trainer.data.iterable import StreamPosition
+from trainer.data.iterable import Position
 from trainer.data.prefetch import InFlight
 from trainer.data.sampler import SAMPLES, BatchSharding
 from trainer.data.seeding import order_generator
@@ -52,7 +52,7 @@ class Plan:
     size: int = 0
     real: int | None = None
     present: int = 0
-    position: StreamPosition | None = None
+    position: Position | None = None
     following: int = 0
 
 
@@ -239,7 +239,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 if size:
                     yield Plan(batch, size, total - rest, self.world_size, position)
 
-    def _last_plan(self, batch: Any, first: Any, position: StreamPosition | None) -> Plan:
+    def _last_plan(self, batch: Any, first: Any, position: Position | None) -> Plan:
         total = length(batch)
         size = -(-total // self.world_size)
         if self.even_batches:
@@ -250,9 +250,7 @@ class DataLoaderDispatcher(PreparedLoader):
         size = max(size, (self.total_batch_size or 0) // self.world_size)
         return Plan(batch, size, total, -(-total // size), position)
 
-    def _groups(
-        self, epoch_iterator: EpochIterator
-    ) -> Iterator[tuple[list[Any], StreamPosition | None]]:
+    def _groups(self, epoch_iterator: EpochIterator) -> Iterator[tuple[list[Any], Position | None]]:
         """Yield the loader's batches of each global batch, and the stream position after them."""
         global_batches = epoch_iterator.read()
         while group := list(islice(global_batches, self._batches_per_step)):

@@ -23,8 +23,8 @@ from torch.utils.data import (
 )
 
 from trainer.data.iterable import (
+    Position,
     Stream,
-    StreamPosition,
     check_same_stream,
     has_stream_state,
     part_of,
@@ -97,7 +97,7 @@ class GlobalBatch:
     last: bool = False
     next_missing: bool = False
     ended: bool = False
-    position: StreamPosition | None = None
+    position: Position | None = None
     real_batches: int | None = None
 
 
@@ -251,13 +251,9 @@ class EpochIterator:
         self.presharded = (
             self.sampler is None and world_size > 1 and (presharded or self._part is not None)
         )
-        self._presharded_position: dict[str, Any] | None = (
-            None  # the position in a presharded stream, see `position`
-        )
-        self._resumed_position: dict[str, Any] | None = (
-            None  # that from which the next pass goes on
-        )
-        self._batches_before_pass = 0  # this process's batches before the first one of the pass
+        self._own_position: dict[str, Any] | None = None  # in a presharded stream, see `position`
+        self._resumed_position: dict[str, Any] | None = None  # where the next pass goes on
+        self._begun_at = 0  # this process's batches before the first one of the pass
         if self.sampler is not None:
             self.sharding = self.sampler.sharding
         else:
@@ -408,9 +404,7 @@ class EpochIterator:
         """
         position = None if self._stream is None else self._stream.position()
         return (
-            position
-            if self._presharded_position is None
-            else {**self._presharded_position, "stream": position}
+            position if self._own_position is None else {**self._own_position, "stream": position}
         )
 
     def resume_at(self, position: dict[str, Any] | None) -> None:
@@ -428,7 +422,7 @@ class EpochIterator:
         """
         if self._stream is None:
             return
-        self._presharded_position = self._resumed_position = None
+        self._own_position = self._resumed_position = None
         if position is not None and "parts" in position:
             parts = self.world_size if self.presharded else None
             if position["parts"] != parts and not position["over"]:
@@ -437,7 +431,7 @@ class EpochIterator:
                     f"{position['parts']} processes, so that each read its own. Resume on as many, "
                     "with the same parts, or from a checkpoint at the end of an epoch."
                 )
-            self._presharded_position = self._resumed_position = position if parts else None
+            self._own_position = self._resumed_position = position if parts else None
             position = position["stream"]
         self._stream.resume_at(position)
 
@@ -461,10 +455,7 @@ class EpochIterator:
         if self.rank > 0 or not self.start_batch or before in (None, self.mark):
             return
         orders = self.sampler.orders if self.sampler is not None else []
-        names = [
-            type(order.sampler if type(order) is BatchSampler else order).__name__
-            for order in orders
-        ]
+        names = [type(o.sampler if type(o) is BatchSampler else o).__name__ for o in orders]
         logger.warning(
             "The order of epoch %d differs from before the resume: some samples will be read twice "
             "in it, and others not at all. Let the order of its %s depend on the global generators "
@@ -538,18 +529,16 @@ class EpochIterator:
             ended = self.presharded and not current.present
             self.used(current.position, last=current.last or ended)
             if self.presharded:
-                self._presharded_position = {
+                self._own_position = {
                     "parts": self.world_size,
                     "epoch": self.epoch,
-                    "batches": current.position.batches
-                    if current.position
-                    else self._batches_before_pass,
+                    "batches": current.position.batches if current.position else self._begun_at,
                     "ended": ended,
                     "over": current.last,
                 }
             yield current
 
-    def used(self, position: StreamPosition | None, *, last: bool) -> None:
+    def used(self, position: Position | None, *, last: bool) -> None:
         """Record that the run has used a stream's batches up to a position; see `Stream.used`."""
         if self._stream is not None and position is not None:
             self._stream.used(position, last=last)
@@ -713,10 +702,10 @@ class EpochIterator:
         most = self._most
         limit = None if most is None else len(range(self.rank, most, self.world_size))
         seed, skip = mix(self.seed, self.rank), resumed["batches"] if resumed else 0
-        batches: Iterator[tuple[Any, StreamPosition | None]] = iter(())
+        batches: Iterator[tuple[Any, Position | None]] = iter(())
         if resumed is None or not resumed["ended"]:
             batches = stream.read(seed, self.epoch, skip=skip, limit=limit)
-        self._batches_before_pass, position = skip, None
+        self._begun_at, position = skip, None
         while True:
             following = next(batches, None)
             batch, position = (None, position) if following is None else following

@@ -49,7 +49,7 @@ logger = module_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class StreamPosition:
+class Position:
     """A position in an epoch of a stream.
 
     Attributes:
@@ -66,7 +66,7 @@ class StreamPosition:
     ended: tuple[bool, ...] = ()
 
 
-Item = tuple[Any, StreamPosition]  # a batch and the position after it
+Item = tuple[Any, Position]  # a batch and the position after it
 
 
 class Request(NamedTuple):
@@ -205,7 +205,7 @@ def initial_state(owner: Any) -> bytes | None:
 class _Requests:
     """A sampler that yields the requests of a pass, without end."""
 
-    def __init__(self, position: StreamPosition, seed: int, workers: int) -> None:
+    def __init__(self, position: Position, seed: int, workers: int) -> None:
         self.position, self.seed, self.workers = position, seed, workers
 
     def __iter__(self) -> Iterator[Request]:
@@ -249,19 +249,17 @@ class DatasetReading:
             "persistent_workers": False,
         }
 
-    def start(self, *, first: bool) -> StreamPosition:
+    def start(self, *, first: bool) -> Position:
         """Return the position at which a pass begins.
 
         Args:
             first: Whether it is the first pass, before which nothing was read.
         """
         if first or self.workers:  # unread, or read only by copies in workers
-            return StreamPosition()
-        return StreamPosition(states=(pickled_state(self._reader.dataset),))
+            return Position()
+        return Position(states=(pickled_state(self._reader.dataset),))
 
-    def read(
-        self, position: StreamPosition, seed: int, *, load: bool
-    ) -> Generator[Item, None, None]:
+    def read(self, position: Position, seed: int, *, load: bool) -> Generator[Item, None, None]:
         """Yield the batches from a position on, each with the position after it.
 
         Args:
@@ -286,9 +284,7 @@ class DatasetReading:
                         return
                     continue
                 states[worker] = reply.state
-                position = StreamPosition(
-                    position.batches + 1, number + 1, tuple(states), tuple(ended)
-                )
+                position = Position(position.batches + 1, number + 1, tuple(states), tuple(ended))
                 yield reply.batch, position
         finally:
             self._reader.leave()
@@ -316,13 +312,11 @@ class SourceReading:
             generators |= generators_in(dataset=dataset)
         return generators
 
-    def start(self, *, first: bool) -> StreamPosition:
+    def start(self, *, first: bool) -> Position:
         """See `DatasetReading`."""
-        return StreamPosition() if first else StreamPosition(states=(pickled_state(self._source),))
+        return Position() if first else Position(states=(pickled_state(self._source),))
 
-    def read(
-        self, position: StreamPosition, seed: int, *, load: bool
-    ) -> Generator[Item, None, None]:
+    def read(self, position: Position, seed: int, *, load: bool) -> Generator[Item, None, None]:
         """See `DatasetReading`."""
         with isolated_rng(seed):
             if load and position.states and position.states[0] is not None:
@@ -341,7 +335,7 @@ class SourceReading:
                     return
             if self._lazy.is_pending:
                 generators = self._lazy.search(self._without_state, generators)
-            position = StreamPosition(
+            position = Position(
                 position.batches + 1, number + 1, (pickled_state(self._source),), (False,)
             )
             yield batch, position
@@ -360,14 +354,12 @@ class PlainReading:
         owner = f"The stream ({type(stream).__name__}) or its collate_fn"
         self._lazy = LazyGenerators(owner, "pass")
 
-    def start(self, *, first: bool) -> StreamPosition:
+    def start(self, *, first: bool) -> Position:
         """See `DatasetReading`."""
         del first
-        return StreamPosition()
+        return Position()
 
-    def read(
-        self, position: StreamPosition, seed: int, *, load: bool
-    ) -> Generator[Item, None, None]:
+    def read(self, position: Position, seed: int, *, load: bool) -> Generator[Item, None, None]:
         """See `DatasetReading`."""
         del position, load
         find = partial(generators_in, loader=self._source)
@@ -378,7 +370,7 @@ class PlainReading:
             # problem: its seed depends on the stream's own data.
             if number == 1 and self._lazy.is_pending and not self.workers:
                 self._lazy.search(find, generators)
-            yield batch, StreamPosition(number, number)
+            yield batch, Position(number, number)
 
 
 class Stream:
@@ -426,13 +418,13 @@ class Stream:
         self._pending: dict[str, Any] | None = None
         self._position: dict[str, Any] | None = None  # the loaded position, until a batch is used
         self._epoch = 0
-        self._used: StreamPosition | None = None
+        self._used: Position | None = None
         self._over = ""
         owner = stateful_source(source)
         saved = self._reading.kind == "dataset" or owner is source
         self._continues = owner if saved and self._reading.kind != "none" else None
         self._initial: bytes | None = None  # its state before the first pass
-        self._before_last = StreamPosition()
+        self._before_last = Position()
         self._cut = False
 
     def read(self, seed: int, epoch: int, *, skip: int, limit: int | None) -> Iterator[Item]:
@@ -457,7 +449,7 @@ class Stream:
             self._begin = pending or self._beginning(epoch)
         # 2. Bring the stream to it, or to the end of the pass before this one.
         self._epoch = epoch
-        position, has_state = StreamPosition(), False
+        position, has_state = Position(), False
         if pending is not None and pending["over"]:
             self._finish(pending, seed)
             self._set_epoch(epoch)
@@ -527,7 +519,7 @@ class Stream:
             hint if self._reading.kind == "none" else "",
         )
 
-    def used(self, position: StreamPosition, *, last: bool) -> None:
+    def used(self, position: Position, *, last: bool) -> None:
         """Record that the run has used the batches up to a position.
 
         Args:
@@ -544,9 +536,7 @@ class Stream:
         """
         self._used = self._pending = None
         if self._initial is not None:
-            self._pending = self._saved(
-                StreamPosition(states=(self._initial,)), self._epoch + 1, ""
-            )
+            self._pending = self._saved(Position(states=(self._initial,)), self._epoch + 1, "")
         self._position = self._pending
 
     def position(self) -> dict[str, Any] | None:
@@ -569,7 +559,7 @@ class Stream:
             saved["begin"] = {**self._begin, "begin": None}
         return saved
 
-    def _saved(self, position: StreamPosition, epoch: int, over: str) -> dict[str, Any]:
+    def _saved(self, position: Position, epoch: int, over: str) -> dict[str, Any]:
         reading = self._reading
         return {
             "kind": reading.kind,
@@ -613,8 +603,8 @@ class Stream:
             self._pending = position
 
 
-def _position_of(saved: dict[str, Any]) -> StreamPosition:
-    return StreamPosition(
+def _position_of(saved: dict[str, Any]) -> Position:
+    return Position(
         saved["batches"],
         saved["number"],
         tuple(

@@ -70,12 +70,12 @@ class Callback:
         runs_last: Whether the Trainer calls this callback after all callbacks without this flag. A
             callback that saves checkpoints must set it, so that a checkpoint includes the decisions
             of the others.
-        needs_whole_model: Whether it reads the whole module on one process alone, so that a fit on
+        requires_unsharded: Whether it reads the whole module on one process alone, so that a fit on
             a sharded model (FSDP) refuses it.
     """
 
     runs_last: ClassVar[bool] = False
-    needs_whole_model: bool = False
+    requires_unsharded: bool = False
     _is_default: bool = False  # added by the Trainer; removed if the user adds one of its class
 
     @property

@@ -138,7 +138,7 @@ class ModelCheckpoint(Callback):
         self.save_top_k = int(save_top_k)
         self.save_last = int(save_last)
         self.saves_on_preemption = on_preemption
-        self.saves_on_exception = self.needs_whole_model = on_exception
+        self.saves_on_exception = self.requires_unsharded = on_exception
         self.save_weights_only = save_weights_only
         self.background = background
         self.on_save_error = on_save_error

@@ -60,7 +60,7 @@ class ModelPruning(Callback):
     """
 
     PARAMETER_NAMES = ("weight", "bias")
-    needs_whole_model = True
+    requires_unsharded = True
 
     def __init__(
         self,

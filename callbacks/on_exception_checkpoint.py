@@ -29,7 +29,7 @@ class OnExceptionCheckpoint(Callback):
         dirpath: The folder, by default the run's checkpoints folder.
     """
 
-    needs_whole_model = True
+    requires_unsharded = True
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
         self.dirpath = absolute_folder(dirpath)

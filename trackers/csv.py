@@ -150,13 +150,13 @@ class CSVTracker(GeneralTracker):
         self._write(merged, at, file)
 
     def _quarantine(self) -> None:
-        aside = self.path.rename(unused_name(self.path))
+        renamed = self.path.rename(unused_name(self.path))
         if not self._anew:
             _logger.warning(
                 "%s was renamed to %s. To continue a table, pass the first step that is logged "
                 "again as `purge_step`.",
                 self.path,
-                aside.name,
+                renamed.name,
             )
 
     def _write(self, row: dict[str, Any], at: int, file: io.FileIO) -> None:

@@ -58,9 +58,9 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
 def unused_name(path: Path) -> Path:
     """Return an unused numbered name for another run's file, such as ``metrics.1.jsonl``."""
     number = 1
-    while os.path.lexists(aside := path.with_name(f"{path.stem}.{number}{path.suffix}")):
+    while os.path.lexists(candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")):
         number += 1
-    return aside
+    return candidate
 
 
 def is_at(file: os.stat_result, path: Path) -> bool:

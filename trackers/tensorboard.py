@@ -47,8 +47,8 @@ def _shown(name: str, value: Any) -> dict[str, Any]:
 def _quarantine(folder: Path) -> None:
     """Rename a folder's event files: TensorBoard reads all files with "tfevents" in their names."""
     for path in sorted(folder.glob("*tfevents*")):
-        aside = path.with_name(path.name.replace("tfevents", "earlier"))
-        path.rename(unused_name(aside) if aside.exists() else aside)
+        renamed = path.with_name(path.name.replace("tfevents", "earlier"))
+        path.rename(unused_name(renamed) if renamed.exists() else renamed)
 
 
 @register_tracker

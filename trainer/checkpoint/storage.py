@@ -66,7 +66,7 @@ _STAGING = ".cadence-staging-"
 _REPLACED = ".cadence-replaced-"
 _TRASH = ".cadence-trash-"
 LEFTOVER = re.compile(r"\.cadence-(staging|replaced|trash)-(.+)")
-ASIDE = re.compile(r"(damaged|replaced|abandoned)-(step-\d{8,})(-\d+)?")
+QUARANTINED = re.compile(r"(damaged|replaced|abandoned)-(step-\d{8,})(-\d+)?")
 NUMBERED = re.compile(r"checkpoint_(\d+)")  # automatic names of the Accelerator's checkpoints
 _STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 
@@ -551,14 +551,14 @@ def commit(
     if in_place:
         _put_in_place(staging, target, read_manifest(staging)["files"])
         return target
-    aside = _replaced_path(target)
+    old = _replaced_path(target)
     if target.exists():
-        _replace(staging, target, aside)
+        _replace(staging, target, old)
     else:
         os.rename(staging, target)
     sync(target.parent)
-    if aside.exists():
-        _discard_replaced(aside)
+    if old.exists():
+        _discard_replaced(old)
     return target
 
 
@@ -579,8 +579,8 @@ def link(target: Path, name: Path) -> None:
 
 def locate(path: Path) -> Path:
     """Return ``path``, or its temporary name if a save was killed while replacing it."""
-    aside = _replaced_path(path)
-    return aside if aside.is_dir() and not path.exists() else path
+    old = _replaced_path(path)
+    return old if old.is_dir() and not path.exists() else path
 
 
 def quarantine(path: Path, why: Literal["damaged", "replaced", "abandoned"] = "damaged") -> Path:
@@ -716,19 +716,19 @@ def clear(path: Path) -> None:
         raise NotADirectoryError(f"{path} is not a real folder; move it away")
 
 
-def _discard_replaced(aside: Path) -> None:
+def _discard_replaced(old: Path) -> None:
     """Delete a replaced checkpoint, unless it is a link or its folder holds other files."""
     try:
-        manifest = read_manifest(aside) if is_ours(aside) and not aside.is_symlink() else None
-        if manifest is None or unknown_files(aside, manifest):
-            quarantined = quarantine(aside, "replaced")
+        manifest = read_manifest(old) if is_ours(old) and not old.is_symlink() else None
+        if manifest is None or unknown_files(old, manifest):
+            quarantined = quarantine(old, "replaced")
             logger.warning("The replaced checkpoint held other files: it is now %s.", quarantined)
             return
-        trash = aside.with_name(aside.name.replace(_REPLACED, _TRASH, 1))
+        trash = old.with_name(old.name.replace(_REPLACED, _TRASH, 1))
         clear(trash)
-        os.rename(aside, trash)  # a partial deletion is then trash, not a checkpoint
+        os.rename(old, trash)  # a partial deletion is then trash, not a checkpoint
     except OSError as error:
-        logger.warning("%s is no longer needed but could not be moved: %s", aside, error)
+        logger.warning("%s is no longer needed but could not be moved: %s", old, error)
     else:
         discard(trash)
 
@@ -746,15 +746,15 @@ def _check_ours(target: Path) -> None:
         )
 
 
-def _replace(staging: Path, target: Path, aside: Path) -> None:
+def _replace(staging: Path, target: Path, old: Path) -> None:
     """Replace ``target`` by ``staging`` with two renames: one cannot replace a non-empty folder."""
-    if aside.exists():
-        _discard_replaced(aside)
-    os.rename(target, aside)
+    if old.exists():
+        _discard_replaced(old)
+    os.rename(target, old)
     try:
         os.rename(staging, target)
     except OSError:
-        os.rename(aside, target)
+        os.rename(old, target)
         raise
 
 
@@ -887,5 +887,5 @@ def leave_branch(chosen: Path, later: Iterable[Path]) -> None:
     """
     step = read_manifest(chosen)["step"]
     for path in later:
-        aside = quarantine(path, "abandoned")
-        logger.warning("The run goes back to update %d. %s is now %s.", step, path, aside)
+        quarantined = quarantine(path, "abandoned")
+        logger.warning("The run goes back to update %d. %s is now %s.", step, path, quarantined)

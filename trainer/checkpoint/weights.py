@@ -251,7 +251,7 @@ def write_model(
             step(partial(export.write, folder / file, names))
         step(partial(export.finish, dict(zip(files, shards, strict=True))))
     finally:
-        for temporary in export.aside.values():
+        for temporary in export.staged.values():
             temporary.unlink(missing_ok=True)
 
 
@@ -260,7 +260,7 @@ class _Export:
 
     Attributes:
         tensors: The weights by name, detached; tied ones under their first names.
-        aside: The hidden files that were written, by their final paths.
+        staged: The hidden files that were written, by their final paths.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class _Export:
         self._folder, self.name, self._writes = folder, name, writes
         self.tensors: dict[str, torch.Tensor] = {}
         self._tied: dict[str, str] = {}
-        self.aside: dict[Path, Path] = {}
+        self.staged: dict[Path, Path] = {}
 
     def begin(self) -> None:
         """Check what is saved, and create the folder."""
@@ -303,7 +303,7 @@ class _Export:
                 elif sharded:
                     tensors = zip(aligned(chosen), (tensor.cpu() for tensor in values), strict=True)
                     fill = partial(write_weights_file, dict(tensors), self._tied)
-                self.aside[file] = write_temporary(file, fill)
+                self.staged[file] = write_temporary(file, fill)
         finally:
             deque(values, maxlen=0)  # the other processes gather all
 
@@ -318,8 +318,8 @@ class _Export:
                 weight_map |= {key: weight_map[first] for key, first in self._tied.items()}
             index = self._folder / (self.name + INDEX_SUFFIX)
             write = partial(_write_index, total=total, files=weight_map)
-            self.aside[index] = write_temporary(index, write)
-        _put_in_place(self._folder, self.name, self.aside)
+            self.staged[index] = write_temporary(index, write)
+        _put_in_place(self._folder, self.name, self.staged)
 
 
 def save_stages(
@@ -340,30 +340,30 @@ def save_stages(
         run: Runs each step on all processes, which raise if it fails on one; returns all results.
     """
     file = folder / _names(WEIGHTS_NAME, stages)[stage]
-    aside: dict[Path, Path] = {}
+    staged: dict[Path, Path] = {}
 
     def write() -> tuple[Path, Path, list[str], int]:
         folder.mkdir(parents=True, exist_ok=True)
         tensors, tied = separate_tied({name: tensor.detach() for name, tensor in weights.items()})
-        aside[file] = write_temporary(file, partial(write_weights_file, tensors, tied))
-        return file, aside[file], list(tensors), sum(map(_bytes, tensors.values()))
+        staged[file] = write_temporary(file, partial(write_weights_file, tensors, tied))
+        return file, staged[file], list(tensors), sum(map(_bytes, tensors.values()))
 
     def finish() -> None:
         if stage > 0:
             return
-        aside.update((at, temporary) for at, temporary, _, _ in parts)
+        staged.update((at, temporary) for at, temporary, _, _ in parts)
         if stages > 1:
             index = folder / (WEIGHTS_NAME + INDEX_SUFFIX)
             files = {name: at.name for at, _, names, _ in parts for name in names}
             total = sum(size for _, _, _, size in parts)
-            aside[index] = write_temporary(index, partial(_write_index, total=total, files=files))
-        _put_in_place(folder, WEIGHTS_NAME, aside)
+            staged[index] = write_temporary(index, partial(_write_index, total=total, files=files))
+        _put_in_place(folder, WEIGHTS_NAME, staged)
 
     try:
         parts = run(write)
         run(finish)
     finally:
-        for temporary in aside.values():
+        for temporary in staged.values():
             temporary.unlink(missing_ok=True)
 
 
@@ -460,19 +460,19 @@ def _write_index(file: Path, total: int, files: Mapping[str, str]) -> None:
     file.write_text(dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _put_in_place(folder: Path, name: str, aside: Mapping[Path, Path]) -> None:
+def _put_in_place(folder: Path, name: str, staged: Mapping[Path, Path]) -> None:
     other = BIN_NAME if name == WEIGHTS_NAME else WEIGHTS_NAME
     index, old = folder / (name + INDEX_SUFFIX), _files_of(folder, name)
-    if index in old and any(file in aside for file in old if file != index):
+    if index in old and any(file in staged for file in old if file != index):
         # The old index would otherwise list shards of both saves, a mixture of weights.
         index.unlink()
         sync(folder)
         old.remove(index)
-    for file, temporary in aside.items():  # the index comes last
+    for file, temporary in staged.items():  # the index comes last
         os.replace(temporary, file)
     sync(folder)
     for file in (*old, *_files_of(folder, other)):
-        if file not in aside:
+        if file not in staged:
             file.unlink()
 
 

@@ -155,7 +155,7 @@ def read_folder(root: Path, *, hashes: bool) -> tuple[list[Entry], list[Leftover
     for path in sorted(path for path in root.iterdir() if path.is_dir()):
         name, leftover = _own_name(path), storage.LEFTOVER.fullmatch(path.name)
         stands = name == path.name or not os.path.lexists(root / name)
-        if aside := storage.ASIDE.fullmatch(path.name):
+        if aside := storage.QUARANTINED.fullmatch(path.name):
             leftovers.append(_leftover(path, _ASIDE[aside[1]]))
         elif stands and _is_candidate(path, name):
             if entry := read_entry(path, hashes=hashes):
@@ -209,7 +209,7 @@ def is_dead(leftover: Leftover) -> bool:
     """
     path = leftover.path
     match = storage.LEFTOVER.fullmatch(path.name)
-    if storage.ASIDE.fullmatch(path.name):
+    if storage.QUARANTINED.fullmatch(path.name):
         return False
     if match and match[1] == "replaced" and not is_ours(path.with_name(match[2])):
         return False  # it may be the only copy of that checkpoint

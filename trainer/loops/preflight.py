@@ -105,7 +105,7 @@ def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
     """
     divided = engine.parallel.mesh is not None or engine.full_state_on_rank0
     for each in callbacks if divided else ():
-        if each.needs_whole_model:
+        if each.requires_unsharded:
             raise ValueError(
                 f"{type(each).__name__} cannot be used with a sharded model: it needs the whole "
                 "weights on each process, which has only its part of them. Leave it out (of "

@@ -103,7 +103,7 @@ def place_state(optimizer: Optimizer) -> None:
     It may be on another device if the optimizer stepped, or its state was loaded, before the model
     was moved. Step counts stay on the CPU if torch keeps them there.
     """
-    unregistered = (
+    misplaced = (
         tensor.device != parameter.device
         for parameter, values in optimizer.state.items()
         if isinstance(parameter, Tensor) and isinstance(values, dict)
@@ -112,5 +112,5 @@ def place_state(optimizer: Optimizer) -> None:
         for tensor in leaves(value)
         if isinstance(tensor, Tensor)
     )
-    if any(unregistered):
+    if any(misplaced):
         load_state(optimizer, optimizer.state_dict())  # torch moves state to the right device

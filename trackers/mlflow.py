@@ -332,8 +332,11 @@ class MLflowTracker(ServiceTracker):
 
         Raises:
             FileNotFoundError: there is nothing at the path.
+            TypeError: there is no path.
         """
         source = local_path if path is None else path
+        if source is None:
+            raise TypeError("log_artifact needs path, the file or the folder.")
         path, run = existing(source), self.tracker.info.run_id
         folder = artifact_path if name is None else name
         if path.is_dir():

@@ -227,7 +227,7 @@ def test_parts_that_do_not_make_up_the_data_are_refused(ranks2, tmp_path):
         trains(loader, parallelism_config=ParallelismConfig(tp_size=2))
 
     for text in ranks2(lambda: refused(trains_both, (dist.get_rank(), 2))):
-        assert "Split all or none of them" in text
+        assert "Split all of them or none" in text
     for text in ranks2(lambda: refused(splits_layers, (dist.get_rank(), 2))):
         assert "are not 1 parts of the data" in text
     for text in ranks2(lambda: refused(prepares, (dist.get_rank(), 4))):

@@ -313,7 +313,7 @@ def test_a_rank_counts_as_waiting_while_it_reads_the_result_of_an_exchange(ranks
 def test_ranks_that_all_wait_are_reported_later():
     assert complaint(0, [HERE, HERE], set(), 30.0) is None
     late = HERE._replace(seconds=120.0)
-    assert complaint(0, [late, late._replace(place="step 4")], set(), 30.0) == (
+    assert complaint(0, [late, late._replace(phase="step 4")], set(), 30.0) == (
         "No process has made progress for 120 seconds:\n"
         "rank 0 is in step 3:\n  in backward\n\nrank 1 is in step 4:\n  in backward\n"
     )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trackers.jsonl import FIELDS, parse_record
-from trackers.media import one_level
+from trackers.media import flatten
 from trackers.redaction import redact
 from trainer.checkpoint import storage
 from trainer.checkpoint.lock import holder_of
@@ -417,7 +417,7 @@ class Run:
             values = manifests[-1][kind]
             if kind == "hyper_parameters":  # see `trainer.hparams`
                 values = {**values.get("arguments", {}), **values.get("others", {})}
-        return one_level(redact(values), ".") if isinstance(values, dict) else {}
+        return flatten(redact(values), ".") if isinstance(values, dict) else {}
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:

@@ -1085,6 +1085,8 @@ class Accelerator:
             RuntimeError: With several processes, parameters were unfrozen after `prepare`.
             TypeError: `loss` is not a tensor.
         """
+        if loss is None:  # for an engine, a batch that has none
+            _check_argument("backward", "loss", loss, False)
         if self.sync_gradients:
             self.engine.check_unknown_parameters()
             if self._several and not self.gradient_state._joins:

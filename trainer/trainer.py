@@ -1172,6 +1172,8 @@ class Trainer:
                 "manual_backward was called in automatic optimisation, which runs backward itself: "
                 "return the loss, or set automatic_optimization = False."
             )
+        if loss is None:
+            raise TypeError("manual_backward was given None; pass it the loss, a tensor.")
         for optimizer in run.optim.optimizers:
             optimizer.note_backward()
         if run.step.is_dummy:

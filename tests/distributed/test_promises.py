@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.helpers import isolation
 from tests.helpers.promises import (
@@ -21,9 +22,11 @@ from tests.helpers.promises import (
     GPT_ON_ONE,
     ONE,
     TOKENS,
+    TOLERANCE,
     EngineCase,
     Net,
     Outcome,
+    data,
     fit,
     loader,
     losses,
@@ -34,8 +37,6 @@ from tests.helpers.promises import (
 from tests.helpers.ranks import RankError
 from trainer import Accelerator, Preempted
 from trainer.checkpoint.weights import load_weights
-
-TOLERANCE = 2e-6  # of sums in another order, in float32
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,6 +70,17 @@ def reference(ranks, case):
     return lambda function: on_processes(ranks, one, function)[0]
 
 
+@pytest.fixture
+def refused(case):
+    """Returns a context in which the engine raises its error, if it cannot keep a promise."""
+
+    def context(promise: str) -> Any:
+        known = promise in case.refuses
+        return pytest.raises(RankError, match=case.refuses[promise]) if known else nullcontext()
+
+    return context
+
+
 def on_processes(ranks: Any, case: EngineCase, function: Callable[[], Any]) -> list[Any]:
     def body() -> Any:
         with case.around():
@@ -80,9 +92,7 @@ def on_processes(ranks: Any, case: EngineCase, function: Callable[[], Any]) -> l
     return ranks(case.processes)(body)  # type: ignore[no-any-return]
 
 
-def assert_equal(
-    found: list[Outcome], expected: Outcome, tolerance: float = TOLERANCE, **exact: Any
-) -> None:
+def assert_equal(found: list[Outcome], expected: Outcome, tolerance: float = TOLERANCE) -> None:
     """Assert that the ranks agree to the last bit, and rank 0 with a plain loop."""
     first = found[0]
     for other in found[1:]:
@@ -95,7 +105,7 @@ def assert_equal(
     counters = {name: first.counters[name] for name in expected.counters}
     assert counters == expected.counters
     assert first.rates == pytest.approx(expected.rates, rel=1e-12)
-    if first.gradients and not exact.get("gradients_differ"):
+    if first.gradients:
         torch.testing.assert_close(first.gradients, expected.gradients, rtol=0, atol=tolerance)
 
 
@@ -103,10 +113,11 @@ def assert_equal(
 
 
 class NoItemsOnRank1(Net):
-    """The batches of rank 1 have no items, from the first one on."""
+    """The first three batches of rank 1 have no items."""
 
     def kept(self, batch: Any) -> Tensor:
-        return super().kept(batch) & (batch[1] % 8 < 4)[:, None]
+        without = (batch[1] % 8 >= 4) & (batch[1] < 24)
+        return super().kept(batch) & ~without[:, None]
 
 
 class Grouped(Net):
@@ -148,3 +159,349 @@ def test_training_is_that_of_one_process_on_whole_batches(run, reference, case, 
     expected = reference(lambda: plain(case, kind, samples, **options))
     found = run(lambda: fit(case, tmp_path, kind, samples, **options))
     assert_equal(found, expected)
+
+
+def test_bfloat16_trains_alike_and_float32_weights_are_updated(run, reference, case, tmp_path):
+    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    expected = reference(lambda: plain(case, Grouped, **options))
+    options |= {"mixed_precision": "bf16", "reads_gradients": False}
+    found = run(lambda: fit(case, tmp_path, Grouped, **options))
+    assert_equal(found, expected, 2e-2)
+    assert {each.dtype for each in found[0].weights.values()} == {torch.float32}
+
+
+class Unfrozen(Net):
+    """The first parameter is not trained in the first epoch."""
+
+    def epoch_starts(self, epoch: int) -> None:
+        next(self.model.parameters()).requires_grad_(epoch > 0)
+
+    def on_train_epoch_start(self) -> None:
+        self.epoch_starts(self.trainer.current_epoch)
+
+
+def test_parameters_that_are_unfrozen_later_are_trained(run, reference, case, refused, tmp_path):
+    expected = reference(lambda: plain(case, Unfrozen))
+    with refused("unfrozen"):
+        assert_equal(run(lambda: fit(case, tmp_path, Unfrozen)), expected)
+
+
+class TwoOptimizers(Net):
+    """Each step makes an update of the last parameters, and then one of all others."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        shares = self.trainer.accelerator.engine.parallel.dp_size
+        for optimizer in self.optimizers():
+            # The mean over the ranks is that of the whole batch, also where a rank has none.
+            loss = losses(self.model, batch[0], self.is_gpt).sum() * shares / (8 * BATCH)
+            for each in self.optimizers():
+                each.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, max_grad_norm=0.5)
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        parameters = list(self.parameters())
+        return [torch.optim.SGD(part, lr=0.3) for part in (parameters[-2:], parameters[:-2])]
+
+
+def by_hand(case: EngineCase) -> dict[str, Tensor]:
+    """What `TwoOptimizers` does, in a plain loop on whole batches."""
+    module = plain_module(case, TwoOptimizers)
+    optimizers = module.configure_optimizers()
+    for first in [*range(0, 44, BATCH)] * 2:
+        for optimizer in optimizers:
+            module.zero_grad()
+            tokens = TOKENS[first : min(first + BATCH, 44)]
+            (losses(module.model, tokens, case.is_gpt).sum() / (8 * BATCH)).backward()
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+            optimizer.step()
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def test_two_optimizers_step_by_hand(run, reference, case, refused, tmp_path):
+    expected = reference(lambda: by_hand(case))
+    with refused("manual"):
+        found = run(lambda: fit(case, tmp_path, TwoOptimizers, reads_gradients=False))
+        weights = {name: found[0].weights[name] for name in expected}
+        torch.testing.assert_close(weights, expected, rtol=0, atol=TOLERANCE)
+        assert {each.counters["global_step"] for each in found} == {12}
+        for other in found[1:]:
+            torch.testing.assert_close(other.copies, found[0].copies, rtol=0, atol=0)
+
+
+# -- no hangs (P7) ---------------------------------------------------------------------------------
+
+
+class Collective(Net):
+    """Its steps wait for all processes, and feed a BatchNorm; nothing is trained."""
+
+    def made(self) -> None:
+        self.norm = nn.BatchNorm1d(8, affine=False)
+
+    def mean(self, batch: Any) -> Tensor:
+        if dist.is_initialized():
+            dist.all_reduce(torch.ones(()))
+        self.norm(batch[0][:, 1:].float())
+        return super().mean(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("samples", [44, 4])
+def test_a_rank_without_a_batch_runs_the_collectives_of_a_step(run, case, samples, tmp_path):
+    """And its dummy batch does not count in statistics; those of rank 0 are everybody's."""
+
+    def fitted() -> list[Tensor]:
+        trainer, module = trainer_and_module(case, tmp_path, Collective)
+        trainer.fit(module, loader(case, samples), loader(case, samples))
+        return list(module.norm.buffers())
+
+    norm = nn.BatchNorm1d(8, affine=False)
+    for first in [*range(0, samples, BATCH)] * 2:
+        norm(TOKENS[first : min(first + BATCH // case.shares, samples), 1:].float())
+    for buffers in run(fitted):
+        torch.testing.assert_close(buffers, list(norm.buffers()), rtol=0, atol=1e-5)
+
+
+# -- bad numbers (P10) -----------------------------------------------------------------------------
+
+
+class NanLoss(Net):
+    """The loss of one sample in the second update is NaN."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return self.spoilt(loss) if 13 in batch[1] else loss
+
+    def spoilt(self, loss: Tensor) -> Tensor:
+        return loss * torch.nan
+
+
+class NanGradient(NanLoss):
+    """The loss is finite, its gradient is not."""
+
+    def spoilt(self, loss: Tensor) -> Tensor:
+        loss.register_hook(lambda gradient: gradient * torch.nan)
+        return loss
+
+
+@pytest.mark.parametrize("kind", [NanLoss, NanGradient])
+def test_a_bad_number_on_one_rank_skips_the_update_of_all(run, reference, case, kind, tmp_path):
+    expected = reference(lambda: plain(case, Net, max_epochs=1, without=[2]))
+    found = run(lambda: fit(case, tmp_path, kind, max_epochs=1, non_finite="skip"))
+    for outcome in found:
+        assert outcome.metrics.pop("skipped_updates") == 1
+        del outcome.gradients[:], outcome.metrics["train/loss"]
+    del expected.metrics["train/loss"]
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", [NanLoss, NanGradient])
+def test_a_bad_number_on_one_rank_stops_all(run, case, kind, tmp_path):
+    def stopped() -> tuple[int, str]:
+        trainer, module = trainer_and_module(case, tmp_path, kind)
+        with pytest.raises(FloatingPointError) as caught:
+            trainer.fit(module, loader(case))
+        return trainer.global_step, str(caught.value)
+
+    for steps, message in run(stopped):
+        assert steps == 1
+        assert "update 2" in message or "step 2" in message
+
+
+# -- evaluation is exact (P5) ----------------------------------------------------------------------
+
+
+def test_evaluation_counts_each_sample_once(run, reference, case, tmp_path):
+    sizes = 3, 20, 44
+
+    def evaluate() -> Any:
+        trainer, module = trainer_and_module(case, tmp_path, max_epochs=1)
+        several = [loader(case, samples) for samples in sizes]
+        trainer.fit(module, loader(case), several)
+        metrics = [*trainer.validate(module, several), *trainer.test(module, several[0])]
+        predicted = trainer.predict(module, several[1])
+        return metrics, None if predicted is None else torch.cat(predicted)
+
+    def expect() -> Any:
+        module = plain_module(case)
+        optimizer = module.configure_optimizers()
+        for first in range(0, 44, BATCH):
+            optimizer.zero_grad()
+            module.mean([TOKENS[first : min(first + BATCH, 44)]]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            means = [float(module.mean([TOKENS[:samples]])) for samples in sizes]
+            return means, losses(module.model, TOKENS[:20], case.is_gpt)
+
+    means, expected = reference(expect)
+    for rank, (metrics, predicted) in enumerate(run(evaluate)):
+        validated = {name: value for each in metrics[:-1] for name, value in each.items()}
+        names = (f"val/loss/dataloader_idx_{index}" for index in range(3))
+        assert validated == pytest.approx(dict(zip(names, means, strict=True)), abs=1e-5)
+        assert metrics[-1] == pytest.approx({"test/loss": means[0]}, abs=1e-5)
+        if rank == 0:
+            torch.testing.assert_close(predicted, expected, rtol=0, atol=2e-5)
+        else:
+            assert predicted is None
+
+
+# -- a run goes on (P1, P2, P3, P11, P12) ----------------------------------------------------------
+
+
+class Adam(Grouped):
+    """With Adam and a schedule, all of whose state a run that goes on needs."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
+        return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
+
+
+class Dropout(Adam):
+    dropout = 0.1
+
+
+class Terminated(Dropout):
+    """The last process receives SIGTERM in the second update."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+        if last and self.trainer.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_to_one_process_saves_and_the_run_goes_on_bit_for_bit(run, case, tmp_path):
+    options = {"shuffle": True, "checkpointing": True, "gradient_accumulation_steps": 2}
+
+    def runs() -> tuple[Outcome, Outcome, int]:
+        whole = fit(case, tmp_path / "whole", Dropout, **options)
+        with pytest.raises(Preempted) as ended:
+            fit(case, tmp_path / "cut", Terminated, **options)
+        again = fit(case, tmp_path / "cut", Dropout, ckpt_path="auto", **options)
+        return whole, again, ended.value.code
+
+    for whole, again, code in run(runs):
+        assert code == 143
+        made = len(again.rates)
+        assert 3 <= made < len(whole.rates) == 6
+        for name in ("weights", "copies", "metrics", "counters"):
+            torch.testing.assert_close(getattr(again, name), getattr(whole, name), rtol=0, atol=0)
+        torch.testing.assert_close(again.gradients, whole.gradients[-made:], rtol=0, atol=0)
+        assert again.rates == whole.rates[-made:]
+        assert again.seen == whole.seen[-len(again.seen) :]
+    files = {file.suffix for file in (tmp_path / "cut").rglob("step-*/*")}
+    assert files == {".json", ".safetensors"}
+
+
+def samples_of(outcomes: list[Outcome]) -> list[tuple[int, int]]:
+    return [(epoch, i) for each in outcomes for epoch, ids in each.seen for i in ids]
+
+
+@pytest.mark.parametrize("saved", ["alone", "together"])
+def test_a_run_goes_on_with_another_number_of_processes(ranks, case, saved, tmp_path):
+    """Each sample is seen once, and the weights on disk have the module's own names."""
+    one = GPT_ON_ONE if case.is_gpt else ONE
+    batch = BATCH // case.shares  # of each process, in windows as large over all of them
+
+    def part(layout: EngineCase, name: str, **options: Any) -> list[Outcome]:
+        options |= {"shuffle": True, "checkpointing": True, "batch": batch}
+        options["gradient_accumulation_steps"] = case.shares // layout.shares
+        return on_processes(ranks, layout, lambda: fit(layout, tmp_path / name, Adam, **options))
+
+    first, second = (one, case) if saved == "alone" else (case, one)
+    (expected,) = part(one, "whole")
+    before = part(first, "cut", max_steps=3)
+    step = next((tmp_path / "cut" / "checkpoints").glob("step-*"))
+    torch.testing.assert_close(dict(load_weights(step)), before[0].weights, rtol=0, atol=0)
+    found = part(second, "cut", ckpt_path="auto")
+    torch.testing.assert_close(found[0].weights, expected.weights, rtol=0, atol=1e-4)
+    assert found[0].metrics == pytest.approx(expected.metrics, abs=1e-4)
+    assert found[0].rates == expected.rates[3:]
+    assert found[0].counters == expected.counters
+    seen = [  # by the processes that have data of their own
+        *samples_of(before[:: first.processes // first.shares]),
+        *samples_of(found[:: second.processes // second.shares]),
+    ]
+    assert sorted(seen) == sorted(samples_of([expected]))
+
+
+# -- a loop of one's own ---------------------------------------------------------------------------
+
+
+def train(case: EngineCase, folder: Path, steps: range) -> Any:
+    """Train with an Accelerator in windows of two batches, and save the state."""
+    chosen = case.options()
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, scheduler_tick="update", **chosen
+    )
+    module = Net(chosen.get("megatron_lm_plugin"), case.is_gpt)
+    module.configure_model()
+    model, batches = module.model, DataLoader(data(40), 4 // case.shares)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=8)
+    model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, batches, schedule)
+    if steps.start:
+        accelerator.load_state(folder)
+    norms = []
+    for step, (tokens, _) in enumerate(batches):
+        if step not in steps:
+            continue
+        with accelerator.accumulate(model):
+            accelerator.backward(losses(model, tokens, case.is_gpt).mean())
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    accelerator.save_state(folder)
+    accelerator.save_model(model, folder / "model")
+    return accelerator.get_state_dict(model), norms, schedule.get_last_lr()
+
+
+def train_plainly(case: EngineCase) -> Any:
+    """The same on whole batches."""
+    model = plain_module(case).model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=8)
+    norms = []
+    for first in range(0, 40, 8):
+        losses(model, TOKENS[first : first + 8], case.is_gpt).mean().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return weights, norms, schedule.get_last_lr()
+
+
+def test_a_loop_of_ones_own_trains_saves_and_resumes_as_one_process(run, reference, case, tmp_path):
+    def loops() -> Any:
+        found = []
+        for name, steps in (("whole", range(10)), ("cut", range(4)), ("cut", range(4, 10))):
+            isolation.reset_trainer_state()
+            found.append(train(case, tmp_path / name, steps))
+        return found[0], found[2]
+
+    weights, norms, rate = reference(lambda: train_plainly(case))
+    (whole, again), *others = run(loops)
+    torch.testing.assert_close({n: whole[0][n] for n in weights}, weights, rtol=0, atol=TOLERANCE)
+    assert whole[1] == pytest.approx(norms, abs=1e-6)
+    assert whole[2] == pytest.approx(rate)
+    torch.testing.assert_close(dict(load_weights(tmp_path / "whole" / "model")), tensors(whole[0]))
+    resumed = tensors(again[0])
+    torch.testing.assert_close(resumed, tensors(whole[0]), rtol=0, atol=case.differs)
+    assert again[1] == pytest.approx(whole[1][2:], rel=0, abs=case.differs)
+    assert again[2] == whole[2]
+    for other in others:
+        assert [each[1:] for each in other] == [whole[1:], again[1:]]
+
+
+def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -37,6 +36,7 @@ FIRST = torch.randint(0, 32, (44, 1), generator=torch.Generator().manual_seed(0)
 TOKENS = (FIRST + 3 * torch.arange(9)) % 32
 IDS = torch.arange(44)
 BATCH = 8
+TOLERANCE = 2e-6  # of sums in another order, in float32
 MASK = torch.ones(8, 8, dtype=torch.bool).triu(1)[None, None]  # for a GPT
 PLACES = torch.arange(8)
 
@@ -85,6 +85,9 @@ class EngineCase:
         shares: The number of processes with data of their own.
         around: A context for all that runs on its processes.
         is_gpt: Whether the model is one of megatron-core.
+        differs: By how much the weights of a resumed loop of one's own may differ: in its first
+            update with ``static_graph``, torch's DDP adds in another order.
+        has_gradients: Whether `Trainer.gradient` gives them; megatron-core does not.
         refuses: The error of each promise that it cannot keep.
     """
 
@@ -93,6 +96,8 @@ class EngineCase:
     shares: int = 2
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     is_gpt: bool = False
+    differs: float = 0.0
+    has_gradients: bool = True
     refuses: dict[str, str] = field(default_factory=dict)
 
 
@@ -103,20 +108,23 @@ GPT_ON_ONE = EngineCase(
     shares=1,
     around=cuda_on_cpu,
     is_gpt=True,
+    has_gradients=False,
 )
 
 
-def driven(library: str, **others: str) -> dict[str, str]:
+def driven(library: str) -> dict[str, str]:
     """The errors of an engine whose library makes the updates."""
     manual = f"automatic_optimization = False, but the step of {library}"
-    return {"manual": manual, "unfrozen": "were added, frozen or unfrozen after", **others}
+    return {"manual": manual, "unfrozen": "were added, frozen or unfrozen after"}
 
 
 ENGINES: dict[str, EngineCase] = {
     "one device": ONE,
     "ddp": EngineCase(dict),
     "ddp, reduced": EngineCase(ddp(), around=reduced_by_gloo),
-    "ddp, static_graph": EngineCase(ddp(static_graph=True), around=reduced_by_gloo),
+    "ddp, static_graph": EngineCase(
+        ddp(static_graph=True), around=reduced_by_gloo, differs=TOLERANCE
+    ),
     "ddp, find_unused": EngineCase(ddp(find_unused_parameters=True), around=reduced_by_gloo),
     "fsdp": EngineCase(fsdp),
     "hsdp": EngineCase(
@@ -136,7 +144,8 @@ ENGINES: dict[str, EngineCase] = {
         GPT_ON_ONE.options,
         around=cuda_on_cpu,
         is_gpt=True,
-        refuses=driven("megatron-core", gradient="GradientNormMonitor reads"),
+        has_gradients=False,
+        refuses=driven("megatron-core"),
     ),
 }
 
@@ -169,7 +178,7 @@ class Tokens(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the loss of each token but the first; shape [batch, 8]."""
         logits = self.last(self.blocks(self.drop(self.embedding(tokens[:, :-1]))))
-        return nn.functional.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
+        return logits.logsumexp(-1) - logits.gather(-1, tokens[:, 1:, None])[..., 0]
 
 
 def losses(model: nn.Module, tokens: Tensor, is_gpt: bool) -> Tensor:
@@ -196,9 +205,7 @@ class Net(TrainModule):
     def configure_model(self) -> None:
         if self.is_gpt:
             arguments = self.plugin.transformer_arguments("no") if self.plugin else {}
-            self.model = gpt(
-                arguments, hidden_dropout=self.dropout, attention_dropout=self.dropout
-            )
+            self.model = gpt(arguments, hidden_dropout=self.dropout, attention_dropout=self.dropout)
             self.made()
 
     def made(self) -> None:
@@ -307,9 +314,11 @@ def gathered(parameters: list[Tensor]) -> AbstractContextManager[None]:
     return deepspeed.zero.GatheredParameters(parameters)  # type: ignore[no-any-return]
 
 
-def loader(case: EngineCase, samples: int = 44, **options: Any) -> DataLoader[Any]:
+def loader(
+    case: EngineCase, samples: int = 44, batch: int | None = None, **options: Any
+) -> DataLoader[Any]:
     """Return a loader whose batches are as large over all processes."""
-    return DataLoader(data(samples), BATCH // case.shares, **options)
+    return DataLoader(data(samples), batch or BATCH // case.shares, **options)
 
 
 def trainer_and_module(
@@ -329,16 +338,17 @@ def fit(
     kind: type[Net] = Net,
     samples: int = 44,
     *,
+    batch: int | None = None,
     shuffle: bool = False,
     ckpt_path: Any = None,
     reads_gradients: bool = True,
     **options: Any,
 ) -> Outcome:
     """Train and validate on this process, with its peers."""
-    watch = Watch(reads_gradients=reads_gradients and "gradient" not in case.refuses)
+    watch = Watch(reads_gradients=reads_gradients and case.has_gradients)
     trainer, module = trainer_and_module(case, folder, kind, callbacks=[watch], **options)
-    loaders = loader(case, samples, shuffle=shuffle), loader(case, samples)
-    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    batches = loader(case, samples, batch, shuffle=shuffle)
+    trainer.fit(module, batches, loader(case, samples), ckpt_path=ckpt_path)
     watch.outcome.metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
     return watch.outcome
 

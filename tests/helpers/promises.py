@@ -193,7 +193,7 @@ class Net(TrainModule):
     """The loss is a mean over the tokens above 3."""
 
     tp_plan = {f"model.{name}": style for name, style in Tokens.tp_plan.items()}
-    dropout = 0.0
+    dropout, precision = 0.0, "no"
 
     def __init__(self, plugin: MegatronLMPlugin | None = None, is_gpt: bool = False) -> None:
         super().__init__()
@@ -203,8 +203,8 @@ class Net(TrainModule):
             self.made()
 
     def configure_model(self) -> None:
-        if self.is_gpt:
-            arguments = self.plugin.transformer_arguments("no") if self.plugin else {}
+        if self.is_gpt and not hasattr(self, "model"):
+            arguments = self.plugin.transformer_arguments(self.precision) if self.plugin else {}
             self.model = gpt(arguments, hidden_dropout=self.dropout, attention_dropout=self.dropout)
             self.made()
 
@@ -329,7 +329,9 @@ def trainer_and_module(
     trainer = Trainer(
         cpu=True, progress_bar=False, project_dir=folder, **{**chosen, **defaults, **options}
     )
-    return trainer, kind(chosen.get("megatron_lm_plugin"), case.is_gpt)
+    module = kind(chosen.get("megatron_lm_plugin"), case.is_gpt)
+    module.precision = options.get("mixed_precision", "no")
+    return trainer, module
 
 
 def fit(

@@ -36,7 +36,8 @@ from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import sum_numbers
 from trainer.engines.base import EngineOptions
-from trainer.engines.driving import DrivesOptimizer, Prepared
+from trainer.engines.driving import DrivesOptimizer, Prepared, trained
+from trainer.engines.lockstep import zero_gradients
 from trainer.engines.single import attribute_restorer
 from trainer.enums import DistributedType, DynamoBackend
 from trainer.megatron_plugin import MegatronLMDummyScheduler, MegatronLMPlugin
@@ -404,10 +405,10 @@ class Megatron(DrivesOptimizer):
 
     def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module; a training step also runs its backward passes."""
-        if self._in_dummy:
-            return None  # processes that share layers share their data
         if name != "training_step" or not self._has_schedule:
             return super().forward(name, *args)
+        if self._in_dummy:
+            return None  # all processes of a schedule share its data, so none of them waits
         batch, *others = args
         micro_batches = self._split_batch(batch)
         items = sum(micro.items for micro in micro_batches)
@@ -694,7 +695,8 @@ class Megatron(DrivesOptimizer):
             self.optimizer_zero_grad()
         self._begin_window()
         window = self._window
-        loss.backward(*args, **kwargs)
+        with zero_gradients(trained(self.module.parameters()) if self._in_dummy else ()):
+            loss.backward(*args, **kwargs)
         if window.loss is not None:
             applied = window.loss.grad
             assert applied is not None

@@ -45,8 +45,8 @@ class AverageAfterBackward(SingleDevice):
         dist.all_reduce(total)
         return self.step_sync.count(total)
 
-    def use_buffers_of(self, rank: int) -> None:
-        self.source = rank
+    def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:
+        self.source = source
 
     def broadcast_buffers(self) -> None:
         send_from(self.source, self.module.buffers())

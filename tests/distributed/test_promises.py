@@ -151,6 +151,7 @@ PLANS: dict[str, tuple[type[Net], int, dict[str, Any]]] = {
     ),
     "no items on one rank": (NoItemsOnRank1, 44, {"gradient_accumulation_steps": 2}),
     "no batch on one rank": (Net, 4, {}),
+    "a short batch on one rank": (Net, 6, {}),
     "groups and a schedule": (Grouped, 44, {"max_grad_norm": 0.5}),
 }
 
@@ -166,9 +167,8 @@ def test_training_is_that_of_one_process_on_whole_batches(run, reference, case, 
 def test_bfloat16_trains_alike_and_float32_weights_are_updated(run, reference, case, tmp_path):
     options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     expected = reference(lambda: plain(case, **options))
-    options |= {"mixed_precision": "bf16", "reads_gradients": False}
-    found = run(lambda: fit(case, tmp_path, **options))
-    assert_equal(found, expected, 2e-2)
+    found = run(lambda: fit(case, tmp_path, mixed_precision="bf16", **options))
+    assert_equal(found, expected, 3e-2)
     assert {each.dtype for each in found[0].weights.values()} == {torch.float32}
 
 
@@ -320,24 +320,27 @@ def test_a_bad_number_on_one_rank_stops_all(run, case, kind, tmp_path):
 # -- evaluation is exact (P5) ----------------------------------------------------------------------
 
 
-def test_evaluation_counts_each_sample_once(run, reference, case, tmp_path):
+@pytest.mark.parametrize("fits", [0, 2])
+def test_evaluation_counts_each_sample_once(run, reference, case, fits, tmp_path):
     sizes = 3, 20, 44
 
     def evaluate() -> Any:
         trainer, module = trainer_and_module(case, tmp_path, max_epochs=1)
         several = [loader(case, samples) for samples in sizes]
-        trainer.fit(module, loader(case), several)
+        for _ in range(fits):
+            trainer.fit(module, loader(case), several)
         metrics = [*trainer.validate(module, several), *trainer.test(module, several[0])]
         predicted = trainer.predict(module, several[1])
         return metrics, None if predicted is None else torch.cat(predicted)
 
     def expect() -> Any:
         module = plain_module(case)
-        optimizer = module.configure_optimizers()
-        for first in range(0, 44, BATCH):
-            optimizer.zero_grad()
-            module.mean([TOKENS[first : min(first + BATCH, 44)]]).backward()
-            optimizer.step()
+        for _ in range(fits):
+            optimizer = module.configure_optimizers()
+            for first in range(0, 44, BATCH):
+                optimizer.zero_grad()
+                module.mean([TOKENS[first : min(first + BATCH, 44)]]).backward()
+                optimizer.step()
         with torch.no_grad():
             means = [float(module.mean([TOKENS[:samples]])) for samples in sizes]
             return means, losses(module.model, TOKENS[:20], case.is_gpt)

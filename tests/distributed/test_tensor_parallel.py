@@ -264,18 +264,6 @@ def test_predictions_are_returned_and_written_once(ranks, tmp_path):
 SPLIT = {"parallelism_config": ParallelismConfig(tp_size=2)}
 
 
-def test_a_run_on_split_layers_resumes_bit_for_bit(ranks2, tmp_path):
-    options = {**SPLIT, "checkpointing": True}
-    uninterrupted = ranks2(lambda: fit(tmp_path / "whole", max_steps=9, **options))
-    ranks2(lambda: fit(tmp_path / "cut", max_steps=4, **options))
-    resumed = ranks2(lambda: fit(tmp_path / "cut", max_steps=9, ckpt_path="auto", **options))
-    for (weights, *_, draws, _), (expected, *_, all_draws, _) in zip(
-        resumed, uninterrupted, strict=True
-    ):
-        assert all(torch.equal(weights[name], value) for name, value in expected.items())
-        assert draws == all_draws[4:]
-
-
 @pytest.mark.parametrize("saved", ["one", "split"])
 def test_a_run_goes_on_with_whole_layers_and_back(ranks2, saved, tmp_path):
     def run(split: bool, folder: str, **options: Any) -> Any:

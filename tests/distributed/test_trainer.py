@@ -200,30 +200,6 @@ def test_parameters_that_the_loss_leaves_out_are_named(ranks2):
         ranks2(leave_a_part_out, timeout=30)
 
 
-def unfreeze() -> list[float]:
-    class Unfreezing(TwoParts):
-        def __init__(self):
-            super().__init__()
-            self.other.requires_grad_(False)
-
-        def on_train_epoch_start(self):
-            self.other.requires_grad_(self.current_epoch > 0)
-
-        def training_step(self, batch, batch_idx):
-            return (self.layer(batch[0]) + self.other(batch[0])).square().mean() * 1e-3
-
-    torch.manual_seed(0)
-    module = Unfreezing()
-    trainer = Trainer(max_epochs=3, cpu=True, progress_bar=False, checkpointing=False)
-    trainer.fit(module, loader())
-    return [value for p in module.parameters() for value in p.flatten().tolist()]
-
-
-def test_parameters_that_are_unfrozen_later_are_averaged_too(ranks2):
-    first, second = ranks2(unfreeze, timeout=30)
-    assert first == second
-
-
 def change_inside_an_epoch(unfreezes: bool) -> None:
     class Changing(TwoParts):
         def __init__(self):

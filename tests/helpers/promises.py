@@ -136,6 +136,7 @@ ENGINES: dict[str, EngineCase] = {
         shares=4,
     ),
     "tp": EngineCase(lambda: {"parallelism_config": ParallelismConfig(tp_size=2)}, shares=1),
+    "zero0": EngineCase(zero(0), refuses=driven("DeepSpeed")),
     "zero1": EngineCase(zero(1), refuses=driven("DeepSpeed")),
     "zero2": EngineCase(zero(2), refuses=driven("DeepSpeed")),
     "zero3": EngineCase(zero(3), refuses=driven("DeepSpeed")),

@@ -173,21 +173,6 @@ def test_ranks_may_take_different_branches_within_a_unit(ranks2, tmp_path):
     assert all(torch.equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
 
 
-class Infinite(Net):
-    """The loss of the dummy batch of rank 1, in the last step of an epoch, is infinite."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        several = dist.is_initialized() and dist.get_rank() == 1
-        return loss * torch.inf if several and batch_idx == 5 else loss
-
-
-def test_gradients_of_a_dummy_batch_are_zero_even_if_they_are_infinite(ranks2, tmp_path):
-    expected = fit(tmp_path / "one", Infinite)
-    found = ranks2(lambda: fit(tmp_path / "two", Infinite, fsdp_plugin=plugin()))
-    assert_close(found, expected)
-
-
 def test_trained_parameters_that_would_not_be_averaged_are_refused(ranks2, tmp_path):
     given = plugin(ignored_modules="last")
     with pytest.raises(

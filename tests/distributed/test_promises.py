@@ -122,6 +122,16 @@ class NoItemsOnRank1(Net):
         return super().kept(batch) & ~without[:, None]
 
 
+class InfiniteDummy(Net):
+    """The loss of a dummy batch, which the last rank has at the end of each epoch, is infinite."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        several = self.trainer.accelerator.engine.parallel.dp_size > 1
+        last = several and dist.get_rank() == dist.get_world_size() - 1
+        return loss * torch.inf if last and batch_idx == 5 else loss
+
+
 class Grouped(Net):
     """Two groups and a schedule of steps; one parameter is never trained."""
 
@@ -152,6 +162,7 @@ PLANS: dict[str, tuple[type[Net], int, dict[str, Any]]] = {
     "no items on one rank": (NoItemsOnRank1, 44, {"gradient_accumulation_steps": 2}),
     "no batch on one rank": (Net, 4, {}),
     "a short batch on one rank": (Net, 6, {}),
+    "an infinite loss of a dummy batch": (InfiniteDummy, 44, {}),
     "groups and a schedule": (Grouped, 44, {"max_grad_norm": 0.5}),
 }
 

@@ -34,6 +34,7 @@ from tests.helpers.promises import (
     plain,
     plain_module,
     trainer_and_module,
+    whole,
 )
 from tests.helpers.ranks import RankError
 from trainer import Accelerator, Preempted
@@ -176,7 +177,7 @@ def test_training_is_that_of_one_process_on_whole_batches(run, reference, case, 
 
 
 def test_bfloat16_trains_alike_and_float32_weights_are_updated(run, reference, case, tmp_path):
-    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "max_grad_value": 0.02}
     expected = reference(lambda: plain(case, **options))
     found = run(lambda: fit(case, tmp_path, mixed_precision="bf16", **options))
     assert_equal(found, expected, 3e-2)
@@ -397,21 +398,21 @@ def test_a_signal_to_one_process_saves_and_the_run_goes_on_bit_for_bit(run, case
     options = {"shuffle": True, "checkpointing": True, "gradient_accumulation_steps": 2}
 
     def runs() -> tuple[Outcome, Outcome, int]:
-        whole = fit(case, tmp_path / "whole", Dropout, **options)
+        once = fit(case, tmp_path / "whole", Dropout, **options)
         with pytest.raises(Preempted) as ended:
             fit(case, tmp_path / "cut", Terminated, **options)
         again = fit(case, tmp_path / "cut", Dropout, ckpt_path="auto", **options)
-        return whole, again, ended.value.code
+        return once, again, ended.value.code
 
-    for whole, again, code in run(runs):
+    for once, again, code in run(runs):
         assert code == 143
         made = len(again.rates)
-        assert 3 <= made < len(whole.rates) == 6
+        assert 3 <= made < len(once.rates) == 6
         for name in ("weights", "copies", "metrics", "counters"):
-            torch.testing.assert_close(getattr(again, name), getattr(whole, name), rtol=0, atol=0)
-        torch.testing.assert_close(again.gradients, whole.gradients[-made:], rtol=0, atol=0)
-        assert again.rates == whole.rates[-made:]
-        assert again.seen == whole.seen[-len(again.seen) :]
+            torch.testing.assert_close(getattr(again, name), getattr(once, name), rtol=0, atol=0)
+        torch.testing.assert_close(again.gradients, once.gradients[-made:], rtol=0, atol=0)
+        assert again.rates == once.rates[-made:]
+        assert again.seen == once.seen[-len(again.seen) :]
     files = {file.suffix for file in (tmp_path / "cut").rglob("step-*/*")}
     assert files == {".json", ".safetensors"}
 
@@ -467,20 +468,24 @@ def train(case: EngineCase, folder: Path, steps: range) -> Any:
     model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, batches, schedule)
     if steps.start:
         accelerator.load_state(folder)
-    norms = []
+    norms, parts = [], []
+    reduced = case.has_gradients and accelerator.engine.reduce_gradients is None
     for step, (tokens, _) in enumerate(batches):
         if step not in steps:
             continue
         with accelerator.accumulate(model):
             accelerator.backward(losses(model, tokens, case.is_gpt).mean())
             if accelerator.sync_gradients:
+                if reduced:
+                    gradients = map(accelerator.engine.gradient, model.parameters())
+                    parts += [float(whole(gradient).norm()) for gradient in gradients]
                 norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
     accelerator.save_state(folder)
     accelerator.save_model(model, folder / "model")
-    return accelerator.get_state_dict(model), norms, schedule.get_last_lr()
+    return accelerator.get_state_dict(model), norms, schedule.get_last_lr(), parts
 
 
 def train_plainly(case: EngineCase) -> Any:
@@ -488,15 +493,16 @@ def train_plainly(case: EngineCase) -> Any:
     model = plain_module(case).model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=8)
-    norms = []
+    norms, parts = [], []
     for first in range(0, 40, 8):
         losses(model, TOKENS[first : first + 8], case.is_gpt).mean().backward()
+        parts += [float(p.grad.norm()) for p in model.parameters()]
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return weights, norms, schedule.get_last_lr()
+    return weights, norms, schedule.get_last_lr(), parts
 
 
 def test_a_loop_of_ones_own_trains_saves_and_resumes_as_one_process(run, reference, case, tmp_path):
@@ -507,18 +513,20 @@ def test_a_loop_of_ones_own_trains_saves_and_resumes_as_one_process(run, referen
             found.append(train(case, tmp_path / name, steps))
         return found[0], found[2]
 
-    weights, norms, rate = reference(lambda: train_plainly(case))
-    (whole, again), *others = run(loops)
-    torch.testing.assert_close({n: whole[0][n] for n in weights}, weights, rtol=0, atol=TOLERANCE)
-    assert whole[1] == pytest.approx(norms, abs=1e-6)
-    assert whole[2] == pytest.approx(rate)
-    torch.testing.assert_close(dict(load_weights(tmp_path / "whole" / "model")), tensors(whole[0]))
+    weights, norms, rate, parts = reference(lambda: train_plainly(case))
+    (once, again), *others = run(loops)
+    torch.testing.assert_close({n: once[0][n] for n in weights}, weights, rtol=0, atol=TOLERANCE)
+    assert once[1] == pytest.approx(norms, abs=1e-6)
+    assert once[2] == pytest.approx(rate)
+    if once[3]:
+        assert once[3] == pytest.approx(parts, abs=1e-6)
+    torch.testing.assert_close(dict(load_weights(tmp_path / "whole" / "model")), tensors(once[0]))
     resumed = tensors(again[0])
-    torch.testing.assert_close(resumed, tensors(whole[0]), rtol=0, atol=case.differs)
-    assert again[1] == pytest.approx(whole[1][2:], rel=0, abs=case.differs)
-    assert again[2] == whole[2]
+    torch.testing.assert_close(resumed, tensors(once[0]), rtol=0, atol=case.differs)
+    assert again[1] == pytest.approx(once[1][2:], rel=0, abs=case.differs)
+    assert again[2] == once[2]
     for other in others:
-        assert [each[1:] for each in other] == [whole[1:], again[1:]]
+        assert [each[1:] for each in other] == [once[1:], again[1:]]
 
 
 def tensors(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -389,10 +389,10 @@ def plain(
             named = module.named_parameters()
             outcome.gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
             outcome.rates.append(optimizer.param_groups[0]["lr"])
-            if max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(module.parameters(), max_grad_norm)
             if max_grad_value is not None:
                 nn.utils.clip_grad_value_(module.parameters(), max_grad_value)
+            if max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), max_grad_norm)
             if len(outcome.rates) not in without:
                 optimizer.step()
             if isinstance(made, dict):

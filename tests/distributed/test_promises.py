@@ -253,10 +253,26 @@ def test_two_optimizers_step_by_hand(run, reference, case, refused, tmp_path):
 
 
 class Collective(Net):
-    """Its steps wait for all processes, feed a BatchNorm and count; nothing is trained."""
+    """Its steps wait for all processes, and feed a BatchNorm; nothing is trained."""
 
     def made(self) -> None:
         self.norm = nn.BatchNorm1d(8, affine=False)
+
+    def mean(self, batch: Any) -> Tensor:
+        if dist.is_initialized():
+            dist.all_reduce(torch.ones(()))
+        self.norm(batch[0][:, 1:].float())
+        return super().mean(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Counting(Collective):
+    """And count the samples of each epoch in metric objects."""
+
+    def made(self) -> None:
+        super().made()
         self.trained, self.validated = SumMetric(), SumMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -269,32 +285,23 @@ class Collective(Net):
         self.log("val/samples", self.validated)
         super().validation_step(batch, batch_idx)
 
-    def mean(self, batch: Any) -> Tensor:
-        if dist.is_initialized():
-            dist.all_reduce(torch.ones(()))
-        self.norm(batch[0][:, 1:].float())
-        return super().mean(batch)
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-@pytest.mark.parametrize("samples", [44, 4])
-def test_a_rank_without_a_batch_runs_the_collectives_of_a_step(run, case, samples, tmp_path):
+@pytest.mark.parametrize(("kind", "samples"), [(Counting, 44), (Collective, 4)])
+def test_a_rank_without_a_batch_runs_the_collectives_of_a_step(run, case, kind, samples, tmp_path):
     """Its dummy batch counts in no metric and no statistics; those of rank 0 are everybody's."""
 
     def fitted() -> tuple[list[Tensor], list[float]]:
-        trainer, module = trainer_and_module(case, tmp_path, Collective)
+        trainer, module = trainer_and_module(case, tmp_path, kind)
         trainer.fit(module, loader(case, samples), loader(case, samples))
-        metrics = trainer.callback_metrics
-        return list(module.norm.buffers()), [metrics["train/samples"], metrics["val/samples"]]
+        metrics = trainer.callback_metrics.items()
+        return list(module.norm.buffers()), [n for name, n in metrics if name.endswith("samples")]
 
     norm = nn.BatchNorm1d(8, affine=False)
     for first in [*range(0, samples, BATCH)] * 2:
         norm(TOKENS[first : min(first + BATCH // case.shares, samples), 1:].float())
     for buffers, counted in run(fitted):
         torch.testing.assert_close(buffers, list(norm.buffers()), rtol=0, atol=1e-5)
-        assert counted == [samples, samples]
+        assert counted == ([samples, samples] if kind is Counting else [])
 
 
 # -- bad numbers (P10) -----------------------------------------------------------------------------

@@ -298,3 +298,20 @@ def test_one_metric_object_in_training_and_validation(ranks2, tmp_path):
     assert ranks2(of_both_phases, str(tmp_path / "whole"), 3) == [expected] * 2
     ranks2(of_both_phases, str(tmp_path / "parts"), 2)
     assert ranks2(of_both_phases, str(tmp_path / "parts"), 3) == [expected] * 2
+
+
+def test_a_rank_without_any_batch_needs_no_hooks_of_a_metric_object(ranks2):
+    """They are functions that cannot be sent to it, such as those of DeepSpeed."""
+
+    class Hooked(OneMeter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.meter.register_forward_hook(lambda *_: None)
+            self.meter.register_state_dict_post_hook(lambda *_: None)
+
+    def body() -> float:
+        trainer = Trainer(cpu=True, progress_bar=False, checkpointing=False)
+        (values,) = trainer.validate(Hooked(), DataLoader(TensorDataset(torch.ones(1, 1))))
+        return values["val"]
+
+    assert ranks2(body) == [10.0, 10.0]

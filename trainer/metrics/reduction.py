@@ -172,13 +172,20 @@ def _agree(
 
 
 def _emptied(metric: Any) -> Any:
-    """Return an empty copy of a torchmetrics object on the CPU."""
+    """Return an empty copy of a torchmetrics object on the CPU, without hooks."""
     if metric is None:
         return None
-    # Detach its tensors: `deepcopy` fails for tensors with an autograd graph.
     parts = [vars(part) for part in metric.modules()]
+    # Hooks, such as DeepSpeed's, need not be picklable.
+    memo: dict[int, Any] = {
+        id(hooks): type(hooks)()
+        for part in parts
+        for name, hooks in part.items()
+        if name.endswith("_hooks")
+    }
+    # Detach its tensors: `deepcopy` fails for tensors with an autograd graph.
     with_graph = [leaf for leaf in leaves(parts) if isinstance(leaf, Tensor) and leaf.grad_fn]
-    detached = {id(leaf): leaf.detach() for leaf in with_graph}
-    emptied = copy.deepcopy(metric, detached).cpu()
+    memo |= {id(leaf): leaf.detach() for leaf in with_graph}
+    emptied = copy.deepcopy(metric, memo).cpu()
     emptied.reset()
     return emptied

@@ -53,9 +53,8 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     # anyway, and knows of batches that others have skipped.
     may_skip = run.device.type == "cpu" or hooks.may_end_epoch
     global_items = None if run.dp_size > 1 and may_skip else 0.0
-    max_abs_loss: Tensor | None = (
-        None  # non-finite only if a loss is: unlike a sum it cannot overflow
-    )
+    # Non-finite only if a loss is: unlike a sum it cannot overflow.
+    max_abs_loss: Tensor | None = None
     last_loss: Tensor | None = None
     run.step.ends_epoch = False
     metrics.begin_window()

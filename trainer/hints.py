@@ -25,6 +25,10 @@ _EPOCH_END = (
     "clear it in on_{1}_epoch_end(self); metrics need only self.log in {0}_step"
 )
 _STEP_END = "do it at the end of {0}_step: every process runs the whole step on its own batch"
+_MODE = (
+    "the whole module is put in evaluation mode and each part back into its own afterwards; parts "
+    "that you set to eval() stay so"
+)
 MODULE_HOOKS = {
     "training_epoch_end": _EPOCH_END.format("training", "train"),
     "validation_epoch_end": _EPOCH_END.format("validation", "validation"),
@@ -34,6 +38,13 @@ MODULE_HOOKS = {
     "test_step_end": _STEP_END.format("test"),
     "configure_callbacks": "pass them to Trainer(callbacks=[...])",
     "configure_sharded_model": "rename it to configure_model",
+    "on_validation_model_zero_grad": "gradients are dropped before each validation",
+    "on_validation_model_eval": _MODE,
+    "on_validation_model_train": _MODE,
+    "on_test_model_eval": _MODE,
+    "on_test_model_train": _MODE,
+    "on_predict_model_eval": _MODE,
+    "on_predict_model_train": _MODE,
 } | dict.fromkeys(
     (
         *("on_sanity_check_start", "on_sanity_check_end", "on_boundary"),
@@ -126,14 +137,17 @@ _KEEP_LOADER = (
 )
 TRAINER_ATTRIBUTES = {
     "accumulate_grad_batches": "use trainer.gradient_accumulation_steps",
+    "check_val_every_n_epoch": "pass Trainer(val_every='N epochs')",
     "checkpoint_callback": "look it up in trainer.callbacks",
     "default_root_dir": "use trainer.project_dir",
     "evaluate": "use trainer.validate(module, loader)",
+    "gradient_clip_val": "pass Trainer(max_grad_norm=...)",
     "is_last_batch": (
         "step schedules in on_train_epoch_end; inside training_step the last batch of an epoch is "
         "that of batch_idx + 1 == trainer.num_training_batches"
     ),
     "log_dir": "use trainer.logs_dir",
+    "log_every_n_steps": "pass Trainer(log_every=...)",
     "logger": NO_LOGGER,
     "loggers": NO_LOGGER,
     "lr_scheduler_configs": "use trainer.schedulers",
@@ -141,5 +155,6 @@ TRAINER_ATTRIBUTES = {
     "strategy": "use trainer.accelerator",
     "train": "use trainer.fit(module, loader)",
     "train_dataloader": _KEEP_LOADER.format("num_training_batches"),
+    "val_check_interval": "pass Trainer(val_every='N steps')",
     "val_dataloaders": _KEEP_LOADER.format("num_eval_batches"),
 }

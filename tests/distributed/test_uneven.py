@@ -387,6 +387,48 @@ def test_a_dummy_batch_of_manual_optimisation_updates_no_metric(ranks2):
     assert ranks2(run) == [6.0, 6.0]
 
 
+class TwoBackwards(TrainModule):
+    """Weights of which two backward passes go through one graph, as in a GAN."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net, self.how = nn.Linear(2, 1, bias=False), how
+        nn.init.ones_(self.net.weight)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.net(batch[0]).mean()
+        for factor in (1, 2):
+            if self.how == "manual_backward":
+                self.manual_backward(factor * loss)
+            elif self.how == "accelerator":
+                self.trainer.accelerator.backward(factor * loss, retain_graph=True)
+            else:
+                (factor * loss).backward(retain_graph=True)
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("how", ["manual_backward", "accelerator", "loss"])
+def test_gradients_of_a_dummy_batch_of_manual_optimisation_are_zero(ranks2, how):
+    def body() -> list[float]:
+        module = TwoBackwards(how)
+        data = TensorDataset(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+        Trainer(max_epochs=1, cpu=True, barebones=True).fit(module, DataLoader(data))
+        return module.net.weight.flatten().tolist()
+
+    # Three times the mean of the first two samples, then half of the third one, by 0.1.
+    expected = pytest.approx([1 - 0.3 * (2 + 2.5), 1 - 0.3 * (3 + 3)])
+    assert ranks2(body) == [expected, expected]
+
+
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_step_end", "on_train_epoch_end"])
 def test_updates_in_hooks_that_all_ranks_call_may_gather(ranks2, hook):
     """In a hook, in manual optimisation; the second process has no batch in the last round."""

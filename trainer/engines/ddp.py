@@ -41,7 +41,7 @@ from trainer.engines.averaging import (
 from trainer.engines.base import EngineOptions
 from trainer.engines.compile import uncompiled
 from trainer.engines.exchange import exchange_if_few
-from trainer.engines.lockstep import has_sync_batch_norm, keep_gradients, zero_gradients
+from trainer.engines.lockstep import has_sync_batch_norm
 from trainer.engines.single import SingleDevice
 from trainer.names import bare_names
 from trainer.state import PartialState
@@ -519,14 +519,13 @@ class DataParallel(Replicas):
         The collectives of backward and those of the buckets come in the same order as elsewhere.
         """
         if self._searches and (stats is None or self._reduces_after):
-            # Not `keep_gradients`: DDP counts each accumulation as a use of the parameter.
+            # Not `backward`: DDP counts each accumulation as a use of the parameter.
             torch.autograd.grad(loss, self._trained(), allow_unused=True)
             return 0.0 if stats is None else self._reduce(stats)
-        with zero_gradients(self._trained()):
-            if stats is None:
-                loss.backward()
-                return 0.0
-            self._backward_dummy(loss, self._vector_of(stats))
+        if stats is None:
+            loss.backward()
+            return 0.0
+        self._backward_dummy(loss, self._vector_of(stats))
         return self._reduced(stats)
 
     def _backward_dummy(self, loss: Tensor, vector: Tensor) -> None:
@@ -750,7 +749,7 @@ class StaticDataParallel(DataParallel):
                 with _counted(self._trained()) as self._seen:
                     self._run_backward(loss, *args, **kwargs)
             elif loss is not None:
-                keep_gradients(loss.backward, self._trained())
+                loss.backward()
             return 0.0 if stats is None else self._learn(stats)
         if stats is None or not trains:
             return super().backward(loss, stats, *args, **kwargs)

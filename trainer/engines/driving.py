@@ -207,7 +207,6 @@ class DrivesOptimizer(SingleDevice):
     # -- the window of micro-batches ---------------------------------------------------------------
 
     # ARG002: an interface
-    # ARG002: an interface
     def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:  # noqa: ARG002
         """Drop gradients of a window whose update was skipped."""
         if self._ended:

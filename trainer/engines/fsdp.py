@@ -580,7 +580,7 @@ class FullyShard(SingleDevice):
         self._complete_windows()
         before = self._without_gradient()
         if loss is not None:
-            (Tensor.backward if self._in_dummy else self._run_backward)(loss, *args, **kwargs)
+            self._run_backward(loss, *args, **kwargs)
         self._reduced = [held for held in before if held.sharded_param.grad is not None]
         items: float | Tensor = 0.0
         if stats is not None:

@@ -8,7 +8,7 @@ gradients are replaced by zeros: infinity × 0 is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -22,27 +22,11 @@ def has_sync_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
 
 
-def keep_gradients(backward: Callable[[], object], parameters: Iterable[Tensor]) -> None:
-    """Run backward of a dummy batch where no hook reduces gradients; they stay as they are.
-
-    Where there were none, they are zeros. ``torch.autograd.grad`` would fail in modules that are
-    checkpointed with ``use_reentrant=True``.
-    """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    held = [parameter.grad for parameter in trained]
-    for parameter in trained:
-        parameter.grad = None
-    with zero_gradients(trained):
-        backward()
-    for parameter, gradient in zip(trained, held, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient
-
-
 @contextmanager
 def zero_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Make the gradients of parameters zero in backward passes inside the block."""
-    handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    handles = [parameter.register_hook(torch.zeros_like) for parameter in trained]
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.averaging import give_nothing
 from trainer.engines.base import EngineOptions
 from trainer.engines.compile import compile_blocks, release_blocks
-from trainer.engines.lockstep import keep_gradients
+from trainer.engines.lockstep import zero_gradients
 from trainer.enums import DistributedType
 from trainer.names import bare_state_dict
 from trainer.optim.clipping import clip_
@@ -134,10 +134,8 @@ class SingleDevice:
         self, loss: Tensor | None, stats: StepStats | None = None, *args: Any, **kwargs: Any
     ) -> float | Tensor:
         """Accumulate the gradients of a micro-batch; a window without items gives zeros."""
-        if loss is not None and not self._in_dummy:
+        if loss is not None:
             self._run_backward(loss, *args, **kwargs)
-        elif loss is not None:
-            keep_gradients(partial(loss.backward, *args, **kwargs), self.module.parameters())
         if stats is None:
             return 0.0
         if not stats.items:
@@ -146,10 +144,11 @@ class SingleDevice:
 
     @contextmanager
     def dummy(self) -> Iterator[None]:
-        """Leave each ``grad`` as it is in backward passes inside the block."""
+        """Make the gradients of all parameters zero in backward passes inside the block."""
         self._in_dummy = True
         try:
-            yield
+            with zero_gradients(self.module.parameters()):
+                yield
         finally:
             self._in_dummy = False
 

@@ -52,10 +52,7 @@ _ALL_DEVICES = hints.TRAINER_ARGUMENTS["devices"]
 
 # -- hooks that nobody would call ------------------------------------------------------------------
 
-_MODE = (
-    "the whole module is put in evaluation mode and each part back into its own afterwards; parts "
-    "that you set to eval() stay so"
-)
+
 _IN_LOADER = "do it in {}_dataloader"
 
 HOOKS = hints.HOOKS | {
@@ -69,13 +66,6 @@ HOOKS = hints.HOOKS | {
 MODULE_HOOKS = hints.MODULE_HOOKS | {
     "tbptt_split_batch": f"{MANUAL}, splitting the batch there",
     "log_grad_norm": "log the norms in on_before_optimizer_step",
-    "on_validation_model_zero_grad": "gradients are dropped before each validation",
-    "on_validation_model_eval": _MODE,
-    "on_validation_model_train": _MODE,
-    "on_test_model_eval": _MODE,
-    "on_test_model_train": _MODE,
-    "on_predict_model_eval": _MODE,
-    "on_predict_model_train": _MODE,
     "on_train_dataloader": _IN_LOADER.format("train"),
     "on_reset_train_dataloader": _IN_LOADER.format("train"),
     "on_val_dataloader": _IN_LOADER.format("val"),

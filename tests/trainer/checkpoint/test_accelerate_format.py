@@ -149,7 +149,7 @@ def test_a_pickle_with_code_raises(copy, name):
             return os.mkdir, ("exploded",)
 
     torch.save({"state": Bomb()}, copy / name)
-    with pytest.raises(CheckpointError, match=rf"{name} is not read: .*run whatever code"):
+    with pytest.raises(CheckpointError, match=rf"{name} is not read: .*run any code"):
         load_state(copy, make(), processes(0, 1))
     assert not Path("exploded").exists()
 

@@ -91,6 +91,7 @@ class TensorBoardTracker(ServiceTracker):
         self._anew = False
         self._file: Any = None  # set with the writer
         self._success: Any = None
+        self._commit = git_commit(".")  # see there why not on the tracker's thread
 
     @property
     def writer(self) -> Any:
@@ -145,8 +146,8 @@ class TensorBoardTracker(ServiceTracker):
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         writer._get_file_writer().add_summary(begun)
         writer.add_text("configuration", f"```yaml\n{text}```")
-        if (commit := git_commit(".")) is not None:
-            writer.add_text("code", commit)
+        if self._commit is not None:
+            writer.add_text("code", self._commit)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers as scalars, texts as texts, and a dict as scalars named "outer/inner".

@@ -450,11 +450,11 @@ def test_a_fit_that_begins_anew_has_the_folder_to_itself(tmp_path):
 
 
 def test_the_version_of_the_code(tmp_path):
-    tracker = TensorBoardTracker("run", tmp_path)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init"], ["commit", "--allow-empty", "-m", "x"]):
         subprocess.run([*git, *words], check=True, capture_output=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    tracker = TensorBoardTracker("run", tmp_path)
     tracker.start()
     tracker.store_init_configuration({})
     assert text(read(tracker), "code") == head.strip()

@@ -330,6 +330,7 @@ class Replicas(SingleDevice):
         self.reduce_gradients = partial(average_gradients, sparse=sparse_weights(module))
         broadcast([*module.parameters(), *module.buffers()])
 
+    # ARG002: an interface
     def begin_micro_batch(self, *, sync: bool, complete: bool = True, source: int = 0) -> None:  # noqa: ARG002
         """Broadcast the buffers once a window: a save, which does, changes the training no more."""
         if self._begins_window and self._sends_buffers:

@@ -56,6 +56,7 @@ class RunMetadata:
         self._path = path
         self._document: dict[str, Any] = {}
         self._failed = False
+        self._commit = git_commit(".")  # see there why not on the record's thread
 
     def begin(self, description: dict[str, Any], step: int) -> None:
         """Append a start to the earlier starts of the same run.
@@ -70,7 +71,7 @@ class RunMetadata:
         self._document = {
             "format_version": FORMAT_VERSION,
             **to_json(description, str),
-            "code": git_commit("."),
+            "code": self._commit,
             "starts": [*earlier.get("starts", ()), {**start, "error": None}],
             "warnings": earlier.get("warnings", []),
             "more_warnings": earlier.get("more_warnings", 0),

@@ -17,6 +17,10 @@ HOOKS = {
     "on_epoch_end": "use on_train_epoch_end, on_validation_epoch_end or on_test_epoch_end",
     "on_batch_start": "use on_train_batch_start",
     "on_batch_end": "use on_train_batch_end",
+    "on_pretrain_routine_start": "use on_fit_start",
+    "on_pretrain_routine_end": "use on_fit_start",
+    "on_hpc_save": "use on_save_checkpoint",
+    "on_hpc_load": "use on_load_checkpoint",
 }
 """Of modules, data modules and callbacks."""
 
@@ -29,6 +33,7 @@ _MODE = (
     "the whole module is put in evaluation mode and each part back into its own afterwards; parts "
     "that you set to eval() stay so"
 )
+_IN_LOADER = "do it in {}_dataloader"
 MODULE_HOOKS = {
     "training_epoch_end": _EPOCH_END.format("training", "train"),
     "validation_epoch_end": _EPOCH_END.format("validation", "validation"),
@@ -38,6 +43,17 @@ MODULE_HOOKS = {
     "test_step_end": _STEP_END.format("test"),
     "configure_callbacks": "pass them to Trainer(callbacks=[...])",
     "configure_sharded_model": "rename it to configure_model",
+    "tbptt_split_batch": f"{MANUAL}, splitting the batch there",
+    "log_grad_norm": "log the norms in on_before_optimizer_step",
+    "on_train_dataloader": _IN_LOADER.format("train"),
+    "on_reset_train_dataloader": _IN_LOADER.format("train"),
+    "on_val_dataloader": _IN_LOADER.format("val"),
+    "on_reset_val_dataloader": _IN_LOADER.format("val"),
+    "on_test_dataloader": _IN_LOADER.format("test"),
+    "on_reset_test_dataloader": _IN_LOADER.format("test"),
+    "on_predict_dataloader": _IN_LOADER.format("predict"),
+    "on_reset_predict_dataloader": _IN_LOADER.format("predict"),
+    "on_post_move_to_device": "use on_fit_start; tie weights in __init__ or configure_model",
     "on_validation_model_zero_grad": "gradients are dropped before each validation",
     "on_validation_model_eval": _MODE,
     "on_validation_model_train": _MODE,

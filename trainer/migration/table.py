@@ -53,29 +53,10 @@ _ALL_DEVICES = hints.TRAINER_ARGUMENTS["devices"]
 # -- hooks that nobody would call ------------------------------------------------------------------
 
 
-_IN_LOADER = "do it in {}_dataloader"
-
-HOOKS = hints.HOOKS | {
-    "on_pretrain_routine_start": "use on_fit_start",
-    "on_pretrain_routine_end": "use on_fit_start",
-    "on_hpc_save": "use on_save_checkpoint",
-    "on_hpc_load": "use on_load_checkpoint",
-}
+HOOKS = hints.HOOKS
 """Hooks of modules, data modules and callbacks."""
 
-MODULE_HOOKS = hints.MODULE_HOOKS | {
-    "tbptt_split_batch": f"{MANUAL}, splitting the batch there",
-    "log_grad_norm": "log the norms in on_before_optimizer_step",
-    "on_train_dataloader": _IN_LOADER.format("train"),
-    "on_reset_train_dataloader": _IN_LOADER.format("train"),
-    "on_val_dataloader": _IN_LOADER.format("val"),
-    "on_reset_val_dataloader": _IN_LOADER.format("val"),
-    "on_test_dataloader": _IN_LOADER.format("test"),
-    "on_reset_test_dataloader": _IN_LOADER.format("test"),
-    "on_predict_dataloader": _IN_LOADER.format("predict"),
-    "on_reset_predict_dataloader": _IN_LOADER.format("predict"),
-    "on_post_move_to_device": "use on_fit_start; tie weights in __init__ or configure_model",
-}
+MODULE_HOOKS = hints.MODULE_HOOKS
 CALLBACK_HOOKS = {
     "on_init_start": "use setup",
     "on_init_end": "use setup",

@@ -500,8 +500,10 @@ class DataParallel(Replicas):
         """Run backward; the last one of a window reduces the gradients and the step stats."""
         if loss is None:
             return 0.0 if stats is None else self._reduce(stats)
-        if self._in_dummy:
-            return self._backward_of_dummy(loss, stats)
+        if self._in_dummy and self._searches and (stats is None or self._reduces_after):
+            # Not backward: DDP counts each accumulation as a use of the parameter.
+            torch.autograd.grad(loss, self._trained(), allow_unused=True)
+            return 0.0 if stats is None else self._reduce(stats)
         if stats is None or self._reduces_after:
             self._run_backward(loss, *args, **kwargs)
             return 0.0 if stats is None else self._reduce(stats)
@@ -513,27 +515,6 @@ class DataParallel(Replicas):
         nothing = map(torch.zeros_like, self._sync_outputs[1:])
         torch.autograd.backward([loss, *self._sync_outputs], [None, vector, *nothing])
         return self._reduced(stats)
-
-    def _backward_of_dummy(self, loss: Tensor, stats: StepStats | None) -> float | Tensor:
-        """Contribute zero gradients to the reduction of a window.
-
-        The collectives of backward and those of the buckets come in the same order as elsewhere.
-        """
-        if self._searches and (stats is None or self._reduces_after):
-            # Not `backward`: DDP counts each accumulation as a use of the parameter.
-            torch.autograd.grad(loss, self._trained(), allow_unused=True)
-            return 0.0 if stats is None else self._reduce(stats)
-        if stats is None:
-            loss.backward()
-            return 0.0
-        self._backward_dummy(loss, self._vector_of(stats))
-        return self._reduced(stats)
-
-    def _backward_dummy(self, loss: Tensor, vector: Tensor) -> None:
-        """Run backward of a dummy batch."""
-        tensors = [loss, *self._sync_outputs]
-        gradients = [None, vector, *map(torch.zeros_like, self._sync_outputs[1:])]
-        torch.autograd.backward(tensors, gradients)
 
     def _reduce(self, stats: StepStats) -> float | Tensor:
         """Reduce the gradients of a window that backward has left unreduced, or that has none."""
@@ -744,28 +725,22 @@ class StaticDataParallel(DataParallel):
         Raises:
             RuntimeError: The loss does not use each parameter as often as the static graph says.
         """
-        trains = loss is not None and not self._in_dummy
         if not self._graph_known:
-            if trains:
+            if loss is not None and not self._in_dummy:
                 with _counted(self._trained()) as self._seen:
                     self._run_backward(loss, *args, **kwargs)
             elif loss is not None:
                 loss.backward()
             return 0.0 if stats is None else self._learn(stats)
-        if stats is None or not trains:
+        if stats is None or loss is None:
             return super().backward(loss, stats, *args, **kwargs)
         _, self._sync_outputs = self._ddp(None)
-        if self._held_to:
+        if self._held_to or self._in_dummy:
             return super().backward(loss, stats)
         with _counted(self._trained()) as times:
             items = super().backward(loss, stats)
         self._check(times)
         return items
-
-    def _backward_dummy(self, loss: Tensor, vector: Tensor) -> None:
-        """Run backward of a dummy batch, which accumulates as often as the graph says."""
-        _, sync_outputs = self._ddp(None)
-        torch.autograd.backward([loss, *sync_outputs], [None, vector])
 
     def _learn(self, stats: StepStats) -> float | Tensor:
         """Average gradients without DDP; set the graph once every process has run a backward."""

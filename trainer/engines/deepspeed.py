@@ -31,7 +31,6 @@ from trainer.distributed.collectives import broadcast
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.base import EngineOptions
 from trainer.engines.driving import DrivesOptimizer, Prepared, trained
-from trainer.engines.lockstep import zero_gradients
 from trainer.engines.single import STEPS, attribute_restorer
 from trainer.enums import DistributedType
 from trainer.names import bare_names, unwrapped
@@ -271,16 +270,6 @@ class ZeroRedundancy(DrivesOptimizer):
         with self._linear_of_stage_3():  # checkpointed activations run forward again
             self._engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
         return self._end_micro_batch(stats)
-
-    @contextmanager
-    def dummy(self) -> Iterator[None]:
-        """Make the gradients of all parameters zero in backward passes inside the block.
-
-        They are replaced, not multiplied: infinity × 0 is NaN.
-        """
-        assert self._root is not None
-        with zero_gradients(p for p in self._root.parameters() if id(p) in self._trains):
-            yield
 
     def _end_window(self) -> None:
         """Reduce the gradients of a window; collective, once a window."""

@@ -131,7 +131,6 @@ class FullyShard(SingleDevice):
         self._watches: dict[Any, Any] = {}  # handles of hooks that note which are used
         self._checked: tuple[HostCopy, list[int]] | None = None
         self._non_finite: bool | Tensor | None = None  # what the latest `sync_stats` found
-        self._in_dummy = False
         self._reduces: bool | None = None  # in the next backward; None if that is not known
         self._handles: list[Any] = []
         self._undo: list[Callable[[], Any]] = []

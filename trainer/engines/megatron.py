@@ -36,8 +36,7 @@ from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.distributed.transport import sum_numbers
 from trainer.engines.base import EngineOptions
-from trainer.engines.driving import DrivesOptimizer, Prepared, trained
-from trainer.engines.lockstep import zero_gradients
+from trainer.engines.driving import DrivesOptimizer, Prepared
 from trainer.engines.single import attribute_restorer
 from trainer.enums import DistributedType, DynamoBackend
 from trainer.megatron_plugin import MegatronLMDummyScheduler, MegatronLMPlugin
@@ -695,8 +694,7 @@ class Megatron(DrivesOptimizer):
             self.optimizer_zero_grad()
         self._begin_window()
         window = self._window
-        with zero_gradients(trained(self.module.parameters()) if self._in_dummy else ()):
-            loss.backward(*args, **kwargs)
+        loss.backward(*args, **kwargs)
         if window.loss is not None:
             applied = window.loss.grad
             assert applied is not None

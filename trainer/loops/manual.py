@@ -11,9 +11,7 @@ from torch import Tensor
 from trainer.data.epoch_iterator import GlobalBatch
 from trainer.errors import module_logger
 from trainer.loops.buffers import isolated_dummy
-from trainer.loops.device_transfer import (
-    items_of,
-)
+from trainer.loops.device_transfer import items_of
 from trainer.loops.state import FitRun
 from trainer.loops.train_step import (
     check_needs_no_dummy,

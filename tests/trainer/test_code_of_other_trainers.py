@@ -105,7 +105,7 @@ def known_and_refused(base, refused):
 def test_every_hook_of_lightning_is_called_or_refused():
     assert set(MODULE_HOOKS) <= known_and_refused(TrainModule, refusals.UNCALLED["module"])
     assert set(CALLBACK_HOOKS) <= known_and_refused(Callback, refusals.UNCALLED["callback"])
-    assert set(DATA_HOOKS) <= known_and_refused(DataModule, table.HOOKS)
+    assert set(DATA_HOOKS) <= known_and_refused(DataModule, hints.HOOKS)
 
 
 def test_hooks_that_both_have_are_called_with_the_same_arguments():

@@ -14,18 +14,17 @@ from functools import cache
 from typing import Any
 
 from trainer.errors import module_logger
+from trainer.hints import HOOKS, MODULE_HOOKS
 from trainer.hooks import uncalled_hooks
 from trainer.migration.table import (
     ACCELERATE_ARGUMENTS,
     CALLBACK_HOOKS,
-    HOOKS,
     HOOKS_OF_CALLBACKS,
     HUGGING_FACE_ARGUMENTS,
     HUGGING_FACE_ATTRIBUTES,
     HUGGING_FACE_CALLBACK_HOOKS,
     LIGHTNING_ARGUMENTS,
     LOGGER_METHODS,
-    MODULE_HOOKS,
     NOTHING,
     TRAINER_ATTRIBUTES,
     TRAINER_METHODS,

@@ -53,10 +53,6 @@ _ALL_DEVICES = hints.TRAINER_ARGUMENTS["devices"]
 # -- hooks that nobody would call ------------------------------------------------------------------
 
 
-HOOKS = hints.HOOKS
-"""Hooks of modules, data modules and callbacks."""
-
-MODULE_HOOKS = hints.MODULE_HOOKS
 CALLBACK_HOOKS = {
     "on_init_start": "use setup",
     "on_init_end": "use setup",
@@ -593,8 +589,8 @@ TRAINER_METHODS = {
 """Methods that subclasses of Hugging Face's Trainer define."""
 
 TABLES = (
-    Table("Lightning", "methods of a module, a data module or a callback", HOOKS),
-    Table("Lightning", "methods of a module", MODULE_HOOKS),
+    Table("Lightning", "methods of a module, a data module or a callback", hints.HOOKS),
+    Table("Lightning", "methods of a module", hints.MODULE_HOOKS),
     Table("Lightning", "methods of a callback", CALLBACK_HOOKS),
     Table("Lightning", "methods of a subclass of one callback", HOOKS_OF_CALLBACKS),
     Table("Lightning", "methods of a logger", LOGGER_METHODS),

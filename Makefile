@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-torch test-long gpu gpu-tests lint format coverage clean help
+.PHONY: demo test test-more test-torch test-long gpu gpu-tests lint format coverage clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -23,9 +23,16 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train the digits example and print where its results are
 	$(BIN)/python examples/digits.py --project-dir runs/digits
 
-# Two test files at a time, each in one process: tests mostly wait for processes, ranks or the disk.
-test: $(READY)  ## run every test
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# The test files that the first table of docs/promises.md names.
+PROMISES = $(sort $(shell sed -n 's/^| P[0-9]* | \*\*//p' docs/promises.md | grep -o 'tests/[a-z_/]*\.py'))
+# Two test files at a time, each in one process.
+IN_TWO = --numprocesses 2 --dist loadfile
+
+test: $(READY)  ## run the tests of each promise, on every engine
+	$(BIN)/python -m pytest $(IN_TWO) $(PROMISES)
+
+test-more: $(READY)  ## run all other tests, except those that take many minutes
+	$(BIN)/python -m pytest $(IN_TWO) $(addprefix --ignore=,$(PROMISES))
 
 # Other releases of torch and Python, each with an environment of its own. Packages whose pinned
 # release fits one torch alone are not pinned there.
@@ -42,7 +49,7 @@ $(OTHER)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 test-torch: $(OTHER)/.ready  ## run every test with another torch: TORCH=2.9.1 PYTHON=python3.10
-	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist loadfile
+	$(OTHER)/bin/python -m pytest $(IN_TWO)
 
 test-long: $(READY)  ## run the tests that take many minutes
 	$(BIN)/python -m pytest -m long

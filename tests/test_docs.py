@@ -147,6 +147,8 @@ def test_the_promises_are_held_by_tests_that_exist():
     named = set(re.findall(r"`(test_\w+)`", page.read_text()))
     assert named
     assert named <= there, named - there
+    rows = re.findall(r"^\| P(\d+) \| \*\*.*\.\./tests/", page.read_text(), re.MULTILINE)
+    assert rows == [str(number) for number in range(1, 16)]
 
 
 @each_page

@@ -767,7 +767,7 @@ def test_several_callbacks_of_a_module_replace_those_of_their_class_and_its_base
     assert saves == sorted(saves)  # a checkpoint holds what the others have decided
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")  # a FutureWarning from 2.14 on
 def test_a_traced_module_computes_the_same_and_each_submodule_stays_in_its_mode():
     class Calls(make_classifier(L)):  # type: ignore[misc]
         def forward(self, x: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 from tests.numerics.running import quiet_trainer
 from trainer import TrainModule
 from trainer.errors import CheckpointError
-from trainer.loops.fit_state import options_of
 from trainer.optim.configure import OptimizerEntry, SchedulerEntry
+from trainer.optim.fingerprint import options_of
 
 
 class Line(TrainModule):
@@ -37,7 +37,9 @@ def fit(epochs, **changed):
 
 
 def messages(caplog):
-    return [each.getMessage() for each in caplog.records if each.name == "trainer.loops.fit_state"]
+    return [
+        each.getMessage() for each in caplog.records if each.name == "trainer.optim.fingerprint"
+    ]
 
 
 def test_a_changed_learning_rate_is_warned_of_and_that_of_the_checkpoint_kept(caplog):

@@ -32,10 +32,10 @@ from trainer.loops.config import Length, Settings
 from trainer.loops.state import FitRun
 from trainer.module import TrainModule
 from trainer.optim.configure import SchedulerEntry
+from trainer.optim.fingerprint import NUMBER
 
 logger = module_logger(__name__)
 
-NUMBER = "the number of parameters of"  # begins the name of an option of optimizers
 # Arguments that may differ between ranks: they affect neither decisions nor numbers of a fit.
 _OF_A_PROCESS = {
     "deterministic",
@@ -83,7 +83,7 @@ def check_optimizer_fingerprints(options: Mapping[str, str], *, alike: bool = Tr
     """Raise if optimizer options differ between ranks, so that weights would diverge; collective.
 
     Args:
-        options: What `trainer.loops.fit_state.options_of` returned.
+        options: What `trainer.optim.fingerprint.options_of` returned.
         alike: Whether all ranks have parameters of the same number.
 
     Raises:

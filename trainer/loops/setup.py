@@ -43,7 +43,7 @@ from trainer.loops.dataloaders import (
     make_epoch_iterators,
 )
 from trainer.loops.device_transfer import counts_items
-from trainer.loops.fit_state import load_datamodule, load_run, load_weights, options_of
+from trainer.loops.fit_state import load_datamodule, load_run, load_weights
 from trainer.loops.module_state import frozen_and_eval_flags
 from trainer.loops.pending_saves import PendingSaves
 from trainer.loops.preflight import (
@@ -64,6 +64,7 @@ from trainer.module import TrainModule
 from trainer.names import bare_names
 from trainer.optim.clipping import NO_LIMITS, Limits
 from trainer.optim.configure import OptimizerEntry, SchedulerEntry, names_of, read_optimizers
+from trainer.optim.fingerprint import options_of
 from trainer.optim.finite import FiniteGuard
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.optim.weighting import LossWeighting

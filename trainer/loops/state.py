@@ -191,7 +191,7 @@ class Optimization:
         accumulation: Micro-batches in the next gradient accumulation window.
         first_accumulation: The same as the Trainer was asked for at the start.
         fingerprint: The options of optimizers and schedulers as text; see
-            `trainer.loops.fit_state.options_of`.
+            `trainer.optim.fingerprint.options_of`.
         parameters: All parameters of the module and the optimizers, as of the latest update.
         unused: The parameters that no optimizer has.
         unregistered: Unregistered parameters: an optimizer has them, the module does not.

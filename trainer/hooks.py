@@ -83,8 +83,12 @@ class Boundary:
         """The state keys of the callbacks that have not run yet at this boundary."""
         return [self._hooks[number][0] for number in self._due]
 
-    @remaining_callbacks.setter
-    def remaining_callbacks(self, keys: Sequence[str]) -> None:
+    def state_dict(self) -> list[str]:
+        """Return `remaining_callbacks`."""
+        return self.remaining_callbacks
+
+    def load_state_dict(self, keys: Sequence[str]) -> None:
+        """Let the callbacks with these state keys remain."""
         missing, due = Counter(keys), []
         for number in reversed(self._all):  # of callbacks with the same key, the last ones remain
             key = self._hooks[number][0]

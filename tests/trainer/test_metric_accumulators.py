@@ -11,13 +11,8 @@ from torch import nn
 from torchmetrics import CatMetric, MeanMetric, SumMetric
 
 from trainer.checkpoint.serialization import load_tree, save_tree
-from trainer.loops.module_state import (
-    accumulators_of,
-    metric_states,
-    put_metrics_back,
-    restore_accumulators,
-)
 from trainer.metrics import TRAIN_STEP, MetricStore
+from trainer.metrics.accumulators import MetricAccumulators, metric_states, put_metrics_back
 
 CPU = torch.device("cpu")
 KINDS = ("mean", "sum", "min", "max")
@@ -47,7 +42,7 @@ def saved(values: list[float], folder: Any) -> dict[str, Any]:
     """What a process that has logged these values writes, read back."""
     store, module = MetricStore(CPU), Module()
     log(store, module, values)
-    save_tree(accumulators_of(store, module), folder, "part")
+    save_tree(MetricAccumulators(store, module).state_dict(), folder, "part")
     return load_tree(folder, "part")
 
 
@@ -64,7 +59,7 @@ def test_accumulators_of_one_rank_continue_after_a_resume(tmp_path):
     log(whole, module, after)
 
     resumed, fresh = MetricStore(CPU), Module()
-    restore_accumulators(resumed, fresh, [saved(before, tmp_path)])
+    MetricAccumulators(resumed, fresh).load_state_dicts([saved(before, tmp_path)])
     log(resumed, fresh, after)
     assert reduced(resumed) == reduced(whole)
     assert fresh.total.update_count == 0  # the value was taken, and a new epoch begins
@@ -77,7 +72,9 @@ def test_accumulators_of_several_ranks_are_merged_on_one(tmp_path):
     log(combined, module, second)
 
     merged, fresh = MetricStore(CPU), Module()
-    restore_accumulators(merged, fresh, [saved(first, tmp_path), saved(second, tmp_path)])
+    MetricAccumulators(merged, fresh).load_state_dicts(
+        [saved(first, tmp_path), saved(second, tmp_path)]
+    )
     assert (fresh.total.update_count, fresh.mean.update_count) == (5, 5)
     found, expected = reduced(merged), reduced(combined)
     assert found.pop("object/mean") == pytest.approx(expected.pop("object/mean"))
@@ -93,17 +90,17 @@ def test_an_object_logged_on_steps_alone_is_reset_after_a_resume_too(tmp_path, r
         store.begin_batch(1)
         getattr(module, name).update(2.0)
         store.log(name, getattr(module, name), on_step=True, on_epoch=False)
-    save_tree(accumulators_of(store, module), tmp_path, "part")
+    save_tree(MetricAccumulators(store, module).state_dict(), tmp_path, "part")
     parts = [load_tree(tmp_path, "part") for _ in range(ranks)]
 
     resumed, fresh = MetricStore(CPU), Module()
-    restore_accumulators(resumed, fresh, parts)
+    MetricAccumulators(resumed, fresh).load_state_dicts(parts)
     assert [fresh.total.update_count, fresh.mean.update_count] == [ranks, ranks]
     reduced(resumed)
     assert [fresh.total.update_count, fresh.mean.update_count] == [0, 0]
     for part in parts:
         del part["stepwise"]  # as in a checkpoint of an earlier release
-    restore_accumulators(MetricStore(CPU), fresh, parts)
+    MetricAccumulators(MetricStore(CPU), fresh).load_state_dicts(parts)
     assert fresh.total.update_count == ranks
 
 
@@ -115,7 +112,7 @@ def test_a_metric_object_outside_the_module_is_warned_of(caplog):
     stranger.update(1.0)
     store.log("stranger", stranger)
     with caplog.at_level(logging.WARNING):
-        part = accumulators_of(store, Module())
+        part = MetricAccumulators(store, Module()).state_dict()
     assert "stranger" in caplog.text
     assert part["epochs"]["train"]["objects"] == {}
 

@@ -23,6 +23,7 @@ The modules:
 * ``serialization``: nested state (trees) to and from JSON and safetensors; ``objects``: one object;
 * ``weights``: a module's weights to and from safetensors, in one file or in shards with an index;
 * ``loading``: weights of any common form into a module; ``shards``: shards merged into one file;
+* ``state``: parts that have a state, saved and restored in the order of a mapping;
 * ``parts``: what one process contributes to a checkpoint, and the reader of all parts;
 * ``save``: run a step on all ranks, and raise on all if it fails on one; save a checkpoint so;
 * ``async_writer``: one save at a time, copied to host memory and written by a thread;
@@ -30,5 +31,5 @@ The modules:
 * ``accelerator_state``: ``Accelerator.save_state`` and ``load_state``; ``gradients``: those of an
   incomplete accumulation window; ``accelerate_format``: read folders that accelerate wrote.
 
-What a fit saves is listed in ``trainer.loops.fit_state``.
+The parts of a fit are listed in ``trainer.loops.fit_state``.
 """

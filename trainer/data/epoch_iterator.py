@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -362,6 +362,58 @@ class EpochIterator:
         if self.sharding.split:
             samples = self.num_samples if self.sampler is None else self.sampler.num_samples
         return self.sharding.own_batches(total, samples, rank=self.rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what makes a position in the epoch comparable: the data, their order and length.
+
+        The data are [batch size, samples, batches], each None where unknown. The number of batches,
+        which may change with the epoch, is given only for a batch sampler without a fixed batch
+        size.
+        """
+        return {"data": self._data(), "order": self.mark, "length": list(self.length)}
+
+    def _data(self) -> list[int | None]:
+        if self.sampler is None:
+            size = getattr(self.loader, "batch_size", None)
+            return [size if isinstance(size, int) else None, None, None]
+        data, size = self.dataset, self.sampler.batch_size
+        samples = len(data) if hasattr(data, "__len__") else None
+        return [size, samples, self.num_all_batches if size is None else None]
+
+    def resume_epoch(self, epoch: int, state: Mapping[str, Any]) -> None:
+        """Continue an epoch with the order and the length that it had when it began.
+
+        Args:
+            epoch: The epoch.
+            state: What `state_dict` returned inside it.
+
+        Raises:
+            CheckpointError: The batch size, the number of samples or the number of batches differs
+                from the saved one: samples would be skipped or seen twice.
+        """
+        if state["data"] is None:  # unknown in a checkpoint of another library
+            return
+        self.mark = state.get("order")  # missing in checkpoints of earlier releases
+        if "length" in state:  # likewise
+            self.resume_length(epoch, EpochLength(*state["length"]))
+        saved = [*state["data"], None][:3]  # an earlier release did not save the number of batches
+        with self.isolated_epoch(epoch):  # the length of the data may depend on the epoch
+            here = self._data()
+            if None in (saved[2], here[2]):
+                here[2] = saved[2]
+            elif here != saved and self.sampler is not None:
+                next(iter(self.sampler), None)  # it may count its batches when iteration starts
+                here = self._data()
+        of_streams = saved[1] is here[1] is None
+        if here == saved or (of_streams and here[2] == saved[2] and None in (saved[0], here[0])):
+            return
+        raise CheckpointError(
+            f"The checkpoint was saved inside an epoch in {_described(saved)}, but the training "
+            f"loader now has {_described(here)}. Use the same, even with another number of "
+            "processes, or resume from a checkpoint at the end of an epoch. Data that change "
+            "during the run are part of its state: save and load them in on_save_checkpoint and "
+            "on_load_checkpoint, or in a DataModule's state_dict and load_state_dict."
+        )
 
     @contextmanager
     def isolated_epoch(self, epoch: int) -> Iterator[None]:
@@ -720,3 +772,9 @@ class EpochIterator:
             total, present = sum(samples_of.values()), following is not None
             counts = total, total, len(samples_of), min(samples_of)
             yield GlobalBatch(present, batch, samples, *counts, position=position)
+
+
+def _described(data: Sequence[int | None]) -> str:
+    size, samples, batches = data
+    words = f"batches of {size}" if batches is None else f"{batches} batches"
+    return words if samples is None else f"{words} of {samples} samples"

@@ -35,7 +35,14 @@ from torch.utils.data import Dataset, get_worker_info
 from trainer.data.inline_pickling import sent
 from trainer.data.sampler import BatchIndices, JointBatches, SampleKey
 from trainer.errors import module_logger
-from trainer.rng import isolate_rng, isolated_rng, mix, seed_local
+from trainer.rng import (
+    isolate_rng,
+    isolated_rng,
+    load_rng_state,
+    mix,
+    rng_state,
+    seed_local,
+)
 
 logger = module_logger(__name__)
 
@@ -193,6 +200,43 @@ def load_states(generators: NamedGenerators, states: Mapping[str, Any]) -> list[
         else:
             _load(generator, state)
     return missing
+
+
+def kept_by(module: nn.Module, datamodule: Any = None) -> NamedGenerators:
+    """Return the generators held by a module and a datamodule, without those of their Trainer."""
+    return generators_in((module.__dict__.get("_trainer"),), module=module, datamodule=datamodule)
+
+
+class RunGenerators:
+    """The global generators and those of a module, which a checkpoint holds.
+
+    Args:
+        module: The user's module.
+        of_data: Generators that the data seed anew in each epoch; they are left out.
+    """
+
+    def __init__(self, module: nn.Module, of_data: NamedGenerators) -> None:
+        self._module, others = module, set(map(id, of_data.values()))
+        self.named = {
+            path: each for path, each in kept_by(module).items() if id(each) not in others
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all generators, as a tree that a checkpoint can hold."""
+        return rng_state() | {"own": states_of(self.named)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the states; warn of generators that the module no longer has."""
+        load_rng_state(state)
+        # "own" is missing on a rank that the run did not have when it was saved.
+        if missing := load_states(self.named, state.get("own", {})):
+            logger.warning(
+                "%s had random generators when the checkpoint was saved (%s) that it does not have "
+                "now; those that it creates later start with new states. Create them in __init__ "
+                "or configure_model.",
+                type(self._module).__name__,
+                ", ".join(missing),
+            )
 
 
 def _kind(generator: Any) -> str:

@@ -22,8 +22,8 @@ be whole numbers, the sync vector is float64.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +105,16 @@ class StepSync:
         self.bad_losses = stats.bad_losses
         self.latest = stats
         self.items_seen += stats.items
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a run that resumes goes on from."""
+        return {"items_seen": self.items_seen, "epoch_votes": self.latest.epoch_votes}
+
+    def load_state_dict(self, state: Mapping[str, Any], seconds: float) -> None:
+        """Go on from a state, at this number of seconds of training."""
+        self.items_seen = state["items_seen"]
+        votes = state.get("epoch_votes", 0.0)  # missing in checkpoints of earlier releases
+        self.latest = self.latest._replace(seconds=seconds, epoch_votes=votes)
 
     def dtype_beside(self, parameters: Iterable[nn.Parameter], world_size: int) -> torch.dtype:
         """Return the dtype of the sync vector: exact and, if possible, that of the gradients."""

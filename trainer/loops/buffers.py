@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from trainer.data.seeding import group_equal, isolated_generators
+from trainer.data.seeding import group_equal, isolated_generators, kept_by
 from trainer.distributed.collectives import broadcast, reduce
 from trainer.distributed.objects import all_gather_object
 from trainer.engines.lockstep import isolated_batch_norm
 from trainer.errors import module_logger
 from trainer.loops.device_transfer import items_of
-from trainer.loops.module_state import kept_by, metric_states, of_module, put_metrics_back
 from trainer.loops.state import FitRun, Run
+from trainer.metrics.accumulators import metric_states, put_metrics_back
 from trainer.names import bare_names
 from trainer.optim.optimizer import parameters_of
 from trainer.rng import isolated_rng, mix
@@ -220,7 +220,7 @@ def update_batch_norm(run: FitRun) -> None:
     epoch_iterator = run.data.epoch_iterator.another()
     # Independent of the RNG state, since a resumed run may call this at another point.
     seed = mix(run.data.epoch_iterator.seed, run.counters.epoch, run.dp_rank)
-    generators = of_module(run)
+    generators = run.generators.named
     with (
         kept_buffers(run.module, besides=set(norms)),
         kept_metrics(run.module),

@@ -92,6 +92,15 @@ class Schedule:
     interval: Interval
     before: Progress = field(default_factory=Progress)
 
+    def state_dict(self) -> list[Any]:
+        """Return the interval and the progress at which the event was last due."""
+        return [str(self.interval), self.before._asdict()]
+
+    def load_state_dict(self, state: Sequence[Any], now: Progress) -> None:
+        """Restore it; if the interval has changed, it counts from the run's progress `now`."""
+        interval, before = state
+        self.before = Progress(**before) if self.interval == Interval.parse(interval) else now
+
     def may_be_due(self, step: int) -> bool:
         """Return False if `due` need not be called at this update; cheaper than `due`."""
         every = self.interval.every

@@ -16,14 +16,13 @@ from trainer.checkpoint.storage import read_manifest
 from trainer.checks import raise_findings
 from trainer.data.combined import CombinedLoader, holds_loaders
 from trainer.data.epoch_iterator import EpochIterator
-from trainer.data.seeding import isolated_generators
+from trainer.data.seeding import isolated_generators, kept_by
 from trainer.datamodule import DataModule
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.process_control import on_all
 from trainer.errors import module_logger
 from trainer.hooks import check_hook_typos, is_overridden
 from trainer.loops.config import Settings, apply_limit, require_length
-from trainer.loops.module_state import kept_by
 from trainer.loops.state import Counters, FitRun
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix, set_seed

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from trainer.data.epoch_iterator import EpochIterator, GlobalBatch
 from trainer.data.prefetch import InFlight, send, streams_for
-from trainer.data.seeding import group_equal, isolated_generators
+from trainer.data.seeding import group_equal, isolated_generators, kept_by
 from trainer.datamodule import DataModule
 from trainer.distributed import guards
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.transport import HostCopy
 from trainer.errors import module_logger
 from trainer.hooks import is_overridden
-from trainer.loops.module_state import kept_by
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix
 from trainer.state import GradientState

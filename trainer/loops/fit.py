@@ -24,16 +24,10 @@ from trainer.loops.evaluate import (
     record_epoch,
 )
 from trainer.loops.manual import before_manual_step, manual_window
-from trainer.loops.module_state import (
+from trainer.loops.module_flags import (
     changed_attributes,
     frozen_and_eval_flags,
-    generators_of,
-    isolated_training_metrics,
-    load_generators,
-    metric_states,
     plain_attributes,
-    put_metrics_back,
-    restore_generators,
 )
 from trainer.loops.preflight import check_reachable, warn_of_missed, warn_of_shared_names
 from trainer.loops.profiler import DATA, VALIDATING
@@ -41,6 +35,11 @@ from trainer.loops.state import FitRun
 from trainer.loops.train_step import train_window
 from trainer.loops.update import reduce_update, step_schedulers
 from trainer.metrics import TRAIN_EPOCH
+from trainer.metrics.accumulators import (
+    isolated_training_metrics,
+    metric_states,
+    put_metrics_back,
+)
 from trainer.optim.schedule_free import evaluation_weights, schedule_free
 
 
@@ -179,7 +178,7 @@ def restore_rng(run: FitRun) -> None:
     """Restore the RNG states of the checkpoint being resumed, once; later calls do nothing."""
     if run.saving.saved_rng is not None:
         with reading("The state of the random generators", "cannot be restored"):
-            restore_generators(run, run.saving.saved_rng)
+            run.generators.load_state_dict(run.saving.saved_rng)
         run.saving.saved_rng = None
 
 
@@ -261,9 +260,8 @@ def finish_boundary(run: FitRun) -> None:
     """
     restore_rng(run)
     boundary(run, on_all_ranks=True)
-    run.saving.saved_rng = generators_of(
-        run
-    )  # restored after the hooks that are called a second time
+    # Restored after the hooks that are called a second time.
+    run.saving.saved_rng = run.generators.state_dict()
 
 
 def preempt(run: FitRun) -> NoReturn:
@@ -345,7 +343,7 @@ def validate(run: FitRun) -> None:
     if run.optim.guard is not None:
         run.optim.guard.read_pending()
     sync_buffers(run)
-    generators, metrics = generators_of(run), metric_states(run.module)
+    generators, metrics = run.generators.state_dict(), metric_states(run.module)
     try:
         with (
             run.timing.part(VALIDATING),
@@ -355,7 +353,7 @@ def validate(run: FitRun) -> None:
             values = evaluate(run, VALIDATION, run.data.val_iterators)
     except EvaluationAbandoned:
         run.metrics.forget(VALIDATION)
-        load_generators(run, generators)
+        run.generators.load_state_dict(generators)
         put_metrics_back(metrics)
         raise
     step = run.counters.global_step
@@ -388,7 +386,7 @@ def sanity_check(run: FitRun) -> None:
     if not run.data.val_iterators or run.plan.sanity_steps == 0 or run.counters.batches_seen > 0:
         return
     limits = [epoch_iterator.limit for epoch_iterator in run.data.val_iterators]
-    generators, names = generators_of(run), set(run.metrics.names)
+    generators, names = run.generators.state_dict(), set(run.metrics.names)
     latest, updates = dict(run.recorder.latest), dict(run.recorder.updates)
     metrics = metric_states(run.module)
     run.sanity_checking = True
@@ -415,5 +413,5 @@ def sanity_check(run: FitRun) -> None:
         run.recorder.latest, run.recorder.updates = latest, updates
         for epoch_iterator, limit in zip(run.data.val_iterators, limits, strict=True):
             epoch_iterator.limit = limit
-        load_generators(run, generators)
+        run.generators.load_state_dict(generators)
         put_metrics_back(metrics)

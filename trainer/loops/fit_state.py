@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from callbacks import Callback, Interval, Progress
+from callbacks import Callback
 from trackers.redaction import redact
 from trainer.checkpoint import gradients
-from trainer.checkpoint.accelerator_state import dtypes_of
 from trainer.checkpoint.loading import load_into
 from trainer.checkpoint.parts import (
     TRAINED_NAME,
@@ -36,7 +34,16 @@ from trainer.checkpoint.save import (
     save_checkpoint,
 )
 from trainer.checkpoint.serialization import check_weight, encode_tree, save_tree
-from trainer.checkpoint.sharded_state import ShardedTensor, Shards, resharded, state_like
+from trainer.checkpoint.sharded_state import ShardedTensor, Shards, resharded
+from trainer.checkpoint.state import (
+    Parts,
+    RankStates,
+    Stateful,
+    StateFunctions,
+    collect,
+    dtypes_of,
+    restore,
+)
 from trainer.checkpoint.storage import (
     commit,
     open_staging,
@@ -45,30 +52,20 @@ from trainer.checkpoint.storage import (
     reading,
 )
 from trainer.checkpoint.weights import WEIGHTS_NAME, own_names, save_weights
-from trainer.data.sampler import EpochLength
+from trainer.data.epoch_iterator import EpochIterator
 from trainer.engines.base import Engine
 from trainer.errors import CheckpointError, module_logger
 from trainer.hparams import to_manifest
 from trainer.loops.buffers import sync_buffers
-from trainer.loops.config import Schedule
-from trainer.loops.module_state import (
-    accumulators_of,
-    frozen_and_eval_flags,
-    generators_of,
-    load_switches,
-    plain_attributes,
-    restore_accumulators,
-    set_attributes,
-)
+from trainer.loops.module_flags import EpochStart, ModuleFlags
+from trainer.loops.optimizer_states import OptimizerStates
 from trainer.loops.run_metadata import versions
-from trainer.loops.state import Counters, FitRun
+from trainer.loops.state import FitRun
+from trainer.metrics.accumulators import MetricAccumulators
 from trainer.module import TrainModule, Weights
 from trainer.names import bare_names, bare_state_dict
-from trainer.optim.fingerprint import check_schedules, keep_options, options_of
-from trainer.optim.groups import names_of_groups, restore_groups
 from trainer.optim.optimizer import parameters_of
 from trainer.optim.schedule_free import evaluation_weights, schedule_free
-from trainer.optim.state import load_state, state_of
 from trainer.rng import isolated_rng, mix, rng_state
 from trainer.state import PartialState
 from trainer.tree import leaves
@@ -76,6 +73,171 @@ from trainer.tree import leaves
 logger = module_logger(__name__)
 
 OPTIMIZER, TRAINER, RECORD, DATA = "optimizer", "trainer", "record", "datamodule"
+_ADDED_LATER = ("switches", "epoch_start", "boundary")  # missing in earlier releases
+_OPTIMIZERS = ("options", "optimizers", "groups", "schedulers", OPTIMIZER)
+
+
+def parts_before_hooks(
+    run: FitRun, optimizers: OptimizerStates, callbacks: Sequence[Callback]
+) -> Parts:
+    """Return what is equal on all ranks and restored before the callbacks' hooks, in that order.
+
+    The module's weights come before it. The keys are those of ``trainer.json``, but for the tensors
+    of the optimizers, which are in ``optimizer.json``.
+    """
+    return {
+        "switches": ModuleFlags(run.module, run.saving, warns=run.rank == 0),
+        _OPTIMIZERS: optimizers,
+        "scaler": run.precision,
+        ("counters", "items_seen", "epoch_votes"): run,
+        "guard": run.optim.guard,
+        ("reference",): run.optim.weighting,
+        ("latest", "updates", "validated"): run.recorder,
+        "callbacks": CallbackStates(run.module, callbacks),
+    }
+
+
+def shared_states(
+    run: FitRun, callbacks: Sequence[Callback], optimizers: OptimizerStates
+) -> dict[str, Any]:
+    """Return the states that are equal on all ranks, with those of files of their own."""
+    parts = {**parts_before_hooks(run, optimizers, callbacks), **parts_after_hooks(run)}
+    data = run.datamodule.state_dict() if has_state(run.datamodule) else None
+    return collect(parts) | ({DATA: {type(run.datamodule).__qualname__: data}} if data else {})
+
+
+def parts_of_rank(run: FitRun) -> Parts:
+    """Return what differs between ranks, in the order of restoring: after the callbacks' hooks."""
+    engine = run.engine
+    parts: dict[Any, Stateful] = {
+        "rng": _generators(run),
+        ("metrics", "counts_values"): _metrics(run),
+        "stream": _stream(run.data.epoch_iterator),
+        tuple(engine.state_dict()): StateFunctions(
+            engine.state_dict, lambda saved: engine.load_state_dicts(saved.states)
+        ),
+    }
+    if not run.module.automatic_optimization:  # only there are gradients alive at a boundary
+        parts["gradients"] = _gradients(run)
+    return parts
+
+
+def _generators(run: FitRun) -> Stateful:
+    """They are restored when the training goes on, see `Saving.saved_rng`."""
+
+    def load(saved: RankStates) -> None:
+        run.saving.saved_rng = saved.own
+        if saved.own is None:
+            logger.warning(
+                "The checkpoint was saved by fewer processes: rank %d starts with freshly seeded "
+                "generators.",
+                run.rank,
+            )
+            seed = mix(run.data.epoch_iterator.seed, run.dp_rank, run.counters.global_step)
+            with isolated_rng(seed % 2**32):
+                run.saving.saved_rng = rng_state()
+
+    return StateFunctions(run.generators.state_dict, load)
+
+
+def _metrics(run: FitRun) -> Stateful:
+    parallel, metrics = run.engine.parallel, MetricAccumulators(run.metrics, run.module)
+
+    def save() -> dict[str, Any]:
+        return {"metrics": metrics.state_dict(), "counts_values": parallel.is_log_primary}
+
+    def load(saved: RankStates) -> None:
+        # Decisions depend on which names were logged: equal on all ranks.
+        run.metrics.names.update(*(each["metrics"]["names"] for each in saved.states))
+        same_shares = saved.data_size == saved.dp_size
+        holds = saved.same or (parallel.is_data_primary if same_shares else run.rank == 0)
+        counted = [e for e in saved.to_merge if saved.same or e.get("counts_values", True)]
+        metrics.load_state_dicts([each["metrics"] for each in counted], holds=holds)
+
+    return StateFunctions(save, load)
+
+
+def _stream(epoch_iterator: EpochIterator) -> Stateful:
+    def load(saved: RankStates) -> None:
+        # Equal on all ranks, but in presharded streams.
+        own = saved.own if saved.data_size == saved.dp_size else saved.states[0]
+        epoch_iterator.resume_at(own)
+
+    return StateFunctions(epoch_iterator.position, load)
+
+
+def _gradients(run: FitRun) -> Stateful:
+    named = partial(gradients.named_parameters, [run.module], run.optim.optimizers)
+
+    def save() -> dict[str, Any]:
+        run.precision.state_dict()  # rescales the gradients to the saved loss scale
+        return gradients.collect(named())
+
+    def load(saved: RankStates) -> None:
+        here = gradients.for_rank(saved.states, run.rank, run.world_size)
+        for note in gradients.check(named(), here):
+            logger.warning(note)
+        gradients.put(named(), here)
+
+    return StateFunctions(save, load)
+
+
+def parts_after_hooks(run: FitRun) -> Parts:
+    """Return what is equal on all ranks and restored last, in that order.
+
+    The callbacks' hooks, which come before it, may have restored the data.
+    """
+    epoch_iterator, stopping = run.data.epoch_iterator, run.stopping
+
+    def resume_epoch(state: Mapping[str, Any]) -> None:
+        if run.counters.epoch_batches and not run.counters.epoch_complete:
+            epoch_iterator.resume_epoch(run.counters.epoch, state)
+
+    def load_stop(state: bool) -> None:
+        stopping.now = state
+
+    return {
+        "epoch_start": EpochStart(run.module, run.saving, run.optim),
+        "should_stop": StateFunctions(
+            lambda: stopping.now or run.step_sync.latest.stop_votes > 0, load_stop
+        ),
+        ("run_id", "unfinished"): run.saving,
+        "boundary": run.hooks.boundary,
+        ("data", "order", "length"): StateFunctions(epoch_iterator.state_dict, resume_epoch),
+        ("last_logged", "schedules"): StateFunctions(
+            run.plan.state_dict, lambda state: run.plan.load_state_dict(state, run.progress)
+        ),
+    }
+
+
+class CallbackStates:
+    """The states of the callbacks, by their keys.
+
+    Args:
+        module: The user's module, whose parameters tell how averages of them are sharded.
+        callbacks: The callbacks.
+    """
+
+    def __init__(self, module: TrainModule, callbacks: Sequence[Callback]) -> None:
+        self._module, self._callbacks = module, callbacks
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states."""
+        return {callback.state_key: callback.state_dict() for callback in self._callbacks}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the states of the callbacks that were there at the save."""
+        for callback in self._callbacks:
+            key = callback.state_key
+            if key in state:
+                with reading(f"the state of {key}", "cannot be restored"):
+                    self._load(callback, state[key])
+
+    def _load(self, callback: Callback, state: dict[str, Any]) -> None:
+        if any(isinstance(leaf, ShardedTensor) for leaf in leaves(state)):
+            named = dict(bare_names(self._module, self._module.named_parameters()))
+            state = resharded(state, callback.state_dict(), named)
+        callback.load_state_dict(state)
 
 
 def save_run(
@@ -124,23 +286,21 @@ def save_run(
     is_writer = is_writer_rank(state, on_each_node)
     mesh = run.engine.parallel.mesh
     shards = None if mesh is None else Shards(run.rank, mesh)
-    gathered, optimizers = _gathered(run, weights_only)
+    optimizers, gathered = OptimizerStates(run.optim, run.module), None
+    if run.engine.full_state_on_rank0:  # collective
+        if not weights_only:
+            optimizers.gather()
+        gathered = run.engine.full_state_dict(run.module)
 
     def capture() -> Encoded | None:
-        others, trained = edited or _weights_of(run, trainer, callbacks, gathered)
-        if shards is not None:
-            shards.add_weights(others)
-        elif is_writer:
-            shared.append(weights_part(others))
-        if weights_only:
-            if extra:
-                part = tree_part({"extra": extra}, TRAINER, shards)
-                shared.extend([part] if is_writer else [])
-            return None
+        weights = edited or _weights_of(run, trainer, callbacks, gathered)
         if is_writer or shards is not None:
-            parts = _shared_parts(run, callbacks, trained, extra, shards, optimizers)
+            states = None if weights_only else shared_states(run, callbacks, optimizers)
+            parts = _shared_parts(weights, states, extra, shards)
             shared.extend(parts if is_writer else ())
-        own.append(encode_tree(_state_of_rank(run), rank_stem(run.rank)))
+        if weights_only:
+            return None
+        own.append(encode_tree(collect(parts_of_rank(run)), rank_stem(run.rank)))
         return own[0] if on_each_node else None
 
     of_all = run_on_all_ranks(f"Saving {target}", capture, state, run.saving.writer.group)
@@ -182,15 +342,6 @@ def save_run(
         background=background,
     )
     return background or run.saving.writer.wait()
-
-
-def _gathered(run: FitRun, weights_only: bool) -> tuple[Mapping[str, Any] | None, list[Any] | None]:
-    """Return the weights and the optimizers' states if the engine gathers them; collective."""
-    if not run.engine.full_state_on_rank0:
-        return None, None
-    optimizers = [] if weights_only else run.optim.optimizers
-    states = [state_of(each, [run.module]) for each in optimizers]
-    return run.engine.full_state_dict(run.module), states
 
 
 def _settle(run: FitRun) -> None:
@@ -268,54 +419,32 @@ def apply_edits(
 
 
 def _shared_parts(
-    run: FitRun,
-    callbacks: Sequence[Callback],
-    trained: Mapping[str, object] | None,
+    weights: Weights,
+    states: dict[str, Any] | None,
     extra: Mapping[str, Any],
     shards: Shards | None,
-    optimizers: list[Any] | None,
 ) -> list[StatePart]:
-    """Return the state parts that are equal on all ranks, except the file of the model's weights.
+    """Return the files that are equal on all ranks.
 
     Args:
-        run: The fit.
-        callbacks: The callbacks, whose states are saved.
-        trained: The trained weights if the model's file holds other ones, else None.
+        weights: Those of the model's file and, if these differ, the trained ones.
+        states: What is not weights; None to save weights only.
         extra: What the ``on_save_checkpoint`` hooks have added.
         shards: Takes sharded tensors.
-        optimizers: The optimizers' states, if the engine has gathered them.
     """
-    if optimizers is None:
-        optimizers = [state_of(optimizer, [run.module]) for optimizer in run.optim.optimizers]
-    parts = [tree_part(optimizers, OPTIMIZER, shards)]
-    if trained is not None and shards is not None:
-        shards.add_weights(trained, section_of(TRAINED_NAME))
-    elif trained is not None:
-        parts.append(weights_part(trained, TRAINED_NAME))
-    parts.append(tree_part(_state_of(run, callbacks) | {"extra": extra}, TRAINER, shards))
-    if data := _state_of_data(run.datamodule):
-        parts.append(tree_part(data, DATA))
-    return parts
-
-
-def _state_of_rank(run: FitRun) -> dict[str, Any]:
-    """Return the state that differs between ranks: RNG, metrics, stream position and more."""
-    state = {
-        "rng": generators_of(run),
-        "metrics": accumulators_of(run.metrics, run.module),
-        "counts_values": run.engine.parallel.is_log_primary,
-        "stream": run.data.epoch_iterator.position(),
-        **run.engine.state_dict(),
-    }
-    if not run.module.automatic_optimization:
-        run.precision.state_dict()  # rescales the gradients to the saved loss scale
-        state["gradients"] = gradients.collect(named_gradients(run))
-    return state
-
-
-def named_gradients(run: FitRun) -> dict[str, nn.Parameter]:
-    """Return the parameters that may have gradients at a boundary in manual optimisation."""
-    return gradients.named_parameters([run.module], run.optim.optimizers)
+    parts = []
+    for state_dict, name in zip(weights, (WEIGHTS_NAME, TRAINED_NAME), strict=True):
+        if state_dict is None or (states is None and name == TRAINED_NAME):
+            continue
+        if shards is None:
+            parts.append(weights_part(state_dict, name))
+        else:
+            shards.add_weights(state_dict, section_of(name))
+    if states is None:
+        return parts + ([tree_part({"extra": extra}, TRAINER, shards)] if extra else [])
+    own_files = [stem for stem in (OPTIMIZER, DATA) if stem in states]
+    parts += [tree_part(states.pop(stem), stem, shards) for stem in own_files]
+    return [*parts, tree_part(states | {"extra": extra}, TRAINER, shards)]
 
 
 def _writer_of_record(run: FitRun) -> Callable[[Path], None]:
@@ -469,78 +598,9 @@ def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
-    counters = asdict(run.counters) | {"seconds": run.progress.seconds}
-    del counters["global_batches"]  # depends on the number of processes
-    attributes = plain_attributes(run.module) if run.saving.epoch_attributes else {}
-    return {
-        "run_id": run.saving.run_id,
-        "counters": counters,
-        "items_seen": run.step_sync.items_seen,
-        "reference": run.optim.weighting.reference,
-        "data": data_of(run),
-        "order": run.data.epoch_iterator.mark,
-        "length": list(run.data.epoch_iterator.length),
-        "options": run.optim.fingerprint,
-        "switches": {
-            "begun": run.saving.begun,
-            "now": run.saving.ended or frozen_and_eval_flags(run.module),
-        },
-        "epoch_start": {
-            "attributes": {
-                name: attributes.get(name, value)  # which may hold tensors now, as outputs
-                for name, value in run.saving.epoch_attributes.items()
-            },
-            "accumulation": [run.optim.first_accumulation, run.optim.accumulation],
-        },
-        "should_stop": run.stopping.now or run.step_sync.latest.stop_votes > 0,
-        "epoch_votes": run.step_sync.latest.epoch_votes,
-        "unfinished": run.saving.unfinished,
-        "boundary": run.hooks.boundary.remaining_callbacks,
-        "last_logged": run.plan.last_logged,
-        "latest": run.recorder.latest,
-        "updates": run.recorder.updates,
-        "validated": run.recorder.validated,
-        "schedules": {
-            name: [str(schedule.interval), schedule.before._asdict()]
-            for name, schedule in (("val", run.plan.val_schedule), ("log", run.plan.log_schedule))
-        },
-        "optimizers": run.optim.names,
-        "groups": [names_of_groups(optimizer, run.module) for optimizer in run.optim.optimizers],
-        "schedulers": [entry.scheduler.state_dict() for entry in run.optim.schedulers],
-        "scaler": run.precision.state_dict(),
-        "guard": None if run.optim.guard is None else run.optim.guard.state_dict(),
-        "callbacks": {callback.state_key: callback.state_dict() for callback in callbacks},
-    }
-
-
-def _state_of_data(datamodule: Any) -> dict[str, Any]:
-    """Return a datamodule's state under the name of its class; empty if it has none."""
-    state = datamodule.state_dict() if has_state(datamodule) else None
-    return {type(datamodule).__qualname__: state} if state else {}
-
-
 def has_state(datamodule: Any) -> bool:
     """Return whether a datamodule's state can be saved and restored."""
     return hasattr(datamodule, "state_dict") and hasattr(datamodule, "load_state_dict")
-
-
-def data_of(run: FitRun) -> list[int | None]:
-    """Return what makes a position in an epoch comparable: [batch size, samples, batches].
-
-    Each is None where unknown. The number of batches, which may change with the epoch, is given
-    only for a batch sampler that has no fixed batch size.
-    """
-    sampler = run.data.epoch_iterator.sampler
-    if sampler is None:
-        size = getattr(run.data.epoch_iterator.loader, "batch_size", None)
-        return [size if isinstance(size, int) else None, None, None]
-    data, size = run.data.epoch_iterator.dataset, sampler.batch_size
-    samples = len(data) if hasattr(data, "__len__") else None
-    return [size, samples, run.data.epoch_iterator.num_all_batches if size is None else None]
-
-
-_UNFIT = "cannot be restored"
 
 
 def load_datamodule(datamodule: Any, path: Path) -> None:
@@ -600,11 +660,18 @@ def load_run(
             "pass its path as ckpt_path, in another project_dir."
         )
     state, record = reader.tree(TRAINER), reader.tree(RECORD)
-    later = (
-        run.engine.parallel.mesh is not None
-    )  # each process needs a share of what whole files hold
-    optimizers = reader.tree(OPTIMIZER, later=later)
+    # Each process needs a share of what whole files hold.
+    later = run.engine.parallel.mesh is not None
+    state[OPTIMIZER] = reader.tree(OPTIMIZER, later=later)
     ranks = [reader.tree(rank_stem(rank)) for rank in range(reader.manifest["world_size"])]
+    of_ranks = RankStates(
+        ranks,
+        reader.manifest.get("data_size", len(ranks)),
+        rank=run.rank,
+        world_size=run.world_size,
+        dp_rank=run.dp_rank,
+        dp_size=run.dp_size,
+    )
     trained = set(map(id, parameters_of(run.optim.optimizers)))
     trained &= set(map(id, run.module.parameters()))
     saved = reader.weights(WEIGHTS_NAME, later=later)
@@ -618,38 +685,20 @@ def load_run(
         )
     load = partial(_load, run.engine, run.module, strict=run.module._resumes_strictly)
     load(weights, path / WEIGHTS_NAME)
-    if "switches" in state:  # checkpoints of earlier releases do not have it
-        load_switches(run.module, run.saving.begun, state["switches"], tell=run.rank == 0)
     if differs := reader.has_weights(TRAINED_NAME):
         weights = apply_edits(weights, saved, reader.weights(TRAINED_NAME, later=later))
-    with reading(path / f"{OPTIMIZER}.json", _UNFIT):
-        _restore_optimizers(run, path, state, optimizers, weights)
-    restored = options_of(run.optim.names, run.optim.optimizers, run.optim.schedulers)
-    keep_options(run.optim.fingerprint, state.get("options", {}), restored, tell=run.rank == 0)
-    with reading(path / f"{TRAINER}.json", _UNFIT):
-        run.precision.load_state_dict(state["scaler"])
-        _restore_counters(run, state)
-    for callback in callbacks:
-        if callback.state_key in state["callbacks"]:
-            with reading(f"The state of {callback.state_key} in {path}", _UNFIT):
-                _restore_callback(run, callback, state["callbacks"][callback.state_key])
+    dtypes = dtypes_of(run.module, own_names(run.module, weights))
+    optimizers = OptimizerStates(run.optim, run.module, dtypes=dtypes, warns=run.rank == 0)
+    restore(parts_before_hooks(run, optimizers, callbacks), state, path, optional=_ADDED_LATER)
     if differs:
         load(weights, path / TRAINED_NAME)
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, run.module, checkpoint)
-    with reading(f"The states of the processes in {path}", _UNFIT):
-        _restore_ranks(run, path, ranks, reader.manifest.get("data_size", len(ranks)))
-    _restore_epoch_start(run, state.get("epoch_start", {}))  # missing in earlier releases
-    run.stopping.now = stays_stopped and state["should_stop"]
-    run.saving.unfinished = state["unfinished"]
-    run.hooks.boundary.remaining_callbacks = state.get("boundary", [])
-    run.plan.last_logged = state["last_logged"]
-    run.saving.run_id = state["run_id"]
-    _restore_epoch(run, state)  # after the callbacks' hooks, which may restore the data
-    with reading(path / f"{TRAINER}.json", _UNFIT):
-        for name, schedule in (("val", run.plan.val_schedule), ("log", run.plan.log_schedule)):
-            interval, before = state["schedules"][name]
-            _restore_schedule(schedule, Interval.parse(interval), Progress(**before), run)
+    run.saving.starts_epoch_again = "epoch_start" not in state  # as in earlier releases
+    may_lack = (tuple(run.engine.state_dict()), "gradients")  # of another engine, or automatic
+    restore(parts_of_rank(run), of_ranks, path, optional=may_lack)
+    restore(parts_after_hooks(run), state, path, optional=_ADDED_LATER)
+    run.stopping.now &= stays_stopped
     run.recorder.resume(record.get("trackers", {}), run.counters.global_step)
     offset: int | None = record["offset"]
     return offset
@@ -671,14 +720,6 @@ def _load(
     load_into(module, weights, where=where, strict=strict, load=engine.load_weights, here=here)
 
 
-def _restore_callback(run: FitRun, callback: Callback, state: dict[str, Any]) -> None:
-    """Load the state of a callback; tensors that were sharded are as they or parameters are now."""
-    if any(isinstance(leaf, ShardedTensor) for leaf in leaves(state)):
-        named = dict(bare_names(run.module, run.module.named_parameters()))
-        state = resharded(state, callback.state_dict(), named)
-    callback.load_state_dict(state)
-
-
 def _open(path: Path) -> Reader:
     """Return the reader of a checkpoint that `choose_checkpoint` has verified.
 
@@ -692,187 +733,6 @@ def _open(path: Path) -> Reader:
             "Accelerator.load_state."
         )
     return reader
-
-
-def _restore_optimizers(
-    run: FitRun,
-    path: Path,
-    state: Mapping[str, Any],
-    optimizers: Sequence[Mapping[str, Any]],
-    weights: Mapping[str, torch.Tensor],
-) -> None:
-    """Restore the optimizers and the schedulers.
-
-    Args:
-        run: The fit.
-        path: The checkpoint, for errors.
-        state: The state that is equal on all ranks.
-        optimizers: The optimizers' state dicts.
-        weights: The saved trained weights by name, whose dtypes the optimizer states refer to.
-    """
-    _same_number(path, "optimizers", run.optim.optimizers, optimizers)
-    if state["optimizers"] is not None:  # unknown in a checkpoint of another library
-        _same_names(path, run.optim.names, state["optimizers"])
-    schedulers = [entry.scheduler for entry in run.optim.schedulers]
-    for optimizer, groups in zip(run.optim.optimizers, state["groups"], strict=True):
-        restore_groups(optimizer, groups, run.module, schedulers=schedulers)
-    dtypes = dtypes_of(run.module, own_names(run.module, weights))
-    for optimizer, saved in zip(run.optim.optimizers, optimizers, strict=True):
-        load_state(optimizer, state_like(optimizer, saved), dtypes)
-    _same_number(path, "schedulers", run.optim.schedulers, state["schedulers"])
-    check_schedules(run.optim.fingerprint, state.get("options", {}), len(run.optim.schedulers))
-    for entry, saved in zip(run.optim.schedulers, state["schedulers"], strict=True):
-        entry.scheduler.load_state_dict(saved)
-
-
-def _restore_ranks(
-    run: FitRun, path: Path, ranks: Sequence[dict[str, Any]], data_size: int
-) -> None:
-    """Restore this rank's state; if the number of processes has changed, redistribute the states.
-
-    Args:
-        run: The fit.
-        path: The checkpoint, for warnings.
-        ranks: The saved state of each rank.
-        data_size: Of how many shares of the data they are; the others read the same data again.
-    """
-    each = len(ranks) // data_size
-    shares = ranks[::each]
-    same = len(ranks) == run.world_size and data_size == run.dp_size
-    # Equal on all ranks, but in presharded streams.
-    own = shares[run.dp_rank] if data_size == run.dp_size else ranks[0]
-    run.data.epoch_iterator.resume_at(own["stream"])
-    for rank in ranks:  # decisions depend on which names were logged: equal on all ranks
-        run.metrics.names.update(rank["metrics"]["names"])
-    if same:
-        taken_in, holds = ranks[run.rank : run.rank + 1], True
-    elif data_size == run.dp_size:
-        first = run.dp_rank * each
-        taken_in, holds = ranks[first : first + each], run.engine.parallel.is_data_primary
-    else:
-        taken_in, holds = ranks, run.rank == 0
-    counted = [rank["metrics"] for rank in taken_in if same or rank.get("counts_values", True)]
-    restore_accumulators(run.metrics, run.module, counted, holds=holds)
-    _restore_gradients(run, [rank.get("gradients", {}) for rank in ranks])
-    run.engine.load_state_dicts(ranks)
-    if same:
-        run.saving.saved_rng = ranks[run.rank]["rng"]
-    elif run.dp_rank < data_size:
-        run.saving.saved_rng = shares[run.dp_rank]["rng"]
-    else:
-        logger.warning(
-            "%s was saved by fewer processes: rank %d starts with freshly seeded generators.",
-            path,
-            run.rank,
-        )
-        with isolated_rng(
-            mix(run.data.epoch_iterator.seed, run.dp_rank, run.counters.global_step) % 2**32
-        ):
-            run.saving.saved_rng = rng_state()
-
-
-def _restore_gradients(run: FitRun, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Restore accumulated gradients, which only manual optimisation has at an update boundary."""
-    if run.module.automatic_optimization:
-        return
-    named = named_gradients(run)
-    here = gradients.for_rank(ranks, run.rank, run.world_size)
-    for note in gradients.check(named, here):
-        logger.warning(note)
-    gradients.put(named, here)
-
-
-def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
-    counters = Counters(**state["counters"])
-    counters.global_batches = -(-counters.epoch_batches // run.dp_size)
-    run.counters.__dict__.update(vars(counters))
-    run.step_sync.items_seen = state["items_seen"]
-    run.step_sync.latest = run.step_sync.latest._replace(
-        seconds=counters.seconds, epoch_votes=state.get("epoch_votes", 0.0)
-    )
-    if run.optim.guard is not None and state["guard"] is not None:
-        run.optim.guard.load_state_dict(state["guard"])
-    run.optim.weighting.reference = state["reference"]
-    run.recorder.latest.update(state["latest"])
-    run.recorder.updates.update((name, state["updates"].get(name, 0)) for name in state["latest"])
-    run.recorder.validated.update(state.get("validated", {}))  # missing in earlier releases
-
-
-def _restore_epoch_start(run: FitRun, state: Mapping[str, Any]) -> None:
-    """Restore what ``on_train_epoch_start`` has set: it is not called again inside its epoch."""
-    attributes = state.get("attributes", {})
-    set_attributes(run.module, attributes)
-    run.saving.epoch_attributes = dict(attributes)
-    run.saving.starts_epoch_again = not state  # a checkpoint of an earlier release
-    begun, now = state.get("accumulation", (None, None))
-    if begun == run.optim.first_accumulation:  # else the script now asks for another number
-        run.optim.accumulation = now
-
-
-def _restore_epoch(run: FitRun, state: Mapping[str, Any]) -> None:
-    """Continue the saved epoch, with the length that it had when it began.
-
-    Raises:
-        CheckpointError: The batch size, the number of samples or the number of batches differs from
-            the saved one: samples would be skipped or seen twice.
-    """
-    if run.counters.epoch_batches == 0 or run.counters.epoch_complete:
-        return
-    if state["data"] is None:  # unknown in a checkpoint of another library
-        return
-    run.data.epoch_iterator.mark = state.get("order")  # missing in checkpoints of earlier releases
-    if "length" in state:  # likewise
-        run.data.epoch_iterator.resume_length(run.counters.epoch, EpochLength(*state["length"]))
-    saved = [*state["data"], None][:3]  # an earlier release did not save the number of batches
-    with run.data.epoch_iterator.isolated_epoch(
-        run.counters.epoch
-    ):  # the length of the data may depend on the epoch
-        here = data_of(run)
-        if None in (saved[2], here[2]):
-            here[2] = saved[2]
-        elif here != saved and run.data.epoch_iterator.sampler is not None:
-            next(
-                iter(run.data.epoch_iterator.sampler), None
-            )  # it may count its batches when iteration starts
-            here = data_of(run)
-    of_streams = saved[1] is here[1] is None
-    if here == saved or (of_streams and here[2] == saved[2] and None in (saved[0], here[0])):
-        return
-    raise CheckpointError(
-        f"The checkpoint was saved inside an epoch in {_described(saved)}, but the training "
-        f"loader now has {_described(here)}. Use the same, even with another number of "
-        "processes, or resume from a checkpoint at the end of an epoch. Data that change during "
-        "the run are part of its state: save and load them in on_save_checkpoint and "
-        "on_load_checkpoint, or in a DataModule's state_dict and load_state_dict."
-    )
-
-
-def _described(data: Sequence[int | None]) -> str:
-    size, samples, batches = data
-    words = f"batches of {size}" if batches is None else f"{batches} batches"
-    return words if samples is None else f"{words} of {samples} samples"
-
-
-def _restore_schedule(schedule: Schedule, saved: Interval, before: Progress, run: FitRun) -> None:
-    """Restore a schedule; if its interval has changed, it counts from the run's progress."""
-    schedule.before = before if schedule.interval == saved else run.progress
-
-
-def _same_number(path: Path, what: str, here: Sequence[Any], saved: Sequence[Any]) -> None:
-    if len(here) != len(saved):
-        raise CheckpointError(
-            f"{path} holds {len(saved)} {what}, but configure_optimizers returned {len(here)}."
-        )
-
-
-def _same_names(path: Path, here: Sequence[str], saved: Sequence[str]) -> None:
-    """Raise if the saved optimizers' names or their order differ from the present ones."""
-    if list(here) != list(saved):
-        raise CheckpointError(
-            f"{path} holds the state of the optimizers {', '.join(map(repr, saved))}, but "
-            f"configure_optimizers returned {', '.join(map(repr, here))}. Return the same in that "
-            "order; an optimizer is named by the 'name' beside it, else by its class."
-        )
 
 
 def load_weights(module: TrainModule, path: Path, engine: Engine | None = None) -> dict[str, Any]:

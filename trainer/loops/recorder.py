@@ -150,6 +150,16 @@ class Recorder:
         self.latest.update(read)
         self.updates.update(dict.fromkeys(read, step))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the latest values and their updates."""
+        return {"latest": self.latest, "updates": self.updates, "validated": self.validated}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them; names of this start, as of the sanity check, stay."""
+        self.latest.update(state["latest"])
+        self.updates.update((name, state["updates"].get(name, 0)) for name in state["latest"])
+        self.validated.update(state.get("validated", {}))  # missing in earlier releases
+
     @property
     def trackers(self) -> list[GeneralTracker]:
         """The trackers; empty if this process does not write."""

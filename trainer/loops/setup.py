@@ -44,7 +44,7 @@ from trainer.loops.dataloaders import (
 )
 from trainer.loops.device_transfer import counts_items
 from trainer.loops.fit_state import load_datamodule, load_run, load_weights
-from trainer.loops.module_state import frozen_and_eval_flags
+from trainer.loops.module_flags import frozen_and_eval_flags
 from trainer.loops.pending_saves import PendingSaves
 from trainer.loops.preflight import (
     can_be_due,

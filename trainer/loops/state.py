@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from callbacks import Progress
 from trainer.checkpoint.async_writer import Writer
 from trainer.data.epoch_iterator import EpochIterator
+from trainer.data.seeding import RunGenerators
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.base import Engine
 from trainer.hooks import HookTable
@@ -99,6 +100,15 @@ class Counters:
         self.epoch += 1
         self.global_batches = self.epoch_batches = 0
         self.epoch_complete = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters but `global_batches`, which depends on the number of processes."""
+        return {name: value for name, value in asdict(self).items() if name != "global_batches"}
+
+    def load_state_dict(self, state: Mapping[str, Any], dp_size: int) -> None:
+        """Restore the counters, for so many shares of the data."""
+        vars(self).update(vars(Counters(**state)))
+        self.global_batches = -(-self.epoch_batches // dp_size)
 
 
 @dataclass(kw_only=True)
@@ -269,6 +279,17 @@ class Plan:
     log_due: bool = False
     last_logged: int = 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return when the run last logged and validated."""
+        schedules = {"val": self.val_schedule.state_dict(), "log": self.log_schedule.state_dict()}
+        return {"last_logged": self.last_logged, "schedules": schedules}
+
+    def load_state_dict(self, state: Mapping[str, Any], now: Progress) -> None:
+        """Restore it, at this progress of the run."""
+        self.last_logged = state["last_logged"]
+        self.val_schedule.load_state_dict(state["schedules"]["val"], now)
+        self.log_schedule.load_state_dict(state["schedules"]["log"], now)
+
 
 @dataclass(kw_only=True)
 class Stopping:
@@ -299,7 +320,7 @@ class Saving:
         pending_saves: Pending saves, to be made at the next update boundary.
         run_id: Identifies the run, also in later starts that resume it.
         begun: Module flags at the start: which parameters were frozen and which submodules in
-            eval mode; see `trainer.loops.module_state`.
+            eval mode; see `trainer.loops.module_flags`.
         ended: Module flags as in `begun`, at the end of the fit: later changes to the module do
             not belong to the run.
         unfinished: Whether a signal ended the run before the work due after its last update.
@@ -318,6 +339,14 @@ class Saving:
     saved_rng: dict[str, Any] | None = None
     epoch_attributes: dict[str, Any] = field(default_factory=dict)
     starts_epoch_again: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which run it is, and whether a signal has ended it."""
+        return {"run_id": self.run_id, "unfinished": self.unfinished}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue that run."""
+        self.run_id, self.unfinished = state["run_id"], state["unfinished"]
 
 
 @dataclass(kw_only=True)
@@ -378,6 +407,21 @@ class FitRun(Run):
         """Start outside a batch, where all ranks call the hooks and collectives are allowed."""
         super().__post_init__()
         self.step = StepState(hooks=self.hooks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the run has come."""
+        counters = self.counters.state_dict() | {"seconds": self.progress.seconds}
+        return {"counters": counters, **self.step_sync.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from there."""
+        self.counters.load_state_dict(state["counters"], self.dp_size)
+        self.step_sync.load_state_dict(state, self.counters.seconds)
+
+    @property
+    def generators(self) -> RunGenerators:
+        """The random generators whose states a checkpoint holds, as they are found now."""
+        return RunGenerators(self.module, self.data.epoch_iterator.users_generators)
 
     @property
     def deciding(self) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import module_logger
-from trainer.loops.module_state import warn_of_dropout_off
+from trainer.loops.module_flags import warn_of_dropout_off
 from trainer.loops.state import FitRun
 from trainer.metrics import to_floats
 from trainer.optim.clipping import clip_each_

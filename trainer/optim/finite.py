@@ -180,9 +180,10 @@ class FiniteGuard:
         """Return the counts of skipped updates."""
         return {"skipped": self.skipped, "in_row": self.in_row}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore the counts of skipped updates."""
-        self.skipped, self.in_row = state["skipped"], state["in_row"]
+    def load_state_dict(self, state: dict[str, int] | None) -> None:
+        """Restore the counts of skipped updates; None is of a run that ignored them."""
+        if state is not None:
+            self.skipped, self.in_row = state["skipped"], state["in_row"]
 
     def should_step(self, non_finite: bool | Tensor | None, step: int, loss: Tensor | None) -> bool:
         """Return whether the optimizers shall step.

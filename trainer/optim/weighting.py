@@ -15,7 +15,7 @@ a plain training loop.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,14 @@ class LossWeighting:
         self.micro_batches = micro_batches
         self.world_size = world_size
         self.reference = reference
+
+    def state_dict(self) -> dict[str, float | None]:
+        """Return the reference, which is fixed for the run."""
+        return {"reference": self.reference}
+
+    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
+        """Restore the reference."""
+        self.reference = state["reference"]
 
     def refer_to(self, items: float) -> None:
         """Set the reference to the items of rank 0's first micro-batch, if it is not set yet.

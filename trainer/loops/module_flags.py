@@ -1,0 +1,194 @@
+"""What hooks set on a module beside its weights: flags and plain attributes, for checkpoints.
+
+Module flags: which parameters are frozen and which submodules are in eval mode. A ``state_dict``
+holds neither, and a hook may have set them once, at an update that a resumed run does not repeat.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from trainer.errors import module_logger
+from trainer.loops.state import Optimization, Saving
+from trainer.module import TrainModule
+from trainer.names import bare_names
+
+logger = module_logger(__name__)
+
+
+def frozen_and_eval_flags(module: nn.Module) -> dict[str, list[str]]:
+    """Return the module flags: names of frozen parameters and of submodules in eval mode."""
+    return {
+        "frozen": [
+            n
+            for n, parameter in bare_names(module, module.named_parameters())
+            if not parameter.requires_grad
+        ],
+        "evaluating": [
+            n for n, part in bare_names(module, module.named_modules()) if not part.training
+        ],
+    }
+
+
+def warn_of_dropout_off(module: nn.Module) -> None:
+    """Warn of submodules that are trained in eval mode, so that their dropout is off.
+
+    ``from_pretrained`` of transformers returns models in eval mode.
+    """
+    if not module.training:  # `fit` calls train() on the module, so a hook chose eval mode
+        return
+    parts = [
+        name
+        for name, part in bare_names(module, module.named_modules())
+        if not part.training
+        and any(
+            parameter.requires_grad
+            for each in part.modules()
+            if not isinstance(each, _BatchNorm)  # trained alone in a frozen backbone
+            for parameter in each.parameters(recurse=False)
+        )
+        and any(
+            isinstance(each, _DropoutNd) and each.p and not each.training for each in part.modules()
+        )
+    ]
+    outermost = [name for name in parts if name.rpartition(".")[0] not in parts]
+    if outermost:
+        logger.warning(
+            "%s is in evaluation mode, so its dropout is off while it is trained (from_pretrained "
+            "returns models so). Call its train() before fit, or freeze its parameters.",
+            ", ".join(outermost),
+        )
+
+
+class ModuleFlags:
+    """The module flags that hooks had set.
+
+    If a flag list already differs between the starts of the two programs, the script was changed
+    in between. Its present flags are then kept.
+
+    Args:
+        module: The user's module.
+        saving: Has the flags at the start of the program and, after it, at the end of the fit.
+        warns: Whether to log differences from the checkpoint.
+    """
+
+    def __init__(self, module: nn.Module, saving: Saving, *, warns: bool) -> None:
+        self._module, self._saving, self._warns = module, saving, warns
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the flags at the start of the program and now."""
+        now = self._saving.ended or frozen_and_eval_flags(self._module)
+        return {"begun": self._saving.begun, "now": now}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the flags that the saved program had set."""
+        begun, before, now = self._saving.begun, state["begun"], state["now"]
+        if begun["frozen"] == before["frozen"]:
+            frozen = set(now["frozen"])
+            for name, parameter in bare_names(self._module, self._module.named_parameters()):
+                parameter.requires_grad = name not in frozen  # an assignment: it may be lazy
+        elif self._warns and (others := set(begun["frozen"]) ^ set(now["frozen"])):
+            logger.warning(
+                "The script freezes different parameters than when the checkpoint was saved, and "
+                "its choice is kept: %s.",
+                ", ".join(sorted(others)),
+            )
+        # At a save the root module is in training mode, unless user code has called eval() on it.
+        if begun["evaluating"] == before["evaluating"] and "" not in now["evaluating"]:
+            evaluating = set(now["evaluating"])
+            for name, part in bare_names(self._module, self._module.named_modules()):
+                part.training = name not in evaluating
+
+
+class EpochStart:
+    """What ``on_train_epoch_start`` has set: it is not called again inside its epoch.
+
+    Args:
+        module: The user's module.
+        saving: Has the attributes as the hook has set them.
+        optim: Has the length of a gradient accumulation window.
+    """
+
+    def __init__(self, module: nn.Module, saving: Saving, optim: Optimization) -> None:
+        self._module, self._saving, self._optim = module, saving, optim
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the attributes with their present values, and the accumulation."""
+        attributes = plain_attributes(self._module) if self._saving.epoch_attributes else {}
+        return {
+            "attributes": {
+                name: attributes.get(name, value)  # which may hold tensors now, as outputs
+                for name, value in self._saving.epoch_attributes.items()
+            },
+            "accumulation": [self._optim.first_accumulation, self._optim.accumulation],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set them again."""
+        set_attributes(self._module, state["attributes"])
+        self._saving.epoch_attributes = dict(state["attributes"])
+        begun, now = state.get("accumulation", (None, None))
+        if begun == self._optim.first_accumulation:  # else the script now asks for another number
+            self._optim.accumulation = now
+
+
+_PLAIN = (bool, int, float, str, type(None))
+_OF_TORCH = vars(nn.Module())
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return a module's and its parts' own attributes that are plain data, by path.
+
+    They are numbers, texts, small tensors, or short lists or dicts of numbers and texts. They are
+    copied.
+    """
+    found: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        of_base = vars(TrainModule()) if part is module else _OF_TORCH
+        for name, value in vars(part).items():
+            if name not in of_base and _is_plain(value):
+                place = f"{path}.{name}" if path else name
+                found[place] = value.clone() if isinstance(value, Tensor) else copy.copy(value)
+    return found
+
+
+def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Set attributes that `plain_attributes` returned, of the parts that the module has."""
+    parts = dict(module.named_modules())
+    for place, value in attributes.items():
+        path, _, name = place.rpartition(".")
+        if path not in parts:
+            continue
+        own: dict[str, Any] = parts[path].__dict__
+        own[name] = value.to(own[name]) if isinstance(own.get(name), Tensor) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is Tensor:
+        return value.numel() <= 1000 and not value.requires_grad and not value.is_sparse
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            return False
+        value = list(value.values())
+    if type(value) is list:
+        return len(value) <= 100 and all(type(item) in _PLAIN for item in value)
+    return type(value) in _PLAIN
+
+
+def changed_attributes(module: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain attributes that differ from those before."""
+    now = plain_attributes(module).items()
+    return {n: value for n, value in now if n not in before or _differ(before[n], value)}
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return not torch.equal(one, other)
+    return type(one) is not type(other) or bool(one != other)

@@ -77,10 +77,9 @@ def read(path: Path, rank: int, local_rank: int) -> dict[str, Any]:
             for file in (*chain.from_iterable(files.values()), *scaler)
         },
         "counts": {kind: len(numbered) for kind, numbered in files.items()},
-        "loaders": None,
-        "rng": _generators(states, local_rank),
+        "own": {"step": (first or {}).get("step", 0), "gradients": None}
+        | ({"rng": _generators(states, local_rank)} if states else {}),
         "first_rng": _generators(first, local_rank),
-        "step": (first or {}).get("step", 0),
         "lost": [
             f"{file.name} holds the state of a sampler or loader, which cannot be loaded: the "
             "loader prepared here starts from the beginning. Use skip_first_batches to resume "

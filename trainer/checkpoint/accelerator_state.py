@@ -39,7 +39,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -56,7 +56,7 @@ from trainer.checkpoint.parts import (
     weights_part,
     write_parts,
 )
-from trainer.checkpoint.resolve import newest_sound
+from trainer.checkpoint.resolve import choose_state, displaced_by, number_of, numbered_root
 from trainer.checkpoint.save import (
     Ranks,
     is_writer_rank,
@@ -70,17 +70,22 @@ from trainer.checkpoint.sharded_state import (
     ShardedTensor,
     Shards,
     like,
-    resharded,
-    state_like,
+)
+from trainer.checkpoint.state import (
+    Parts,
+    PlacedState,
+    Stateful,
+    StateFunctions,
+    collect,
+    dtypes_of,
+    restore,
 )
 from trainer.checkpoint.storage import (
     MANIFEST,
-    NUMBERED,
     STAGING,
     add_files,
     clear,
     discard,
-    is_ours,
     locate,
     staging_path,
     sweep,
@@ -95,10 +100,8 @@ from trainer.errors import CheckpointError, module_logger
 from trainer.files import with_home
 from trainer.names import bare_state_dict
 from trainer.optim.optimizer import parameters_of
-from trainer.optim.state import load_state as load_optimizer
-from trainer.optim.state import state_of
 from trainer.rng import load_rng_state, mix, rng_state, seed_generators
-from trainer.tree import is_sharded, leaves
+from trainer.tree import is_sharded
 
 logger = module_logger(__name__)
 
@@ -108,19 +111,9 @@ T = TypeVar("T")
 
 _WEIGHTS = (WEIGHTS_NAME, f"{WEIGHTS_NAME}{INDEX_SUFFIX}", BIN_NAME)
 _KIND = "accelerator"
-_GRADIENTS = "gradients"
+_GRADIENTS, _LOADERS = "gradients", "sampler"
 _RANK_FILE = re.compile(r"random_states_(\d+)\.json")
 _MAP_LOCATIONS = (None, "cpu", "on_device")
-
-
-class Stateful(Protocol):
-    """Any object whose state can be saved and restored."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Restore a state."""
 
 
 @dataclass(kw_only=True)
@@ -192,17 +185,67 @@ class PreparedObjects:
         kinds = self.optimizers, self.schedulers, self.custom_objects
         return dict(zip(_STEMS, map(len, kinds), strict=True))
 
-    def owners(self) -> dict[str, Stateful]:
-        """Return the objects with a file of their own, by its stem, in the order of loading."""
-        owners: dict[str, Stateful] = {
-            _STEMS["optimizers"](n): optimizer for n, optimizer in enumerate(self.optimizers)
+    def parts(self, dtypes: Mapping[int, torch.dtype] | None = None) -> dict[str, Stateful]:
+        """Return what is the same on all processes, by its file's stem, in the order of loading.
+
+        Args:
+            dtypes: See `trainer.optim.state.load_state`.
+        """
+        owners = {
+            **{_STEMS["optimizers"](n): each for n, each in enumerate(self.optimizers)},
+            **{_STEMS["schedulers"](n): each for n, each in enumerate(self.schedulers)},
+            **({} if self.scaler is None else {"scaler": self.scaler}),
+            **{_STEMS["custom_objects"](n): each for n, each in enumerate(self.custom_objects)},
         }
-        owners |= {_STEMS["schedulers"](n): schedule for n, schedule in enumerate(self.schedulers)}
-        if self.scaler is not None:
-            owners["scaler"] = self.scaler
-        return owners | {
-            _STEMS["custom_objects"](n): obj for n, obj in enumerate(self.custom_objects)
+        parts = {stem: PlacedState(owner, self.models, dtypes) for stem, owner in owners.items()}
+        return {**parts, _LOADERS: StateFunctions(self._loaders, self._load_loaders)}
+
+    def _loaders(self) -> list[Any]:
+        return [{"state": loader.state_dict()} for loader in self.dataloaders]
+
+    def _load_loaders(self, saved: Sequence[Any]) -> None:
+        for loader, state in zip(self.dataloaders, saved, strict=False):
+            loader.load_state_dict(state["state"])
+
+    def parts_of_rank(self) -> Parts:
+        """Return what each process has of its own, in the order of loading."""
+        parts: dict[Any, Stateful] = {
+            "step": StateFunctions(lambda: self.step, partial(setattr, self, "step")),
+            "communication": StateFunctions(
+                lambda: [hook.state_dict() for hook in self.communication], self._load_hooks
+            ),
+            ("gradients", "window_open"): StateFunctions(self._gradients, self._load_gradients),
+            "rng": StateFunctions(rng_state, load_rng_state),
         }
+        if self.engine is None:
+            return parts
+        own = StateFunctions(self.engine.state_dict, self.engine.load_state_dicts)
+        return {"engine": own, **parts}
+
+    def _load_hooks(self, saved: Sequence[Any]) -> None:
+        # It may be empty, see `_check_rest`; otherwise the lengths are equal.
+        for hook, state in zip(self.communication, saved, strict=False):
+            hook.load_state_dict(state)
+
+    def _gradients(self) -> dict[str, Any]:
+        """Those of an open window (even if there are none) or of optimizers yet to step."""
+        named = self.named_parameters()
+        if not self.window_open:
+            ours = set(map(id, parameters_of(self.waiting)))
+            named = {name: parameter for name, parameter in named.items() if id(parameter) in ours}
+        saved = gradients.collect(named)
+        some = saved if saved or self.window_open else None
+        return {"gradients": some, "window_open": self.window_open}
+
+    def _load_gradients(self, state: Mapping[str, Any]) -> None:
+        if state["gradients"] is None and not self.window_open:
+            return
+        named = self.named_parameters()
+        saved: dict[str, Any] = {
+            name: grad if isinstance(grad, ShardedTensor) else like(grad, named.get(name))
+            for name, grad in (state["gradients"] or {}).items()
+        }
+        gradients.put(named, saved)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return all parameters; see `gradients.named_parameters`."""
@@ -327,11 +370,11 @@ def _save(
         )
     displaces: list[Path] = []
     if project.automatic_checkpoint_naming:
-        target = _root(project) / f"checkpoint_{project.iteration}"
+        target = numbered_root(project) / f"checkpoint_{project.iteration}"
 
         def check() -> None:
             sweep(target.parent)  # an earlier deletion may have been killed
-            displaces.extend(_displaced_by(target, project.total_limit))
+            displaces.extend(displaced_by(target, project.total_limit))
 
         raise_on_all_ranks(check, processes, here=writes, operation="save_state (arguments)")
     elif output_dir is None:
@@ -382,7 +425,7 @@ def _save(
         operation="save_state",
     )
     if project.automatic_checkpoint_naming:
-        project.iteration = _number_of(saved)  # the main process may have saved more often
+        project.iteration = number_of(saved)  # the main process may have saved more often
     project.iteration += 1
     if writes:
         logger.info("The state was saved to %s.", saved)
@@ -421,15 +464,9 @@ def _add_to(
                 "Rank %d came too late to add its random states to a save before %s.", rank, target
             )
     if project.automatic_checkpoint_naming:
-        project.iteration = _number_of(target)
+        project.iteration = number_of(target)
     project.iteration += 1
     return target
-
-
-def _number_of(path: Path) -> int:
-    match = NUMBERED.fullmatch(path.name)
-    assert match is not None  # it was named automatically
-    return int(match[1])
 
 
 def check_shared_disk(on_each_node: bool) -> None:
@@ -465,10 +502,9 @@ def _parts(
     """Return this process's parts of the checkpoint."""
     parts = []
     shards = None if prepared.mesh is None else Shards(ranks.process_index, prepared.mesh)
-    states = {  # on all processes: reading the scaler's state may rescale the gradients
-        stem: state_of(owner, prepared.models) for stem, owner in prepared.owners().items()
-    }
-    loaders = [{"state": loader.state_dict()} for loader in prepared.dataloaders]
+    # On all processes: reading the scaler's state may rescale the gradients.
+    shared = prepared.parts()
+    states = collect(shared)
     rank_state = _own_state(prepared)
     reduced: dict[str, Any] = {}
     if shards is not None and rank_state["gradients"] is not None:
@@ -481,13 +517,12 @@ def _parts(
                     parts.append(weights_part(state, name))
                 else:
                     shards.add_weights(state, section_of(name))
-        for stem, owner in prepared.owners().items():
-            with _naming(f"The state of {stem} ({type(owner).__name__})"):
+        for stem, part in shared.items():
+            of_class = f" ({part.kind})" if isinstance(part, PlacedState) else ""
+            with _naming(f"The state of {stem}{of_class}"):
                 parts.append(tree_part(states[stem], stem, shards))
         if reduced:
             parts.append(tree_part(reduced, _GRADIENTS, shards))
-        with _naming("The state of the prepared loaders"):
-            parts.append(tree_part(loaders, "sampler"))
     of_rank = [tree_part(rank_state, _rank_stem(ranks.process_index))]
     if shards is not None:
         of_rank.append(shards_part(shards))
@@ -511,30 +546,15 @@ def _naming(what: str) -> Iterator[None]:
 
 def _own_state(prepared: PreparedObjects) -> dict[str, Any]:
     """Return the per-rank state of this process."""
-    engine = {} if prepared.engine is None else prepared.engine.state_dict()
+    state = collect(prepared.parts_of_rank())
+    if not any(state.get("engine", {}).values()):
+        state.pop("engine", None)
     loaders = {
         str(number): loader.state_dict()
         for number, loader in enumerate(prepared.dataloaders)
         if getattr(loader, "state_is_own", False)
     }
-    return {
-        "step": prepared.step,
-        "rng": rng_state(),
-        "gradients": _gradients_of(prepared),
-        "window_open": prepared.window_open,
-        "communication": [hook.state_dict() for hook in prepared.communication],
-        **({"engine": engine} if any(engine.values()) else {}),
-        **({"loaders": loaders} if loaders else {}),
-    }
-
-
-def _gradients_of(prepared: PreparedObjects) -> dict[str, Any] | None:
-    """Return gradients of an open window (even if there are none) or of optimizers yet to step."""
-    named = prepared.named_parameters()
-    if prepared.window_open:
-        return gradients.collect(named)
-    ours = set(map(id, parameters_of(prepared.waiting)))
-    return gradients.collect({name: p for name, p in named.items() if id(p) in ours}) or None
+    return state | ({"loaders": loaders} if loaders else {})
 
 
 @dataclass(kw_only=True)
@@ -544,20 +564,12 @@ class Stored:
     Attributes:
         path: The folder.
         weights: The models' state dicts.
-        trees: The states of optimizers, schedulers, custom objects and the scaler by file stem.
+        trees: The states that are the same on all processes, by file stem, see
+            `PreparedObjects.parts`; "sampler" is missing if the folder's format does not have it.
         counts: The number of saved optimizers, schedulers and custom objects.
-        loaders: The loaders' state dicts, each under ``"state"``; None if the folder's format does
-            not have them.
-        rng: This rank's RNG states as `trainer.rng.rng_state` returns them; None if this rank saved
-            none.
+        own: What this process restores of `PreparedObjects.parts_of_rank`: ``"rng"`` is missing if
+            this rank saved none, ``"engine"`` has the states of all ranks.
         first_rng: The first rank's RNG states.
-        step: See `PreparedObjects`.
-        gradients: Gradients of an incomplete accumulation window or of optimizers that had not
-            stepped, see `trainer.checkpoint.gradients`. None if there were none, or if the folder's
-            format does not have them.
-        window_open: Whether these gradients belong to an incomplete accumulation window.
-        communication: This rank's states of the communication hooks.
-        engines: The states of the engines of all ranks that saved; empty if they had none.
         lost: Warnings about contents of the folder that cannot be restored.
     """
 
@@ -565,15 +577,14 @@ class Stored:
     weights: list[dict[str, torch.Tensor]]
     trees: dict[str, Any]
     counts: Mapping[str, int]
-    loaders: list[Any] | None
-    rng: dict[str, Any] | None
+    own: dict[str, Any]
     first_rng: dict[str, Any] | None
-    step: int
-    gradients: dict[str, torch.Tensor] | None = None
-    window_open: bool = True
-    communication: list[Any] = field(default_factory=list)
-    engines: list[Any] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor] | None:
+        """The gradients of an incomplete window or of optimizers that had not stepped, or None."""
+        return self.own.get("gradients")
 
 
 def load_state(
@@ -621,7 +632,7 @@ def load_state(
         CheckpointError: If anything is damaged, missing or does not match; raised on every rank.
     """
     project = project or ProjectConfiguration()
-    target, following = _source(input_dir, project, processes)
+    target, following = choose_state(input_dir, project, processes, check=find_state)
     if map_location not in _MAP_LOCATIONS:
         raise TypeError(
             f"map_location is {map_location!r}; it must be one of None, 'cpu' and 'on_device'."
@@ -681,27 +692,7 @@ def load_state(
         logger.info("The state of %s was loaded.", path)
     if following is not None:
         project.iteration = following
-    return stored.step
-
-
-def _source(
-    input_dir: str | os.PathLike[str] | None, project: ProjectConfiguration, processes: Ranks
-) -> tuple[Path, int | None]:
-    """Return the folder to load, and the number of the next save; None keeps the current number."""
-    naming = project.automatic_checkpoint_naming
-    if input_dir is not None:
-        target = Path(with_home("input_dir", input_dir))
-        match = NUMBERED.fullmatch(target.name)
-        if match is None or not naming or project.project_dir is None:
-            return target, None
-        ours = target.absolute().parent == _root(project).absolute()
-        return target, int(match[1]) + 1 if ours else None
-    if naming:
-        return _newest(project, processes)
-    raise ValueError(
-        "input_dir is None and automatic checkpoint naming is off. Pass the folder that save_state "
-        "returned."
-    )
+    return prepared.step
 
 
 def _call_load_hook(hooks: Sequence[LoadHook], models: list[nn.Module], path: Path) -> None:
@@ -763,22 +754,8 @@ def _ranks_in(reader: Reader) -> list[int]:
     return ranks
 
 
-def _read_trees(reader: Reader, *, later: bool) -> dict[str, Any]:
-    """Return the fields of `Stored` that are the same on all processes, except the weights."""
-    stems = [stem for kind in _STEMS for stem in map(_STEMS[kind], range(reader.manifest[kind]))]
-    if reader.manifest["scaler"]:
-        stems.append("scaler")
-    return {
-        "trees": {
-            stem: reader.tree(stem, later=later and stem.startswith("optimizer")) for stem in stems
-        },
-        "loaders": reader.tree("sampler"),
-        "counts": reader.manifest,
-    }
-
-
 def _read(reader: Reader, rank: int, processes: int, prepared: PreparedObjects) -> Stored:
-    saved_by, hooked = reader.manifest["world_size"], bool(prepared.communication)
+    saved_by, manifest = reader.manifest["world_size"], reader.manifest
     later = prepared.mesh is not None  # each process needs a share of what whole files hold
     here = _ranks_in(reader)
     local = reader.tree(_rank_stem(rank)) if rank in here and saved_by == processes else {}
@@ -790,7 +767,7 @@ def _read(reader: Reader, rank: int, processes: int, prepared: PreparedObjects) 
 
     def of_all(how: str, what: str) -> list[dict[str, Any]]:
         # The others are on another machine's disk, unless the main process has saved alone.
-        if len(ranks) < saved_by and not reader.manifest.get("main_process_alone"):
+        if len(ranks) < saved_by and not manifest.get("main_process_alone"):
             raise CheckpointError(
                 f"{reader.path} was saved {how} by {saved_by} processes, and {what} is here of "
                 f"{len(ranks)} alone. Load it with {saved_by} processes."
@@ -810,32 +787,42 @@ def _read(reader: Reader, rank: int, processes: int, prepared: PreparedObjects) 
             own_gradients |= {n: g for n, g in mine.items() if n not in sharded}
     if f"{_GRADIENTS}.json" in reader.files:
         own_gradients = {**(own_gradients or {}), **reader.tree(_GRADIENTS)}
-    if hooked and communication and saved_by != processes:
+    if prepared.communication and communication and saved_by != processes:
         every = of_all("with a communication hook", "its state")
         by_hook = zip(*(state["communication"] for state in every), strict=True)
         communication = [for_processes(states, rank, processes) for states in by_hook]
-    trees = _read_trees(reader, later=later)
+    stems = [stem for kind in _STEMS for stem in map(_STEMS[kind], range(manifest[kind]))]
+    trees = {
+        stem: reader.tree(stem, later=later and stem.startswith("optimizer"))
+        for stem in (*stems, *(["scaler"] if manifest["scaler"] else []), _LOADERS)
+    }
     for number, state in first.get("loaders", {}).items():  # of streams that were split by process
         if not local and state["batches"]:
             raise CheckpointError(
                 f"{reader.path} was saved inside a pass of a stream that was split over {saved_by} "
                 f"processes. Load it with {saved_by} processes, or save at the end of a pass."
             )
-        trees["loaders"][int(number)] = {"state": state if local else {**state, "stream": None}}
+        trees[_LOADERS][int(number)] = {"state": state if local else {**state, "stream": None}}
+    own = {
+        "step": first["step"],
+        "gradients": own_gradients,
+        "window_open": first.get("window_open", True),
+        "communication": communication if prepared.communication else [],
+    }
+    if rank in ranks:
+        own["rng"] = ranks[rank]["rng"]
+    if "engine" in first:
+        own["engine"] = [state.get("engine", {}) for state in ranks.values()]
     return Stored(
         path=reader.path,
         weights=[
             reader.weights(*_weights_names(number), later=later)
-            for number in range(reader.manifest["models"])
+            for number in range(manifest["models"])
         ],
-        rng=ranks[rank]["rng"] if rank in ranks else None,
+        trees=trees,
+        counts=manifest,
+        own=own,
         first_rng=first["rng"],
-        step=first["step"],
-        gradients=own_gradients,
-        window_open=first.get("window_open", True),
-        communication=communication if hooked else [],
-        engines=[state.get("engine", {}) for state in ranks.values()] if "engine" in first else [],
-        **trees,
     )
 
 
@@ -902,13 +889,14 @@ def _check_rest(stored: Stored, prepared: PreparedObjects, *, strict: bool) -> l
         notes.append(text)
     if prepared.scaler is None and "scaler" in stored.trees:
         notes.append("The gradient scaler's state is not loaded: this precision uses no scaler.")
-    if prepared.communication and len(stored.communication) != len(prepared.communication):
+    communication = stored.own.get("communication", [])
+    if prepared.communication and len(communication) != len(prepared.communication):
         notes.append(
-            f"It holds the state of {len(stored.communication)} communication hooks, but "
+            f"It holds the state of {len(communication)} communication hooks, but "
             f"{len(prepared.communication)} are registered: these stay as they are."
         )
-        stored.communication.clear()
-    loaders = stored.loaders
+        stored.own["communication"] = []
+    loaders = stored.trees.get(_LOADERS)
     if loaders is not None and len(loaders) != len(prepared.dataloaders):
         notes.append(
             f"It holds the epochs of {len(loaders)} loaders, but {len(prepared.dataloaders)} are "
@@ -970,20 +958,14 @@ def _check_gradients(stored: Stored, prepared: PreparedObjects) -> list[str]:
     scaled = "scaler" in stored.trees
     if scaled != (prepared.scaler is not None):
         how = f"{'' if scaled else 'not '}scaled as in fp16"
-        if not stored.window_open:  # they may not be needed: the next call may be zero_grad
-            stored.gradients = None
+        if not stored.own["window_open"]:  # they may not be needed: the next call may be zero_grad
+            stored.own["gradients"] = None
             return [f"the gradients that an optimizer has not used yet are {how}, and are left out"]
         raise CheckpointError(
             f"{stored.path} was saved inside a window of micro-batches, whose gradients are {how}. "
             "Load it with the precision it was saved with."
         )
     return gradients.check(prepared.named_parameters(), stored.gradients or {})
-
-
-def dtypes_of(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[int, torch.dtype]:
-    """Return the dtypes of saved weights by the ``id`` of the parameters that they load into."""
-    named = model.named_parameters()
-    return {id(parameter): weights[name].dtype for name, parameter in named if name in weights}
 
 
 def _apply(
@@ -1006,26 +988,10 @@ def _apply(
             continue
         values = placed(model, weights, assign=model_kwargs.get("assign", False))
         model.load_state_dict(values, strict=strict, **model_kwargs)
-    for stem, owner in prepared.owners().items():
-        if stem in stored.trees:  # the scaler's may be missing
-            load_optimizer(owner, _placed(stored.trees[stem], owner), dtypes)
-    if stored.engines and prepared.engine is not None:
-        prepared.engine.load_state_dicts(stored.engines)
-    for loader, state in zip(prepared.dataloaders, stored.loaders or [], strict=False):
-        loader.load_state_dict(state["state"])
-    # Either list may be empty, see `_check_rest`; otherwise their lengths are equal.
-    for hook, state in zip(prepared.communication, stored.communication, strict=False):
-        hook.load_state_dict(state)
-    if stored.gradients is not None or prepared.window_open:
-        named = prepared.named_parameters()
-        saved = {
-            name: grad if isinstance(grad, ShardedTensor) else like(grad, named.get(name))
-            for name, grad in (stored.gradients or {}).items()
-        }
-        gradients.put(named, saved)
-    if stored.rng is not None:
-        load_rng_state(stored.rng)
-    elif stored.first_rng is not None:
+    restore(prepared.parts(dtypes), stored.trees, optional=("scaler", _LOADERS))
+    own = prepared.parts_of_rank()
+    restore(own, stored.own, optional=own.keys())
+    if stored.first_rng is not None and "rng" not in stored.own:
         logger.warning(
             "%s was saved by fewer processes, or by the main process alone: rank %d starts with "
             "random states derived from rank 0's, and with rank 0's part of an incomplete window.",
@@ -1034,77 +1000,3 @@ def _apply(
         )
         digest = hashlib.sha256(stored.first_rng["torch"].numpy().tobytes()).digest()
         seed_generators(mix(int.from_bytes(digest[:7], "big"), rank))
-
-
-def _placed(saved: Any, owner: Any) -> Any:
-    """Return an object's saved state with its tensors sharded as those of the object are."""
-    if isinstance(saved, Mapping) and hasattr(owner, "param_groups"):
-        return state_like(owner, saved)
-    has_sharded = any(isinstance(leaf, ShardedTensor) for leaf in leaves(saved))
-    return resharded(saved, owner.state_dict()) if has_sharded else saved
-
-
-def _root(project: ProjectConfiguration) -> Path:
-    if project.project_dir is None:
-        raise ValueError(
-            "Automatic checkpoint naming needs a project_dir; pass one to the Accelerator or to "
-            "ProjectConfiguration."
-        )
-    return Path(with_home("project_dir", project.project_dir)) / "checkpoints"
-
-
-def _in_project(root: Path) -> dict[int, Path]:
-    """Return the project's numbered folders."""
-    folders = root.iterdir() if root.is_dir() else ()
-    return {int(match[1]): path for path in folders if (match := NUMBERED.fullmatch(path.name))}
-
-
-def _displaced_by(target: Path, limit: int | None) -> list[Path]:
-    """Return the checkpoints that a save to ``target`` displaces, the lowest numbers.
-
-    Raises:
-        ValueError: This number or a higher one exists: such checkpoints are another run's.
-    """
-    existing = _in_project(target.parent)
-    match = NUMBERED.fullmatch(target.name)
-    assert match is not None  # `save_state` has named it
-    later = [path.name for number, path in sorted(existing.items()) if number >= int(match[1])]
-    if later:
-        raise ValueError(
-            f"{target} is the next checkpoint, but {', '.join(later)} of another run exist "
-            "already; nothing was saved or deleted. Call load_state() first to resume from them, "
-            f"set accelerator.project_configuration.iteration to {max(existing) + 1} to continue "
-            "their numbering, or choose another project_dir."
-        )
-    ours = [path for _, path in sorted(existing.items()) if is_ours(path)]
-    return [] if limit is None else ours[: max(len(ours) + 1 - limit, 0)]
-
-
-def _newest(project: ProjectConfiguration, processes: Ranks) -> tuple[Path, int]:
-    """Return the checkpoint with the highest number that is intact on all machines.
-
-    Returns:
-        The checkpoint, and the highest existing number plus 1.
-    """
-    root = _root(project)
-    writes = is_writer_rank(processes, project.save_on_each_node)
-    newest = newest_sound(
-        root,
-        processes,
-        list_=lambda: {number: (path, None) for number, path in _in_project(root).items()},
-        check=find_state,
-        on_each_node=project.save_on_each_node,
-        operation="load_state (choose)",
-    )
-    if newest is None:
-        raise CheckpointError(
-            f"{root} holds no checkpoint_<number>. Start without load_state(), or pass the folder "
-            "to load."
-        )
-    numbers = run_on_all_ranks(
-        "Numbering the checkpoints",
-        lambda: max(_in_project(root)) if writes else 0,
-        processes,
-        operation="load_state (number)",
-    )
-    return newest, max(numbers) + 1

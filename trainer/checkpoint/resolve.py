@@ -18,8 +18,10 @@ from trainer.checkpoint.save import (
 )
 from trainer.checkpoint.storage import (
     MANIFEST,
+    NUMBERED,
     committed,
     is_newer,
+    is_ours,
     locate,
     metrics_of,
     read_manifest,
@@ -29,7 +31,9 @@ from trainer.checkpoint.storage import (
     without_manifest,
 )
 from trainer.checks import choice_error
+from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError, LaterReleaseError, module_logger
+from trainer.files import with_home
 
 logger = module_logger(__name__)
 
@@ -346,3 +350,112 @@ def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
 
 def _all(roots: Sequence[Path]) -> str:
     return ", ".join(map(str, roots))
+
+
+# -- the numbered checkpoints of an Accelerator ----------------------------------------------------
+
+
+def choose_state(
+    input_dir: str | os.PathLike[str] | None,
+    project: ProjectConfiguration,
+    processes: Ranks,
+    *,
+    check: Check,
+) -> tuple[Path, int | None]:
+    """Return the folder that ``load_state`` loads; collective.
+
+    Args:
+        input_dir: The user's argument; None for the newest intact checkpoint of the project.
+        project: The project.
+        processes: The ranks.
+        check: See :func:`newest_sound`.
+
+    Returns:
+        The folder, and the number of the next save; None keeps the current number.
+
+    Raises:
+        ValueError: There is no `input_dir` and no automatic naming.
+        CheckpointError: The project has no checkpoint, or none that is intact on all machines.
+    """
+    naming = project.automatic_checkpoint_naming
+    if input_dir is not None:
+        target = Path(with_home("input_dir", input_dir))
+        match = NUMBERED.fullmatch(target.name)
+        if match is None or not naming or project.project_dir is None:
+            return target, None
+        ours = target.absolute().parent == numbered_root(project).absolute()
+        return target, int(match[1]) + 1 if ours else None
+    if not naming:
+        raise ValueError(
+            "input_dir is None and automatic checkpoint naming is off. Pass the folder that "
+            "save_state returned."
+        )
+    root = numbered_root(project)
+    writes = is_writer_rank(processes, project.save_on_each_node)
+    newest = newest_sound(
+        root,
+        processes,
+        list_=lambda: {number: (path, None) for number, path in _numbered(root).items()},
+        check=check,
+        on_each_node=project.save_on_each_node,
+        operation="load_state (choose)",
+    )
+    if newest is None:
+        raise CheckpointError(
+            f"{root} holds no checkpoint_<number>. Start without load_state(), or pass the folder "
+            "to load."
+        )
+    numbers = run_on_all_ranks(
+        "Numbering the checkpoints",
+        lambda: max(_numbered(root)) if writes else 0,
+        processes,
+        operation="load_state (number)",
+    )
+    return newest, max(numbers) + 1
+
+
+def number_of(path: Path) -> int:
+    """Return the number in an automatic name."""
+    match = NUMBERED.fullmatch(path.name)
+    assert match is not None  # it was named automatically
+    return int(match[1])
+
+
+def numbered_root(project: ProjectConfiguration) -> Path:
+    """Return the folder of a project's numbered checkpoints.
+
+    Raises:
+        ValueError: The project has no folder.
+    """
+    if project.project_dir is None:
+        raise ValueError(
+            "Automatic checkpoint naming needs a project_dir; pass one to the Accelerator or to "
+            "ProjectConfiguration."
+        )
+    return Path(with_home("project_dir", project.project_dir)) / "checkpoints"
+
+
+def _numbered(root: Path) -> dict[int, Path]:
+    """Return the project's numbered folders."""
+    folders = root.iterdir() if root.is_dir() else ()
+    return {int(match[1]): path for path in folders if (match := NUMBERED.fullmatch(path.name))}
+
+
+def displaced_by(target: Path, limit: int | None) -> list[Path]:
+    """Return the checkpoints that a save to ``target`` displaces, the lowest numbers.
+
+    Raises:
+        ValueError: This number or a higher one exists: such checkpoints are another run's.
+    """
+    existing = _numbered(target.parent)
+    ours_next = number_of(target)
+    later = [path.name for number, path in sorted(existing.items()) if number >= ours_next]
+    if later:
+        raise ValueError(
+            f"{target} is the next checkpoint, but {', '.join(later)} of another run exist "
+            "already; nothing was saved or deleted. Call load_state() first to resume from them, "
+            f"set accelerator.project_configuration.iteration to {max(existing) + 1} to continue "
+            "their numbering, or choose another project_dir."
+        )
+    ours = [path for _, path in sorted(existing.items()) if is_ours(path)]
+    return [] if limit is None else ours[: max(len(ours) + 1 - limit, 0)]

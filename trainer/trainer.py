@@ -1227,7 +1227,7 @@ class Trainer:
                     ckpt_path,
                 )
             ckpt_path = None
-        return self._context.project.given_checkpoint(ckpt_path)
+        return self._context.project.folders.given(ckpt_path)
 
     def _begin_counters(self) -> Counters:
         """Return the progress with which a new run begins."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainer.checkpoint.save import (
     CHECKPOINT,
     Ranks,
     is_writer_rank,
+    raise_on_all_ranks,
     run_on_all_ranks,
     share_of,
     writer_rank_of,
@@ -19,6 +21,7 @@ from trainer.checkpoint.save import (
 from trainer.checkpoint.storage import (
     MANIFEST,
     NUMBERED,
+    check_same_run,
     committed,
     is_newer,
     is_ours,
@@ -27,20 +30,182 @@ from trainer.checkpoint.storage import (
     read_manifest,
     run_id_of,
     step_of,
+    sweep,
     verify,
     without_manifest,
 )
 from trainer.checks import choice_error
 from trainer.configuration import ProjectConfiguration
+from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.errors import CheckpointError, LaterReleaseError, module_logger
-from trainer.files import with_home
+from trainer.files import absolute_path, with_home
+from trainer.state import PartialState
 
 logger = module_logger(__name__)
 
 WORDS = ("auto", "best", "last")
+_TO_EVALUATE = "To evaluate them, pass the path of one."
+_TO_TRAIN = (
+    "Start a new run in another project_dir, with these weights if you wish "
+    "(their path as ckpt_path). For a run that can be resumed, add a ModelCheckpoint without "
+    "save_weights_only, with its own dirpath."
+)
 
 Check = Callable[..., object]
 Listed = Mapping[int, tuple[Path, str | None]]  # paths and run ids by step or number
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFolders:
+    """Where the checkpoints of a Trainer lie, and which of them a ``ckpt_path`` means.
+
+    Attributes:
+        own: The folder of the Trainer; its callbacks may have others.
+        lasting: Whether later starts have the same folder, as the user gave its path.
+        writes: False for a trial run, which writes no files.
+        on_each_node: Whether each machine keeps checkpoints, since they share no disk.
+    """
+
+    own: Path
+    lasting: bool
+    writes: bool
+    on_each_node: bool
+
+    def given(self, ckpt_path: Any) -> Any:
+        """Return the user's ``ckpt_path``, with a relative path made absolute; collective.
+
+        It is resolved now, since hooks may change the working directory later. Ranks may have
+        different working directories, so the path of the writer rank is taken if it exists here.
+
+        Args:
+            ckpt_path: The argument of `Trainer.fit`, `validate`, `test` or `predict`.
+
+        Raises:
+            TypeError: It is not None, a string or a path.
+            ValueError: It is empty; or it is a word such as "auto", but without ``project_dir``
+                every start has a new folder.
+        """
+        choices = "it is None, the folder of a checkpoint, 'last', 'best' or 'auto'"
+        if not isinstance(ckpt_path, (str, os.PathLike, type(None))):
+            kind = type(ckpt_path).__name__
+            raise TypeError(f"ckpt_path is {ckpt_path!r} of type {kind}; {choices}.")
+        if ckpt_path == "":
+            raise ValueError(f"ckpt_path is ''; {choices}.")
+        # Rank 0's answer: a rank with another working directory may not see the folder.
+        found = self.lasting or broadcast_object(self.own.exists())
+        if ckpt_path in WORDS and not found:
+            raise ValueError(
+                f"ckpt_path={ckpt_path!r} looks for the checkpoints of an earlier start, but "
+                "without project_dir every start has a new folder. Pass "
+                "Trainer(project_dir='runs/…')."
+            )
+        own = None
+        if ckpt_path is not None and ckpt_path not in WORDS:
+            own = absolute_path("ckpt_path", ckpt_path)
+            if own.is_symlink():  # which a save may let point to another one meanwhile
+                own = own.resolve()
+        writer_rank = writer_rank_of(PartialState(), self.on_each_node)
+        kept = all_gather_object(own)[writer_rank]  # on all ranks: some may have been given a word
+        if own is None:
+            return ckpt_path
+        return kept if kept is not None and locate(kept).exists() else own
+
+    def all_roots(self, roots: Sequence[Path]) -> list[Path]:
+        """Return the checkpoint folders of the Trainer and of its callbacks, once each; collective.
+
+        Ranks may have different working directories, so the paths of the writer rank are returned.
+        Which folders are duplicates is decided by rank 0's paths.
+
+        Args:
+            roots: The folders that the run's callbacks save to.
+
+        Raises:
+            ValueError: Ranks have different numbers of folders; raised on all ranks.
+        """
+        own = [(root, root.resolve()) for root in (self.own, *roots)]
+        every = all_gather_object(own)
+        if len(set(map(len, every))) > 1:
+            raise ValueError(
+                "The processes were given a ModelCheckpoint with dirpath in different numbers: "
+                f"{', '.join(str(len(each) - 1) for each in every)}. Pass the same on all."
+            )
+        once = {resolved: index for index, (_, resolved) in reversed(list(enumerate(every[0])))}
+        writer_rank = writer_rank_of(PartialState(), self.on_each_node)
+        return [every[writer_rank][index][0] for index in sorted(once.values())]
+
+    def choose(
+        self,
+        ckpt_path: Any,
+        roots: Sequence[Path],
+        monitors: Sequence[tuple[str, str]],
+        *,
+        sweeps: bool = False,
+    ) -> Path | None:
+        """Resolve ``ckpt_path`` to a checkpoint, the same on all ranks; collective.
+
+        Args:
+            ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
+            roots: The folders other than `checkpoints` that the run's callbacks save to.
+            monitors: Metric and mode of each callback that ranks checkpoints.
+            sweeps: Whether to delete the staging folders of killed saves. True only for a fit: an
+                evaluation may run at the same time as a training, whose save in progress it must
+                not delete.
+
+        Returns:
+            The checkpoint's folder; None if `ckpt_path` is None, or "auto" finds none.
+
+        Raises:
+            CheckpointError: The path is no checkpoint, ``"last"`` or ``"best"`` finds none, or a
+                word finds only weights-only checkpoints.
+            ValueError: ``"best"`` without a metric to rank by.
+        """
+        roots = self.all_roots(roots)
+        if sweeps and self.writes:
+            state = PartialState()
+            is_writer = is_writer_rank(state, self.on_each_node)
+            what = "Deleting the leftovers of killed saves"
+            run_on_all_ranks(what, lambda: [sweep(r) for r in roots if is_writer], state)
+        return choose_checkpoint(
+            ckpt_path,
+            roots,
+            monitors,
+            PartialState(),
+            on_each_node=self.on_each_node,
+            instead=_TO_TRAIN if sweeps else _TO_EVALUATE,
+        )
+
+    def check_fresh(self, roots: Sequence[Path]) -> None:
+        """Raise if a new run would start in a folder with another run's checkpoints; collective.
+
+        Args:
+            roots: The folders that the run's callbacks save to.
+
+        Raises:
+            ValueError: A folder has checkpoints.
+        """
+        looks = is_writer_rank(PartialState(), self.on_each_node)
+        here = [root for root in self.all_roots(roots) if looks and committed(root)]
+        taken = [root for found in all_gather_object(here) for root in found]
+        if taken and self.writes:
+            raise ValueError(
+                f"{taken[0]} has the checkpoints of another run. To resume it, pass "
+                "fit(ckpt_path='auto'); to start a new one, give another project_dir."
+            )
+
+    def check_branch(self, chosen: Path, roots: Sequence[Path]) -> None:
+        """Raise if the folders hold checkpoints of another run than the chosen one; collective.
+
+        Args:
+            chosen: The checkpoint to resume from.
+            roots: The folders that the run's callbacks save to.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read.
+            ValueError: There are checkpoints of another run.
+        """
+        state, roots = PartialState(), [self.own, *roots]
+        here = self.writes and is_writer_rank(state, self.on_each_node)
+        raise_on_all_ranks(lambda: check_same_run(chosen, roots), state, here=here)
 
 
 def choose_checkpoint(
@@ -91,6 +256,11 @@ def choose_checkpoint(
         if ckpt_path == "last":
             raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {_all(roots)}.")
     return newest
+
+
+def may_rewind(ckpt_path: Any) -> bool:
+    """Return whether checkpoints later than the requested one may exist."""
+    return ckpt_path not in ("auto", "last")
 
 
 def newest_sound(

@@ -21,7 +21,7 @@ from trackers.base import Status
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.accelerator_state import check_shared_disk
 from trainer.checkpoint.async_writer import Writer
-from trainer.checkpoint.resolve import WORDS, holds_weights_only
+from trainer.checkpoint.resolve import WORDS, holds_weights_only, may_rewind
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.datamodule import DataModule
 from trainer.distributed.objects import broadcast_object
@@ -134,13 +134,13 @@ class RunContext:
         return [one.root for one in savers if one.root is not None]
 
     def choose(self, ckpt_path: Any, *, sweeps: bool = False) -> Path | None:
-        """Resolve ``ckpt_path`` to a checkpoint; see `Project.choose`; collective."""
+        """Resolve ``ckpt_path`` to a checkpoint; see `CheckpointFolders.choose`; collective."""
         monitors = [
             (callback.monitor, callback.mode)
             for callback in self.callbacks
             if isinstance(callback, ModelCheckpoint) and callback.monitor is not None
         ]
-        return self.project.choose(ckpt_path, self.roots(), monitors, sweeps=sweeps)
+        return self.project.folders.choose(ckpt_path, self.roots(), monitors, sweeps=sweeps)
 
 
 @contextmanager
@@ -503,25 +503,20 @@ def choose_start(
     check_callbacks_of(context.accelerator.engine, context.callbacks)
     on_all(lambda: to_manifest(module), "fit")  # fail before the first step, not at the first save
     if ckpt_path is None:
-        context.project.check_fresh(context.roots())
+        context.project.folders.check_fresh(context.roots())
     chosen = context.choose(ckpt_path, sweeps=True)
     if chosen is not None and ckpt_path not in WORDS and holds_weights_only(chosen):
-        context.project.check_fresh(context.roots())
+        context.project.folders.check_fresh(context.roots())
         context.accelerator.print(f"Starting a new run with the weights of {chosen}.")
         if context.accelerator.engine.is_model_parallel:
             return None, chosen
         on_all(partial(load_weights, module, chosen), "fit")
         return None, None
     if chosen is not None:
-        if _may_rewind(ckpt_path):
-            context.project.check_branch(chosen, context.roots())
+        if may_rewind(ckpt_path):
+            context.project.folders.check_branch(chosen, context.roots())
         load_datamodule(datamodule, chosen)
     return chosen, None
-
-
-def _may_rewind(ckpt_path: Any) -> bool:
-    """Return whether checkpoints later than the requested one may exist."""
-    return ckpt_path not in ("auto", "last")
 
 
 def _convert(context: RunContext, module: TrainModule) -> None:
@@ -687,10 +682,10 @@ def start_fit(
         warn_of_no_validation(run, context.settings)
     offset = None
     if chosen is not None:
-        offset = _resume(context, run, chosen, back=_may_rewind(ckpt_path))
+        offset = _resume(context, run, chosen, back=may_rewind(ckpt_path))
     else:
         if ckpt_path == "auto":  # so that the user notices a wrong folder
-            empty = ", ".join(map(str, context.project.looks_in(context.roots())))
+            empty = ", ".join(map(str, context.project.folders.all_roots(context.roots())))
             context.accelerator.print(f"No checkpoint in {empty}: starting a new run.")
         if run.warns and not lasts:
             context.accelerator.print("There is nothing to do: max_epochs or max_steps is 0.")

@@ -214,7 +214,7 @@ class ConfiguredLine:
                 function to the parser.
         """
         context = trainer._context
-        chosen = context.choose(context.project.given_checkpoint(config.ckpt_path))
+        chosen = context.choose(context.project.folders.given(config.ckpt_path))
         if chosen is None or not config.model:
             return self._parsed()
         saved = saved_arguments(read_manifest(chosen).get("hyper_parameters", {}), chosen)

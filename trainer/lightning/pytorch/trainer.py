@@ -643,7 +643,7 @@ class Trainer(NativeTrainer):
             return given
         if self._checkpoints is not None:
             return given  # `choose_folders` finds the newest one
-        own = self._context.project.looks_in(self._context.roots())
+        own = self._context.project.folders.all_roots(self._context.roots())
         folder = self.project_dir.parent
         versions = folder.glob("version_*/checkpoints")
         earlier = sorted(versions, key=lambda each: (len(each.parts[-2]), each.parts[-2]))

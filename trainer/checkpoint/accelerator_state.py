@@ -34,8 +34,7 @@ import inspect
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,10 +49,9 @@ from trainer.checkpoint.loading import compare, load_whole, placed, renames
 from trainer.checkpoint.parts import (
     Reader,
     StatePart,
-    section_of,
     shards_part,
+    state_parts,
     tree_part,
-    weights_part,
     write_parts,
 )
 from trainer.checkpoint.resolve import choose_state, displaced_by, number_of, numbered_root
@@ -500,29 +498,21 @@ def _parts(
     prepared: PreparedObjects, weights: list[dict[str, Any]], ranks: Ranks, writes: bool, safe: bool
 ) -> list[StatePart]:
     """Return this process's parts of the checkpoint."""
-    parts = []
     shards = None if prepared.mesh is None else Shards(ranks.process_index, prepared.mesh)
-    # On all processes: reading the scaler's state may rescale the gradients.
     shared = prepared.parts()
-    states = collect(shared)
-    rank_state = _own_state(prepared)
-    reduced: dict[str, Any] = {}
+    # On all processes: reading the scaler's state may rescale the gradients.
+    trees, rank_state = collect(shared), _own_state(prepared)
     if shards is not None and rank_state["gradients"] is not None:
         rank_state["gradients"], reduced = _separated(rank_state["gradients"])
+        trees |= {_GRADIENTS: reduced} if reduced else {}
+    parts = []
     if writes or shards is not None:
-        for number, state in enumerate(weights):
-            with _naming(f"Model {number}"):
-                name = _weights_names(number)[0 if safe else 1]
-                if shards is None:
-                    parts.append(weights_part(state, name))
-                else:
-                    shards.add_weights(state, section_of(name))
+        models = {_weights_names(n)[0 if safe else 1]: state for n, state in enumerate(weights)}
+        names = {file: f"Model {number}" for number, file in enumerate(models)}
         for stem, part in shared.items():
             of_class = f" ({part.kind})" if isinstance(part, PlacedState) else ""
-            with _naming(f"The state of {stem}{of_class}"):
-                parts.append(tree_part(states[stem], stem, shards))
-        if reduced:
-            parts.append(tree_part(reduced, _GRADIENTS, shards))
+            names[stem] = f"The state of {stem}{of_class}"
+        parts = state_parts(models, trees, shards, names)
     of_rank = [tree_part(rank_state, _rank_stem(ranks.process_index))]
     if shards is not None:
         of_rank.append(shards_part(shards))
@@ -533,15 +523,6 @@ def _separated(gradients_: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     """Split gradients into those of this process and the sharded ones, reduced over all."""
     sharded = {name: gradient for name, gradient in gradients_.items() if is_sharded(gradient)}
     return {n: gradient for n, gradient in gradients_.items() if n not in sharded}, sharded
-
-
-@contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Turn a TypeError into a CheckpointError that names the object which cannot be saved."""
-    try:
-        yield
-    except TypeError as error:
-        raise CheckpointError(f"{what} cannot be saved. {error}") from error
 
 
 def _own_state(prepared: PreparedObjects) -> dict[str, Any]:

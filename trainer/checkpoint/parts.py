@@ -103,6 +103,38 @@ def encoded_part(document: str, tensors: Mapping[str, Tensor], stem: str) -> Sta
     )
 
 
+def state_parts(
+    weights: Mapping[str, Mapping[str, object]],
+    trees: Mapping[str, object],
+    shards: Shards | None,
+    names: Mapping[str, str] | None = None,
+) -> list[StatePart]:
+    """Return weights and nested states as state parts; `shards` takes what is sharded, if given.
+
+    Args:
+        weights: State dicts of modules by the names of their files.
+        trees: Nested states by the stems of their files.
+        shards: See `Shards`; with it, all weights are sharded.
+        names: What to call a file in an error.
+
+    Raises:
+        CheckpointError: A value cannot be saved; the message says where.
+    """
+    parts = []
+    for file, content in [*weights.items(), *trees.items()]:
+        try:
+            if file in trees:
+                parts.append(tree_part(content, file, shards))
+            elif shards is None:
+                parts.append(weights_part(weights[file], file))
+            else:
+                shards.add_weights(weights[file], section_of(file))
+        except TypeError as error:
+            what = (names or {}).get(file, f"The state for {file}")
+            raise CheckpointError(f"{what} cannot be saved. {error}") from error
+    return parts
+
+
 def write_parts(parts: Sequence[StatePart]) -> Write:
     """Return a function that writes the values that the tensors have when it is called."""
 

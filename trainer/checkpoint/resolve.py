@@ -214,7 +214,6 @@ def choose_checkpoint(
     monitors: Sequence[tuple[str, str]],
     state: Ranks,
     *,
-    check: Check = verify,
     on_each_node: bool,
     instead: str,
 ) -> Path | None:
@@ -227,7 +226,6 @@ def choose_checkpoint(
         roots: The folders to search; the same on all ranks unless `on_each_node`.
         monitors: Metric and mode of each callback that ranks checkpoints.
         state: The ranks.
-        check: See :func:`newest_sound`.
         on_each_node: Whether each machine has its own checkpoints, since they share no disk.
         instead: The advice of the error if there are only weights-only checkpoints.
 
@@ -247,10 +245,10 @@ def choose_checkpoint(
         path = _of_one_run(lambda: best or _existing(ckpt_path), state, on_each_node)
         share = share_of(state, on_each_node)
         run_on_all_ranks(
-            f"Checking {path}", lambda: None if share is None else check(path, share=share), state
+            f"Checking {path}", lambda: None if share is None else verify(path, share=share), state
         )
         return path
-    newest = _newest_in_any(roots, state, check, on_each_node)
+    newest = _newest_in_any(roots, state, on_each_node)
     if newest is None:
         _check_not_weights_only(roots, state, instead=instead, on_each_node=on_each_node)
         if ckpt_path == "last":
@@ -429,13 +427,11 @@ def _of_one_run(choose_here: Callable[[], Path], state: Ranks, on_each_node: boo
     return path
 
 
-def _newest_in_any(
-    roots: Sequence[Path], state: Ranks, check: Check, on_each_node: bool
-) -> Path | None:
+def _newest_in_any(roots: Sequence[Path], state: Ranks, on_each_node: bool) -> Path | None:
     newest, refused = [], []
     for root in roots:
         try:
-            newest.append(newest_sound(root, state, check=check, on_each_node=on_each_node))
+            newest.append(newest_sound(root, state, on_each_node=on_each_node))
         except LaterReleaseError:  # do not fall back to a checkpoint that may be older
             raise
         except CheckpointError as error:  # raised on all ranks

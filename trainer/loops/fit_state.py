@@ -21,10 +21,8 @@ from trainer.checkpoint.parts import (
     Reader,
     StatePart,
     encoded_part,
-    section_of,
     shards_part,
-    tree_part,
-    weights_part,
+    state_parts,
     write_parts,
 )
 from trainer.checkpoint.save import (
@@ -73,6 +71,7 @@ from trainer.tree import leaves
 logger = module_logger(__name__)
 
 OPTIMIZER, TRAINER, RECORD, DATA = "optimizer", "trainer", "record", "datamodule"
+_METRICS = ("metrics", "counts_values")
 _ADDED_LATER = ("switches", "epoch_start", "boundary")  # missing in earlier releases
 _OPTIMIZERS = ("options", "optimizers", "groups", "schedulers", OPTIMIZER)
 
@@ -97,24 +96,36 @@ def parts_before_hooks(
     }
 
 
-def shared_states(
-    run: FitRun, callbacks: Sequence[Callback], optimizers: OptimizerStates
+def shared_trees(
+    run: FitRun,
+    callbacks: Sequence[Callback],
+    optimizers: OptimizerStates,
+    extra: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the states that are equal on all ranks, with those of files of their own."""
-    parts = {**parts_before_hooks(run, optimizers, callbacks), **parts_after_hooks(run)}
-    data = run.datamodule.state_dict() if has_state(run.datamodule) else None
-    return collect(parts) | ({DATA: {type(run.datamodule).__qualname__: data}} if data else {})
+    """Return what is equal on all ranks, by the stems of the files that hold it.
+
+    Args:
+        run: The fit.
+        callbacks: The callbacks, whose states are saved.
+        optimizers: The optimizers, whose states may be gathered.
+        extra: What the ``on_save_checkpoint`` hooks have added.
+    """
+    tree = collect({**parts_before_hooks(run, optimizers, callbacks), **parts_after_hooks(run)})
+    trees = {OPTIMIZER: tree.pop(OPTIMIZER), TRAINER: tree | {"extra": extra}}
+    if has_state(run.datamodule) and (data := run.datamodule.state_dict()):
+        trees[DATA] = {type(run.datamodule).__qualname__: data}
+    return trees
 
 
 def parts_of_rank(run: FitRun) -> Parts:
     """Return what differs between ranks, in the order of restoring: after the callbacks' hooks."""
-    engine = run.engine
+    engine, of_engine = run.engine, run.engine.state_dict()
     parts: dict[Any, Stateful] = {
         "rng": _generators(run),
-        ("metrics", "counts_values"): _metrics(run),
+        _METRICS: _metrics(run),
         "stream": _stream(run.data.epoch_iterator),
-        tuple(engine.state_dict()): StateFunctions(
-            engine.state_dict, lambda saved: engine.load_state_dicts(saved.states)
+        tuple(of_engine): StateFunctions(
+            lambda: of_engine, lambda saved: engine.load_state_dicts(saved.states)
         ),
     }
     if not run.module.automatic_optimization:  # only there are gradients alive at a boundary
@@ -293,10 +304,13 @@ def save_run(
         gathered = run.engine.full_state_dict(run.module)
 
     def capture() -> Encoded | None:
-        weights = edited or _weights_of(run, trainer, callbacks, gathered)
+        others, trained = edited or _weights_of(run, trainer, callbacks, gathered)
         if is_writer or shards is not None:
-            states = None if weights_only else shared_states(run, callbacks, optimizers)
-            parts = _shared_parts(weights, states, extra, shards)
+            weights, trees = {WEIGHTS_NAME: others}, {TRAINER: {"extra": extra}} if extra else {}
+            if not weights_only:
+                weights |= {} if trained is None else {TRAINED_NAME: trained}
+                trees = shared_trees(run, callbacks, optimizers, extra)
+            parts = state_parts(weights, trees, shards)
             shared.extend(parts if is_writer else ())
         if weights_only:
             return None
@@ -418,35 +432,6 @@ def apply_edits(
     return {name: others.get(names.get(id(value), name), value) for name, value in edited.items()}
 
 
-def _shared_parts(
-    weights: Weights,
-    states: dict[str, Any] | None,
-    extra: Mapping[str, Any],
-    shards: Shards | None,
-) -> list[StatePart]:
-    """Return the files that are equal on all ranks.
-
-    Args:
-        weights: Those of the model's file and, if these differ, the trained ones.
-        states: What is not weights; None to save weights only.
-        extra: What the ``on_save_checkpoint`` hooks have added.
-        shards: Takes sharded tensors.
-    """
-    parts = []
-    for state_dict, name in zip(weights, (WEIGHTS_NAME, TRAINED_NAME), strict=True):
-        if state_dict is None or (states is None and name == TRAINED_NAME):
-            continue
-        if shards is None:
-            parts.append(weights_part(state_dict, name))
-        else:
-            shards.add_weights(state_dict, section_of(name))
-    if states is None:
-        return parts + ([tree_part({"extra": extra}, TRAINER, shards)] if extra else [])
-    own_files = [stem for stem in (OPTIMIZER, DATA) if stem in states]
-    parts += [tree_part(states.pop(stem), stem, shards) for stem in own_files]
-    return [*parts, tree_part(states | {"extra": extra}, TRAINER, shards)]
-
-
 def _writer_of_record(run: FitRun) -> Callable[[Path], None]:
     """Start to sync the local record to disk; return a function that waits, then saves its length.
 
@@ -554,12 +539,8 @@ def _weights_of(
     Raises:
         ValueError: More than one callback returns weights from `weights_to_save`.
     """
-    pending_saves = [
-        (callback, callback.weights_to_save(trainer, run.module)) for callback in callbacks
-    ]
-    given = [
-        (callback.state_key, weights) for callback, weights in pending_saves if weights is not None
-    ]
+    offered = [(each.state_key, each.weights_to_save(trainer, run.module)) for each in callbacks]
+    given = [(key, weights) for key, weights in offered if weights is not None]
     if len(given) > 1:
         raise ValueError(
             f"{' and '.join(key for key, _ in given)} both return weights_to_save; a checkpoint "
@@ -695,8 +676,8 @@ def load_run(
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, run.module, checkpoint)
     run.saving.starts_epoch_again = "epoch_start" not in state  # as in earlier releases
-    may_lack = (tuple(run.engine.state_dict()), "gradients")  # of another engine, or automatic
-    restore(parts_of_rank(run), of_ranks, path, optional=may_lack)
+    of_rank = parts_of_rank(run)
+    restore(of_rank, of_ranks, path, optional=of_rank.keys() - {"rng", _METRICS, "stream"})
     restore(parts_after_hooks(run), state, path, optional=_ADDED_LATER)
     run.stopping.now &= stays_stopped
     run.recorder.resume(record.get("trackers", {}), run.counters.global_step)

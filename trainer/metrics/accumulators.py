@@ -47,13 +47,13 @@ class MetricAccumulators:
         paths = {id(metric): path for path, metric in objects}
         epochs = {}
         for phase, cells in {**store.epochs, _UPDATE: store.step}.items():
-            unregistered = [name for name, each in cells.objects.items() if id(each) not in paths]
-            if unregistered:
+            outside = [name for name, each in cells.objects.items() if id(each) not in paths]
+            if outside:
                 logger.warning(
                     "The metric objects %s are not attributes of the module, so a checkpoint does "
                     "not hold their state: after a resume from here, the epoch's value covers only "
                     "the remaining batches.",
-                    unregistered,
+                    outside,
                 )
             epochs[phase] = {
                 "cells": {

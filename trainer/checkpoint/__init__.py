@@ -27,7 +27,8 @@ The modules:
 * ``parts``: what one process contributes to a checkpoint, and the reader of all parts;
 * ``save``: run a step on all ranks, and raise on all if it fails on one; save a checkpoint so;
 * ``async_writer``: one save at a time, copied to host memory and written by a thread;
-* ``resolve``: choose the checkpoint to resume from; ``lock``: allow one run at a time per folder;
+* ``resolve``: where a checkpoint comes from: a ``ckpt_path``, the newest, a number;
+* ``lock``: allow one run at a time per folder;
 * ``accelerator_state``: ``Accelerator.save_state`` and ``load_state``; ``gradients``: those of an
   incomplete accumulation window; ``accelerate_format``: read folders that accelerate wrote.
 

@@ -1,4 +1,4 @@
-"""Choose which checkpoint is meant, the same on all ranks."""
+"""Where a checkpoint comes from: choose which one is meant, the same on all ranks."""
 
 from __future__ import annotations
 

@@ -150,6 +150,12 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
     return method is not None and method is not getattr(base, name)
 
 
+def call_if_there(owner: Any, name: str, *args: Any) -> Any:
+    """Call a method of an object if it has one of that name; otherwise return None."""
+    method = getattr(owner, name, None)
+    return None if method is None else method(*args)
+
+
 _BEGIN_EVALUATION = "on_validation_start", "on_test_start"
 
 

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy
 import torch
@@ -14,6 +14,7 @@ import torch
 from trainer.checks import choice_error
 from trainer.distributed.collectives import broadcast
 from trainer.enums import RNGType
+from trainer.environment import defaulting
 from trainer.generators import (
     devices,
     isolate_devices,
@@ -264,3 +265,32 @@ def seeded_iteration(iterable: Iterable[T], seed: int) -> Iterator[T]:
                 return
             inside = _local_state()
         yield value
+
+
+# Without it cuBLAS is not deterministic: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+_CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextmanager
+def deterministic(mode: bool | Literal["warn"]) -> Iterator[None]:
+    """Use deterministic algorithms inside; restore the previous settings on exit.
+
+    Operations without a deterministic implementation raise, or with ``"warn"`` only warn.
+
+    Args:
+        mode: True, ``"warn"``, or False to change nothing.
+    """
+    if not mode:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    with defaulting(*_CUBLAS):
+        torch.use_deterministic_algorithms(True, warn_only=mode == "warn")
+        torch.backends.cudnn.benchmark = False
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warned)
+            torch.backends.cudnn.benchmark = benchmark

@@ -39,7 +39,6 @@ from trainer.engines.compile import compiled_steps
 from trainer.errors import Preempted, module_logger
 from trainer.files import absolute_path
 from trainer.hints import EVALUATION_ARGUMENTS, TRAINER_ARGUMENTS, TRAINER_ATTRIBUTES
-from trainer.hooks import HookTable
 from trainer.loops import setup
 from trainer.loops.buffers import require_readable, update_batch_norm
 from trainer.loops.config import (
@@ -52,28 +51,24 @@ from trainer.loops.config import (
     project_dir_of,
     with_default_callbacks,
 )
-from trainer.loops.dataloaders import (
-    Sources,
-    are_empty,
-    one_module,
-    steps_of,
-    take_datamodule,
-)
+from trainer.loops.dataloaders import Sources, are_empty, take_datamodule
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.fit import finished, fit
 from trainer.loops.fit_state import require_space, save_run, save_weights_alone
+from trainer.loops.lifecycle import (
+    RunContext,
+    Stage,
+    one_module,
+    stage_of,
+    steps_of,
+    warn_of_concurrent_runs,
+)
 from trainer.loops.predict import PredictionFiles, predict
 from trainer.loops.preemption import requeue, watch_signals
 from trainer.loops.preflight import check_checkpoint_names
 from trainer.loops.profiler import SAVING, Begin, profiling
 from trainer.loops.recorder import Recorder
 from trainer.loops.run_directory import Project
-from trainer.loops.setup import (
-    RunContext,
-    deterministic,
-    stage_of,
-    warn_of_concurrent_runs,
-)
 from trainer.loops.state import Counters, FitData, FitRun, Run, Stopping
 from trainer.megatron_plugin import MegatronLMPlugin
 from trainer.metrics import MetricStore, to_floats
@@ -89,7 +84,7 @@ from trainer.parallelism import (
     TorchTensorParallelPlugin,
 )
 from trainer.plugins import TorchDynamoPlugin
-from trainer.rng import set_seed
+from trainer.rng import deterministic, set_seed
 
 logger = module_logger(__name__)
 _OF_THE_ACCELERATOR = (  # arguments for a new one
@@ -461,10 +456,10 @@ class Trainer:
             ) as watch,
             self._context.project.alone(self._context.roots) as (lock_added, tell_run_id),
             self._profiling("fit") as begin_profile,
-            self._stage("fit", module, datamodule) as hooks,
+            self._stage("fit", module, datamodule) as stage,
         ):
             lock_added()
-            chosen, weights = setup.choose_start(self._context, ckpt_path, module, datamodule)
+            chosen, weights = setup.choose_start(self._context, stage, ckpt_path)
             begun = self._begin_counters() if chosen is None else Counters()
             origin = sources.origin(chosen, begun)
             # For the hooks.
@@ -474,7 +469,7 @@ class Trainer:
                 return
             run = setup.make_fit_run(
                 self._context,
-                hooks,
+                stage,
                 FitData(
                     sources=sources,
                     origin=origin,
@@ -1247,7 +1242,7 @@ class Trainer:
             )
 
     @contextmanager
-    def _stage(self, name: str, module: TrainModule, datamodule: Any) -> Iterator[HookTable]:
+    def _stage(self, name: str, module: TrainModule, datamodule: Any) -> Iterator[Stage]:
         self._stop_requested = False
         self._datamodule, self._module = datamodule, module
         settings = self._context.settings
@@ -1258,7 +1253,7 @@ class Trainer:
             warn_of_concurrent_runs(),
             deterministic(settings.deterministic),
             torch.autograd.set_detect_anomaly(True) if detects_anomaly else nullcontext(),
-            stage_of(self._context, name, module, datamodule, finish=self._finish) as hooks,
+            stage_of(self._context, name, module, datamodule, finish=self._finish) as stage,
             compiled_steps(
                 module,
                 () if self.accelerator.engine.compiles_units else steps_of(name, module),
@@ -1267,7 +1262,7 @@ class Trainer:
             ),
         ):
             try:
-                yield hooks
+                yield stage
             except BaseException:
                 note_place()  # before teardown, which loses the position
                 raise
@@ -1302,25 +1297,18 @@ class Trainer:
 
     @contextmanager
     def _evaluation(
-        self, stage: str, module: TrainModule, dataloaders: Any, datamodule: Any, ckpt_path: Any
+        self, name: str, module: TrainModule, dataloaders: Any, datamodule: Any, ckpt_path: Any
     ) -> Iterator[tuple[Run, list[EpochIterator]]]:
         """Set up an evaluation, yield the run and its epoch iterators, then tear it down."""
-        self._check_idle(stage)
+        self._check_idle(name)
         ckpt_path = self._given_checkpoint(ckpt_path, WORDS)
         dataloaders, datamodule = take_datamodule("dataloaders", dataloaders, datamodule)
         with (
-            self._profiling(stage) as begin_profile,
-            self._stage(stage, module, datamodule) as hooks,
+            self._profiling(name) as begin_profile,
+            self._stage(name, module, datamodule) as stage,
         ):
             self._run, epoch_iterators = setup.prepare_evaluation(
-                self._context,
-                stage,
-                module,
-                hooks,
-                dataloaders,
-                datamodule,
-                ckpt_path,
-                self._counters,
+                self._context, stage, dataloaders, ckpt_path, self._counters
             )
             self._recorder = self._run.recorder
             begin_profile(self._run, epoch_iterators)

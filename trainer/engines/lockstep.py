@@ -15,11 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def has_sync_batch_norm(module: nn.Module) -> bool:
     """Return whether a forward pass in train mode is collective because of its layers."""
     return any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
+
+
+def synchronize_batch_norm(module: nn.Module) -> None:
+    """Convert a module's batch normalisation to `SyncBatchNorm`, in place."""
+    for part in list(module.modules()):
+        for name, child in list(part.named_children()):
+            if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
+                setattr(part, name, nn.SyncBatchNorm.convert_sync_batchnorm(child))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from callbacks import Callback
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.storage import read_manifest
-from trainer.checks import raise_findings
 from trainer.data.combined import CombinedLoader, holds_loaders
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.data.seeding import isolated_generators, kept_by
@@ -21,24 +19,19 @@ from trainer.datamodule import DataModule
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.distributed.process_control import on_all
 from trainer.errors import module_logger
-from trainer.hooks import check_hook_typos, is_overridden
+from trainer.hooks import call_if_there, is_overridden
 from trainer.loops.config import Settings, apply_limit, require_length
 from trainer.loops.state import Counters, FitRun
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix, set_seed
 from trainer.signatures import (
-    PARTS_OF_UPDATE,
-    check_signature,
-    check_state_dict_methods,
     check_step_signature,
-    with_loader_number,
-    without_batch_idx,
 )
 
 logger = module_logger(__name__)
 
 # For each stage: its step, the hook that returns its loaders, and the argument for loaders.
-_STEPS = {
+STEPS = {
     "fit": ("training_step", "train_dataloader", "train_dataloaders"),
     "validate": ("validation_step", "val_dataloader", "dataloaders"),
     "test": ("test_step", "test_dataloader", "dataloaders"),
@@ -46,139 +39,6 @@ _STEPS = {
 }
 
 _KINDS = ("train", "validate", "test", "predict")  # kinds of data; the index is part of the seed
-
-# Hooks of the module, the datamodule and the callbacks that are called about once per run.
-_RARELY_CALLED = (
-    "prepare_data",
-    "setup",
-    "teardown",
-    "configure_model",
-    "configure_optimizers",
-    "on_save_checkpoint",
-    "on_load_checkpoint",
-)
-_OFTEN_CALLED = [
-    name for name in vars(Callback) if name.startswith("on_") and name not in _RARELY_CALLED
-]
-
-
-def steps_of(stage: str, module: TrainModule) -> list[str]:
-    """Return the names of the steps that this stage calls."""
-    names = ["training_step", "validation_step"] if stage == "fit" else [_STEPS[stage][0]]
-    return [n for n in names if n == "predict_step" or is_overridden(module, n, TrainModule)]
-
-
-def check_module(module: Any, stage: str) -> None:
-    """Check that a stage can run a module.
-
-    Args:
-        module: What the user passed as the module.
-        stage: fit, validate, test or predict.
-
-    Raises:
-        TypeError: It is not a `TrainModule`, or lacks methods that the stage needs.
-    """
-    check_is_module(module, stage)
-    raise_findings(_lacking(module, stage))
-
-
-def one_module(stage: str, module: Any, model: Any) -> TrainModule:
-    """Return the module that a stage was given by one of two names.
-
-    Raises:
-        TypeError: It was given by both.
-    """
-    if module is not None and model is not None:
-        raise TypeError(f"{stage} was given module= and model=, which mean the same: pass one.")
-    given: TrainModule = module if model is None else model
-    check_is_module(given, stage)
-    return given
-
-
-def check_is_module(module: Any, stage: str) -> None:
-    """Check the type of a module; see `check_module`, also for the arguments.
-
-    Raises:
-        TypeError: It is not a `TrainModule`.
-    """
-    if isinstance(getattr(module, "_orig_mod", None), TrainModule):
-        raise TypeError(
-            f"{stage} was given the result of torch.compile. Give the module itself; to compile "
-            "its steps pass Trainer(dynamo_backend='inductor')."
-        )
-    if not isinstance(module, TrainModule):
-        raise TypeError(
-            f"{stage} was given {module!r} of type {type(module).__name__}; it needs an "
-            "instance of a subclass of trainer.TrainModule that defines its steps."
-        )
-
-
-def _lacking(module: TrainModule, stage: str) -> list[str]:
-    """Return a sentence for each method that a stage needs and the module lacks."""
-    needed = [_STEPS[stage][0]] if stage != "predict" else []
-    if stage == "fit":
-        needed.append("configure_optimizers")
-    return [
-        f"{type(module).__name__} does not define {name}, which {stage} needs: "
-        f"def {name}(self{', batch, batch_idx' if name.endswith('_step') else ''})."
-        for name in needed
-        if not is_overridden(module, name, TrainModule)
-    ]
-
-
-def check_hooks(
-    module: TrainModule | None,
-    callbacks: Iterable[Callback],
-    datamodule: Any,
-    *,
-    stage: str,
-    warns: bool,
-    uncalled: Callable[[object, str], Iterable[str]],
-) -> None:
-    """Check the signatures and names of the user's hooks, and warn of likely typos in names.
-
-    All findings come in one error.
-
-    Args:
-        module: The user's module; None to check only callbacks that `setup` hooks have added.
-        callbacks: The callbacks.
-        datamodule: The user's datamodule, or None.
-        stage: fit, validate, test or predict.
-        warns: Whether to warn: on the main process only, and not in trials.
-        uncalled: See `RunContext`.
-
-    Raises:
-        TypeError: The module lacks a method that the stage needs, a hook or a step has a wrong
-            signature, or a hook is one of another trainer, which nobody calls; the message says
-            what to use.
-    """
-    findings: list[str] = []
-
-    def find(check: Callable[..., object], *arguments: Any) -> None:
-        try:
-            check(*arguments)
-        except TypeError as error:
-            findings.append(str(error))
-
-    owners: list[tuple[object, str, type]] = [(module, "module", TrainModule)]
-    owners += [(callback, "callback", Callback) for callback in callbacks]
-    owners += [(datamodule, "datamodule", DataModule)]
-    for owner, kind, base in owners:
-        if owner is None:
-            continue
-        findings += uncalled(owner, kind)
-        for name in (*_RARELY_CALLED, *_OFTEN_CALLED, *PARTS_OF_UPDATE):
-            if hasattr(base, name) and is_overridden(owner, name, base):
-                hook = with_loader_number(getattr(owner, name))
-                find(check_signature, hook, name, getattr(base, name))
-        if warns:
-            check_hook_typos(owner, base)
-    if module is not None:
-        find(without_batch_idx, module)
-        findings += _lacking(module, stage)
-        if stage == "fit":
-            find(check_state_dict_methods, module)
-    raise_findings(findings)
 
 
 def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, Any]:
@@ -202,7 +62,7 @@ def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, An
     if datamodule is not None and not any(hasattr(datamodule, name) for name in methods):
         raise TypeError(
             f"datamodule is {datamodule!r} of type {type(datamodule).__name__}, which has none of "
-            f"a DataModule's methods, such as {_STEPS['fit'][1]}. (Weights to load are passed by "
+            f"a DataModule's methods, such as {STEPS['fit'][1]}. (Weights to load are passed by "
             "name: ckpt_path=….)"
         )
     if not isinstance(given, DataModule):
@@ -225,7 +85,7 @@ def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) ->
         ValueError: Loaders were given twice, or there are none.
         TypeError: `given` is neither a loader nor a list of loaders.
     """
-    _, hook, argument = _STEPS[stage]
+    _, hook, argument = STEPS[stage]
     loaders = find_loaders(hook, given, module, datamodule, argument)
     if not loaders:
         owners = [(datamodule, DataModule), (module, TrainModule)]
@@ -271,12 +131,6 @@ def find_loaders(
             "DataLoader(TensorDataset(x, y), batch_size=32), or list(...) if its rows are batches."
         )
     return [given]
-
-
-def call_if_there(owner: Any, name: str, *args: Any) -> Any:
-    """Call a method of an object if it has one of that name; otherwise return None."""
-    method = getattr(owner, name, None)
-    return None if method is None else method(*args)
 
 
 def make_epoch_iterators(
@@ -390,7 +244,7 @@ def check_step(stage: str, module: TrainModule, epoch_iterators: Sequence[EpochI
         TypeError: The step lacks ``dataloader_idx`` with several loaders, or requires it with one.
     """
     if epoch_iterators:
-        check_step_signature(module, _STEPS[stage][0], len(epoch_iterators))
+        check_step_signature(module, STEPS[stage][0], len(epoch_iterators))
 
 
 _DRAWS_BY_LOADERS = 5  # mixed into the loader hooks' seeds, so that they differ from other seeds

@@ -27,10 +27,11 @@ from trainer.datamodule import DataModule
 from trainer.distributed.objects import all_gather_object
 from trainer.engines.base import Engine
 from trainer.errors import module_logger
-from trainer.hooks import is_overridden
+from trainer.hooks import HookTable, is_overridden
 from trainer.loops.config import Length, Settings
 from trainer.loops.state import FitRun
 from trainer.module import TrainModule
+from trainer.optim.clipping import CLIP_IN_STEP
 from trainer.optim.configure import SchedulerEntry
 from trainer.optim.fingerprint import NUMBER
 
@@ -124,6 +125,47 @@ def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
             )
 
 
+def check_overrides(engine: Engine, module: TrainModule, hooks: HookTable) -> None:
+    """Raise for parts of the update that a module overrides, but its engine makes.
+
+    Raises:
+        NotImplementedError: There is such a part.
+    """
+    overrides = hooks.module_overrides.keys() - {"lr_scheduler_step"}
+    if engine.optimizer_driver is not None and overrides:
+        assert engine.distributed_type is not None
+        raise NotImplementedError(
+            f"{type(module).__name__} overrides {', '.join(sorted(overrides))}, but the step of "
+            f"{engine.distributed_type.value} reduces, clips and updates at once: leave them out, "
+            f"or the plugin (--use_{engine.distributed_type.value.lower()})."
+        )
+
+
+def check_manual(settings: Settings) -> None:
+    """Raise for settings that have no effect in manual optimisation.
+
+    Raises:
+        ValueError: Accumulation, clipping, or skipping of non-finite updates is configured.
+    """
+    findings = []
+    steps = settings.gradient_accumulation_steps
+    if steps > 1:
+        findings.append(
+            f"gradient_accumulation_steps is {steps}, but in manual optimisation training_step "
+            "decides when to step; pass gradient_accumulation_steps=1. (The value may come from "
+            "the launcher, by ACCELERATE_GRADIENT_ACCUMULATION_STEPS, or from a ready Accelerator.)"
+        )
+    if settings.non_finite == "skip":
+        findings.append(
+            "non_finite is 'skip', but in manual optimisation training_step decides about updates: "
+            "check the loss there, or leave non_finite at 'stop'."
+        )
+    limits = ("max_grad_norm", "max_grad_value")
+    findings += [f"{name} is set. {CLIP_IN_STEP}" for name in limits if getattr(settings, name)]
+    if findings:
+        raise ValueError("\n".join(findings))
+
+
 def check_checkpoint_names(target: str) -> None:
     """Raise if ranks give a checkpoint different names; collective.
 
@@ -196,6 +238,24 @@ def can_be_due(
     needed = sum(-(-global_batches // accumulation(epoch)) for epoch in range(whole))
     rest = math.ceil(round(part * (epoch_iterator.num_batches or 0) / epoch_iterator.world_size, 6))
     return length.max_steps >= needed + -(-rest // accumulation(whole))
+
+
+def reaches_validation(settings: Settings, trainer: Any, epoch_iterator: EpochIterator) -> bool:
+    """Return whether a run is long enough for a validation; True if that is unknown.
+
+    Args:
+        settings: The Trainer's arguments.
+        trainer: The Trainer, which knows the number of updates.
+        epoch_iterator: That of the training data.
+    """
+    reloads = settings.reload_dataloaders_every_n_epochs > 0
+    return can_be_due(
+        Interval.parse(settings.val_every),
+        settings.length,
+        updates=settings.max_steps if reloads else trainer.estimated_stepping_batches,
+        epoch_iterator=None if reloads else epoch_iterator,
+        accumulation=trainer.accumulation_in,
+    )
 
 
 def monitors_of(

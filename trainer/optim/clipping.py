@@ -94,6 +94,10 @@ class Limits:
 
 
 NO_LIMITS = Limits()
+CLIP_IN_STEP = (
+    "In manual optimisation training_step does the clipping: call self.clip_gradients(optimizer, "
+    "...) there."
+)
 
 
 class Clipper(Protocol):

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch.optim import Optimizer
+from torch import nn
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from trainer.checks import choice_error
 from trainer.errors import module_logger
-from trainer.optim.clipping import validate_limits
+from trainer.names import bare_names
+from trainer.optim.clipping import CLIP_IN_STEP, NO_LIMITS, Limits, validate_limits
+from trainer.optim.optimizer import parameters_of
 from trainer.optim.scheduler import is_at_end
 
 logger = module_logger(__name__)
@@ -57,6 +60,11 @@ class OptimizerEntry:
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(_unreadable(self.optimizer))
         validate_limits(self.max_grad_norm, self.max_grad_value)
+
+    @property
+    def limits(self) -> Limits:
+        """The clipping limits of its gradients."""
+        return Limits(max_norm=self.max_grad_norm, max_value=self.max_grad_value)
 
 
 def names_of(entries: Sequence[OptimizerEntry]) -> list[str]:
@@ -246,6 +254,100 @@ def read_optimizers(returned: Any) -> tuple[list[OptimizerEntry], list[Scheduler
     if not optimizers:
         raise TypeError(_unreadable(returned))
     return optimizers, entries
+
+
+def check_optimizers(
+    entries: Sequence[OptimizerEntry],
+    schedulers: Sequence[SchedulerEntry],
+    module: nn.Module,
+    *,
+    automatic: bool,
+) -> None:
+    """Check that a loop can train a module with what ``configure_optimizers`` returned.
+
+    Args:
+        entries: The optimizers.
+        schedulers: The schedulers.
+        module: The user's module.
+        automatic: Whether the loop clips and steps; if not, ``training_step`` does.
+
+    Raises:
+        ValueError: An optimizer has none of the module's parameters, two optimizers share one, a
+            scheduler belongs to another optimizer, or an optimizer does not support this mode.
+    """
+    optimizers = [entry.optimizer for entry in entries]
+    trainable = set(map(id, module.parameters()))
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS) and automatic:
+            raise ValueError(
+                "configure_optimizers returned LBFGS, which evaluates the loss several times per "
+                "update; set automatic_optimization = False and call optimizer.step(closure)."
+            )
+        if trainable.isdisjoint(map(id, parameters_of([optimizer]))):
+            raise ValueError(
+                f"configure_optimizers returned a {type(optimizer).__name__} that has none of the "
+                f"parameters of {type(module).__name__}; pass it self.parameters()."
+            )
+    _check_attached(schedulers, optimizers)
+    names = names_of(entries)
+    if automatic:
+        _check_separate(optimizers, names, module)
+        return
+    for entry, name in zip(entries, names, strict=True):
+        if entry.limits != NO_LIMITS:
+            raise ValueError(
+                f"configure_optimizers returned limits on the gradients of {name!r}. {CLIP_IN_STEP}"
+            )
+
+
+def _check_attached(schedulers: Sequence[SchedulerEntry], optimizers: Sequence[Optimizer]) -> None:
+    """Raise if a scheduler belongs to an optimizer that was not returned: it has no effect.
+
+    An optimizer counts as returned if a returned optimizer that is not torch's may wrap it. That
+    one may have groups of its own, so parameters are compared.
+
+    Raises:
+        ValueError: There is such a scheduler.
+    """
+    trained = set(map(id, parameters_of(optimizers)))
+    wrapped = any(
+        not type(optimizer).__module__.startswith("torch.optim.") for optimizer in optimizers
+    )
+    for entry in schedulers:
+        scheduled = getattr(entry.scheduler, "optimizer", None)
+        if not isinstance(scheduled, Optimizer) or any(
+            scheduled is optimizer for optimizer in optimizers
+        ):
+            continue
+        if not wrapped or trained.isdisjoint(map(id, parameters_of([scheduled]))):
+            raise ValueError(
+                f"configure_optimizers returned a {type(entry.scheduler).__name__} of a "
+                f"{type(scheduled).__name__} that it did not return, whose learning rates have no "
+                "effect: create the scheduler with the optimizer that you return."
+            )
+
+
+def _check_separate(
+    optimizers: Sequence[Optimizer], names: Sequence[str], module: nn.Module
+) -> None:
+    """Raise if two optimizers share a parameter, which each update would change twice.
+
+    Raises:
+        ValueError: There is such a parameter.
+    """
+    owners: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for parameter in parameters_of([optimizer]):
+            other = owners.setdefault(id(parameter), number)
+            if other != number:
+                named = bare_names(module, module.named_parameters())
+                name = next((n for n, p in named if p is parameter), "?")
+                raise ValueError(
+                    f"The optimizers {names[other]!r} and {names[number]!r} that "
+                    f"configure_optimizers returned both have the parameter {name!r}, and every "
+                    "optimizer steps at every update: give each its own parameters. To alternate "
+                    "between losses set automatic_optimization = False."
+                )
 
 
 def _dicts(returned: Any) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 
 from trainer.checks import choice_error
 from trainer.errors import module_logger
-from trainer.loops.dataloaders import check_module, one_module
 from trainer.loops.fit_state import load_weights
+from trainer.loops.lifecycle import check_module, one_module
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 from trainer.tuning.batch_size import (

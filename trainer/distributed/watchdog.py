@@ -135,7 +135,7 @@ def complaint(rank: int, notes: Sequence[Note], silent: set[int], patience: floa
     others = [
         said
         for rank, note in enumerate(notes)
-        if rank not in waiters and (said := _about(rank, note, rank in silent, patience))
+        if rank not in waiters and (said := _describe(rank, note, rank in silent, patience))
     ]
     if others:
         ranks = ", ".join(map(str, waiters))
@@ -147,7 +147,7 @@ def complaint(rank: int, notes: Sequence[Note], silent: set[int], patience: floa
     return f"No process has made progress for {seconds:.0f} seconds:\n" + "\n".join(reports)
 
 
-def _about(rank: int, note: Note, silent: bool, patience: float) -> str | None:
+def _describe(rank: int, note: Note, silent: bool, patience: float) -> str | None:
     """Return a line about a rank that does not wait; None if it only makes slow progress."""
     if note.failure:
         return f"rank {rank} has failed in {note.phase}: {note.failure}"

@@ -66,9 +66,9 @@ class Hook:
         """
         if self._state is None:
             return {}
-        kept: dict[str, Any] = {name: dict(getattr(self._state, name)) for name in _BY_BUCKET}
-        kept |= {"iter": self._state.iter, "rng": self._state.rng.get_state()}
-        return kept | {"made_by": self._made_by}
+        state: dict[str, Any] = {name: dict(getattr(self._state, name)) for name in _BY_BUCKET}
+        state |= {"iter": self._state.iter, "rng": self._state.rng.get_state()}
+        return state | {"made_by": self._made_by}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore a saved state; a state of other settings is ignored with a warning."""
@@ -175,9 +175,9 @@ def _mended(state: powerSGD_hook.PowerSGDState, index: int) -> powerSGD_hook.Pow
     check runs on the device without synchronizing.
     """
     error, factor = state.error_dict.get(index), state.q_memory_dict.get(index)
-    kept = [each for each in (error, factor) if each is not None]
-    if kept:
-        sound = torch.stack([each.isfinite().all() for each in kept]).all()
+    tensors = [tensor for tensor in (error, factor) if tensor is not None]
+    if tensors:
+        sound = torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
     if error is not None:
         error.masked_fill_(~sound, 0)
     if factor is not None:
@@ -283,7 +283,7 @@ def for_processes(ranks: Sequence[dict[str, Any]], rank: int, world_size: int) -
     if len(ranks) == world_size or not all(ranks):
         return ranks[rank] if rank < len(ranks) else {}
     errors: dict[int, Tensor] = {
-        index: torch.stack([each["error_dict"][index] for each in ranks]).mean(0)
+        index: torch.stack([state["error_dict"][index] for state in ranks]).mean(0)
         for index in ranks[0]["error_dict"]
     }
     return ranks[0] | {"error_dict": errors}

@@ -156,9 +156,9 @@ def torch_arguments(plugin: TorchDynamoPlugin) -> dict[str, Any]:
     """
     arguments = plugin.to_kwargs()
     dynamo = importlib.import_module("torch._dynamo")  # takes seconds, so only if needed
-    known = dynamo.list_backends(exclude_tags=())
-    if arguments["backend"] not in known:
-        raise ValueError(choice_error("The dynamo backend", arguments["backend"], known))
+    backends = dynamo.list_backends(exclude_tags=())
+    if arguments["backend"] not in backends:
+        raise ValueError(choice_error("The dynamo backend", arguments["backend"], backends))
     if plugin.backend == DynamoBackend.INDUCTOR and plugin.options:
         _check_options(plugin.options, arguments)
     return arguments
@@ -374,8 +374,8 @@ class _CompiledStep:
         if now[-1:] != latest:
             made = now[now.index(latest[0]) + 1 :] if latest and latest[0] in now else now
             if breaks is None:
-                for each in made:
-                    self._tell(each)
+                for compilation in made:
+                    self._tell(compilation)
             else:
                 self._judge(made, breaks)
         self._called = True
@@ -405,11 +405,11 @@ class _CompiledStep:
             RuntimeError: No part of ``training_step`` was compiled.
         """
         proven = _proven.setdefault(type(self._module), set())
-        if any(each.graph_op_count for each in made):
+        if any(compilation.graph_op_count for compilation in made):
             proven.add(self._name)
         if self._name in proven:
             return
-        failures = {each.fail_reason for each in made if each.fail_reason}
+        failures = {compilation.fail_reason for compilation in made if compilation.fail_reason}
         reasons = failures | set(self._breaks() - breaks_before)
         text = (
             f"dynamo_backend is set, but no part of {type(self._module).__name__}.{self._name} was "

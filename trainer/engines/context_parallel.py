@@ -46,7 +46,7 @@ def context_parallel(
     if len(buffers) != len(dims):
         raise ValueError(f"There are {len(buffers)} buffers, but {len(dims)} buffer_seq_dims.")
     size, rank = mesh.size(), mesh.get_local_rank()
-    kept = {id(buffer) for buffer in no_restore_buffers}
+    not_restored = {id(buffer) for buffer in no_restore_buffers}
     whole: list[tuple[Tensor, Tensor]] = []
     for buffer, dim in zip(buffers, dims, strict=True):
         if buffer.shape[dim] % size:
@@ -56,7 +56,7 @@ def context_parallel(
             )
     with torch.no_grad():
         for buffer, dim in zip(buffers, dims, strict=True):
-            if id(buffer) not in kept:
+            if id(buffer) not in not_restored:
                 whole.append((buffer, buffer.detach()))
             buffer.set_(buffer.detach().chunk(size, dim)[rank].contiguous())  # type: ignore[call-overload] # torch's stubs lack set_(Tensor)
     try:
@@ -152,6 +152,6 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         chunks = gradients[0].chunk(dist.get_world_size(ctx.group), dim=-2)
         parts = [chunk.contiguous() for chunk in chunks]
-        own = torch.empty_like(parts[0])
-        dist.reduce_scatter(own, parts, group=ctx.group)
-        return own, None
+        gradient = torch.empty_like(parts[0])
+        dist.reduce_scatter(gradient, parts, group=ctx.group)
+        return gradient, None

@@ -180,14 +180,14 @@ def _device_ids(module: nn.Module) -> list[int] | None:
 def _take_unsendable(module: nn.Module) -> None:
     """Broadcast the tensors whose dtype DDP cannot send, and make DDP ignore them."""
     named = chain(module.named_parameters(), module.named_buffers())
-    found = {name: tensor for name, tensor in named if tensor.dtype not in _SENDABLE}
-    if not found:
+    unsendable = {name: tensor for name, tensor in named if tensor.dtype not in _SENDABLE}
+    if not unsendable:
         return
-    known = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        module, sorted({*known, *found})
+        module, sorted({*ignored, *unsendable})
     )
-    broadcast([tensor for name, tensor in found.items() if name not in known])
+    broadcast([tensor for name, tensor in unsendable.items() if name not in ignored])
 
 
 class _DDPRoot(nn.Module):
@@ -249,8 +249,10 @@ class Replicas(SingleDevice):
         if evaluation_mode:
             return module
         parameters = list(module.parameters())
-        self._frozen += [each for each in parameters if not each.requires_grad]
-        if find_ddp(module) is not None or not any(each.requires_grad for each in parameters):
+        self._frozen += [parameter for parameter in parameters if not parameter.requires_grad]
+        if find_ddp(module) is not None or not any(
+            parameter.requires_grad for parameter in parameters
+        ):
             return module
         wrapped = wrap(module, self._kwargs)
         vars(wrapped)[_HOOK] = _register(wrapped, self._kwargs)
@@ -341,11 +343,11 @@ class Replicas(SingleDevice):
         """Broadcast buffers coalesced, as DDP does: this is faster than one by one."""
         from torch._C._distributed_c10d import _broadcast_coalesced  # not in all builds of torch
 
-        joined = [each for each in self.module.buffers() if each.dtype in _SENDABLE]
+        joined = [buffer for buffer in self.module.buffers() if buffer.dtype in _SENDABLE]
         if joined:
             group = dist.distributed_c10d._get_default_group()
             _broadcast_coalesced(group, joined, _SENT_AT_ONCE, self._source)
-        if others := [each for each in self.module.buffers() if each.dtype not in _SENDABLE]:
+        if others := [buffer for buffer in self.module.buffers() if buffer.dtype not in _SENDABLE]:
             broadcast(others, self._source)
 
     def sync_stats(self, stats: StepStats) -> float | Tensor:
@@ -750,9 +752,9 @@ class StaticDataParallel(DataParallel):
             give_nothing(self.module)
         if all(all_gather_object(bool(self._seen))):
             self.graph = dict(zip(self._names(), self._seen, strict=True))
-            kept = [] if self._sends_buffers else [(b, b.clone()) for b in self.module.buffers()]
+            buffers = [] if self._sends_buffers else [(b, b.clone()) for b in self.module.buffers()]
             self.begin_epoch()
-            for buffer, value in kept:  # DDP's constructor has broadcast rank 0's buffers
+            for buffer, value in buffers:  # DDP's constructor has broadcast rank 0's buffers
                 buffer.data.copy_(value)
         return items
 
@@ -782,14 +784,14 @@ class StaticDataParallel(DataParallel):
         Raises:
             RuntimeError: A parameter was used more or less often than in the graph.
         """
-        for name, found in zip(self._names(), times, strict=True):
-            known = self.graph[name]
-            if found != known:
+        for name, used in zip(self._names(), times, strict=True):
+            expected = self.graph[name]
+            if used != expected:
                 raise RuntimeError(
                     f"With static_graph=True backward must accumulate into each parameter as often "
                     f"as in the first update, or in the run that is resumed. It accumulated "
-                    f"{found} times into {name}; then it was {known} times. Restore that, or leave "
-                    "out static_graph."
+                    f"{used} times into {name}; then it was {expected} times. Restore that, or "
+                    "leave out static_graph."
                 )
         self._held_to = True
 

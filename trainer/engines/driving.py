@@ -180,9 +180,13 @@ class DrivesOptimizer(SingleDevice):
                 f"{name} has other weights for the evaluation, which it cannot put into the "
                 f"parameters, since {self.library} updates copies of them. {instead}"
             )
-        own = set(map(id, self._owner.parameters()))
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        if unknown := [tuple(each.shape) for each in parameters if id(each) not in own]:
+        of_model = set(map(id, self._owner.parameters()))
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        if unknown := [
+            tuple(parameter.shape) for parameter in parameters if id(parameter) not in of_model
+        ]:
             raise ValueError(
                 f"The optimizer has parameters of the shapes {unknown} that "
                 f"{type(self._owner).__name__} has not: assign them to an attribute of the model."
@@ -191,7 +195,7 @@ class DrivesOptimizer(SingleDevice):
         self._trains = self._trained_now()
 
     def _trained_now(self) -> set[int]:
-        return {id(each) for group in self._groups for each in trained(group["params"])}
+        return {id(parameter) for group in self._groups for parameter in trained(group["params"])}
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -201,8 +205,8 @@ class DrivesOptimizer(SingleDevice):
 
     def _give_options(self, stepped: Optimizer) -> None:
         """Give the present options of the user's groups to the optimizer that is stepped."""
-        for own, group in zip(stepped.param_groups, self._groups, strict=True):
-            own.update({key: value for key, value in group.items() if key != "params"})
+        for of_twin, group in zip(stepped.param_groups, self._groups, strict=True):
+            of_twin.update({key: value for key, value in group.items() if key != "params"})
 
     # -- the window of micro-batches ---------------------------------------------------------------
 

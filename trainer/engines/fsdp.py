@@ -235,9 +235,9 @@ class FullyShard(SingleDevice):
         norms: list[Any] = []
         if arguments["mp_policy"].param_dtype is not None:
             # Batch normalisation takes weights of the dtype of its statistics alone.
-            known = {*units, *roots}
+            sharded = {*units, *roots}
             norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
-            norms = [each for each in norms if each.affine and each not in known]
+            norms = [each for each in norms if each.affine and each not in sharded]
         _check_dtypes(module, {*units, *roots, *norms}, ignored)
         wide = MixedPrecisionPolicy(cast_forward_inputs=False)
         for norm in norms:
@@ -598,15 +598,17 @@ class FullyShard(SingleDevice):
         fails at parameters that were never gathered, and in adding zeros of the wrong dtype.
         """
         for unit in self._units:
-            held = [each for each in _held(unit) if getattr(each, "reduce_dtype", None)]
+            held = [
+                parameter for parameter in _held(unit) if getattr(parameter, "reduce_dtype", None)
+            ]
             if not all(map(_was_gathered, held)):  # a unit that has not run yet
                 unit.unshard()
                 unit.reshard()
-            if any(each.unsharded_accumulated_grad is not None for each in held):
-                for each in held:
-                    whole, dtype = each._unsharded_param, each.reduce_dtype
-                    if whole.requires_grad and each.unsharded_accumulated_grad is None:
-                        each.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
+            if any(parameter.unsharded_accumulated_grad is not None for parameter in held):
+                for parameter in held:
+                    whole, dtype = parameter._unsharded_param, parameter.reduce_dtype
+                    if whole.requires_grad and parameter.unsharded_accumulated_grad is None:
+                        parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
 
     def _without_gradient(self) -> list[Any]:
         """Return the trained parameters without a gradient, and note which backward uses."""
@@ -675,9 +677,13 @@ class FullyShard(SingleDevice):
         flags = self._on_device([*self._flags_of_use(), *self._digest()])
         bad = flags.new_zeros(1)
         if self.options.checks_gradients:
-            updated = (each["params"] for one in self._optimizers for each in one.param_groups)
-            here = find_non_finite(self._parts_of(chain.from_iterable(updated)))
-            bad += 0.0 if here is None else here
+            updated = (
+                group["params"]
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+            )
+            non_finite = find_non_finite(self._parts_of(chain.from_iterable(updated)))
+            bad += 0.0 if non_finite is None else non_finite
         total = torch.cat([vector, bad, flags])
         sum_numbers(total)
         ran, self._ran = self._ran, []
@@ -723,13 +729,13 @@ class FullyShard(SingleDevice):
         if first * first == self.options.world_size * squares:
             return
         names = {part: name for name, part in self.module.named_modules()}
-        own = [names[self._units[index]] for index in ran]
-        everybody = all_gather_object(own)
-        other = next(rank for rank, theirs in enumerate(everybody) if theirs != everybody[0])
-        pairs = zip_longest(everybody[0], everybody[other])
+        units = [names[self._units[index]] for index in ran]
+        of_ranks = all_gather_object(units)
+        other = next(rank for rank, of_rank in enumerate(of_ranks) if of_rank != of_ranks[0])
+        pairs = zip_longest(of_ranks[0], of_ranks[other])
         start = next(number for number, pair in enumerate(pairs) if len({*pair}) > 1)
         shown = "; ".join(
-            f"rank {rank}: {', '.join(everybody[rank][start : start + 3]) or 'none'}"
+            f"rank {rank}: {', '.join(of_ranks[rank][start : start + 3]) or 'none'}"
             for rank in (0, other)
         )
         raise RuntimeError(
@@ -772,8 +778,8 @@ class FullyShard(SingleDevice):
 
     def _gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the gradients, also those of parameters that were replaced by sharded ones."""
-        own = (self._replaced.get(id(p), (p, p))[1] for p in parameters)
-        return [p.grad for p in own if p.grad is not None]
+        trained = (self._replaced.get(id(p), (p, p))[1] for p in parameters)
+        return [p.grad for p in trained if p.grad is not None]
 
     def _parts_of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return this process's parts of the gradients."""
@@ -786,13 +792,13 @@ class FullyShard(SingleDevice):
     def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
         """Return whether a gradient is NaN or infinite on any process."""
         if self._non_finite is not None:
-            known, self._non_finite = self._non_finite, None
-            return known
-        here = find_non_finite(self._parts_of(parameters))
-        if here is None:
+            of_all_ranks, self._non_finite = self._non_finite, None
+            return of_all_ranks
+        non_finite = find_non_finite(self._parts_of(parameters))
+        if non_finite is None:
             return None
         # Torch's check of sharded tensors asks only the processes that share the first one.
-        anywhere = torch.zeros(1, device=self.options.device) + here
+        anywhere = torch.zeros(1, device=self.options.device) + non_finite
         sum_numbers(anywhere)
         return _as_flag(anywhere[0])
 
@@ -992,8 +998,8 @@ def _initialise(module: nn.Module, function: Callable[[nn.Module], None] | None)
         ValueError: A part has no ``reset_parameters``.
     """
     for part in list(module.modules()):
-        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-        if not any(tensor.is_meta for tensor in own):
+        tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in tensors):
             continue
         part.to_empty(device="cpu", recurse=False)
         reset: Any = getattr(part, "reset_parameters", None)
@@ -1022,7 +1028,7 @@ def _was_gathered(held: Any) -> bool:
 def _is_unreduced(held: Any) -> bool:
     """Return whether this process has a gradient of its own for a parameter, a whole one."""
     gradients = held.unsharded_accumulated_grad, held._unsharded_param.grad
-    return any(each is not None for each in gradients)
+    return any(gradient is not None for gradient in gradients)
 
 
 @contextmanager

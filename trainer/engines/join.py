@@ -73,7 +73,7 @@ def join_uneven_inputs(
     if PartialState().num_processes == 1:
         yield
         return
-    taking_part = [found for each in joinables if (found := _joinable(each)) is not None]
+    taking_part = [module for joinable in joinables if (module := _joinable(joinable)) is not None]
     with ExitStack() as stack:
         if even_batches is not None:
             _override(loaders, even_batches, stack)
@@ -95,9 +95,9 @@ def join_uneven_inputs(
         # changes the warning filters, so these are saved and restored.
         with warnings.catch_warnings(), ExitStack() as sending:
             if window is not None and not window.sync_gradients:
-                for each in taking_part:
-                    if isinstance(each, DistributedDataParallel):
-                        sending.enter_context(_sends_what_it_has(each))
+                for joinable in taking_part:
+                    if isinstance(joinable, DistributedDataParallel):
+                        sending.enter_context(_sends_what_it_has(joinable))
             join.__exit__(None, None, None)
 
 
@@ -122,8 +122,8 @@ class _InStep(Joinable, JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         window = self._window
-        own = [window.step, window.sync_gradients] if is_last_joiner else [0, 0]
-        position = torch.tensor(own, dtype=torch.long).to(self._device)
+        counts = [window.step, window.sync_gradients] if is_last_joiner else [0, 0]
+        position = torch.tensor(counts, dtype=torch.long).to(self._device)
         dist.all_reduce(position, dist.ReduceOp.MAX, group=self._group)
         step, sync = read_back(position).tolist()
         window.step, window.sync_gradients = step, bool(sync)
@@ -170,10 +170,10 @@ def _fill(model: DistributedDataParallel, bucket: Any) -> None:
 
 def _check_optimizers(joinables: Sequence[Joinable]) -> None:
     steps = GradientState().num_steps
-    for each in joinables:
-        if steps > 1 and not isinstance(each, DistributedDataParallel):
+    for joinable in joinables:
+        if steps > 1 and not isinstance(joinable, DistributedDataParallel):
             raise ValueError(
-                f"join_uneven_inputs was given a {type(each).__name__}, with "
+                f"join_uneven_inputs was given a {type(joinable).__name__}, with "
                 f"gradient_accumulation_steps={steps}. A process that has run out of batches would "
                 "step it in every round, the others only at the end of a window. Use "
                 "gradient_accumulation_steps=1, or leave it out and pass even_batches=True."
@@ -204,10 +204,12 @@ def _is_even(loader: Any) -> bool:
 
 
 def _check_whole(joinables: Sequence[Any]) -> None:
-    for each in joinables:
-        if isinstance(each, nn.Module) and any(hasattr(p, "to_local") for p in each.parameters()):
+    for joinable in joinables:
+        if isinstance(joinable, nn.Module) and any(
+            hasattr(p, "to_local") for p in joinable.parameters()
+        ):
             raise ValueError(
-                f"join_uneven_inputs was given a {type(each).__name__} that is sharded, whose "
+                f"join_uneven_inputs was given a {type(joinable).__name__} that is sharded, whose "
                 "forward pass needs every process. Use even_batches=True, or the Trainer, in which "
                 "a process without a batch runs a dummy batch."
             )

@@ -90,5 +90,5 @@ def _without_count(norm: nn.SyncBatchNorm, forward: Any, batch: Tensor) -> Tenso
     mean, var = norm.running_mean, norm.running_var
     if mean is None or var is None:
         mean, var = batch.new_zeros(batch.shape[1]), batch.new_ones(batch.shape[1])
-    own = nn.functional.batch_norm(batch, mean, var, norm.weight, norm.bias, eps=norm.eps)
-    return torch.cat([nothing, own])
+    output = nn.functional.batch_norm(batch, mean, var, norm.weight, norm.bias, eps=norm.eps)
+    return torch.cat([nothing, output])

@@ -95,26 +95,28 @@ def check_same_model(model: nn.Module, engine: Engine) -> None:
     if PartialState().num_processes == 1 or engine.is_model_parallel:
         return
     arguments = engine.options.ddp_kwargs
-    own = _described(model, buffers=arguments is None or arguments.broadcast_buffers)
-    digest = hashlib.blake2b(repr(own).encode(), digest_size=8).digest()
+    description = _described(model, buffers=arguments is None or arguments.broadcast_buffers)
+    digest = hashlib.blake2b(repr(description).encode(), digest_size=8).digest()
     digests = check_collective("prepare a model", int.from_bytes(digest, "little", signed=True))
     if len(set(digests)) == 1:
         return
-    everybody = all_gather_object(own)
+    everybody = all_gather_object(description)
     usual = digests.index(Counter(digests).most_common(1)[0][0])
     other = next(rank for rank, each in enumerate(digests) if each != digests[usual])
-    here, there = everybody[usual], everybody[other]
-    names = [name for name in here | there if here.get(name) != there.get(name)]
+    usual_model, other_model = everybody[usual], everybody[other]
+    names = [
+        name for name in usual_model | other_model if usual_model.get(name) != other_model.get(name)
+    ]
     if names:
-        what = f"{names[0]} is {there.get(names[0], 'missing')} on rank {other}, but "
-        what += f"{here.get(names[0], 'missing')} on rank {usual}"
+        difference = f"{names[0]} is {other_model.get(names[0], 'missing')} on rank {other}, but "
+        difference += f"{usual_model.get(names[0], 'missing')} on rank {usual}"
     else:
-        pairs = zip(here, there, strict=True)
+        pairs = zip(usual_model, other_model, strict=True)
         first = next(name for name, same in pairs if name != same)
-        what = f"{first} stands at another place on rank {other} than on rank {usual}"
+        difference = f"{first} stands at another place on rank {other} than on rank {usual}"
     raise ValueError(
-        f"{type(model).__name__} differs between the processes: {what}. Build the same model on "
-        "all of them, with the same arguments; only where its weights are may differ."
+        f"{type(model).__name__} differs between the processes: {difference}. Build the same model "
+        "on all of them, with the same arguments; only where its weights are may differ."
     )
 
 

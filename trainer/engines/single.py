@@ -83,8 +83,8 @@ class SingleDevice:
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """Do nothing, unless the module is a wrapper that reduces gradients by itself."""
-        own = getattr(module, "no_sync", None)
-        return nullcontext() if own is None else own()
+        no_sync = getattr(module, "no_sync", None)
+        return nullcontext() if no_sync is None else no_sync()
 
     def trigger_sync(self, module: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002 - an interface
         """Do nothing: there is nothing to reduce."""
@@ -209,5 +209,7 @@ class SingleDevice:
 
 def attribute_restorer(module: nn.Module, name: str) -> Callable[[], Any]:
     """Return a function that puts a module's own attribute back, or removes a later one."""
-    own = vars(module)
-    return partial(own.update, {name: own[name]}) if name in own else partial(own.pop, name)
+    attributes = vars(module)
+    if name in attributes:
+        return partial(attributes.update, {name: attributes[name]})
+    return partial(attributes.pop, name)

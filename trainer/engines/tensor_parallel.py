@@ -130,8 +130,8 @@ def _matching(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]
     """Yield the submodules whose names match a pattern, part by part between the dots."""
     tokens = pattern.split(".")
     for name, part in module.named_modules():
-        own = name.split(".")
-        if len(own) == len(tokens) and all(map(fnmatch, own, tokens)):
+        path = name.split(".")
+        if len(path) == len(tokens) and all(map(fnmatch, path, tokens)):
             yield name, part
 
 

@@ -170,8 +170,8 @@ def require_length(epoch_iterator: EpochIterator, **intervals: Interval | str | 
     Raises:
         ValueError: There is such an interval.
     """
-    for name, given in intervals.items():
-        interval = Interval.parse(given)
+    for name, text in intervals.items():
+        interval = Interval.parse(text)
         if (
             interval.unit == "epochs"
             and interval.every % 1
@@ -309,19 +309,19 @@ class Settings:
         The micro-batches per update are the argument, else the accelerator's or DeepSpeed's, else
         the default, which may come from the environment.
         """
-        own = {field.name: arguments[field.name] for field in fields(cls)}
-        batches = own.pop("fast_dev_run")
-        if own["gradient_accumulation_steps"] is None:
+        chosen = {field.name: arguments[field.name] for field in fields(cls)}
+        batches = chosen.pop("fast_dev_run")
+        if chosen["gradient_accumulation_steps"] is None:
             ready = arguments["accelerator"]
             plugins = DeepSpeedPlugin.requested(arguments["deepspeed_plugin"]) or {}
-            theirs = [plugin.gradient_accumulation_steps for plugin in plugins.values()]
-            steps = next((each for each in theirs if isinstance(each, int)), None)
-            own["gradient_accumulation_steps"] = (
+            of_plugins = [plugin.gradient_accumulation_steps for plugin in plugins.values()]
+            steps = next((number for number in of_plugins if isinstance(number, int)), None)
+            chosen["gradient_accumulation_steps"] = (
                 GradientAccumulationPlugin(num_steps=steps).num_steps
                 if ready is None
                 else ready.gradient_accumulation_steps
             )
-        settings = cls(**own)
+        settings = cls(**chosen)
         if batches:
             settings = settings._for_fast_dev_run(batches)
         if settings.barebones:  # no sanity check, no check for non-finite numbers
@@ -503,11 +503,11 @@ def with_default_callbacks(
     callbacks: Sequence[Callback] | Callback | None, *, progress_bar: bool, checkpointing: bool
 ) -> list[Callback]:
     """Return the user's callbacks and the default ones, sorted so that those that save run last."""
-    given = callback_list(callbacks)
-    check_callbacks(given)
+    users = callback_list(callbacks)
+    check_callbacks(users)
     every = [
         *([_default(ProgressBar())] if progress_bar else []),
-        *given,
+        *users,
         *([_default(ModelCheckpoint())] if checkpointing else []),
     ]
     drop_replaced_defaults(every)
@@ -539,20 +539,20 @@ def drop_replaced_defaults(callbacks: list[Callback]) -> None:
             callbacks.remove(default)
 
 
-def check_callbacks(given: Sequence[Any]) -> None:
+def check_callbacks(callbacks: Sequence[Any]) -> None:
     """Raise for objects that are not callbacks, and for callbacks that conflict.
 
     Raises:
         TypeError: One is not a callback.
         ValueError: Two have the same key in checkpoints.
     """
-    for callback in given:
+    for callback in callbacks:
         if not isinstance(callback, Callback):
             raise TypeError(
                 f"callbacks holds {callback!r} of type {type(callback).__name__}; every one must "
                 "be an instance of callbacks.Callback."
             )
-    keys = [one.state_key for one in given if is_overridden(one, "state_dict", Callback)]
+    keys = [one.state_key for one in callbacks if is_overridden(one, "state_dict", Callback)]
     for key in keys:
         if keys.count(key) > 1:
             raise ValueError(

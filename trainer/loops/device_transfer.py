@@ -233,11 +233,14 @@ class DeviceTransfer:
                 return _unchanged
             return lambda batch: self.move(batch, dataloader_idx)
         numbers = count(epoch_iterator.first_position + self._rank, self._world_size)
-        own = kept_by(self._module, self._datamodule)
+        generators = kept_by(self._module, self._datamodule)
 
         def change(batch: Any) -> Any:
             seed = mix(epoch_iterator.seed, epoch_iterator.epoch, _DRAWS_BY_HOOKS, next(numbers))
-            with isolated_rng(seed), isolated_generators(own, mix(seed, 1), self._equal_generators):
+            with (
+                isolated_rng(seed),
+                isolated_generators(generators, mix(seed, 1), self._equal_generators),
+            ):
                 batch = _call_batch_hook(self._before, batch, dataloader_idx)
                 return _call_batch_hook(
                     self._after, self.move(batch, dataloader_idx), dataloader_idx

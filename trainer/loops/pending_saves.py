@@ -42,9 +42,9 @@ class PendingSaves:
         Raises:
             CheckpointError: A save failed; raised on all ranks.
         """
-        asked = self._waiting if world_size == 1 else _of_all(self._waiting)
+        saves = self._waiting if world_size == 1 else _of_all(self._waiting)
         self._waiting = {}
-        for target, options in asked.items():
+        for target, options in saves.items():
             self._save(target, **options)
 
     def give_up(self) -> None:
@@ -58,10 +58,10 @@ class PendingSaves:
         self._waiting = {}
 
 
-def _of_all(own: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, Any]]:
+def _of_all(waiting: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, Any]]:
     """Return the saves that any rank has requested, in the same order on all ranks."""
-    everybody = all_gather_object(own)
-    names = [[target.name for target in each] for each in everybody]
-    if all(each == names[0] for each in names):
-        return own  # the same saves, but the paths may differ between machines
-    return {target: options for each in everybody for target, options in each.items()}
+    of_ranks = all_gather_object(waiting)
+    names = [[target.name for target in of_rank] for of_rank in of_ranks]
+    if all(of_rank == names[0] for of_rank in names):
+        return waiting  # the same saves, but the paths may differ between machines
+    return {target: options for of_rank in of_ranks for target, options in of_rank.items()}

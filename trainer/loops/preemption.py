@@ -237,8 +237,8 @@ class ExitVote:
         if 0 < batch_idx < self._voted + self._between:
             return False
         now = time.monotonic()
-        own = float(signalled), now - self._since if rank == 0 else 0.0
-        votes, seconds = read_back(reduce(torch.tensor(own, device=device))).tolist()
+        vote = float(signalled), now - self._since if rank == 0 else 0.0
+        votes, seconds = read_back(reduce(torch.tensor(vote, device=device))).tolist()
         if not aligned:
             self._between = _MAX_BATCHES_BETWEEN_VOTES
         elif not batch_idx:

@@ -435,9 +435,9 @@ class Report:
             f"{'':<12}{f'ms per {self.unit}':>16}{'seconds':>12}{'share':>9}",
         ]
         for name, seconds in {**self.seconds, "total": self.total}.items():
-            each = f"{1000 * seconds / self.steps:.3f}" if self.steps else "-"
+            milliseconds = f"{1000 * seconds / self.steps:.3f}" if self.steps else "-"
             share = f"{100 * seconds / (self.total or 1.0):.1f} %"
-            lines.append(f"{name:<12}{each:>16}{seconds:>12.3f}{share:>9}")
+            lines.append(f"{name:<12}{milliseconds:>16}{seconds:>12.3f}{share:>9}")
         return "\n".join([*lines, self.bottleneck()])
 
     def bottleneck(self) -> str:
@@ -449,11 +449,11 @@ class Report:
         """
         if self.steps < _ENOUGH or self.total < _LONG_ENOUGH:
             return f"Too few {self.units}, or too short a time, to tell what limits the run."
-        what = "training" if self.unit == "update" else "evaluation"
+        loop = "training" if self.unit == "update" else "evaluation"
         largest = max(_LIMITS, key=self.share)
         computing, backward = self.share(FORWARD, BACKWARD, OPTIMIZER), self.share(BACKWARD)
         if computing < self.share(largest):
-            return f"The {what} {self._limited_by(largest)}."
+            return f"The {loop} {self._limited_by(largest)}."
         if self.processes > 1 and backward >= max(_HALF, _WAITS * self.share(FORWARD)):
             spent = f"{_percent(backward)} of the time in backward, most of it probably waiting"
             faster = "SlowRankDetector finds a slow process, and larger batches reduce the waiting"
@@ -463,7 +463,7 @@ class Report:
             faster = f"mixed_precision, {compiling}larger batches or a faster device may help"
         if self.share(largest) >= _WORTH_A_WORD:
             faster = f"it {self._limited_by(largest)}"
-        return f"The {what} spends {spent}: {faster}."
+        return f"The {loop} spends {spent}: {faster}."
 
     def _limited_by(self, part: str) -> str:
         what, advice = _LIMITS[part]

@@ -51,7 +51,7 @@ class Recorder:
     ) -> None:
         self._local = local
         self._trackers = trackers
-        self._about = run_metadata
+        self._run_metadata = run_metadata
         self._listener = Listener(
             lambda record: self._tell(lambda run_metadata: run_metadata.warn(record))
         )
@@ -96,8 +96,8 @@ class Recorder:
             self._write(to_floats(values), step, epoch)
             return
         vector = stacked(away.values())
-        here = {name: 0.0 if name in away else float(values[name]) for name in values}
-        self._pending = (here, list(away), HostCopy(vector), step, epoch)
+        on_host = {name: 0.0 if name in away else float(values[name]) for name in values}
+        self._pending = (on_host, list(away), HostCopy(vector), step, epoch)
 
     def flush(self, *, arrived: int | None = None) -> None:
         """Record the values whose transfer `record_later` started.
@@ -115,8 +115,8 @@ class Recorder:
         """Wait for the values whose transfer `record_later` started."""
         if self._pending is None:
             return {}
-        here, names, copied, *_ = self._pending
-        return here | dict(zip(names, copied.read().tolist(), strict=True))
+        on_host, names, copied, *_ = self._pending
+        return on_host | dict(zip(names, copied.read().tolist(), strict=True))
 
     def latest_values(self) -> dict[str, float]:
         """Return the last value of every name, after waiting for a transfer in progress."""
@@ -141,8 +141,8 @@ class Recorder:
             self._local.log(read, step, epoch=epoch, time=self._last)
             read_values = {name: read[name] for name in read if name not in self.private}
             for tracker in self._trackers if read_values else ():
-                own = {"epoch": epoch, **read_values} if tracker.logs_epoch else read_values
-                tracker.log_recorded(own, step, self._last)
+                values = {"epoch": epoch, **read_values} if tracker.logs_epoch else read_values
+                tracker.log_recorded(values, step, self._last)
         return read
 
     def remember(self, read: Mapping[str, float], step: int) -> None:
@@ -257,9 +257,9 @@ class Recorder:
         curves = self._write_curves()
 
         def length() -> int | None:
-            known = _length(synced, _PATIENCE)
+            offset = _length(synced, _PATIENCE)
             self._hanging |= _wait_for(curves)
-            return known
+            return offset
 
         return length
 
@@ -275,11 +275,11 @@ class Recorder:
             if tracker.requires_logging_directory and tracker not in hanging
         }
 
-    def _tell(self, what: Callable[[RunMetadata], None]) -> None:
+    def _tell(self, update: Callable[[RunMetadata], None]) -> None:
         """Update ``run.json``, on the thread of the local record."""
-        run_metadata = self._about
+        run_metadata = self._run_metadata
         if run_metadata is not None and isinstance(self._local, BackgroundTracker):
-            self._local.submit(lambda _: what(run_metadata))
+            self._local.submit(lambda _: update(run_metadata))
 
     def finish(self, status: Status = "finished", error: BaseException | None = None) -> None:
         """Finish the record and the trackers; wait, with a time limit, until all is written.

@@ -105,16 +105,16 @@ class Project:
             raise TypeError(f"project_dir is {folder!r}; it must be a path.")
         if folder is None:  # all ranks are here, to agree on a name; it is created when needed
             start = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
-            given = Path("runs") / broadcast_object(f"{start}-{uuid.uuid4().hex[:4]}")
+            path = Path("runs") / broadcast_object(f"{start}-{uuid.uuid4().hex[:4]}")
         else:
-            given = Path(folder)
-        self._place(absolute_path("project_dir", given))
+            path = Path(folder)
+        self._place(absolute_path("project_dir", path))
         self._fixed = folder is not None
         self._name, self._run_name = name, run_name
         self._log_with = select_trackers(log_with if writes else None, logging_dir=folder or "runs")
-        for what, each in (("project_name", name), ("run_name", run_name)):
-            if each is not None:
-                check_name(what, each, self._log_with)
+        for argument, value in (("project_name", name), ("run_name", run_name)):
+            if value is not None:
+                check_name(argument, value, self._log_with)
         self._writes = writes
         self._fitted: Recorder | None = None
         self.on_each_node = on_each_node
@@ -169,20 +169,20 @@ class Project:
             RuntimeError: This is a spawned process that is importing the main script.
         """
         _check_not_importing()
-        state, own = PartialState(), self.folder.resolve()
-        here = self._writes and is_writer_rank(state, self.on_each_node)
+        state, project = PartialState(), self.folder.resolve()
+        locks = self._writes and is_writer_rank(state, self.on_each_node)
         warns: dict[Path, Callable[[str], None]] = {}  # of each locked folder: publishes the run id
         with ExitStack() as held:
 
             def take() -> None:
                 others = {root.resolve(): root for root in roots()}
-                folders = {own: self.folder} | {
-                    at: root for at, root in others.items() if not at.is_relative_to(own)
+                folders = {project: self.folder} | {
+                    at: root for at, root in others.items() if not at.is_relative_to(project)
                 }
                 new = {at: folder for at, folder in folders.items() if at not in warns}
                 # A callback's `dirpath` may lie inside the folder of another run.
                 for at, folder in new.items():
-                    near = self.checkpoints if at == own else folder.parent
+                    near = self.checkpoints if at == project else folder.parent
                     if near.resolve() not in warns and (holder := holder_of(near)):
                         raise ValueError(
                             f"{near} is in use by {holder}. Wait until it ends, or give one of the "
@@ -192,7 +192,7 @@ class Project:
                     warns[at] = held.enter_context(alone_in(folder))
 
             def lock() -> None:
-                raise_on_all_ranks(take, state, here=here)
+                raise_on_all_ranks(take, state, here=locks)
 
             def warn_all(run_id: str) -> None:
                 for tell in warns.values():

@@ -141,7 +141,7 @@ class Listener(logging.Handler):
         A forked process has no thread to write it, and a lock held at the fork is never released.
         """
         handlers = _handlers_of(record.name)
-        listeners = [each for each in handlers if isinstance(each, Listener)]
+        listeners = [handler for handler in handlers if isinstance(handler, Listener)]
         # `listeners` is empty after a concurrent `close`, or for a record of another process.
         speaks = handlers == listeners and (not listeners or self is listeners[0])
         if speaks and (last := logging.lastResort) and record.levelno >= last.level:
@@ -164,12 +164,12 @@ class Listener(logging.Handler):
 
 def _handlers_of(name: str) -> list[logging.Handler]:
     """Return all handlers that a record of this logger reaches."""
-    found: list[logging.Handler] = []
+    handlers: list[logging.Handler] = []
     at: logging.Logger | None = logging.getLogger(name)
     while at is not None:
-        found += at.handlers
+        handlers += at.handlers
         at = at.parent if at.propagate else None
-    return found
+    return handlers
 
 
 def text_of(error: BaseException | None) -> str | None:

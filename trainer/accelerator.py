@@ -839,7 +839,7 @@ class Accelerator:
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Allow different numbers of batches per process in a block; see `strategies.join`.
+        """Allow different numbers of batches per process in a block; see `trainer.engines.join`.
 
         Raises:
             TypeError: `joinables` is not a list of models and optimizers (also with one process).

@@ -169,6 +169,7 @@ class HookTable:
     ``on_train_batch_start`` returns whether any of its hooks returned -1, which ends the epoch.
 
     Attributes:
+        callbacks: The callbacks, in the order of calls.
         boundary: Calls the ``on_boundary`` hooks.
         may_end_epoch: Whether the user overrides ``on_train_batch_start``, which may return -1.
         module_overrides: The parts of an update that the module overrides, by name:
@@ -195,24 +196,24 @@ class HookTable:
             return [with_loader_number(getattr(owner, name))]
 
         def of_callbacks(name: str) -> list[Hook]:
-            found = [hook for callback in callbacks for hook in of(callback, name, Callback)]
-            return [partial(hook, trainer, module) for hook in found]
+            hooks = [hook for callback in callbacks for hook in of(callback, name, Callback)]
+            return [partial(hook, trainer, module) for hook in hooks]
 
         table: dict[str, Hook] = {}
         for name in vars(Callback):
             if not name.startswith("on_") or name in _OF_CHECKPOINTS:
                 continue
-            own = of(module, name, module_base) if hasattr(module_base, name) else []
-            theirs = of_callbacks(name)
+            of_module = of(module, name, module_base) if hasattr(module_base, name) else []
+            of_all_callbacks = of_callbacks(name)
             if name.endswith("_epoch_end") or name in _BEGIN_EVALUATION:
-                table[f"{name}_module"] = _one_after_another(own)
-                table[f"{name}_callbacks"] = _one_after_another(theirs)
+                table[f"{name}_module"] = _one_after_another(of_module)
+                table[f"{name}_callbacks"] = _one_after_another(of_all_callbacks)
             elif name == "on_train_batch_start":
-                table[name] = _any_returned_minus_one(theirs + own)
+                table[name] = _any_returned_minus_one(of_all_callbacks + of_module)
             elif name.endswith("_start") or name.startswith("on_before_"):
-                table[name] = _one_after_another(theirs + own)
+                table[name] = _one_after_another(of_all_callbacks + of_module)
             else:
-                table[name] = _one_after_another(own + theirs)
+                table[name] = _one_after_another(of_module + of_all_callbacks)
         self.may_end_epoch = any(
             is_overridden(owner, "on_train_batch_start", base)
             for base, owners in ((Callback, callbacks), (module_base, [module]))
@@ -243,12 +244,12 @@ class HookTable:
             table["on_boundary"] = self.boundary
         table["on_preemption"] = _all_before_an_error(of_callbacks("on_preemption"))
         table["on_exception"] = _each_whatever_others_raise(of_callbacks("on_exception"))
-        self._table, self._callbacks = table, callbacks
+        self._table, self.callbacks = table, callbacks
         self.__dict__.update(table)
 
     def attributes_of_callbacks(self) -> Iterator[object]:
         """Return the attributes of all callbacks, such as metric objects."""
-        return (value for callback in self._callbacks for value in vars(callback).values())
+        return (value for callback in self.callbacks for value in vars(callback).values())
 
     def overridden(self) -> Iterator[tuple[str, Hook]]:
         """Return the name and the function of each overridden hook."""
@@ -280,11 +281,11 @@ def uncalled_hooks(
         advice: Ends each sentence.
     """
     # Not the owner itself: a layer may have such a name, and it is no method.
-    theirs = [each for each in type(owner).__mro__ if not each.__module__.startswith("trainer.")]
+    classes = [cls for cls in type(owner).__mro__ if not cls.__module__.startswith("trainer.")]
     return [
         f"{type(owner).__name__} defines {name}, which is never called here: {use}. {advice}"
         for name, use in sorted(hooks[kind].items())
-        if any(name in vars(each) and callable(getattr(each, name)) for each in theirs)
+        if any(name in vars(cls) and callable(getattr(cls, name)) for cls in classes)
     ]
 
 
@@ -303,8 +304,8 @@ def check_hook_typos(owner: object, base: type) -> None:
         owner: The user's module, callback or datamodule.
         base: The class whose hooks it may override.
     """
-    own = [cls for cls in type(owner).__mro__ if cls not in base.__mro__]
-    members = [getattr(owner, "__dict__", {}), *map(vars, own)]
+    classes = [cls for cls in type(owner).__mro__ if cls not in base.__mro__]
+    members = [getattr(owner, "__dict__", {}), *map(vars, classes)]
     defined = {name for each in members for name, value in each.items() if inspect.isroutine(value)}
     hooks = {*filter(_HOOK.fullmatch, dir(base)), *_LOADERS}
     open_ = hooks - defined

@@ -107,7 +107,9 @@ _NOT_IN_A_TRIAL = {"reload_dataloaders_every_n_epochs": 0, "profile": None, "bar
 @cache
 def _defaults() -> dict[str, Any]:
     """Return the arguments of the `Trainer` with their defaults."""
-    return {name: each.default for name, each in inspect.signature(Trainer).parameters.items()}
+    return {
+        name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()
+    }
 
 
 class Trainer:
@@ -470,12 +472,8 @@ class Trainer:
             run = setup.make_fit_run(
                 self._context,
                 stage,
-                FitData(
-                    sources=sources,
-                    origin=origin,
-                    epoch_iterator=self._epoch_iterator,
-                    val_iterators=val_iterators,
-                ),
+                FitData(sources=sources, origin=origin, epoch_iterator=self._epoch_iterator),
+                val_iterators,
                 chosen,
                 begun,
                 Stopping(requested=lambda: self._stop_requested, signalled=watch.exit_code),
@@ -513,8 +511,8 @@ class Trainer:
     ) -> list[dict[str, float]]:
         """Validate a module; see `test`."""
         module = one_module("validate", module, model)
-        with self._evaluation("validate", module, dataloaders, datamodule, ckpt_path) as ready:
-            return [] if are_empty(ready[1]) else evaluate(ready[0], VALIDATION, ready[1])
+        with self._evaluation("validate", module, dataloaders, datamodule, ckpt_path) as run:
+            return [] if are_empty(run.eval_iterators) else evaluate(run, VALIDATION)
 
     @explained(**EVALUATION_ARGUMENTS)
     def test(
@@ -539,8 +537,8 @@ class Trainer:
             The logged metrics of each loader, the same for any number of processes.
         """
         module = one_module("test", module, model)
-        with self._evaluation("test", module, dataloaders, datamodule, ckpt_path) as ready:
-            return [] if are_empty(ready[1]) else evaluate(ready[0], TEST, ready[1])
+        with self._evaluation("test", module, dataloaders, datamodule, ckpt_path) as run:
+            return [] if are_empty(run.eval_iterators) else evaluate(run, TEST)
 
     @explained(**EVALUATION_ARGUMENTS)
     def predict(
@@ -572,10 +570,10 @@ class Trainer:
         if return_predictions is None:
             return_predictions = not any(isinstance(c, PredictionWriter) for c in self.callbacks)
         module = one_module("predict", module, model)
-        with self._evaluation("predict", module, dataloaders, datamodule, ckpt_path) as ready:
-            if are_empty(ready[1]):
+        with self._evaluation("predict", module, dataloaders, datamodule, ckpt_path) as run:
+            if are_empty(run.eval_iterators):
                 return []
-            outputs = predict(*ready, keep=return_predictions)
+            outputs = predict(run, keep=return_predictions)
         return outputs[0] if outputs is not None and len(outputs) == 1 else outputs
 
     def save_checkpoint(
@@ -920,7 +918,7 @@ class Trainer:
         run = self._fit
         if run is None:
             return None
-        unknown = run.plan.validates and not (self.validations or run.recorder.validated)
+        unknown = run.intervals.validates and not (self.validations or run.recorder.validated)
         return None if unknown and not self.epoch_complete else run.recorder.monitored(name)
 
     @property
@@ -1034,7 +1032,7 @@ class Trainer:
     @property
     def has_validation(self) -> bool:
         """Whether the fit has validation data and, as far as known, will reach a validation."""
-        return self._fitting is not None and self._fitting.plan.validates
+        return self._fitting is not None and self._fitting.intervals.validates
 
     @property
     def num_training_batches(self) -> int | None:
@@ -1107,7 +1105,7 @@ class Trainer:
     def log_due(self) -> bool:
         """Whether the values of this update will be logged (`log_every`)."""
         run = self._run  # progress bars ask at each batch
-        return isinstance(run, FitRun) and run.plan.log_due
+        return isinstance(run, FitRun) and run.intervals.log_due
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of a parameter in `on_before_optimizer_step`; None without one.
@@ -1162,21 +1160,14 @@ class Trainer:
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """See `TrainModule.manual_backward`."""
         run = self._fit_run("manual_backward")
-        if run.module.automatic_optimization:
+        if run.manual is None:
             raise RuntimeError(
                 "manual_backward was called in automatic optimisation, which runs backward itself: "
                 "return the loss, or set automatic_optimization = False."
             )
         if loss is None:
             raise TypeError("manual_backward was given None; pass it the loss, a tensor.")
-        for optimizer in run.optim.optimizers:
-            optimizer.note_backward()
-        if run.step.is_dummy:
-            run.engine.backward(run.precision.scale(loss * 0.0), None, *args, **kwargs)
-            return
-        run.step.hooks.on_before_backward(loss)
-        run.engine.backward(run.precision.scale(loss), None, *args, **kwargs)
-        run.step.hooks.on_after_backward()
+        run.manual.backward(loss, *args, **kwargs)
 
     def clip_gradients(
         self,
@@ -1203,9 +1194,9 @@ class Trainer:
     def _fitting(self) -> FitRun | None:
         return self._run if isinstance(self._run, FitRun) else None
 
-    def _fit_run(self, what: str) -> FitRun:
+    def _fit_run(self, name: str) -> FitRun:
         if self._fitting is None:
-            raise RuntimeError(f"{what} is available only while fit runs.")
+            raise RuntimeError(f"{name} is available only while fit runs.")
         return self._fitting
 
     @property
@@ -1286,7 +1277,7 @@ class Trainer:
                 run.saving.pending_saves.give_up()
                 run.saving.writer.close()
                 run.step_sync.read_pending()
-                for epoch_iterator in (run.data.epoch_iterator, *run.data.val_iterators):
+                for epoch_iterator in (run.data.epoch_iterator, *run.eval_iterators):
                     epoch_iterator.close()
         except BaseException as late:
             status, error = "failed", error or late
@@ -1298,8 +1289,8 @@ class Trainer:
     @contextmanager
     def _evaluation(
         self, name: str, module: TrainModule, dataloaders: Any, datamodule: Any, ckpt_path: Any
-    ) -> Iterator[tuple[Run, list[EpochIterator]]]:
-        """Set up an evaluation, yield the run and its epoch iterators, then tear it down."""
+    ) -> Iterator[Run]:
+        """Set up an evaluation, yield the run, then tear it down."""
         self._check_idle(name)
         ckpt_path = self._given_checkpoint(ckpt_path, WORDS)
         dataloaders, datamodule = take_datamodule("dataloaders", dataloaders, datamodule)
@@ -1307,14 +1298,14 @@ class Trainer:
             self._profiling(name) as begin_profile,
             self._stage(name, module, datamodule) as stage,
         ):
-            self._run, epoch_iterators = setup.prepare_evaluation(
+            run = self._run = setup.prepare_evaluation(
                 self._context, stage, dataloaders, ckpt_path, self._counters
             )
-            self._recorder = self._run.recorder
-            begin_profile(self._run, epoch_iterators)
-            self.accelerator._run_engine = self._run.engine
+            self._recorder = run.recorder
+            begin_profile(run, run.eval_iterators)
+            self.accelerator._run_engine = run.engine
             try:
-                yield self._run, epoch_iterators
+                yield run
             finally:
                 self.accelerator._run_engine = None
-                self._run.engine.close()
+                run.engine.close()

@@ -44,44 +44,57 @@ _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # SplitM
 def sync_buffers(run: FitRun) -> None:
     """Broadcast rank 0's buffers and untrained parameters to all ranks; collective.
 
-    Untrained parameters are frozen, or in no optimizer. This is done before an evaluation, so that
-    all ranks evaluate the same module. It is also done before a save, which holds rank 0's values:
-    so the run continues with what a resumed run will load.
-
-    Parameters are compared by hashes. Only those that differ are sent, with a warning, so a large
-    frozen base model costs no communication. It is hashed once, see `_digests`.
+    This is done before an evaluation, so that all ranks evaluate the same module. It is also done
+    before a save, which holds rank 0's values: so the run continues with what a resumed run will
+    load.
     """
     run.engine.broadcast_buffers()
-    if run.world_size == 1 or run.engine.is_model_parallel:
-        return
-    trained = set(map(id, parameters_of(run.optim.optimizers)))
-    frozen = {
-        name: parameter
-        for name, parameter in bare_names(run.module, run.module.named_parameters())
-        if not (parameter.requires_grad and id(parameter) in trained)
-        and not is_lazy(parameter)
-        and not is_sharded(parameter)  # of which each process has its own part
-    }
-    run.digests = _digests(frozen, run.digests)
-    everybody = all_gather_object({name: digest for name, (_, digest) in run.digests.items()})
-    differing = [
-        name
-        for name, own in everybody[0].items()
-        if all(name in each for each in everybody) and any(each[name] != own for each in everybody)
-    ]
-    if not differing:
-        return
-    broadcast([frozen[name] for name in differing])
-    for name in differing:
-        del run.digests[name]
-    if run.rank == 0 and not run.warned_of_buffers:
-        logger.warning(
-            "Frozen parameters differ between the processes (%s): rank 0's are used from here on. "
-            "What moves them must run on all processes in each update: use on_train_step_end, "
-            "since a process without a batch calls no hook of a batch.",
-            ", ".join(differing[:3]) + (", …" if len(differing) > 3 else ""),
-        )
-    run.warned_of_buffers = True
+    if run.world_size > 1 and not run.engine.is_model_parallel:
+        run.untrained.sync(run)
+
+
+class UntrainedParameters:
+    """Keeps parameters that are frozen, or in no optimizer, equal on all ranks.
+
+    They are compared by hashes. Only those that differ are sent, with a warning, so a large frozen
+    base model costs no communication. It is hashed once, see `_digests`.
+    """
+
+    def __init__(self) -> None:
+        self._known: Digests = {}
+        self._warned = False
+
+    def sync(self, run: FitRun) -> None:
+        """Broadcast those of rank 0 that differ; collective."""
+        trained = set(map(id, parameters_of(run.optim.optimizers)))
+        frozen = {
+            name: parameter
+            for name, parameter in bare_names(run.module, run.module.named_parameters())
+            if not (parameter.requires_grad and id(parameter) in trained)
+            and not is_lazy(parameter)
+            and not is_sharded(parameter)  # of which each process has its own part
+        }
+        self._known = _digests(frozen, self._known)
+        of_ranks = all_gather_object({name: digest for name, (_, digest) in self._known.items()})
+        differing = [
+            name
+            for name, digest in of_ranks[0].items()
+            if all(name in digests for digests in of_ranks)
+            and any(digests[name] != digest for digests in of_ranks)
+        ]
+        if not differing:
+            return
+        broadcast([frozen[name] for name in differing])
+        for name in differing:
+            del self._known[name]
+        if run.rank == 0 and not self._warned:
+            logger.warning(
+                "Frozen parameters differ between the processes (%s): rank 0's are used from here "
+                "on. What moves them must run on all processes in each update: use "
+                "on_train_step_end, since a process without a batch calls no hook of a batch.",
+                ", ".join(differing[:3]) + (", …" if len(differing) > 3 else ""),
+            )
+        self._warned = True
 
 
 Digests = dict[str, tuple[tuple[object, ...], int]]  # signs of change, and the hash then
@@ -96,13 +109,17 @@ def _digests(parameters: Mapping[str, Tensor], known: Digests) -> Digests:
         parameters: The parameters.
         known: Earlier hashes, which are taken over where there is no sign of a change.
     """
-    signs = {name: _signs_of_change(each) for name, each in parameters.items()}
+    signs = {name: _signs_of_change(parameter) for name, parameter in parameters.items()}
     kept = {
         name: pair
         for name, pair in known.items()
         if pair[0] == signs.get(name) and parameters[name].nbytes > 4 * _SMALL
     }
-    sums = {name: _mixed_sum(_words(each)) for name, each in parameters.items() if name not in kept}
+    sums = {
+        name: _mixed_sum(_words(parameter))
+        for name, parameter in parameters.items()
+        if name not in kept
+    }
     new = {
         name: (signs[name], int(total)) for name, total in sums.items()
     }  # launched all: one wait
@@ -325,17 +342,17 @@ def kept_attributes(module: nn.Module) -> Iterator[None]:
     kinds: tuple[type, ...] = (int, float, Tensor, *_CONTAINERS)
     if module.training:
         kinds = _CONTAINERS if getattr(module, "automatic_optimization", True) else ()
-    own = vars(module)
-    before = {n: v for n, v in own.items() if n not in _OF_TORCH and type(v) in kinds}
+    attributes = vars(module)
+    before = {n: v for n, v in attributes.items() if n not in _OF_TORCH and type(v) in kinds}
     tensors = [(v.data, v.data.clone()) for v in before.values() if isinstance(v, Tensor)]
     restorers = [_restorer(value) for value in before.values()]
 
     def restore() -> None:
-        own.update(before)
+        attributes.update(before)
         for tensor, content in tensors:  # of an evaluation
             tensor.copy_(content)
-        for each in restorers:
-            each()
+        for put_back in restorers:
+            put_back()
 
     if module.training:
         try:
@@ -357,8 +374,8 @@ def _restorer(value: Any) -> Callable[[], object]:
     def restore() -> None:
         value.clear()
         (value.extend if isinstance(value, (list, deque)) else value.update)(items)
-        for each in restorers:
-            each()
+        for put_back in restorers:
+            put_back()
 
     return restore
 

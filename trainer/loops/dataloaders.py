@@ -41,19 +41,19 @@ STEPS = {
 _KINDS = ("train", "validate", "test", "predict")  # kinds of data; the index is part of the seed
 
 
-def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, Any]:
+def take_datamodule(argument: str, loaders: Any, datamodule: Any) -> tuple[Any, Any]:
     """Return (loaders, datamodule); the user may have passed a datamodule in place of loaders.
 
     Args:
         argument: The name of the argument for loaders, for errors.
-        given: Its value.
+        loaders: Its value.
         datamodule: The value of the argument ``datamodule``.
 
     Raises:
         ValueError: Two datamodules were passed.
         TypeError: An argument is a class, or the datamodule has none of a DataModule's methods.
     """
-    for name, value in ((argument, given), ("datamodule", datamodule)):
+    for name, value in ((argument, loaders), ("datamodule", datamodule)):
         if isinstance(value, type):
             raise TypeError(
                 f"{name} is the class {value.__name__}; pass an instance: {value.__name__}()."
@@ -65,11 +65,11 @@ def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, An
             f"a DataModule's methods, such as {STEPS['fit'][1]}. (Weights to load are passed by "
             "name: ckpt_path=….)"
         )
-    if not isinstance(given, DataModule):
-        return given, datamodule
+    if not isinstance(loaders, DataModule):
+        return loaders, datamodule
     if datamodule is not None:
         raise ValueError(f"{argument} and datamodule are both a datamodule; pass one of them.")
-    return None, given
+    return None, loaders
 
 
 def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) -> list[Any]:
@@ -187,7 +187,7 @@ def make_epoch_iterators(
 
 def are_empty(epoch_iterators: Sequence[EpochIterator]) -> bool:
     """Return whether no loader has a batch; False for streams, of which that is not known."""
-    return all(each.num_batches == 0 for each in epoch_iterators)
+    return all(iterator.num_batches == 0 for iterator in epoch_iterators)
 
 
 def check_same_length(epoch_iterator: EpochIterator, which: str) -> None:
@@ -348,10 +348,10 @@ class Sources:
         again = self.settings.reload_dataloaders_every_n_epochs
         drawn = mix(origin.seed, origin.epoch, _DRAWS_BY_LOADERS)
         owners = self.module, self.datamodule
-        own = kept_by(*owners) if again else {}
+        generators = kept_by(*owners) if again else {}
         with (
             isolated_rng(drawn) if again else nullcontext(),
-            isolated_generators(own, mix(drawn, 1)),
+            isolated_generators(generators, mix(drawn, 1)),
         ):
             loaders = loaders_for("fit", self.train, *owners)
             return loaders, validation_loaders(self.val, *owners, self.settings)
@@ -408,12 +408,12 @@ def reload_if_due(run: FitRun) -> None:
     origin = Origin(
         epoch=counters.epoch, step=counters.global_step, seed=run.data.epoch_iterator.seed
     )
-    for old in (run.data.epoch_iterator, *run.data.val_iterators):
+    for old in (run.data.epoch_iterator, *run.eval_iterators):
         old.close()
 
     def call() -> tuple[list[Any], list[Any]]:
         loaders, val_loaders = sources.call(origin)
-        if run.data.val_iterators and not val_loaders:
+        if run.eval_iterators and not val_loaders:
             raise ValueError(
                 f"val_dataloader returned nothing in epoch {counters.epoch}, so validations that "
                 "are due could not run. Return loaders in every epoch; val_every says how often "
@@ -422,7 +422,7 @@ def reload_if_due(run: FitRun) -> None:
         return loaders, val_loaders
 
     loaders, val_loaders = on_all(call, "reload_dataloaders_every_n_epochs")
-    run.data.epoch_iterator, run.data.val_iterators = sources.epoch_iterators(
+    run.data.epoch_iterator, run.eval_iterators = sources.epoch_iterators(
         origin, loaders, val_loaders
     )
     run.data.origin = origin

@@ -56,7 +56,7 @@ def buffers_kept_if_abandoned(module: nn.Module) -> Iterator[None]:
     Values are copied into the present buffers, not the buffers put back. A callback such as weight
     averaging may have swapped buffers before, and swaps them back later.
     """
-    before = {name: each.clone() for name, each in module.named_buffers() if not is_lazy(each)}
+    before = {n: buffer.clone() for n, buffer in module.named_buffers() if not is_lazy(buffer)}
     try:
         yield
     except EvaluationAbandoned:
@@ -68,8 +68,8 @@ def buffers_kept_if_abandoned(module: nn.Module) -> Iterator[None]:
         raise
 
 
-def evaluate(run: Run, phase: str, epoch_iterators: list[EpochIterator]) -> list[dict[str, float]]:
-    """Evaluate the module on each loader and record what it logged; collective.
+def evaluate(run: Run, phase: str) -> list[dict[str, float]]:
+    """Evaluate the module on the `Run.eval_iterators`, and record what it logged; collective.
 
     The module is called without the wrapper of DDP. A rank that has no batch where others have one
     runs a dummy batch, since the step may be collective; see `trainer.engines.lockstep`. Hooks are
@@ -78,7 +78,6 @@ def evaluate(run: Run, phase: str, epoch_iterators: list[EpochIterator]) -> list
     Args:
         run: The run.
         phase: ``"validation"`` or ``"test"``.
-        epoch_iterators: The epoch iterators, one per loader.
 
     Returns:
         The metrics of each loader by recorded name; see `by_loader`.
@@ -87,9 +86,8 @@ def evaluate(run: Run, phase: str, epoch_iterators: list[EpochIterator]) -> list
         EvaluationAbandoned: A rank received the exit signal, in a fit.
         ValueError: A loader gave no batch, or ended on some ranks before the others.
     """
-    hooks, metrics = run.hooks, run.metrics
+    hooks, metrics, epoch_iterators = run.hooks, run.metrics, run.eval_iterators
     scope_before = metrics.scope
-    run.num_eval_batches = [epoch_iterator.num_own_batches for epoch_iterator in epoch_iterators]
     with evaluation_mode(run.module):
         metrics.scope = Scope(phase, None)
         metrics.begin_epoch_values()  # leaves the current training batch
@@ -103,7 +101,7 @@ def evaluate(run: Run, phase: str, epoch_iterators: list[EpochIterator]) -> list
                 evaluate_loader(run, phase, epoch_iterator, index, several=len(epoch_iterators) > 1)
                 for index, epoch_iterator in enumerate(epoch_iterators)
             ]
-        check_all_have_batches(run, phase, global_batches, epoch_iterators)
+        check_all_have_batches(run, phase, global_batches)
         read = record_epoch(run, phase)
         getattr(hooks, f"on_{phase}_end")()
     metrics.scope = scope_before
@@ -187,29 +185,27 @@ def evaluate_dummy(run: Run, step: Callable[..., Any], batch: Any, where: tuple[
             step(detach(batch), *where)
 
 
-def check_all_have_batches(
-    run: Run, phase: str, global_batches: list[int], epoch_iterators: list[EpochIterator]
-) -> None:
+def check_all_have_batches(run: Run, phase: str, global_batches: list[int]) -> None:
     """Raise if a loader gave no batch, or ended on some ranks before the others; collective.
 
     Args:
         run: The run.
         phase: ``"validation"`` or ``"test"``.
-        global_batches: The number of global batches that this rank had of each loader.
-        epoch_iterators: The epoch iterators, one per loader; some may be known to be empty.
+        global_batches: The number of global batches that this rank had of each loader; some may be
+            known to be empty.
 
     Raises:
         ValueError: There was no batch, or samples are missing; raised on all ranks.
     """
     of_all = all_gather_object(global_batches) if run.world_size > 1 else [global_batches]
-    for index, each in enumerate(zip(*of_all, strict=True)):
+    for index, of_loader in enumerate(zip(*of_all, strict=True)):
         which = f"The {phase} loader number {index}"
-        if ended := [str(rank) for rank, number in enumerate(each) if number < max(each)]:
+        if ended := [str(rank) for rank, number in enumerate(of_loader) if number < max(of_loader)]:
             raise ValueError(
                 f"{which} ended in epoch {run.counters.epoch} on rank {', '.join(ended)} before "
                 f"the others. {ENDED_EARLY}"
             )
-        if each[0] == 0 and epoch_iterators[index].num_batches != 0:
+        if of_loader[0] == 0 and run.eval_iterators[index].num_batches != 0:
             raise ValueError(
                 f"{which} gave no batch. Check its dataset; an iterator can be read only once, so "
                 "pass an object that can be iterated again."
@@ -234,7 +230,7 @@ def by_loader(
         {
             name: value
             for name, value in values.items()
-            if whose[name].endswith(own) or not whose[name].endswith(suffixes)
+            if whose[name].endswith(suffix) or not whose[name].endswith(suffixes)
         }
-        for own in suffixes
+        for suffix in suffixes
     ]

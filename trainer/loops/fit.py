@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -23,7 +23,7 @@ from trainer.loops.evaluate import (
     evaluate,
     record_epoch,
 )
-from trainer.loops.manual import before_manual_step, manual_window
+from trainer.loops.manual import ManualOptimization
 from trainer.loops.module_flags import (
     changed_attributes,
     frozen_and_eval_flags,
@@ -51,19 +51,18 @@ def fit(run: FitRun) -> None:
     """
     hooks, metrics, counters = run.hooks, run.metrics, run.counters
     if not run.module.automatic_optimization:
-        for optimizer in run.optim.optimizers:
-            optimizer.before_step = partial(before_manual_step, run)
+        run.manual = ManualOptimization(run)
     free = schedule_free(run.optim.optimizers)
     for optimizer in free:
         optimizer.train()
     hooks.on_fit_start()
     sanity_check(run)
-    run.num_eval_batches = [each.num_own_batches for each in run.data.val_iterators]
     metrics.scope = TRAIN_EPOCH
     # If the root is in train mode, submodules that the user has set to eval() stay so.
     if not run.module.training:
         run.module.train()
-    with logged_before(run, again=counters.batches_seen > 0):
+    # What a resumed run's hook logged the first time is in the local record, or restored.
+    with run.metrics.muted() if counters.batches_seen > 0 else nullcontext():
         hooks.on_train_start()
     if hooks.boundary.remaining_callbacks:
         finish_boundary(run)
@@ -81,7 +80,7 @@ def fit(run: FitRun) -> None:
         reduce_update(run)
     hooks.on_train_end()
     check_same_hook(run, "on_fit_end")
-    if counters.global_step > run.plan.last_logged:
+    if counters.global_step > run.intervals.last_logged:
         record_update(run)  # the last update is always recorded
         run.recorder.flush(arrived=counters.global_step)
     warn_of_missed(run)
@@ -107,11 +106,11 @@ def check_same_hook(run: FitRun, hook: str) -> None:
 def finished(run: FitRun) -> bool:
     """Return whether the run is over; the same result on all ranks."""
     progress = run.progress
-    if run.plan.length.reached(progress):
+    if run.intervals.length.reached(progress):
         return True
     if run.step_sync.latest.stop_votes > 0:
         run.stopping.now = True
-    return run.stopping.now and run.plan.length.may_stop_early(progress)
+    return run.stopping.now and run.intervals.length.may_stop_early(progress)
 
 
 def train_epoch(run: FitRun) -> None:
@@ -128,7 +127,7 @@ def train_epoch(run: FitRun) -> None:
         run.hooks.on_train_epoch_start()
         run.saving.epoch_attributes |= changed_attributes(run.module, before)
     elif run.saving.starts_epoch_again:
-        with logged_before(run, again=True):
+        with run.metrics.muted():  # its first call has logged
             run.hooks.on_train_epoch_start()
     run.saving.starts_epoch_again = False
     run.engine.begin_epoch()
@@ -141,13 +140,13 @@ def train_epoch(run: FitRun) -> None:
         finish_update(run)
         if counters.epoch_complete or finished(run):
             return
-    step = train_window if run.module.automatic_optimization else manual_window
+    train = partial(train_window, run) if run.manual is None else run.manual.train_window
     begun_at = counters.global_batches
     with closing(
         run.device_transfer.global_batches(epoch_iterator, keeps_latest=run.hooks.may_end_epoch)
     ) as global_batches:  # ends the loader's workers, too
         for window in windows(run, global_batches):
-            if step(run, window):
+            if train(window):
                 finish_update(run)
                 if counters.epoch_complete or finished(run):
                     break
@@ -160,18 +159,6 @@ def train_epoch(run: FitRun) -> None:
             f"dataset, its sampler and drop_last{limit}; an iterator can be read only once, so "
             "pass an object that can be iterated again."
         )
-
-
-def logged_before(run: FitRun, *, again: bool) -> AbstractContextManager[None]:
-    """Return a context manager in which `log` does nothing if a resumed run repeats the hook.
-
-    What the hook logged the first time is in the local record or in the restored epoch metrics.
-
-    Args:
-        run: The fit.
-        again: Whether the hook was called before the run was interrupted.
-    """
-    return run.metrics.muted() if again else nullcontext()
 
 
 def restore_rng(run: FitRun) -> None:
@@ -213,19 +200,19 @@ def finish_update(run: FitRun) -> None:
     run.recorder.flush(arrived=counters.global_step)
     if run.step_sync.latest.failed_saves:
         run.saving.writer.wait()  # raises the error of the background save, on all ranks alike
-    if run.plan.log_due:
+    if run.intervals.log_due:
         record_update(run)
-        run.plan.log_due = False
+        run.intervals.log_due = False
     if run.step_sync.latest.signals:
         preempt(run)
-    before = run.plan.val_schedule.before
+    before = run.intervals.val_schedule.before
     on_all_ranks = counters.epoch_complete  # whether one more collective here costs little
-    if run.data.val_iterators and run.plan.val_schedule.due(run.progress):
+    if run.eval_iterators and run.intervals.val_schedule.due(run.progress):
         on_all_ranks = True
         try:
             validate(run)
         except EvaluationAbandoned:
-            run.plan.val_schedule.before = before  # so that the resumed run validates here
+            run.intervals.val_schedule.before = before  # so that the resumed run validates here
             preempt(run)
     if counters.epoch_complete:
         end_epoch(run)
@@ -307,12 +294,12 @@ def check_data_ends_together(run: FitRun) -> None:
             run.counters.epoch_complete = False
         else:
             run.step_sync.read_pending()
-    known, epoch = run.step_sync.latest, run.counters.epoch
-    if known.ended in together:
+    latest, epoch = run.step_sync.latest, run.counters.epoch
+    if latest.ended in together:
         return
-    where = f"{known.ended} of {run.dp_size} processes"
-    if known.ended == 1:
-        where += f", on rank {known.ended_ranks},"
+    where = f"{latest.ended} of {run.dp_size} processes"
+    if latest.ended == 1:
+        where += f", on rank {latest.ended_ranks},"
     if stream:
         raise ValueError(
             f"In epoch {epoch} the training stream ended on {where} before the others. Each reads "
@@ -330,7 +317,7 @@ def record_update(run: FitRun) -> None:
     if run.optim.guard is not None and run.optim.guard.skipped:
         values = {**values, "skipped_updates": float(run.optim.guard.skipped)}
     run.recorder.record_later(values, step=counters.global_step, epoch=counters.epoch)
-    run.plan.last_logged = counters.global_step
+    run.intervals.last_logged = counters.global_step
 
 
 def validate(run: FitRun) -> None:
@@ -350,7 +337,7 @@ def validate(run: FitRun) -> None:
             isolated_training_metrics(run.metrics, run.module),
             evaluation_weights(schedule_free(run.optim.optimizers)),
         ):
-            values = evaluate(run, VALIDATION, run.data.val_iterators)
+            values = evaluate(run, VALIDATION)
     except EvaluationAbandoned:
         run.metrics.forget(VALIDATION)
         run.generators.load_state_dict(generators)
@@ -383,24 +370,25 @@ def sanity_check(run: FitRun) -> None:
         Preempted: A rank received the exit signal.
         ValueError: A monitored metric is logged by validation, but no validation will be due.
     """
-    if not run.data.val_iterators or run.plan.sanity_steps == 0 or run.counters.batches_seen > 0:
+    steps = run.settings.num_sanity_val_steps
+    if not run.eval_iterators or steps == 0 or run.counters.batches_seen > 0:
         return
-    limits = [epoch_iterator.limit for epoch_iterator in run.data.val_iterators]
+    limits = [epoch_iterator.limit for epoch_iterator in run.eval_iterators]
     generators, names = run.generators.state_dict(), set(run.metrics.names)
     latest, updates = dict(run.recorder.latest), dict(run.recorder.updates)
     metrics = metric_states(run.module)
     run.sanity_checking = True
     try:
-        if run.plan.sanity_steps > 0:
+        if steps > 0:
             # A multiple, so that every rank has a batch.
-            rounded = run.plan.sanity_steps + -run.plan.sanity_steps % run.dp_size
-            for epoch_iterator in run.data.val_iterators:
-                known = epoch_iterator.num_batches
-                epoch_iterator.limit = rounded if known is None else min(rounded, known)
+            rounded = steps + -steps % run.dp_size
+            for epoch_iterator in run.eval_iterators:
+                batches = epoch_iterator.num_batches
+                epoch_iterator.limit = rounded if batches is None else min(rounded, batches)
         run.hooks.on_sanity_check_start()
         sync_buffers(run)
         with run.timing.part(VALIDATING), evaluation_weights(schedule_free(run.optim.optimizers)):
-            evaluate(run, VALIDATION, run.data.val_iterators)
+            evaluate(run, VALIDATION)
         run.metrics.forget_shown()
         run.recorder.validated = dict.fromkeys(run.metrics.names - names)
         check_reachable(run, run.recorder.validated)
@@ -411,7 +399,7 @@ def sanity_check(run: FitRun) -> None:
     finally:
         run.sanity_checking = False
         run.recorder.latest, run.recorder.updates = latest, updates
-        for epoch_iterator, limit in zip(run.data.val_iterators, limits, strict=True):
+        for epoch_iterator, limit in zip(run.eval_iterators, limits, strict=True):
             epoch_iterator.limit = limit
         run.generators.load_state_dict(generators)
         put_metrics_back(metrics)

@@ -112,8 +112,9 @@ def shared_trees(
     """
     tree = collect({**parts_before_hooks(run, optimizers, callbacks), **parts_after_hooks(run)})
     trees = {OPTIMIZER: tree.pop(OPTIMIZER), TRAINER: tree | {"extra": extra}}
-    if has_state(run.datamodule) and (data := run.datamodule.state_dict()):
-        trees[DATA] = {type(run.datamodule).__qualname__: data}
+    datamodule = run.data.sources.datamodule
+    if has_state(datamodule) and (data := datamodule.state_dict()):
+        trees[DATA] = {type(datamodule).__qualname__: data}
     return trees
 
 
@@ -134,7 +135,7 @@ def parts_of_rank(run: FitRun) -> Parts:
 
 
 def _generators(run: FitRun) -> Stateful:
-    """They are restored when the training goes on, see `Saving.saved_rng`."""
+    """They are restored when the training goes on, see `CheckpointState.saved_rng`."""
 
     def load(saved: RankStates) -> None:
         run.saving.saved_rng = saved.own
@@ -208,7 +209,7 @@ def parts_after_hooks(run: FitRun) -> Parts:
         stopping.now = state
 
     return {
-        "epoch_start": EpochStart(run.module, run.saving, run.optim),
+        "epoch_start": EpochStart(run),
         "should_stop": StateFunctions(
             lambda: stopping.now or run.step_sync.latest.stop_votes > 0, load_stop
         ),
@@ -216,7 +217,8 @@ def parts_after_hooks(run: FitRun) -> Parts:
         "boundary": run.hooks.boundary,
         ("data", "order", "length"): StateFunctions(epoch_iterator.state_dict, resume_epoch),
         ("last_logged", "schedules"): StateFunctions(
-            run.plan.state_dict, lambda state: run.plan.load_state_dict(state, run.progress)
+            run.intervals.state_dict,
+            lambda state: run.intervals.load_state_dict(state, run.progress),
         ),
     }
 
@@ -475,7 +477,7 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
         if not run.engine.full_state_on_rank0:  # which is collective
             tensors += leaves([optimizer.state_dict() for optimizer in run.optim.optimizers])
         now = _bytes_of(tensors)
-        later = now + 2 * _bytes_of(p for p in run.optim.parameters if p.requires_grad)
+        later = now + 2 * _bytes_of(p for p in run.optim.parameters.all if p.requires_grad)
         check_space(folder, now)
         if masked := to_manifest(run.module).get("masked"):
             logger.warning(

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from trainer.errors import module_logger
-from trainer.loops.state import Optimization, Saving
+from trainer.loops.state import CheckpointState, FitRun
 from trainer.module import TrainModule
 from trainer.names import bare_names
 
@@ -79,7 +79,7 @@ class ModuleFlags:
         warns: Whether to log differences from the checkpoint.
     """
 
-    def __init__(self, module: nn.Module, saving: Saving, *, warns: bool) -> None:
+    def __init__(self, module: nn.Module, saving: CheckpointState, *, warns: bool) -> None:
         self._module, self._saving, self._warns = module, saving, warns
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,13 +111,12 @@ class EpochStart:
     """What ``on_train_epoch_start`` has set: it is not called again inside its epoch.
 
     Args:
-        module: The user's module.
-        saving: Has the attributes as the hook has set them.
-        optim: Has the length of a gradient accumulation window.
+        run: The fit.
     """
 
-    def __init__(self, module: nn.Module, saving: Saving, optim: Optimization) -> None:
-        self._module, self._saving, self._optim = module, saving, optim
+    def __init__(self, run: FitRun) -> None:
+        self._module, self._saving, self._optim = run.module, run.saving, run.optim
+        self._accumulation = run.settings.gradient_accumulation_steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return the attributes with their present values, and the accumulation."""
@@ -127,7 +126,7 @@ class EpochStart:
                 name: attributes.get(name, value)  # which may hold tensors now, as outputs
                 for name, value in self._saving.epoch_attributes.items()
             },
-            "accumulation": [self._optim.first_accumulation, self._optim.accumulation],
+            "accumulation": [self._accumulation, self._optim.accumulation],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -135,7 +134,7 @@ class EpochStart:
         set_attributes(self._module, state["attributes"])
         self._saving.epoch_attributes = dict(state["attributes"])
         begun, now = state.get("accumulation", (None, None))
-        if begun == self._optim.first_accumulation:  # else the script now asks for another number
+        if begun == self._accumulation:  # else the script now asks for another number
             self._optim.accumulation = now
 
 

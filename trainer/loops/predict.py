@@ -350,11 +350,11 @@ def _agreed(indices: Sequence[Index]) -> Index:
     Raises:
         ValueError: The columns differ between ranks.
     """
-    known = [(rank, index) for rank, index in enumerate(indices) if index.columns is not None]
-    if not known:
+    indexed = [(rank, index) for rank, index in enumerate(indices) if index.columns is not None]
+    if not indexed:
         return Index()
-    first_rank, first = known[0]
-    for rank, index in known[1:]:
+    first_rank, first = indexed[0]
+    for rank, index in indexed[1:]:
         problem = _difference(first, index)
         if problem:
             raise ValueError(
@@ -386,7 +386,10 @@ def _merge_tensors(
     write_header(file, described)
     for name in described:
         place = places[name]
-        chunks = [_chunks(*each, row_bytes, place) for each in zip(parts, rows, strict=True)]
+        chunks = [
+            _chunks(*part_and_rows, row_bytes, place)
+            for part_and_rows in zip(parts, rows, strict=True)
+        ]
         file.writelines(_in_turn(chunks, sum(map(len, rows))))
 
 
@@ -402,14 +405,11 @@ def _chunks(
         begin += sum(sizes)
 
 
-def predict(
-    run: Run, epoch_iterators: list[EpochIterator], *, keep: bool = True
-) -> list[list[Any]] | None:
-    """Call `predict_step` on every batch of each loader; collective.
+def predict(run: Run, *, keep: bool = True) -> list[list[Any]] | None:
+    """Call `predict_step` on every batch of each of the `Run.eval_iterators`; collective.
 
     Args:
         run: The run.
-        epoch_iterators: The epoch iterators, one per loader.
         keep: Whether to gather the outputs. Otherwise only the hooks see them, and memory holds one
             batch at a time.
 
@@ -420,17 +420,17 @@ def predict(
     Raises:
         ValueError: A loader gave no batch, or ended on some ranks before the others.
     """
-    hooks, kept = run.hooks, keep and run.engine.parallel.is_data_primary
-    run.num_eval_batches = [epoch_iterator.num_own_batches for epoch_iterator in epoch_iterators]
+    hooks, keeps = run.hooks, keep and run.engine.parallel.is_data_primary
+    epoch_iterators = run.eval_iterators
     with evaluation_mode(run.module):
         hooks.on_predict_start()
         hooks.on_predict_epoch_start()
         parts = [
-            predict_loader(run, epoch_iterator, index, several=len(epoch_iterators) > 1, keep=kept)
+            predict_loader(run, epoch_iterator, index, several=len(epoch_iterators) > 1, keep=keeps)
             for index, epoch_iterator in enumerate(epoch_iterators)
         ]
         global_batches = [number for _, number in parts]
-        check_all_have_batches(run, PREDICT, global_batches, epoch_iterators)
+        check_all_have_batches(run, PREDICT, global_batches)
         hooks.on_predict_epoch_end_module()
         hooks.on_predict_epoch_end_callbacks()
         hooks.on_predict_end()

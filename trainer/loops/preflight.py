@@ -32,7 +32,6 @@ from trainer.loops.config import Length, Settings
 from trainer.loops.state import FitRun
 from trainer.module import TrainModule
 from trainer.optim.clipping import CLIP_IN_STEP
-from trainer.optim.configure import SchedulerEntry
 from trainer.optim.fingerprint import NUMBER
 
 logger = module_logger(__name__)
@@ -66,14 +65,16 @@ def check_rank_consistency(
     Raises:
         ValueError: An argument differs; raised on all ranks, with the value on each rank.
     """
-    own = {name: repr(value) for name, value in settings.describe().items()}
+    arguments = {name: repr(value) for name, value in settings.describe().items()}
     for name in _OF_A_PROCESS if settings.budget is None else {*_OF_A_PROCESS, "max_time"}:
-        own.pop(name, None)
-    deciders = [each for each in callbacks if isinstance(each, _Decider) and each.decides_by]
-    own["callbacks that save or stop"] = ", ".join(map(_decides_by, deciders)) or "none"
+        arguments.pop(name, None)
+    deciders = [
+        callback for callback in callbacks if isinstance(callback, _Decider) and callback.decides_by
+    ]
+    arguments["callbacks that save or stop"] = ", ".join(map(_decides_by, deciders)) or "none"
     word = ckpt_path in (None, "auto", "best", "last")  # paths may differ between machines
-    own["ckpt_path"] = repr(ckpt_path) if word else "a path"
-    for name, shown in _differences(all_gather_object(own)):
+    arguments["ckpt_path"] = repr(ckpt_path) if word else "a path"
+    for name, shown in _differences(all_gather_object(arguments)):
         raise ValueError(
             f"The processes called fit with different values of {name}: {shown}. Pass the same on "
             f"all processes. {_SHARED}"
@@ -90,7 +91,7 @@ def check_optimizer_fingerprints(options: Mapping[str, str], *, alike: bool = Tr
     Raises:
         ValueError: An option differs; raised on all ranks, with the value on each rank.
     """
-    compared = {n: each for n, each in options.items() if alike or not n.startswith(NUMBER)}
+    compared = {n: value for n, value in options.items() if alike or not n.startswith(NUMBER)}
     for name, shown in _differences(all_gather_object(compared)):
         raise ValueError(
             f"configure_optimizers returned different values of {name}: {shown}. The weights would "
@@ -105,23 +106,23 @@ def check_callbacks_of(engine: Engine, callbacks: Iterable[Callback]) -> None:
         ValueError: There is such a callback.
     """
     divided = engine.parallel.mesh is not None or engine.full_state_on_rank0
-    for each in callbacks if divided else ():
-        if each.requires_unsharded:
+    for callback in callbacks if divided else ():
+        if callback.requires_unsharded:
             raise ValueError(
-                f"{type(each).__name__} cannot be used with a sharded model: it needs the whole "
-                "weights on each process, which has only its part of them. Leave it out (of "
+                f"{type(callback).__name__} cannot be used with a sharded model: it needs the "
+                "whole weights on each process, which has only its part of them. Leave it out (of "
                 "ModelCheckpoint, on_exception=True: the last checkpoint is there to resume from)."
             )
-        if engine.is_model_parallel and isinstance(each, GradientNormMonitor):
+        if engine.is_model_parallel and isinstance(callback, GradientNormMonitor):
             raise ValueError(
                 f"GradientNormMonitor reads the gradient of each parameter, but the processes of "
                 f"{engine.distributed_type} have other layers, or parts of them: leave it out."
             )
-        if engine.full_state_on_rank0 and is_overridden(each, "weights_to_save", Callback):
+        if engine.full_state_on_rank0 and is_overridden(callback, "weights_to_save", Callback):
             raise ValueError(
-                f"{type(each).__name__} puts averaged weights in the place of the trained ones, "
-                f"which {engine.distributed_type} keeps to itself, in parts: leave it out, or "
-                "train without its plugin."
+                f"{type(callback).__name__} puts averaged weights in the place of the trained "
+                f"ones, which {engine.distributed_type} keeps to itself, in parts: leave it "
+                "out, or train without its plugin."
             )
 
 
@@ -187,7 +188,7 @@ def check_checkpoint_names(target: str) -> None:
 def _differences(gathered: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield the names whose values differ between ranks, each with the values of all ranks."""
     for name in dict.fromkeys(name for values in gathered for name in values):
-        values = [each.get(name, "None") for each in gathered]
+        values = [of_rank.get(name, "None") for of_rank in gathered]
         if any(value != values[0] for value in values):
             yield name, "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
@@ -258,29 +259,31 @@ def reaches_validation(settings: Settings, trainer: Any, epoch_iterator: EpochIt
     )
 
 
-def monitors_of(
-    entries: Iterable[SchedulerEntry], callbacks: Iterable[Callback]
-) -> list[tuple[str, str]]:
+def monitors_of(run: FitRun) -> list[tuple[str, str]]:
     """Return the monitored metrics: pairs (class name of the callback or scheduler, metric)."""
     monitoring: list[Any] = [
-        each
-        for each in callbacks
-        if isinstance(each, MonitorCallback) or is_overridden(each, "monitor_due", Callback)
+        callback
+        for callback in run.hooks.callbacks
+        if isinstance(callback, MonitorCallback) or is_overridden(callback, "monitor_due", Callback)
     ]
-    found = [(each, getattr(each, "monitor", None)) for each in monitoring]
-    found += [(each.scheduler, each.monitor) for each in entries if each.strict]
-    return [(type(each).__name__, name) for each, name in found if name]
+    monitors = [(callback, getattr(callback, "monitor", None)) for callback in monitoring]
+    monitors += [(entry.scheduler, entry.monitor) for entry in run.optim.schedulers if entry.strict]
+    return [(type(owner).__name__, name) for owner, name in monitors if name]
 
 
-def warn_of_no_validation(run: FitRun, settings: Settings) -> None:
+def warn_of_no_validation(run: FitRun) -> None:
     """Warn if no validation will run although the module or the arguments suggest one."""
+    settings = run.settings
     if settings.limit_val_batches == 0:
         return
     name = type(run.module).__name__
-    owners: list[tuple[Any, type]] = [(run.module, TrainModule), (run.datamodule, DataModule)]
+    owners: list[tuple[Any, type]] = [
+        (run.module, TrainModule),
+        (run.data.sources.datamodule, DataModule),
+    ]
     data = any(is_overridden(owner, "val_dataloader", base) for owner, base in owners)
-    if run.data.val_iterators:
-        if run.plan.validates:
+    if run.eval_iterators:
+        if run.intervals.validates:
             return
         text = f"val_every is {settings.val_every}, but the run ends before that"
     elif is_overridden(run.module, "validation_step", TrainModule):
@@ -296,7 +299,7 @@ def warn_of_no_validation(run: FitRun, settings: Settings) -> None:
     )
 
 
-def check_one_pass_loaders(run: FitRun, reload_every: int) -> None:
+def check_one_pass_loaders(run: FitRun) -> None:
     """Raise if a loader is a one-pass iterator that the run would read more than once.
 
     It is allowed with a limit on batches, where the next epoch reads on, and in a run that ends by
@@ -304,20 +307,19 @@ def check_one_pass_loaders(run: FitRun, reload_every: int) -> None:
 
     Args:
         run: The fit, after the checkpoint is restored.
-        reload_every: Epochs after which the loaders are created again; 0 for never.
 
     Raises:
         ValueError: There is such a loader.
     """
-    length, counters = run.plan.length, run.counters
+    length, counters = run.intervals.length, run.counters
     epochs = 1
     if length.max_epochs and length.max_steps is None and length.max_seconds is None:
         epochs = length.max_epochs - counters.epoch - counters.epoch_complete
-    epochs = min(epochs, reload_every or epochs)
-    sanity_check = run.plan.sanity_steps != 0 and counters.batches_seen == 0
+    epochs = min(epochs, run.settings.reload_dataloaders_every_n_epochs or epochs)
+    sanity_check = run.settings.num_sanity_val_steps != 0 and counters.batches_seen == 0
     reads = [("train", run.data.epoch_iterator, epochs)]
     reads += [
-        ("val", epoch_iterator, epochs + sanity_check) for epoch_iterator in run.data.val_iterators
+        ("val", epoch_iterator, epochs + sanity_check) for epoch_iterator in run.eval_iterators
     ]
     for which, epoch_iterator, passes in reads:
         if epoch_iterator.reads_once and epoch_iterator.limit is None and passes > 1:
@@ -339,13 +341,13 @@ def check_reachable(run: FitRun, logged: Iterable[str]) -> None:
     Raises:
         ValueError: A callback or scheduler monitors such a metric.
     """
-    if run.plan.validates:
+    if run.intervals.validates:
         return
-    for who, name in run.plan.monitored:
+    for who, name in monitors_of(run):
         if name in logged:
             raise ValueError(
                 f"{who} monitors {name!r}, which validation_step logs, but the run ends before a "
-                f"validation is due: val_every is {run.plan.val_schedule.interval}. Choose a "
+                f"validation is due: val_every is {run.intervals.val_schedule.interval}. Choose a "
                 "shorter interval, a longer run, or another metric."
             )
 
@@ -353,7 +355,7 @@ def check_reachable(run: FitRun, logged: Iterable[str]) -> None:
 def warn_of_shared_names(run: FitRun) -> None:
     """Warn on rank 0 of monitored metrics that both training and validation log."""
     trained = dict(run.metrics.step.names() + run.metrics.epoch("train").names())
-    for name in sorted({name for _, name in run.plan.monitored if name in trained}):
+    for name in sorted({name for _, name in monitors_of(run) if name in trained}):
         if name in run.recorder.validated and run.warns:
             logger.warning(
                 "training and validation both log %r: monitors of it take the validation's value. "
@@ -364,8 +366,8 @@ def warn_of_shared_names(run: FitRun) -> None:
 
 def warn_of_missed(run: FitRun) -> None:
     """Warn on rank 0 at the end of the fit if no validation was due, contrary to expectation."""
-    if run.plan.validates and run.counters.validations == 0 and run.rank == 0:
+    if run.intervals.validates and run.counters.validations == 0 and run.rank == 0:
         logger.warning(
             "The run is over, and no validation was due in it: val_every is %s.",
-            run.plan.val_schedule.interval,
+            run.intervals.val_schedule.interval,
         )

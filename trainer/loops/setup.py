@@ -32,9 +32,10 @@ from trainer.engines.lockstep import synchronize_batch_norm
 from trainer.engines.model import check_same_model
 from trainer.hooks import HookTable
 from trainer.hparams import logged, to_manifest
+from trainer.loops.buffers import UntrainedParameters
 from trainer.loops.config import Schedule
 from trainer.loops.dataloaders import check_step, loaders_for, make_epoch_iterators
-from trainer.loops.device_transfer import counts_items
+from trainer.loops.device_transfer import DeviceTransfer, counts_items
 from trainer.loops.fit_state import load_datamodule, load_run, load_weights
 from trainer.loops.lifecycle import RunContext, Stage
 from trainer.loops.module_flags import frozen_and_eval_flags
@@ -46,21 +47,29 @@ from trainer.loops.preflight import (
     check_optimizer_fingerprints,
     check_overrides,
     check_rank_consistency,
-    monitors_of,
     reaches_validation,
     warn_of_no_validation,
 )
 from trainer.loops.recorder import Recorder
 from trainer.loops.run_metadata import name_of, versions
-from trainer.loops.state import Counters, FitData, FitRun, Optimization, Plan, Run, Saving, Stopping
+from trainer.loops.state import (
+    CheckpointState,
+    Counters,
+    FitData,
+    FitRun,
+    Intervals,
+    Optimization,
+    Run,
+    Stopping,
+)
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
 from trainer.names import bare_names
-from trainer.optim.clipping import NO_LIMITS, Limits
+from trainer.optim.clipping import NO_LIMITS, Clipping, Limits
 from trainer.optim.configure import check_optimizers, names_of, read_optimizers
 from trainer.optim.fingerprint import options_of
 from trainer.optim.finite import FiniteGuard
-from trainer.optim.optimizer import AcceleratedOptimizer
+from trainer.optim.optimizer import AcceleratedOptimizer, ParameterLists
 from trainer.optim.weighting import LossWeighting
 from trainer.rng import load_rng_state, mix, rng_state, seed_generators
 
@@ -118,6 +127,7 @@ def make_fit_run(
     context: RunContext,
     stage: Stage,
     data: FitData,
+    val_iterators: list[EpochIterator],
     chosen: Path | None,
     begun: Counters,
     stopping: Stopping,
@@ -127,7 +137,8 @@ def make_fit_run(
     Args:
         context: What the run is made of.
         stage: The module, the datamodule and the hooks.
-        data: The loaders.
+        data: The training data.
+        val_iterators: The epoch iterators of the validation data.
         chosen: The checkpoint to resume from; None for a new run.
         begun: The progress with which a new run begins.
         stopping: Who wants the run to stop.
@@ -153,29 +164,30 @@ def make_fit_run(
     optim = _optimization(context, engine, module, data.epoch_iterator)
     return FitRun(
         **_common(context, stage, recorder, engine),
+        eval_iterators=val_iterators,
         counters=replace(begun),
+        settings=settings,
         step_sync=step_sync,
         optim=optim,
         data=data,
-        plan=Plan(
+        intervals=Intervals(
             length=context.length,
             val_schedule=Schedule(Interval.parse(settings.val_every)),
             log_schedule=Schedule(Interval.parse(settings.log_every)),
-            sanity_steps=settings.num_sanity_val_steps,
             # A trial is too short, and needs no warning.
-            validates=bool(data.val_iterators)
+            validates=bool(val_iterators)
             and context.trial_steps is None
             and reaches_validation(settings, context.trainer, data.epoch_iterator),
-            monitored=monitors_of(optim.schedulers, context.callbacks),
         ),
         stopping=stopping,
-        saving=Saving(
+        saving=CheckpointState(
             writer=Writer(accelerator.state),
             pending_saves=PendingSaves(context.trainer.save_checkpoint),
             run_id=broadcast_object(uuid.uuid4().hex),
             begun=frozen_and_eval_flags(module),
         ),
         warns=context.warns,
+        untrained=UntrainedParameters(),
     )
 
 
@@ -256,9 +268,6 @@ def _optimization(
             rank=accelerator.process_index,
             manual=not automatic,
         )
-    limits = [
-        (optimizer, entry.limits) for optimizer, entry in zip(optimizers, entries, strict=True)
-    ]
     reference = None  # the items of a full micro-batch: unknown before the first one is read
     if epoch_iterator.sampler is not None and not counts_items(module):
         reference = float(epoch_iterator.sampler.batch_size or 0) or None
@@ -272,11 +281,17 @@ def _optimization(
             reference=reference,
         ),
         guard=guard,
-        limits=Limits(max_norm=settings.max_grad_norm, max_value=settings.max_grad_value),
-        own_limits=[pair for pair in limits if pair[1] != NO_LIMITS],
+        clipping=Clipping(
+            Limits(max_norm=settings.max_grad_norm, max_value=settings.max_grad_value),
+            [
+                (optimizer, entry.limits)
+                for optimizer, entry in zip(optimizers, entries, strict=True)
+                if entry.limits != NO_LIMITS
+            ],
+        ),
         fingerprint=fingerprint,
         accumulation=settings.gradient_accumulation_steps,
-        parameters=list(module.parameters()),
+        parameters=ParameterLists(module, optimizers),
     )
 
 
@@ -295,9 +310,9 @@ def start_fit(
     Raises:
         CheckpointError: The checkpoint is damaged or does not match the run.
     """
-    lasts = not run.plan.length.reached(run.progress)
+    lasts = not run.intervals.length.reached(run.progress)
     if run.warns and lasts:
-        warn_of_no_validation(run, context.settings)
+        warn_of_no_validation(run)
     offset = None
     if chosen is not None:
         offset = _resume(context, run, chosen, back=may_rewind(ckpt_path))
@@ -308,10 +323,10 @@ def start_fit(
         if run.warns and not lasts:
             context.accelerator.print("There is nothing to do: max_epochs or max_steps is 0.")
         _begin(run, weights)
-    check_one_pass_loaders(run, context.settings.reload_dataloaders_every_n_epochs)
+    check_one_pass_loaders(run)
     configuration, hparams = context.settings.describe(), logged(run.module)
-    if isinstance(run.datamodule, DataModule):
-        hparams = logged(run.datamodule) | hparams
+    if isinstance(run.data.sources.datamodule, DataModule):
+        hparams = logged(run.data.sources.datamodule) | hparams
     run_metadata = {
         "run_id": run.saving.run_id,
         "module": type(run.module).__qualname__,
@@ -342,8 +357,9 @@ def _begin(run: FitRun, weights: Path | None) -> None:
     """Begin a new run: load its initial weights, if there are any, and seed the generators."""
     run.recorder.begin_anew()
     if run.counters.global_step:  # what an earlier run was due for is not due again
-        run.plan.val_schedule.before = run.plan.log_schedule.before = run.progress
-        run.plan.last_logged = run.counters.global_step
+        for schedule in run.intervals.schedules.values():
+            schedule.before = run.progress
+        run.intervals.last_logged = run.counters.global_step
     if weights is not None:
         on_all(partial(load_weights, run.module, weights, run.engine), "fit")
     if run.dp_size < run.world_size:  # parts of one model may have drawn other numbers
@@ -390,7 +406,7 @@ def _resume(context: RunContext, run: FitRun, chosen: Path, *, back: bool) -> in
         run.recorder.resume({}, run.counters.global_step)  # services cannot delete logged steps
     epoch, step = run.counters.epoch + 1, run.counters.global_step
     why = ""
-    if run.plan.length.reached(run.progress):
+    if run.intervals.length.reached(run.progress):
         why = " Nothing is left to do: the length that the Trainer was given is reached."
     elif run.stopping.now:
         why = (
@@ -403,8 +419,8 @@ def _resume(context: RunContext, run: FitRun, chosen: Path, *, back: bool) -> in
 
 def prepare_evaluation(
     context: RunContext, stage: Stage, dataloaders: Any, ckpt_path: Any, counters: Counters
-) -> tuple[Run, list[EpochIterator]]:
-    """Create the `Run` of validate, test or predict, and its epoch iterators; collective.
+) -> Run:
+    """Create the `Run` of validate, test or predict; collective.
 
     Args:
         context: What the run is made of.
@@ -443,10 +459,11 @@ def prepare_evaluation(
     if not divides:
         _start_engine(context, engine, module, None)  # initial weights may differ between ranks
     recorder = context.project.make_recorder(evaluates=True)
-    run = Run(**_common(context, stage, recorder, engine), counters=counters)
+    common = _common(context, stage, recorder, engine)
+    run = Run(**common, eval_iterators=epoch_iterators, counters=counters)
     with _finished_on_error(recorder):
         on_main(lambda: recorder.start(context.settings.describe()))
-    return run, epoch_iterators
+    return run
 
 
 def _common(
@@ -463,15 +480,17 @@ def _common(
     recorder.private = metrics.private
     return {
         "module": stage.module,
-        "datamodule": stage.datamodule,
         "hooks": stage.hooks,
         "metrics": metrics,
         "recorder": recorder,
         "precision": accelerator.precision,
-        "device": accelerator.device,
-        "world_size": accelerator.num_processes,
-        "rank": accelerator.process_index,
-        "dp_size": engine.parallel.dp_size,
-        "dp_rank": engine.parallel.dp_rank,
         "engine": engine,
+        "device_transfer": DeviceTransfer(
+            stage.module,
+            stage.datamodule,
+            device=accelerator.device,
+            rank=engine.parallel.dp_rank,
+            world_size=engine.parallel.dp_size,
+            dtype=accelerator.precision.dtype,
+        ),
     }

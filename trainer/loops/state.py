@@ -11,36 +11,38 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from callbacks import Progress
 from trainer.checkpoint.async_writer import Writer
-from trainer.data.epoch_iterator import EpochIterator
+from trainer.data.epoch_iterator import EpochIterator, GlobalBatch
 from trainer.data.seeding import RunGenerators
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.base import Engine
 from trainer.hooks import HookTable
-from trainer.loops.config import Length, Schedule
+from trainer.loops.config import Length, Schedule, Settings
 from trainer.loops.device_transfer import DeviceTransfer
 from trainer.loops.pending_saves import PendingSaves
 from trainer.loops.preemption import ExitVote
 from trainer.loops.recorder import Recorder
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
-from trainer.optim.clipping import NO_LIMITS, Limits
+from trainer.optim.clipping import Clipping
 from trainer.optim.configure import SchedulerEntry
 from trainer.optim.finite import FiniteGuard, is_non_finite
-from trainer.optim.optimizer import AcceleratedOptimizer
+from trainer.optim.optimizer import AcceleratedOptimizer, ParameterLists
 from trainer.optim.weighting import LossWeighting
 from trainer.precision import Precision
 
 if TYPE_CHECKING:
+    from trainer.loops.buffers import UntrainedParameters
     from trainer.loops.dataloaders import Origin, Sources
+    from trainer.loops.manual import ManualOptimization
 
 
 _UNKNOWN = -1
@@ -117,20 +119,16 @@ class Run:
 
     Attributes:
         module: The user's module.
-        datamodule: The user's datamodule, or None.
         hooks: The hooks of the module and the callbacks.
         metrics: Logged values that are not reduced yet.
         recorder: Receives the reduced values.
         precision: Autocast and gradient scaler.
-        device: The device that batches are moved to.
-        world_size: The number of processes.
-        rank: The rank of this process.
-        dp_size: How many shares of the data there are; see `trainer.distributed.parallel`.
-        dp_rank: Which of them this process reads.
         engine: Runs the module and reduces its gradients.
+        device_transfer: Brings batches to the device.
         counters: The progress of the fit. In an evaluation: that of the loaded checkpoint, or of
             the last fit.
-        num_eval_batches: This rank's batches of each loader of the current evaluation.
+        eval_iterators: The epoch iterators of the data to evaluate; in a fit those of the
+            validation data, empty if there is none.
         batch_idx: The index of the current batch, as passed to the user's step.
         sanity_checking: Whether the current evaluation is the sanity check before training.
         timing: Measures the parts of the loop that are not calls of the objects above; see
@@ -138,33 +136,50 @@ class Run:
     """
 
     module: Final[TrainModule]
-    datamodule: Final[Any]
     hooks: Final[HookTable]
     metrics: Final[MetricStore]
     recorder: Final[Recorder]
     precision: Final[Precision]
-    device: Final[torch.device]
-    world_size: Final[int]
-    rank: Final[int]
-    dp_size: Final[int]
-    dp_rank: Final[int]
     engine: Final[Engine]
+    device_transfer: Final[DeviceTransfer]
+    eval_iterators: list[EpochIterator]
     counters: Final[Counters] = field(default_factory=Counters)
-    num_eval_batches: list[int | None] = field(default_factory=list)
     batch_idx: int = 0
     sanity_checking: bool = False
     timing: Timing = field(default_factory=Untimed)
 
-    def __post_init__(self) -> None:
-        """Look up once which of the user's hooks transform batches."""
-        self.device_transfer = DeviceTransfer(
-            self.module,
-            self.datamodule,
-            device=self.device,
-            rank=self.dp_rank,
-            world_size=self.dp_size,
-            dtype=self.precision.dtype,
-        )
+    # Of the process, and constant in a run: `dp_rank` of `dp_size` is its share of the data, see
+    # `trainer.distributed.parallel`.
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device that batches are moved to."""
+        return self.engine.options.device
+
+    @cached_property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return self.engine.options.rank
+
+    @cached_property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.engine.options.world_size
+
+    @cached_property
+    def dp_rank(self) -> int:
+        """Which share of the data this process reads."""
+        return self.engine.parallel.dp_rank
+
+    @cached_property
+    def dp_size(self) -> int:
+        """How many shares of the data there are."""
+        return self.engine.parallel.dp_size
+
+    @property
+    def num_eval_batches(self) -> list[int | None]:
+        """This rank's batches of each of the `eval_iterators`."""
+        return [epoch_iterator.num_own_batches for epoch_iterator in self.eval_iterators]
 
     def bare_step(self, name: str) -> Callable[..., Any]:
         """Return a step of the user's module, to be called directly, without the engine."""
@@ -195,19 +210,11 @@ class Optimization:
         schedulers_paused: Whether a callback sets the learning rates, not the schedulers.
         weighting: Weights each micro-batch's loss by its items.
         guard: Finds non-finite gradients; None if they are ignored.
-        limits: Gradient clipping limits for all parameters.
-        own_limits: Optimizers with clipping limits of their own.
-        clips: Whether there is any limit.
+        clipping: Which gradients are clipped.
         accumulation: Micro-batches in the next gradient accumulation window.
-        first_accumulation: The same as the Trainer was asked for at the start.
         fingerprint: The options of optimizers and schedulers as text; see
             `trainer.optim.fingerprint.options_of`.
-        parameters: All parameters of the module and the optimizers, as of the latest update.
-        unused: The parameters that no optimizer has.
-        unregistered: Unregistered parameters: an optimizer has them, the module does not.
-        warned_of_unregistered: Whether a warning about unregistered parameters was logged.
-        parameter_fingerprint: Fingerprint of the parameter lists, by which
-            `trainer.loops.update.refresh_parameter_lists` detects that they may have changed.
+        parameters: The parameters of the module and the optimizers, as of the latest update.
     """
 
     optimizers: Final[list[AcceleratedOptimizer]]
@@ -215,21 +222,11 @@ class Optimization:
     schedulers: Final[list[SchedulerEntry]]
     weighting: Final[LossWeighting]
     guard: Final[FiniteGuard | None]
-    limits: Final[Limits]
-    own_limits: Final[list[tuple[AcceleratedOptimizer, Limits]]]
+    clipping: Final[Clipping]
     fingerprint: Final[dict[str, str]]
+    parameters: Final[ParameterLists]
     accumulation: int
-    parameters: list[nn.Parameter]
     schedulers_paused: bool = False
-    unused: list[nn.Parameter] = field(default_factory=list)
-    unregistered: list[nn.Parameter] = field(default_factory=list)
-    warned_of_unregistered: bool = False
-    parameter_fingerprint: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """See once whether gradients are clipped: every update asks."""
-        self.clips = bool(self.own_limits) or self.limits != NO_LIMITS
-        self.first_accumulation = self.accumulation
 
 
 @dataclass(kw_only=True)
@@ -240,32 +237,25 @@ class FitData:
         sources: Where the data loaders come from; see `trainer.loops.dataloaders`.
         origin: The run's progress when its loaders were created.
         epoch_iterator: The epoch iterator of the training data.
-        val_iterators: The epoch iterators of the validation data; empty if there is none.
         epoch_length: Batches of all ranks in the current epoch; None if unknown until the data is
             read; -1 before the first epoch, when `epoch_iterator` is asked each time.
-        ended: Whether this rank has no further batch in the epoch. Only this rank can know it: a
-            stream is exhausted, or a dataset has ended early.
     """
 
     sources: Final[Sources]
     origin: Origin
     epoch_iterator: EpochIterator
-    val_iterators: list[EpochIterator]
     epoch_length: int | None = _UNKNOWN
-    ended: bool = False
 
 
 @dataclass(kw_only=True)
-class Plan:
+class Intervals:
     """When the run ends, validates and logs.
 
     Attributes:
         length: When the run ends.
         val_schedule: When validation is due.
         log_schedule: At which updates logged values are recorded.
-        sanity_steps: Batches of each validation loader in the sanity check; -1 for all.
         validates: Whether there is validation data and the run is long enough for a validation.
-        monitored: See `trainer.loops.preflight.monitors_of`.
         log_due: Whether the values of the current update will be recorded.
         last_logged: The latest update whose values were recorded.
     """
@@ -273,9 +263,7 @@ class Plan:
     length: Final[Length]
     val_schedule: Final[Schedule]
     log_schedule: Final[Schedule]
-    sanity_steps: Final[int]
     validates: Final[bool]
-    monitored: Final[list[tuple[str, str]]]
     log_due: bool = False
     last_logged: int = 0
 
@@ -312,7 +300,7 @@ class Stopping:
 
 
 @dataclass(kw_only=True)
-class Saving:
+class CheckpointState:
     """What saving and resuming need; see `trainer.loops.fit_state`.
 
     Attributes:
@@ -350,63 +338,39 @@ class Saving:
 
 
 @dataclass(kw_only=True)
-class StepState:
-    """The batch of a step that some ranks may lack, and of manual optimisation.
-
-    Attributes:
-        hooks: In manual optimisation, the hooks of the current batch. Collectives in them are
-            forbidden if some ranks have no batch; see `trainer.loops.device_transfer`.
-        is_dummy: Whether the current batch is a dummy batch, whose gradients are zeroed.
-        non_finite: In manual optimisation on an accelerator, a device tensor that says whether any
-            gradient of the current step is non-finite.
-        ends_epoch: Whether ``on_train_batch_start`` returned -1 on this rank in the current window.
-    """
-
-    hooks: Any
-    is_dummy: bool = False
-    non_finite: Tensor | None = None
-    ends_epoch: bool = False
-
-
-@dataclass(kw_only=True)
 class FitRun(Run):
     """The state of one `Trainer.fit`; `trainer.loops.setup.make_fit_run` creates it.
 
     Attributes:
+        settings: The Trainer's arguments.
         step_sync: The step sync: sums per update what all ranks must agree on.
         optim: Optimizers, schedulers, clipping, loss weights.
         data: The loaders.
-        plan: When the run ends, validates and logs.
+        intervals: When the run ends, validates and logs.
         stopping: Who wants it to stop.
         saving: What saving and resuming need.
-        step: The batch that some ranks may lack, and of manual optimisation.
+        manual: In manual optimisation, what `training_step` calls to make updates.
         warns: Whether to print warnings about the set-up: on rank 0, and not in tuning trials.
         started: `time.monotonic` at the current start of the program, in seconds.
         thread: The identifier of the training thread.
         in_boundary: Whether the loop is at an update boundary: the update is done, and callbacks
             may save or stop.
-        digests: Hashes of untrained parameters; see `trainer.loops.buffers`.
-        warned_of_buffers: Whether it was logged that frozen parameters differed between ranks.
+        untrained: Keeps untrained parameters equal on all ranks; see `trainer.loops.buffers`.
     """
 
+    settings: Final[Settings]
     step_sync: Final[StepSync]
     optim: Final[Optimization]
     data: Final[FitData]
-    plan: Final[Plan]
+    intervals: Final[Intervals]
     stopping: Final[Stopping]
-    saving: Final[Saving]
+    saving: Final[CheckpointState]
     warns: Final[bool]
     started: float = field(default_factory=time.monotonic)
     thread: Final[int] = field(default_factory=threading.get_ident)
-    step: StepState = field(init=False)
+    manual: ManualOptimization | None = None
     in_boundary: bool = False
-    digests: dict[str, tuple[tuple[object, ...], int]] = field(default_factory=dict)
-    warned_of_buffers: bool = False
-
-    def __post_init__(self) -> None:
-        """Start outside a batch, where all ranks call the hooks and collectives are allowed."""
-        super().__post_init__()
-        self.step = StepState(hooks=self.hooks)
+    untrained: Final[UntrainedParameters]
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the run has come."""
@@ -441,16 +405,22 @@ class FitRun(Run):
             return f"{where}, {scope.phase} batch {self.batch_idx}"
         return f"{where}, batch {self.batch_idx}"
 
-    def own_stats(self, items: float, loss: Tensor | None = None) -> StepStats:
+    def own_stats(
+        self, last: GlobalBatch, items: float, loss: Tensor | None = None, *, ends_epoch: bool
+    ) -> StepStats:
         """Return this rank's step stats of a window, to be summed over all ranks.
 
         Args:
+            last: The window's last global batch.
             items: The window's items on this rank.
             loss: A scalar that is finite only if all losses of the window are; None without loss.
+            ends_epoch: Whether ``on_train_batch_start`` returned -1 on this rank in the window.
         """
         # Processes that read the same data count them once.
         counts = self.engine.parallel.is_data_primary
-        ended = counts and self.data.ended
+        # Only this rank can know it: a stream is exhausted, or a dataset has ended early.
+        stream = self.data.epoch_iterator.sampler is None
+        ended = counts and (last.ended or (last.last and stream))
         if self.optim.guard is not None:
             self.optim.guard.window_loss = loss
         return StepStats(
@@ -462,7 +432,7 @@ class FitRun(Run):
             failed_saves=1.0 if self.saving.writer.failed else 0.0,
             requested_saves=float(len(self.saving.pending_saves)),
             ended_ranks=float(self.rank) if ended else 0.0,
-            epoch_votes=1.0 if self.step.ends_epoch else 0.0,
+            epoch_votes=1.0 if ends_epoch else 0.0,
             bad_losses=0.0 if loss is None or self.optim.guard is None else is_non_finite(loss),
         )
 

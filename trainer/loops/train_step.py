@@ -56,30 +56,30 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
     # Non-finite only if a loss is: unlike a sum it cannot overflow.
     max_abs_loss: Tensor | None = None
     last_loss: Tensor | None = None
-    run.step.ends_epoch = False
+    ends_epoch = False  # whether on_train_batch_start returned -1 in this window, on this rank
     metrics.begin_window()
     hooks.on_train_step_start()
-    for number, micro in enumerate(window, 1):
-        sync = micro.last or number == size
+    for number, micro_batch in enumerate(window, 1):
+        sync = micro_batch.last or number == size
         engine.begin_micro_batch(
-            sync=sync, complete=micro.batches == run.dp_size, source=micro.first
+            sync=sync, complete=micro_batch.batches == run.dp_size, source=micro_batch.first
         )
-        batch, items = items_of(micro)
+        batch, items = items_of(micro_batch)
         weighting.refer_to(items)
         batch_idx = run.batch_idx = counters.global_batches
         outputs: Any = None
         loss: Tensor | None = None
         skips = False
-        of_batch, of_backward = begin_batch(run, micro, batch, items)
-        if micro.present and items:
+        of_batch, of_backward, ends_epoch = begin_batch(run, micro_batch, batch, items, ends_epoch)
+        if micro_batch.present and items:
             with run.precision.autocast():
                 outputs = engine.forward("training_step", batch, batch_idx)
             if outputs is None:
                 check_may_skip(run)
                 skips, items, global_items = True, 0.0, None
-        elif micro.present and run.dp_size == 1:
+        elif micro_batch.present and run.dp_size == 1:
             outputs = step_without_gradient(run, batch, batch_idx)
-        elif run.step.ends_epoch:
+        elif ends_epoch:
             items, global_items = 0.0, None
         drop_leftover_gradients(run, number)
         if items:
@@ -88,13 +88,16 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
             max_abs_loss = last_loss if size == 1 else max_abs_of(run, max_abs_loss, last_loss)
             of_backward.on_before_backward(loss)
         items_here += items
-        global_items = count_global_batch(run, micro, global_items)
-        stats = run.own_stats(items_here, max_abs_loss) if sync else None
-        if loss is None:
-            if run.dp_size > 1 and not skips:
-                outputs, total = dummy_step(run, micro, batch, number, stats)
-            else:
-                total = contribute_nothing(run, stats, skips=skips or not micro.present)
+        global_items = count_global_batch(run, micro_batch, global_items)
+        stats = (
+            run.own_stats(micro_batch, items_here, max_abs_loss, ends_epoch=ends_epoch)
+            if sync
+            else None
+        )
+        if loss is None and run.dp_size > 1 and not skips:
+            outputs, total = dummy_step(run, micro_batch, batch, number, stats, left_out=ends_epoch)
+        elif loss is None:
+            total = contribute_nothing(run, stats, skips=skips or not micro_batch.present)
         else:
             total = engine.backward(run.precision.scale(weighting.weigh(loss, items)), stats)
             of_backward.on_after_backward()
@@ -102,10 +105,10 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
             metrics.items = items_here  # the weight of what is logged about the update
             total = total if global_items is None else global_items
             run.timing.call(OPTIMIZER, update, run, total, items_here, last_loss)
-        if micro.present:
+        if micro_batch.present:
             metrics.items = items
-            kept = run.module._outputs_of_step(outputs, size)
-            of_batch.on_train_batch_end(kept, batch, batch_idx)
+            of_step = run.module._outputs_of_step(outputs, size)
+            of_batch.on_train_batch_end(of_step, batch, batch_idx)
     metrics.items = items_here
     hooks.on_train_step_end()
     run.timing.call(OPTIMIZER, drop_gradients, run)
@@ -113,7 +116,13 @@ def train_window(run: FitRun, window: Iterator[GlobalBatch]) -> bool:  # noqa: P
 
 
 def dummy_step(
-    run: FitRun, micro: GlobalBatch, batch: Any, number: int, stats: StepStats | None
+    run: FitRun,
+    micro_batch: GlobalBatch,
+    batch: Any,
+    number: int,
+    stats: StepStats | None,
+    *,
+    left_out: bool,
 ) -> tuple[Any, float | Tensor]:
     """Run forward and backward of a batch that must not train; see `trainer.engines.lockstep`.
 
@@ -122,22 +131,23 @@ def dummy_step(
 
     Args:
         run: The fit.
-        micro: The global batch.
+        micro_batch: The global batch.
         batch: The batch; None if the data ended here before the first one.
         number: The micro-batch's number in its window, from 1.
         stats: See `Engine.backward`.
+        left_out: Whether the batch was left out: it may not be fit to run, unlike an earlier one.
 
     Returns:
         What `training_step` returned, None if it did not run; and the result of `Engine.backward`.
     """
-    if run.step.ends_epoch and run.data.epoch_iterator.dummy_batch is not None:
-        batch = run.data.epoch_iterator.dummy_batch  # the one left out may not be fit to run
+    if left_out and run.data.epoch_iterator.dummy_batch is not None:
+        batch = run.data.epoch_iterator.dummy_batch
     if batch is None:
         check_needs_no_dummy(run)
         return None, contribute_nothing(run, stats, skips=False)
     if stats is not None:
         run.precision.scale_nothing(run.device)
-    if micro.present:  # only without items
+    if micro_batch.present:  # only without items
         with run.precision.autocast(), isolated_batch_norm(run.module, counts=True):
             return run_dummy(run, batch, number, stats)
     with isolated_dummy(run):
@@ -227,60 +237,64 @@ def step_without_gradient(run: FitRun, batch: Any, batch_idx: int) -> Any:
         return run.bare_step("training_step")(batch, batch_idx)
 
 
-def begin_batch(run: FitRun, micro: GlobalBatch, batch: Any, items: float) -> tuple[Any, Any]:
+def begin_batch(
+    run: FitRun, micro_batch: GlobalBatch, batch: Any, items: float, ends_epoch: bool
+) -> tuple[Any, Any, bool]:
     """Begin a batch: call ``on_train_batch_start``.
 
     Args:
         run: The fit.
-        micro: The global batch.
+        micro_batch: The global batch.
         batch: This rank's batch, or its dummy batch.
         items: Its items.
+        ends_epoch: Whether this rank has voted to end the epoch in an earlier batch of the window.
 
     Returns:
-        The hooks of the batch, and those of its backward pass. They forbid collectives where not
-        all ranks call them.
+        The hooks of the batch, and those of its backward pass, which forbid collectives where not
+        all ranks call them; and whether this rank has voted to end the epoch.
     """
     of_batch: Any = run.hooks
     of_backward: Any = run.hooks
-    if micro.batches < run.dp_size:
-        of_batch = of_backward = without_collectives(run, micro)
+    if micro_batch.batches < run.dp_size:
+        of_batch = of_backward = without_collectives(run, micro_batch)
     elif run.device_transfer.may_lack_items:
         of_backward = NoCollectives(run.hooks, WITHOUT_ITEMS)
-    if micro.present:
+    if micro_batch.present:
         run.metrics.begin_batch(items)
         # A window goes on after a vote, without this rank: the other ranks need its messages.
-        if run.step.ends_epoch or of_batch.on_train_batch_start(batch, run.batch_idx):
-            leave_batch_out(run, micro)
-    return of_batch, of_backward
+        if ends_epoch or of_batch.on_train_batch_start(batch, run.batch_idx):
+            leave_batch_out(run, micro_batch)
+            ends_epoch = True
+    return of_batch, of_backward, ends_epoch
 
 
-def without_collectives(run: FitRun, micro: GlobalBatch) -> Any:
+def without_collectives(run: FitRun, micro_batch: GlobalBatch) -> Any:
     """Return the hooks of a global batch that some ranks lack; collectives in them raise."""
-    why = missing_batch_error(run.data.epoch_iterator, micro.batches, HOOK_OF_BATCH)
+    why = missing_batch_error(run.data.epoch_iterator, micro_batch.batches, HOOK_OF_BATCH)
     return NoCollectives(run.hooks, why)
 
 
-def leave_batch_out(run: FitRun, micro: GlobalBatch) -> None:
-    """Leave a batch out, because ``on_train_batch_start`` returned -1, and vote to end the epoch.
+def leave_batch_out(run: FitRun, micro_batch: GlobalBatch) -> None:
+    """Leave a batch out, because ``on_train_batch_start`` returned -1.
 
     The rank goes on as one without a batch.
 
     Args:
         run: The fit.
-        micro: The global batch.
+        micro_batch: The global batch.
 
     Raises:
         RuntimeError: Other ranks need this one for what they run.
     """
-    run.step.ends_epoch, micro.present = True, False
+    micro_batch.present = False
     run.metrics.leave_batch()
     manual = not run.module.automatic_optimization
     shared = run.engine.forward_is_collective and run.dp_size < run.world_size
     if run.engine.optimizer_driver is not None or shared or (manual and run.world_size > 1):
-        what = "manual optimisation" if manual else type(run.engine).__name__
+        mode = "manual optimisation" if manual else type(run.engine).__name__
         raise RuntimeError(
             f"on_train_batch_start returned -1 on rank {run.rank} at batch {run.batch_idx}, which "
-            f"cannot end an epoch with {what} on {run.world_size} processes: they would wait for "
+            f"cannot end an epoch with {mode} on {run.world_size} processes: they would wait for "
             "this one. Use Trainer(limit_train_batches=...), or trainer.should_stop to end the run."
         )
 
@@ -309,12 +323,14 @@ def check_may_skip(run: FitRun) -> None:
         )
 
 
-def count_global_batch(run: FitRun, micro: GlobalBatch, global_items: float | None) -> float | None:
+def count_global_batch(
+    run: FitRun, micro_batch: GlobalBatch, global_items: float | None
+) -> float | None:
     """Advance the counters by one global batch.
 
     Args:
         run: The fit.
-        micro: The global batch.
+        micro_batch: The global batch.
         global_items: Items of the window so far over all ranks; None if unknown.
 
     Returns:
@@ -322,15 +338,18 @@ def count_global_batch(run: FitRun, micro: GlobalBatch, global_items: float | No
     """
     counters = run.counters
     counters.global_batches += 1
-    counters.epoch_batches += micro.batches
-    counters.epoch_complete = micro.last
-    run.data.ended = micro.ended or (micro.last and run.data.epoch_iterator.sampler is None)
+    counters.epoch_batches += micro_batch.batches
+    counters.epoch_complete = micro_batch.last
     # A user's collate_fn may drop samples: a rank knows that only of its own batches. Batches that
     # the dataset yields ready-made are assumed to be as large on the other ranks as on this one.
-    items = micro.samples if run.dp_size == 1 else micro.global_samples
-    read = micro.global_samples or micro.real_samples or micro.samples * micro.batches
+    items = micro_batch.samples if run.dp_size == 1 else micro_batch.global_samples
+    read = (
+        micro_batch.global_samples
+        or micro_batch.real_samples
+        or micro_batch.samples * micro_batch.batches
+    )
     counters.samples_seen += read
-    counters.batches_seen += micro.batches
+    counters.batches_seen += micro_batch.batches
     if run.device_transfer.counts_items or global_items is None or items is None:
         return None
     return global_items + items

@@ -9,8 +9,8 @@ from trainer.errors import module_logger
 from trainer.loops.module_flags import warn_of_dropout_off
 from trainer.loops.state import FitRun
 from trainer.metrics import to_floats
-from trainer.optim.clipping import clip_each_
-from trainer.optim.optimizer import AcceleratedOptimizer, LossOfUpdate, parameters_of
+from trainer.optim.clipping import NO_LIMITS
+from trainer.optim.optimizer import AcceleratedOptimizer, LossOfUpdate
 
 logger = module_logger(__name__)
 
@@ -34,21 +34,22 @@ def update(run: FitRun, total: float | Tensor, items: float, last_loss: Tensor |
         run.step_sync.read_pending()  # on all ranks, so that the epoch ends here
         return
     optim = run.optim
-    refresh_parameter_lists(run)
+    if optim.parameters.refresh(run.counters.epoch):
+        check_parameters(run)
     # No optimizer zeroes the gradients of parameters that none of them has. They would accumulate
     # from update to update, and raise the total norm by which all gradients are clipped.
-    for parameter in optim.unused:
+    for parameter in optim.parameters.unused:
         parameter.grad = None
     if run.precision.scales:
         run.precision.unscale_together([optimizer.optimizer for optimizer in optim.optimizers])
     factor = optim.weighting.factor(total)
     if factor is not None:
-        run.engine.scale_gradients_(optim.parameters, factor)
+        run.engine.scale_gradients_(optim.parameters.all, factor)
     see_if_log_is_due(run)
     for optimizer in optim.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)
     if should_step(run, last_loss):
-        if optim.clips or "configure_gradient_clipping" in run.hooks.module_overrides:
+        if optim.clipping.clips or "configure_gradient_clipping" in run.hooks.module_overrides:
             clip(run)
         stepped = step_optimizers(run, last_loss)
         if optim.guard is not None and run.precision.scales and stepped:
@@ -72,54 +73,52 @@ def should_step(run: FitRun, last_loss: Tensor | None) -> bool:
     """
     if run.optim.guard is None or run.precision.scales:
         return True
-    found = run.engine.found_non_finite(run.optim.parameters)
-    if found is not None:
-        found = joined(found, run.step_sync.bad_losses)
-    if run.optim.guard.should_step(found, run.counters.global_step + 1, last_loss):
+    non_finite = run.engine.found_non_finite(run.optim.parameters.all)
+    if non_finite is not None:
+        non_finite = joined(non_finite, run.step_sync.bad_losses)
+    if run.optim.guard.should_step(non_finite, run.counters.global_step + 1, last_loss):
         return True
     for optimizer in run.optim.optimizers:
         optimizer.skip_step()
     return False
 
 
-def joined(found: bool | Tensor, bad_losses: float | Tensor) -> bool | Tensor:
+def joined(non_finite: bool | Tensor, bad_losses: float | Tensor) -> bool | Tensor:
     """Return whether a gradient or a loss is non-finite, without a device sync.
 
     Args:
-        found: Whether a gradient is; on an accelerator a tensor of shape (), 1 or 0.
+        non_finite: Whether a gradient is; on an accelerator a tensor of shape (), 1 or 0.
         bad_losses: The number of ranks with a non-finite loss; a tensor if not on the host yet.
 
     Returns:
-        A bool, or a tensor of shape () like `found`.
+        A bool, or a tensor of shape () like `non_finite`.
     """
-    if not isinstance(found, Tensor):
-        return found or bool(bad_losses > 0)
+    if not isinstance(non_finite, Tensor):
+        return non_finite or bool(bad_losses > 0)
     if isinstance(bad_losses, Tensor):
-        bad = bad_losses.to(found, non_blocking=True).clamp(max=1.0)
-        return torch.maximum(found, bad)
-    return torch.ones_like(found) if bad_losses else found
+        bad = bad_losses.to(non_finite, non_blocking=True).clamp(max=1.0)
+        return torch.maximum(non_finite, bad)
+    return torch.ones_like(non_finite) if bad_losses else non_finite
 
 
 def clip(run: FitRun) -> None:
-    """Clip the gradients: separately for each optimizer with limits of its own, the rest together.
+    """Clip the gradients; see `Clipping`.
 
-    The optimizers' parameters are listed each time, since the user may add a parameter group at any
-    time. A module that overrides `configure_gradient_clipping` clips those of each optimizer.
+    A module that overrides `configure_gradient_clipping` clips those of each optimizer.
     """
+    clipping = run.optim.clipping
     own_clip = run.hooks.module_overrides.get("configure_gradient_clipping")
-    if own_clip is not None:
-        limits_of = {id(optimizer): limits for optimizer, limits in run.optim.own_limits}
-        for optimizer in run.optim.optimizers:
-            limits = limits_of.get(id(optimizer), run.optim.limits)
-            given = {"norm": limits.max_norm, "value": limits.max_value}
-            asked = {kind: limit for kind, limit in given.items() if limit is not None}
-            for kind, limit in asked.items():
-                own_clip(optimizer, limit, kind)
-            if not asked:
-                own_clip(optimizer, None, None)
+    if own_clip is None:
+        clipping.clip_(run.engine, run.optim.parameters.all)
         return
-    apart = [(parameters_of([optimizer]), limits) for optimizer, limits in run.optim.own_limits]
-    clip_each_(run.engine, run.optim.parameters, apart, run.optim.limits)
+    for optimizer in run.optim.optimizers:
+        limits = clipping.limits_of(optimizer)
+        if limits.max_norm is not None:
+            own_clip(optimizer, limits.max_norm, "norm")
+        if limits.max_value is not None:
+            own_clip(optimizer, limits.max_value, "value")
+        if limits == NO_LIMITS:
+            own_clip(optimizer, None, None)
 
 
 def step_optimizers(run: FitRun, last_loss: Tensor | None) -> list[AcceleratedOptimizer]:
@@ -172,10 +171,10 @@ def step_schedulers(
             if entry.takes_metric:
                 assert entry.monitor is not None
                 reduce_update(run)
-                known = run.recorder.monitored(entry.monitor)
-                if known is None and entry.monitor in latest:
+                monitored = run.recorder.monitored(entry.monitor)
+                if monitored is None and entry.monitor in latest:
                     continue  # validation logs this name too, but none has run yet
-                latest = latest if known is None else latest | {entry.monitor: known[0]}
+                latest = latest if monitored is None else latest | {entry.monitor: monitored[0]}
             entry.step(latest, run.hooks.module_overrides.get("lr_scheduler_step"), warns=run.warns)
 
 
@@ -189,15 +188,15 @@ def reduce_update(run: FitRun) -> None:
     run.recorder.flush()
     if not run.metrics.step_reduced:
         values = to_floats(run.metrics.reduce_step())
-        validated = {name: known for name, known in run.recorder.validated.items() if known}
+        validated = {name: latest for name, latest in run.recorder.validated.items() if latest}
         later = {name: value for name, (value, at) in validated.items() if at == step}
         run.recorder.remember(values | later, step)
 
 
 def see_if_log_is_due(run: FitRun) -> None:
-    """Set `Plan.log_due` for the update in progress, which `global_step` does not count yet."""
-    step, schedule = run.counters.global_step + 1, run.plan.log_schedule
-    run.plan.log_due = schedule.may_be_due(step) and schedule.due(run.progress_at(step))
+    """Set `Intervals.log_due` for the update in progress, which is not counted yet."""
+    step, schedule = run.counters.global_step + 1, run.intervals.log_schedule
+    run.intervals.log_due = schedule.may_be_due(step) and schedule.due(run.progress_at(step))
 
 
 def drop_gradients(run: FitRun) -> None:
@@ -211,38 +210,19 @@ def drop_gradients(run: FitRun) -> None:
             own_zero_grad(run.counters.epoch, run.batch_idx, optimizer)
 
 
-def refresh_parameter_lists(run: FitRun) -> None:
-    """Refresh the lists of parameters of the module and the optimizers if they may have changed.
-
-    That is: at the first update of each epoch, and whenever a parameter group is another list or
-    has another length, first or last parameter. Comparing all parameters at every update would be
-    slow.
+def check_parameters(run: FitRun) -> None:
+    """Check the parameters before an update, after `ParameterLists.refresh` has said so.
 
     Raises:
         ValueError: See `check_unregistered_parameters`.
         RuntimeError: Gradients of some parameters are not averaged over the ranks; see
             `DataParallel.check_unknown_parameters`.
     """
-    now = [run.counters.epoch]
-    for optimizer in run.optim.optimizers:
-        for group in optimizer.optimizer.param_groups:
-            parameters = group["params"]
-            now += id(parameters), len(parameters)
-            if parameters:
-                now += id(parameters[0]), id(parameters[-1])
-    if now != run.optim.parameter_fingerprint:
-        # At the first update: hooks before it may have called eval().
-        if not run.optim.parameter_fingerprint and run.warns:
-            warn_of_dropout_off(run.module)
-        own = list(run.module.parameters())
-        used = parameters_of(run.optim.optimizers)
-        own_ids, used_ids = set(map(id, own)), set(map(id, used))
-        run.optim.unused = [parameter for parameter in own if id(parameter) not in used_ids]
-        run.optim.unregistered = [parameter for parameter in used if id(parameter) not in own_ids]
-        run.optim.parameters = own + run.optim.unregistered
-        run.optim.parameter_fingerprint = now
-        run.engine.check_unknown_parameters()
-    if run.optim.unregistered and not run.optim.warned_of_unregistered:
+    parameters = run.optim.parameters
+    if parameters.first and run.warns:  # earlier hooks may have called eval()
+        warn_of_dropout_off(run.module)
+    run.engine.check_unknown_parameters()
+    if parameters.unregistered and not parameters.warned:
         check_unregistered_parameters(run)
 
 
@@ -255,7 +235,9 @@ def check_unregistered_parameters(run: FitRun) -> None:
         ValueError: With several processes, where nothing averages the gradients of these
             parameters.
     """
-    trained = [parameter for parameter in run.optim.unregistered if parameter.grad is not None]
+    trained = [
+        parameter for parameter in run.optim.parameters.unregistered if parameter.grad is not None
+    ]
     if not trained:
         return
     shapes = ", ".join(str(tuple(parameter.shape)) for parameter in trained)
@@ -273,7 +255,7 @@ def check_unregistered_parameters(run: FitRun) -> None:
         raise ValueError(
             f"{what}: they would be neither averaged over the processes nor saved. {fix}"
         )
-    run.optim.warned_of_unregistered = True
+    run.optim.parameters.warned = True
     if run.rank == 0:
         logger.warning(
             "%s: no checkpoint holds them, and a resumed run starts with their initial values. %s",

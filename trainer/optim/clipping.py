@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.optim.optimizer import parameters_of
 
 
 def validate_limits(max_grad_norm: float | None, max_grad_value: float | None) -> None:
@@ -110,34 +114,51 @@ class Clipper(Protocol):
         """Limit the magnitude of each element."""
 
 
-def clip_each_(
-    clipper: Clipper,
-    parameters: Sequence[Tensor],
-    groups: Sequence[tuple[Sequence[Tensor], Limits]],
-    rest: Limits,
-) -> None:
-    """Clip gradients in place, with separate limits for some parameters; see `clip_`.
+@dataclass(frozen=True)
+class Clipping:
+    """Which gradients a loop clips: all together, except those of optimizers with own limits.
 
-    Args:
-        clipper: Clips the gradients of some parameters.
-        parameters: All parameters.
-        groups: Disjoint groups of parameters with their own limits. For a limit that is None, the
-            limit of `rest` applies.
-        rest: The limits of all other parameters. Their total norm excludes groups that have a
+    Attributes:
+        common: The limits of all other parameters. Their total norm excludes optimizers that have a
             `max_norm` of their own.
+        own: Optimizers with limits of their own. For a limit that is None, the common one applies.
     """
-    own_value = {id(p) for members, limit in groups if limit.max_value is not None for p in members}
-    own_norm = {id(p) for members, limit in groups if limit.max_norm is not None for p in members}
-    # Clip by value first, in all groups: a total norm may span groups with different value limits.
-    for members, limit in groups:
-        if limit.max_value is not None:
-            clipper.clip_grad_value_(members, limit.max_value)
-    if rest.max_value is not None:
-        others = [p for p in parameters if id(p) not in own_value]
-        clipper.clip_grad_value_(others, rest.max_value)
-    for members, limit in groups:
-        if limit.max_norm is not None:
-            clipper.clip_grad_norm_(members, limit.max_norm)
-    if rest.max_norm is not None:
-        others = [p for p in parameters if id(p) not in own_norm]
-        clipper.clip_grad_norm_(others, rest.max_norm)
+
+    common: Limits = NO_LIMITS
+    own: Sequence[tuple[Optimizer, Limits]] = ()
+
+    @cached_property
+    def clips(self) -> bool:
+        """Whether there is any limit."""
+        return bool(self.own) or self.common != NO_LIMITS
+
+    def limits_of(self, optimizer: Optimizer) -> Limits:
+        """Return the optimizer's own limits, or else the common ones."""
+        return next((limits for owner, limits in self.own if owner is optimizer), self.common)
+
+    def clip_(self, clipper: Clipper, parameters: Sequence[Tensor]) -> None:
+        """Clip gradients in place.
+
+        The optimizers' parameters are listed each time, since the user may add a parameter group at
+        any time.
+
+        Args:
+            clipper: Clips the gradients of some parameters.
+            parameters: All parameters.
+        """
+        groups = [(parameters_of([optimizer]), limits) for optimizer, limits in self.own]
+        own_value = {id(p) for ps, limits in groups if limits.max_value is not None for p in ps}
+        own_norm = {id(p) for ps, limits in groups if limits.max_norm is not None for p in ps}
+        # By value first, in all groups: a total norm may span groups with different value limits.
+        for members, limits in groups:
+            if limits.max_value is not None:
+                clipper.clip_grad_value_(members, limits.max_value)
+        if self.common.max_value is not None:
+            others = [p for p in parameters if id(p) not in own_value]
+            clipper.clip_grad_value_(others, self.common.max_value)
+        for members, limits in groups:
+            if limits.max_norm is not None:
+                clipper.clip_grad_norm_(members, limits.max_norm)
+        if self.common.max_norm is not None:
+            others = [p for p in parameters if id(p) not in own_norm]
+            clipper.clip_grad_norm_(others, self.common.max_norm)

@@ -376,6 +376,55 @@ def parameters_of(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
     return list(unique.values())
 
 
+class ParameterLists:
+    """The parameters of a module and its optimizers, as of the latest update.
+
+    Args:
+        module: The module.
+        optimizers: Its optimizers; their `param_groups` may change at any time.
+
+    Attributes:
+        all: All parameters of the module and the optimizers.
+        unused: The parameters that no optimizer has.
+        unregistered: Unregistered parameters: an optimizer has them, the module does not.
+        first: Whether the latest refresh was the first one.
+        warned: Whether a warning about unregistered parameters was logged.
+    """
+
+    def __init__(self, module: torch.nn.Module, optimizers: Sequence[AcceleratedOptimizer]) -> None:
+        self._module, self._optimizers = module, optimizers
+        self.all = list(module.parameters())
+        self.unused: list[torch.nn.Parameter] = []
+        self.unregistered: list[torch.nn.Parameter] = []
+        self.first = False
+        self.warned = False
+        self._signature: list[int] = []
+
+    def refresh(self, epoch: int) -> bool:
+        """Refresh the lists if they may have changed; return whether parameters must be checked.
+
+        That is: at the first update of each epoch, and whenever a parameter group is another list
+        or has another length, first or last parameter. Comparing all parameters at every update
+        would be slow. Unregistered parameters are checked until a warning was logged.
+        """
+        now, self.first = [epoch], not self._signature
+        for optimizer in self._optimizers:
+            for group in optimizer.optimizer.param_groups:
+                parameters = group["params"]
+                now += id(parameters), len(parameters)
+                if parameters:
+                    now += id(parameters[0]), id(parameters[-1])
+        if now == self._signature:
+            return bool(self.unregistered) and not self.warned
+        registered, used = list(self._module.parameters()), parameters_of(self._optimizers)
+        registered_ids, used_ids = set(map(id, registered)), set(map(id, used))
+        self.unused = [p for p in registered if id(p) not in used_ids]
+        self.unregistered = [p for p in used if id(p) not in registered_ids]
+        self.all = registered + self.unregistered
+        self._signature = now
+        return True
+
+
 def twin_of(optimizer: Optimizer, instead: Mapping[int, Tensor] | None = None) -> Optimizer:
     """Return an optimizer of the same class, whose groups and state are its own.
 

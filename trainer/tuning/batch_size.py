@@ -173,7 +173,9 @@ class _Trial(Callback):
         weighting.reference = weighting.reference or 1.0  # no process waits for rank 0's
         self.available = _samples_of([run.data.epoch_iterator])
         if self.reserve:
-            self._buffers = [torch.empty_like(p) for p in run.optim.parameters if p.requires_grad]
+            self._buffers = [
+                torch.empty_like(p) for p in run.optim.parameters.all if p.requires_grad
+            ]
 
     on_train_batch_start = _noting("fit")
     on_validation_batch_start = _noting("validate")
@@ -289,14 +291,13 @@ class Subject:
             if self.method == "fit":
                 trial.fit(module, loaders, val_loaders, datamodule=datamodule)
             else:
-                with trial._evaluation(self.method, module, loaders, datamodule, None) as at_hand:
-                    run, epoch_iterators = at_hand
-                    watch.available = _samples_of(epoch_iterators)
+                with trial._evaluation(self.method, module, loaders, datamodule, None) as run:
+                    watch.available = _samples_of(run.eval_iterators)
                     if self.method == "predict":
-                        predict(run, epoch_iterators, keep=False)
+                        predict(run, keep=False)
                     else:
                         phase = VALIDATION if self.method == "validate" else TEST
-                        evaluate(run, phase, epoch_iterators)
+                        evaluate(run, phase)
         return watch.largest(size)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.engines import options
 from trainer.engines.single import SingleDevice
-from trainer.optim.clipping import Limits, clip_, clip_each_, validate_limits
+from trainer.optim.clipping import Clipping, Limits, clip_, validate_limits
 
 
 @pytest.fixture
@@ -55,8 +55,11 @@ def test_without_gradients_no_value_is_limited(parameters):
     assert clip_([], max_value=1.0) is None
     assert clip_([parameters[1]], max_value=1.0, max_norm=1.0).item() == 0.0
     # All have limits of their own, and one of them no gradient: nothing is left for the others.
-    apart = [([each], Limits(max_value=number + 1.0)) for number, each in enumerate(parameters)]
-    clip_each_(SingleDevice(options()), parameters, apart, Limits(max_value=0.5))
+    own = [
+        (torch.optim.SGD([parameter]), Limits(max_value=number + 1.0))
+        for number, parameter in enumerate(parameters)
+    ]
+    Clipping(Limits(max_value=0.5), own).clip_(SingleDevice(options()), parameters)
     assert gradients(parameters) == [[1.0, 0.0], None, [0.0, -3.0]]
 
 

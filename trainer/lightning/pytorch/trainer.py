@@ -88,7 +88,7 @@ _WORDS = {
 
 
 @contextmanager
-def _lightnings_words() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     """Let errors of Cadence's own code name the arguments of Lightning's Trainer."""
     try:
         yield
@@ -270,7 +270,7 @@ class Trainer(NativeTrainer):
             "reload_dataloaders_every_n_epochs": reload_dataloaders_every_n_epochs,
         }
         settings = {name: value for name, value in settings.items() if value is not None}
-        with _lightnings_words():
+        with _translate_errors():
             without = _given_of(plugins, model_registry, enable_autolog_hparams)
             self._refuse(checked, settings, others | without, added, logger)
         cpu = str(accelerator).lower() == "cpu"
@@ -306,7 +306,7 @@ class Trainer(NativeTrainer):
         handlers: list[Any] = list(of_strategy.get("kwargs_handlers", []))
         handlers += others.get("kwargs_handlers") or []
         both = {"kwargs_handlers": handlers} if handlers else {}
-        with _lightnings_words():
+        with _translate_errors():
             super().__init__(**(passed | of_strategy | others | both))
         self._context = replace(self._context, may_be_empty=True, uncalled=uncalled)
         for each in self._loggers:
@@ -430,8 +430,8 @@ class Trainer(NativeTrainer):
                 # Made before another thread asks for it, as under Lightning.
                 getattr(each, "experiment", None)
         try:
-            with super()._stage(name, module, datamodule) as hooks:
-                yield hooks
+            with super()._stage(name, module, datamodule) as stage:
+                yield stage
         except BaseException:
             self._status = TrainerStatus.INTERRUPTED
             raise
@@ -439,9 +439,9 @@ class Trainer(NativeTrainer):
 
     @contextmanager
     def _evaluation(self, stage: str, *args: Any) -> Iterator[Any]:
-        with super()._evaluation(stage, *args) as (run, epoch_iterators):
-            self._eval_iterators = epoch_iterators
-            yield run, epoch_iterators
+        with super()._evaluation(stage, *args) as run:
+            self._eval_iterators = run.eval_iterators
+            yield run
 
     def keep_indices(self) -> None:
         """Let the samplers of an evaluation keep the indices that they draw, for `indices_of`."""
@@ -485,7 +485,7 @@ class Trainer(NativeTrainer):
         self._attach(model, datamodule)
         self._ckpt_path = ckpt_path
         self._loaders.update(train=train_dataloaders, val=val_dataloaders)
-        with _lightnings_words():
+        with _translate_errors():
             if not self.fast_dev_run:
                 if ckpt_path is None and self._fit is not None and not self._fits_again():
                     return
@@ -547,7 +547,7 @@ class Trainer(NativeTrainer):
     ) -> list[dict[str, float]]:
         """Validate a model, by default that of the latest fit; see `trainer.Trainer.test`."""
         taken = self._evaluated(model, dataloaders, datamodule, ckpt_path, "val")
-        with _lightnings_words():
+        with _translate_errors():
             found = super().validate(*taken)
         return self._printed(found, verbose=verbose)
 
@@ -562,7 +562,7 @@ class Trainer(NativeTrainer):
     ) -> list[dict[str, float]]:
         """Test a model, by default that of the latest fit; see `trainer.Trainer.test`."""
         taken = self._evaluated(model, dataloaders, datamodule, ckpt_path, "test")
-        with _lightnings_words():
+        with _translate_errors():
             found = super().test(*taken)
         return self._printed(found, verbose=verbose)
 
@@ -577,7 +577,7 @@ class Trainer(NativeTrainer):
     ) -> Any:
         """Return a model's predictions, all of them on rank 0; see `trainer.Trainer.predict`."""
         taken = self._evaluated(model, dataloaders, datamodule, ckpt_path, "predict")
-        with _lightnings_words():
+        with _translate_errors():
             found = super().predict(
                 taken[0], taken[1], taken[2], taken[3], return_predictions=return_predictions
             )

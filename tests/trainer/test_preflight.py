@@ -20,6 +20,7 @@ from callbacks import (
 from tests.numerics.running import quiet_trainer
 from trainer import DataModule, TrainModule
 from trainer.data.epoch_iterator import EpochIterator
+from trainer.data.sampler import DataShard
 from trainer.loops.config import Length
 from trainer.loops.preflight import can_be_due
 
@@ -286,7 +287,7 @@ def test_claimed_length_of_a_stream_is_not_trusted(caplog):
 @pytest.mark.parametrize("every", [0.1, 0.3, 0.5, 0.7, 1.0, 1.3, 2.0])
 def test_a_part_of_an_epoch_takes_the_updates_that_the_loop_takes(world, every):
     """As counted in batches of all processes, of which an update has `world` times three."""
-    epoch_iterator = EpochIterator(loader(10), world_size=world)
+    epoch_iterator = EpochIterator(loader(10), DataShard(world_size=world))
     interval = Interval(every, "epochs")
     updates, batches = 0, 0.0
     while batches / 10 + 1e-9 < every:

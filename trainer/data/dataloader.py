@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,11 +15,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.data.epoch_iterator import EpochIterator, lookahead
 from trainer.data.prefetch import Streams, send, streams_for
-from trainer.data.sampler import EpochLength
+from trainer.data.sampler import DataShard, EpochLength
 from trainer.data.seeding import order_generator
 from trainer.data.shards import BatchSamplerShard, IterableDatasetShard
 from trainer.data.workers import users_kwargs, what_kwargs
 from trainer.distributed.objects import broadcast_object
+from trainer.enums import RNGType
 from trainer.rng import as_types, next_seed, synchronize_rng_states
 from trainer.state import GradientState, PartialState
 from trainer.tree import children, to_device
@@ -26,6 +28,7 @@ from trainer.tree import children, to_device
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Slice = Callable[..., Any]  # see `DataLoaderDispatcher`
 # (batch, last, over, real, real_batches): the batch; whether it is the last one of this process;
 # whether it belongs to the last global batch; the number of samples in the global batch without
 # padding, None if unknown; if that is unknown and some ranks have a batch that is only padding, the
@@ -33,14 +36,11 @@ if TYPE_CHECKING:
 Given: TypeAlias = "tuple[Any, bool, bool, int | None, int | None]"
 
 
-class PreparedLoader(DataLoader[Any]):
-    """Base class of the prepared loaders: wraps the user's loader and yields this rank's batches.
+@dataclass(kw_only=True)
+class LoaderSettings:
+    """What a process reads of a loader, and how.
 
-    It is a ``DataLoader`` with the user's dataset and settings, so code that reads these attributes
-    works. Subclasses read the data in `_batches`. A pass is one iteration over the loader.
-
-    Args:
-        source: The user's loader; it is not changed.
+    Attributes:
         rank: The rank of this process.
         world_size: The number of processes.
         seed: The seed of the order; it must be the same on all processes.
@@ -57,6 +57,37 @@ class PreparedLoader(DataLoader[Any]):
             yielded before the save.
         part: The number of this process's part of the data, if the stream is that part, which is
             read as by one process; None for a stream or dataset of all data.
+        slice_fn: See `DataLoaderDispatcher`.
+    """
+
+    rank: int
+    world_size: int
+    seed: int
+    even_batches: bool
+    device: torch.device | None
+    non_blocking: bool
+    split_batches: bool = False
+    rng_types: Sequence[str | RNGType] | None = None
+    skip_batches: int = 0
+    stateful: bool = False
+    part: int | None = None
+    slice_fn: Slice | None = None
+
+    def __post_init__(self) -> None:
+        """Check the types of generators."""
+        if self.rng_types is not None:
+            self.rng_types = as_types(self.rng_types)
+
+
+class PreparedLoader(DataLoader[Any]):
+    """Base class of the prepared loaders: wraps the user's loader and yields this rank's batches.
+
+    It is a ``DataLoader`` with the user's dataset and settings, so code that reads these attributes
+    works. Subclasses read the data in `_batches`. A pass is one iteration over the loader.
+
+    Args:
+        source: The user's loader; it is not changed.
+        settings: What this process reads of it, and how.
 
     Attributes:
         iteration: The number of the current or next pass, from 0; it determines the order. After a
@@ -69,44 +100,17 @@ class PreparedLoader(DataLoader[Any]):
     _is_accelerate_prepared = True
 
     @classmethod
-    def of(cls, source: DataLoader[Any], **settings: Any) -> Self:
-        """Return a loader that reads a part of `source`; see the arguments of the class."""
+    def of(cls, source: DataLoader[Any], settings: LoaderSettings) -> Self:
+        """Return a loader that reads a part of `source`."""
         made = cls.__new__(cls)
-        made._set_up(source, **settings)
+        made._set_up(source, settings)
         return made
 
-    def _set_up(
-        self,
-        source: DataLoader[Any],
-        *,
-        rank: int,
-        world_size: int,
-        seed: int,
-        even_batches: bool,
-        device: torch.device | None,
-        non_blocking: bool,
-        split_batches: bool = False,
-        rng_types: Sequence[str] | None = None,
-        skip_batches: int = 0,
-        stateful: bool = False,
-        part: int | None = None,
-    ) -> None:
-        self.settings: dict[str, Any] = {
-            "rank": rank,
-            "world_size": world_size,
-            "seed": seed,
-            "even_batches": even_batches,
-            "device": device,
-            "non_blocking": non_blocking,
-            "split_batches": split_batches,
-            "rng_types": None if rng_types is None else as_types(rng_types),
-            "skip_batches": skip_batches,
-            "stateful": stateful,
-            "part": part,
-        }
-        self.rank, self.world_size = rank, world_size
-        self.device, self.non_blocking = device, non_blocking
-        self.split_batches, self.skip_batches = split_batches, skip_batches
+    def _set_up(self, source: DataLoader[Any], settings: LoaderSettings) -> None:
+        self.settings = settings
+        self.rank, self.world_size = settings.rank, settings.world_size
+        self.device, self.non_blocking = settings.device, settings.non_blocking
+        self.split_batches, self.skip_batches = settings.split_batches, settings.skip_batches
         self.iteration = 0
         self.end_of_dataloader = False
         self.remainder = -1
@@ -153,7 +157,7 @@ class PreparedLoader(DataLoader[Any]):
             loader.epoch_iterator.length = self.epoch_iterator.length_now
         self.end_of_dataloader, self.remainder, self._real_batches = False, -1, None
         self._all_end = False
-        resume_at = self._resume_at if self.settings["stateful"] else 0
+        resume_at = self._resume_at if self.settings.stateful else 0
         self.first_global_batch, self._resume_at = (
             self.skip_batches + resume_at // self._batches_per_step,
             0,
@@ -210,7 +214,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _synchronize(self) -> None:
         generator = self.synchronized
-        types = self.settings["rng_types"] or []
+        types = self.settings.rng_types or []
         if generator is None:
             types = [kind for kind in types if str(kind) != "generator"]
         synchronize_rng_states(types, generator)
@@ -244,11 +248,11 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def even_batches(self) -> bool:
         """Whether every process gets the same number of batches; may be set between passes."""
-        return bool(self.settings["even_batches"])
+        return bool(self.settings.even_batches)
 
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
-        self.settings["even_batches"] = even
+        self.settings.even_batches = even
         self.epoch_iterator.sharding.even = even and self.epoch_iterator.world_size > 1
 
     @property
@@ -302,7 +306,7 @@ class PreparedLoader(DataLoader[Any]):
             batches = self._reader._read_global_batches[0] * self._batches_per_step
         return {
             "iteration": self.iteration + over,
-            "seed": self.settings["seed"],
+            "seed": self.settings.seed,
             "ended": int(ended),
             "length": None if over or length is None else list(length),
             "stream": self.epoch_iterator.position(),
@@ -323,7 +327,7 @@ class PreparedLoader(DataLoader[Any]):
         """
         if self._reader is not None:
             self._reader._set_reader(None)
-        self.settings["seed"] = state["seed"]
+        self.settings.seed = state["seed"]
         self.epoch_iterator.reseed(state["seed"])
         self.set_epoch(state["iteration"])
         # States of an earlier release have neither "length" nor "batches".
@@ -332,7 +336,7 @@ class PreparedLoader(DataLoader[Any]):
             self.iteration, None if length is None else EpochLength(*length)
         )
         self._resume_at = state.get("batches", 0)
-        if self.settings["stateful"] and self._resume_at % self._batches_per_step:
+        if self.settings.stateful and self._resume_at % self._batches_per_step:
             raise ValueError(
                 f"The loader was saved after {self._resume_at} batches of a pass, which cannot be "
                 f"divided evenly among {self.world_size} processes. Resume with another number of "
@@ -344,7 +348,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def state_is_own(self) -> bool:
         """Whether the state is that of this process, and not the same on all."""
-        return self.settings["part"] is not None
+        return self.settings.part is not None
 
     @property
     def _batches_per_step(self) -> int:
@@ -392,7 +396,7 @@ class PreparedLoader(DataLoader[Any]):
             num_batches: The number of this process's batches to skip.
         """
         skip = self.skip_batches + num_batches
-        skipped = type(self).of(self.source, **(self.settings | {"skip_batches": skip}))
+        skipped = type(self).of(self.source, replace(self.settings, skip_batches=skip))
         for name, value in vars(self).items():  # which a user's subclass has added
             vars(skipped).setdefault(name, value)
         skipped.iteration = self.iteration
@@ -508,32 +512,39 @@ class DataLoaderShard(PreparedLoader):
         rank = 0 if shard is None else shard.process_index
         self._set_up(
             source,
-            rank=rank,
-            world_size=world_size,
-            seed=seed_of_order(synchronized_generator or order_generator(source), world_size, rank),
-            even_batches=getattr(shard, "even_batches", shard is not None),
-            device=device,
-            non_blocking=_non_blocking,
-            split_batches=shard is not None and shard.split_batches,
-            rng_types=rng_types,
-            skip_batches=skip_batches,
-            stateful=use_stateful_dataloader,
+            LoaderSettings(
+                rank=rank,
+                world_size=world_size,
+                seed=seed_of_order(
+                    synchronized_generator or order_generator(source), world_size, rank
+                ),
+                even_batches=getattr(shard, "even_batches", shard is not None),
+                device=device,
+                non_blocking=_non_blocking,
+                split_batches=shard is not None and shard.split_batches,
+                rng_types=rng_types,
+                skip_batches=skip_batches,
+                stateful=use_stateful_dataloader,
+            ),
         )
         self._drops_last |= _drop_last
         self.iteration = iteration
 
     def _make_epoch_iterator(self, source: DataLoader[Any]) -> EpochIterator:
-        options = self.settings
-        return EpochIterator(
-            source,
+        several = self.world_size > 1
+        shard = DataShard(
             rank=self.rank,
             world_size=self.world_size,
-            seed=options["seed"],
-            loader_id=options["part"] or 0,  # random numbers of its own
+            even=self.settings.even_batches and several,
+            split=self.split_batches and several,
+            drop_last=self._drops_last and several,
             presharded=self.state_is_own,
-            even=options["even_batches"] and self.world_size > 1,
-            split=self.split_batches and self.world_size > 1,
-            drop_last=self._drops_last and self.world_size > 1,
+        )
+        return EpochIterator(
+            source,
+            shard,
+            seed=self.settings.seed,
+            loader_id=self.settings.part or 0,  # random numbers of its own
             remember=True,
             rereads=True,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -19,7 +19,7 @@ from trainer.data.batch import (
     unmarked,
     unpacked,
 )
-from trainer.data.dataloader import Given, PreparedLoader, seed_of_order
+from trainer.data.dataloader import Given, LoaderSettings, PreparedLoader, Slice, seed_of_order
 from trainer.data.epoch_iterator import EpochIterator, lookahead
 from trainer.data.iterable import Position
 from trainer.data.prefetch import InFlight
@@ -29,8 +29,6 @@ from trainer.distributed.collectives import broadcast
 from trainer.distributed.objects import broadcast_object
 from trainer.state import PartialState
 from trainer.tree import find_batch_size, to_device
-
-Slice = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -115,29 +113,30 @@ class DataLoaderDispatcher(PreparedLoader):
         state, source = PartialState(), DataLoader(dataset, **kwargs)
         self._set_up(
             source,
-            slice_fn=slice_fn,
-            rank=state.process_index,
-            world_size=state.num_processes,
-            seed=seed_of_order(order_generator(source), state.num_processes, state.process_index),
-            even_batches=True,
-            device=state.device,
-            non_blocking=_non_blocking,
-            split_batches=split_batches,
-            skip_batches=skip_batches,
-            stateful=use_stateful_dataloader,
+            LoaderSettings(
+                slice_fn=slice_fn,
+                rank=state.process_index,
+                world_size=state.num_processes,
+                seed=seed_of_order(
+                    order_generator(source), state.num_processes, state.process_index
+                ),
+                even_batches=True,
+                device=state.device,
+                non_blocking=_non_blocking,
+                split_batches=split_batches,
+                skip_batches=skip_batches,
+                stateful=use_stateful_dataloader,
+            ),
         )
         self._drops_last |= _drop_last
         self.iteration = iteration
 
-    def _set_up(
-        self, source: DataLoader[Any], *, slice_fn: Slice | None = None, **settings: Any
-    ) -> None:
-        super()._set_up(source, **settings)
-        self.slice_fn = slice_fn
-        self.settings["slice_fn"] = slice_fn
+    def _set_up(self, source: DataLoader[Any], settings: LoaderSettings) -> None:
+        super()._set_up(source, settings)
+        self.slice_fn = settings.slice_fn
 
     def _make_epoch_iterator(self, source: DataLoader[Any]) -> EpochIterator:
-        return EpochIterator(source, seed=self.settings["seed"], remember=True, rereads=True)
+        return EpochIterator(source, seed=self.settings.seed, remember=True, rereads=True)
 
     def _batches(self) -> Iterator[Given]:
         plans = lookahead(self._sent()) if self.rank == 0 else iter(())

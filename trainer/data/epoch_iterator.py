@@ -31,7 +31,8 @@ from trainer.data.iterable import (
 )
 from trainer.data.sampler import (
     SAMPLES,
-    BatchSharding,
+    WHOLE,
+    DataShard,
     EpochLength,
     RankShard,
     ShardedSampler,
@@ -151,21 +152,15 @@ class EpochIterator:
 
     Args:
         source: A ``DataLoader`` or an iterable of batches.
-        rank: The rank of this process.
-        world_size: The number of processes.
+        shard: Which part of the data this process reads.
         seed: The run's seed. The order of samples is a function of the seed and the epoch.
         loader_id: Identifies the loader in the run; 0 is the training loader. It is mixed into the
             seed, so that each loader has its own random numbers.
         shuffle: See `ShardedSampler`.
-        even: See `BatchSharding`.
-        split: See `BatchSharding`.
-        drop_last: See `BatchSharding`.
         remember: The caller saves `position`. A stream with a ``state_dict`` is then read together
             with its state; see `trainer.data.iterable`.
         rereads: The caller may restart a pass of a stream from its beginning after reading part of
             it.
-        presharded: Each process's stream is its own part of the data, and is read in full. Streams
-            that were split by `datasets` or webdataset are known to be.
 
     Attributes:
         limit: The number of batches, over all processes, after which an epoch ends; a float is a
@@ -186,18 +181,13 @@ class EpochIterator:
     def __init__(
         self,
         source: Any,
+        shard: DataShard = WHOLE,
         *,
-        rank: int = 0,
-        world_size: int = 1,
         seed: int = 0,
         loader_id: int = 0,
         shuffle: bool = True,
-        even: bool = False,
-        split: bool = False,
-        drop_last: bool = False,
         remember: bool = False,
         rereads: bool = False,
-        presharded: bool = False,
     ) -> None:
         if not isinstance(source, Iterable):
             raise TypeError(
@@ -207,21 +197,14 @@ class EpochIterator:
             )
         self._source: Any = source
         self._loader_id, seed = loader_id, mix(seed, loader_id) if loader_id else seed
-        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.rank, self.world_size, self.seed = shard.rank, shard.world_size, seed
         self.epoch = 0
         self.start_global_batch = 0  # global batches to skip, with the current number of processes
         self.start_batch = 0  # loader batches to skip before sharding, with any number of processes
         self._mark: int | None = None
-        self._options: dict[str, Any] = {
-            "rank": rank,
-            "world_size": world_size,
-            "shuffle": shuffle,
-            "even": even,
-            "split": split,
-            "drop_last": drop_last,
-        }
+        self._shard, self._shuffle = shard, shuffle
         self.limited_by = ""
-        self.batches_read = world_size
+        self.batches_read = shard.world_size
         self.dummy_batch: Any = None
         self.weighs: bool | None = None
         self.sampler: ShardedSampler | None = None
@@ -230,7 +213,7 @@ class EpochIterator:
         self.resumed: tuple[int, EpochLength] | None = None
         self.length = EpochLength()
         self._generator = torch.Generator()
-        if getattr(source, "_is_accelerate_prepared", False) and world_size > 1:
+        if getattr(source, "_is_accelerate_prepared", False) and shard.world_size > 1:
             raise ValueError(
                 "The loader was prepared by an Accelerator and is sharded already; pass the one "
                 "that was given to prepare()."
@@ -240,16 +223,19 @@ class EpochIterator:
             if not isinstance(source.dataset, IterableDataset):
                 self.sampler = ShardedSampler(
                     source.sampler if source.batch_sampler is None else source.batch_sampler,
+                    shard,
                     keys=source.batch_sampler is None,
                     seed=seed,
+                    shuffle=shuffle,
                     counts=source.collate_fn is default_collate,
-                    **self._options,
                 )
             self.loader = SignalSafeLoader(**loader_kwargs(source, self.sampler, self._generator))
         self._stream: Stream | None = None
-        self._part = None if self.sampler is not None or presharded else part_of(source)
+        self._part = None if self.sampler is not None or shard.presharded else part_of(source)
         self.presharded = (
-            self.sampler is None and world_size > 1 and (presharded or self._part is not None)
+            self.sampler is None
+            and shard.world_size > 1
+            and (shard.presharded or self._part is not None)
         )
         self._own_position: dict[str, Any] | None = None  # in a presharded stream, see `position`
         self._resumed_position: dict[str, Any] | None = None  # where the next pass goes on
@@ -257,14 +243,7 @@ class EpochIterator:
         if self.sampler is not None:
             self.sharding = self.sampler.sharding
         else:
-            self.sharding = BatchSharding(
-                kind=SAMPLES,
-                batch_size=getattr(self.loader, "batch_size", None),
-                world_size=world_size,
-                even=even,
-                split=split,
-                drop_last=drop_last,
-            )
+            self.sharding = shard.sharding_of(SAMPLES, getattr(self.loader, "batch_size", None))
             self._stream = Stream(
                 source,
                 self.loader,
@@ -272,7 +251,7 @@ class EpochIterator:
                 set_epoch=self.set_epoch,
                 remember=remember,
                 rereads=rereads,
-                shown=rank == 0,
+                shown=shard.rank == 0,
             )
         self._equal_generators = group_equal(self.users_generators)
 
@@ -557,7 +536,7 @@ class EpochIterator:
 
         It works only for map-style datasets, because the position of a stream is part of its state.
         """
-        twin = EpochIterator(self._source, seed=self.seed, **self._options)
+        twin = EpochIterator(self._source, self._shard, seed=self.seed, shuffle=self._shuffle)
         twin.limit = self.limit
         return twin
 

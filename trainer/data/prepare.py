@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from trainer.data.dataloader import DataLoaderShard, PreparedLoader, seed_of_order
+from trainer.data.dataloader import DataLoaderShard, LoaderSettings, PreparedLoader, seed_of_order
 from trainer.data.dispatcher import DataLoaderDispatcher
 from trainer.data.iterable import part_of
 from trainer.data.seeding import order_generator
@@ -246,25 +247,24 @@ def prepare_data_loader(
     if split_batches:
         _check_split(dataloader, world_size, dispatched=bool(dispatch_batches))
     generator = None if use_seedable_sampler else order_generator(dataloader)
-    settings: dict[str, Any] = {
-        "rank": rank,
-        "world_size": world_size,
-        "seed": seed_of_order(generator, world_size, rank, data_seed, collective=_from_accelerator),
-        "even_batches": even_batches,
-        "device": (state.device if device is None else device) if put_on_device else None,
-        "non_blocking": non_blocking,
-        "split_batches": split_batches,
-        "rng_types": rng_types,
-        "stateful": use_stateful_dataloader,
-    }
+    settings = LoaderSettings(
+        rank=rank,
+        world_size=world_size,
+        seed=seed_of_order(generator, world_size, rank, data_seed, collective=_from_accelerator),
+        even_batches=even_batches,
+        device=(state.device if device is None else device) if put_on_device else None,
+        non_blocking=non_blocking,
+        split_batches=split_batches,
+        rng_types=rng_types,
+        stateful=use_stateful_dataloader,
+        slice_fn=slice_fn_for_dispatch,
+    )
     if reads_part:
         # Each stream is read as by one process, with random numbers of its own.
-        return DataLoaderShard.of(
-            dataloader, **settings | {"rank": 0, "world_size": 1, "part": rank}
-        )
-    if dispatch_batches:
-        return DataLoaderDispatcher.of(dataloader, slice_fn=slice_fn_for_dispatch, **settings)
-    return DataLoaderShard.of(dataloader, **settings)
+        settings = replace(settings, rank=0, world_size=1, part=rank)
+    elif dispatch_batches:
+        return DataLoaderDispatcher.of(dataloader, settings)
+    return DataLoaderShard.of(dataloader, settings)
 
 
 def _reads_part(

@@ -100,6 +100,42 @@ SAMPLES = BatchOps(  # trees whose tensors have one row per sample
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataShard:
+    """Which part of a loader's data one process reads.
+
+    Attributes:
+        rank: The rank of the process.
+        world_size: The number of processes.
+        even: See `BatchSharding`.
+        split: See `BatchSharding`.
+        drop_last: See `BatchSharding`.
+        presharded: Each process's stream is its own part of the data, and is read in full. Streams
+            that were split by `datasets` or webdataset are known to be.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    even: bool = False
+    split: bool = False
+    drop_last: bool = False
+    presharded: bool = False
+
+    def sharding_of(self, kind: BatchOps, batch_size: int | None) -> BatchSharding:
+        """Return how batches of this kind and size are sharded."""
+        return BatchSharding(
+            kind=kind,
+            batch_size=batch_size,
+            world_size=self.world_size,
+            even=self.even,
+            split=self.split,
+            drop_last=self.drop_last,
+        )
+
+
+WHOLE = DataShard()
+
+
 @dataclass(kw_only=True)
 class BatchSharding:
     """How batches are sharded over the processes; `even` may be set between passes.
@@ -470,13 +506,9 @@ class ShardedSampler(Sampler[Any]):
         batches: The loader's ``batch_sampler``, or its ``sampler`` if it has none.
         keys: Whether `batches` is the ``sampler``. Everything it yields, even a tuple, is then one
             key of the dataset.
-        rank: The rank of this process.
-        world_size: The number of processes.
+        shard: Which part of them this process reads.
         seed: The run's seed.
         shuffle: False reads the samples in the order of the dataset.
-        even: See `BatchSharding`.
-        split: See `BatchSharding`.
-        drop_last: See `BatchSharding`.
         counts: Whether a batch has as many samples as indices. A custom ``collate_fn`` may change
             the number of samples.
     """
@@ -484,14 +516,10 @@ class ShardedSampler(Sampler[Any]):
     def __init__(
         self,
         batches: Sampler[Any] | Iterable[Any],
+        shard: DataShard = WHOLE,
         *,
-        rank: int,
-        world_size: int,
         seed: int,
         shuffle: bool = True,
-        even: bool = False,
-        split: bool = False,
-        drop_last: bool = False,
         keys: bool = False,
         counts: bool = True,
     ) -> None:
@@ -503,18 +531,11 @@ class ShardedSampler(Sampler[Any]):
         plain = inner.like if type(inner) is SeededSampler else inner
         self._plain: Any = plain if type(plain) in _PLAIN else None  # follows the dataset's length
         self._dataset = getattr(self._plain, "data_source", None)
-        self.rank, self.world_size, self.seed = rank, world_size, seed
-        self.sharding = BatchSharding(
-            kind=INDICES,
-            batch_size=getattr(batches, "batch_size", None),
-            world_size=world_size,
-            even=even,
-            split=split,
-            drop_last=drop_last,
-        )
+        self.rank, self.world_size, self.seed = shard.rank, shard.world_size, seed
+        self.sharding = shard.sharding_of(INDICES, getattr(batches, "batch_size", None))
         # Copies of the user's attributes, because scripts read them from a ``batch_sampler``.
         self.sampler: Any = getattr(batches, "sampler", batches)
-        self.drop_last = drop_last or bool(getattr(batches, "drop_last", False))
+        self.drop_last = shard.drop_last or bool(getattr(batches, "drop_last", False))
         self.batch_size = self.sharding.batch_size
         self.limit: int | None = None
         self.epoch = 0

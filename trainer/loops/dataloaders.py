@@ -14,6 +14,7 @@ from trainer.accelerator import Accelerator
 from trainer.checkpoint.storage import read_manifest
 from trainer.data.combined import CombinedLoader, holds_loaders
 from trainer.data.epoch_iterator import EpochIterator
+from trainer.data.sampler import DataShard
 from trainer.data.seeding import isolated_generators, kept_by
 from trainer.datamodule import DataModule
 from trainer.distributed.objects import all_gather_object, broadcast_object
@@ -155,20 +156,23 @@ def make_epoch_iterators(
     Raises:
         ValueError: A loader is empty, or its length differs between ranks.
     """
+    shard = DataShard(
+        rank=accelerator.engine.parallel.dp_rank,
+        world_size=accelerator.engine.parallel.dp_size,
+        presharded=accelerator.dataloader_config.presharded,
+    )
     name, limit = settings.limit(kind)
     if settings.fast_dev_run and limit:
-        limit *= accelerator.engine.parallel.dp_size  # that many batches on each rank
+        limit *= shard.world_size  # that many batches on each rank
     epoch_iterators = []
     for number, loader in enumerate(loaders):
         epoch_iterator = EpochIterator(
             loader.as_one() if isinstance(loader, CombinedLoader) else loader,
-            rank=accelerator.engine.parallel.dp_rank,
-            world_size=accelerator.engine.parallel.dp_size,
+            shard,
             seed=seed,
             loader_id=0 if kind == "train" else mix(_KINDS.index(kind), number),
             shuffle=not settings.overfits(kind),
             remember=kind == "train",
-            presharded=accelerator.dataloader_config.presharded,
         )
         epoch_iterator.check_parts()
         apply_limit(epoch_iterator, name, limit)

@@ -22,8 +22,9 @@ from torch.utils.data import (
 from tests.helpers.datasets import Numbers, SizedStream, Stream
 from trainer.accelerator import Accelerator
 from trainer.data import workers
-from trainer.data.dataloader import DataLoaderShard
+from trainer.data.dataloader import DataLoaderShard, LoaderSettings
 from trainer.data.epoch_iterator import EpochIterator
+from trainer.data.sampler import DataShard
 from trainer.state import GradientState
 
 CPU = torch.device("cpu")
@@ -39,12 +40,10 @@ def listed(batch) -> list[int]:
     return batch.tolist()
 
 
-def read(source, world_size: int = 1, *, epoch: int = 0, limit: int | None = None, **kwargs):
+def read(source, world_size: int = 1, *, epoch=0, seed=0, limit: int | None = None, **sharding):
     """The batches of each process in one epoch; None where it has none in a round."""
-    epoch_iterators = [
-        EpochIterator(source, rank=rank, world_size=world_size, **kwargs)
-        for rank in range(world_size)
-    ]
+    shards = [DataShard(rank=rank, world_size=world_size, **sharding) for rank in range(world_size)]
+    epoch_iterators = [EpochIterator(source, shard, seed=seed) for shard in shards]
     found = []
     for epoch_iterator in epoch_iterators:
         epoch_iterator.limit = limit
@@ -56,8 +55,7 @@ def read(source, world_size: int = 1, *, epoch: int = 0, limit: int | None = Non
 
 
 def shard(source, rank: int = 0, world_size: int = 1, *, even: bool = True) -> DataLoaderShard:
-    return DataLoaderShard.of(
-        source,
+    settings = LoaderSettings(
         rank=rank,
         world_size=world_size,
         seed=0,
@@ -65,6 +63,7 @@ def shard(source, rank: int = 0, world_size: int = 1, *, even: bool = True) -> D
         device=CPU,
         non_blocking=False,
     )
+    return DataLoaderShard.of(source, settings)
 
 
 # -- rounds ------------------------------------------------------------------------------------
@@ -88,7 +87,7 @@ def test_a_stream_is_sharded_like_a_dataset(stream, workers):
 def test_any_iterable_of_batches_is_sharded():
     batches = [torch.tensor([0, 1]), torch.tensor([2]), torch.tensor([3])]
     assert read(batches, 2) == [[[0, 1], [3]], [[2], None]]
-    assert EpochIterator(batches, world_size=2).num_batches == 3
+    assert EpochIterator(batches, DataShard(world_size=2)).num_batches == 3
 
 
 def test_a_source_that_is_no_loader_raises():
@@ -115,7 +114,7 @@ def test_a_dataset_without_a_length_needs_a_sampler():
 def test_global_batches_count_the_samples_of_all_ranks(source):
     global_batches = []
     for rank in (0, 1):
-        epoch_iterator = EpochIterator(source, rank=rank, world_size=2)
+        epoch_iterator = EpochIterator(source, DataShard(rank=rank, world_size=2))
         epoch_iterator.set_epoch(0)
         global_batches.append(list(epoch_iterator.global_batches()))
     for own in global_batches:
@@ -156,7 +155,7 @@ def test_a_limited_stream_is_not_read_further():
 
 def numbers_of_batches(loader, rank: int, limit: int | None = None) -> tuple[int | None, ...]:
     """Of all ranks, of global batches, of this rank."""
-    found = EpochIterator(loader, rank=rank, world_size=2)
+    found = EpochIterator(loader, DataShard(rank=rank, world_size=2))
     found.limit = limit
     return found.num_batches, found.num_global_batches, found.num_own_batches
 
@@ -169,7 +168,9 @@ def test_numbers_of_batches():
 
 def test_the_size_of_a_ready_made_batch_is_read_from_it():
     dataset = [torch.arange(3), torch.arange(1), torch.tensor(7)]
-    epoch_iterator = EpochIterator(DataLoader(dataset, batch_size=None), rank=0, world_size=2)
+    epoch_iterator = EpochIterator(
+        DataLoader(dataset, batch_size=None), DataShard(rank=0, world_size=2)
+    )
     epoch_iterator.set_epoch(0)
     global_batches = list(epoch_iterator.global_batches())
     assert [(r.samples, r.global_samples) for r in global_batches] == [(3, None), (1, None)]
@@ -177,7 +178,7 @@ def test_the_size_of_a_ready_made_batch_is_read_from_it():
 
 def test_skipping_in_a_stream_warns_of_its_cost(caplog):
     caplog.set_level(logging.WARNING)
-    epoch_iterator = EpochIterator(DataLoader(Stream(9), 2), rank=0, world_size=2)
+    epoch_iterator = EpochIterator(DataLoader(Stream(9), 2), DataShard(rank=0, world_size=2))
     epoch_iterator.set_epoch(0)
     epoch_iterator.start_global_batch = 2
     assert [listed(r.batch) for r in epoch_iterator.global_batches()] == [[8]]
@@ -193,7 +194,7 @@ def test_streams_that_draw_globally_are_the_same_on_all_ranks():
     found = []
     for rank in (0, 1):
         torch.manual_seed(rank)
-        epoch_iterator = EpochIterator(loader, rank=rank, world_size=2, seed=3)
+        epoch_iterator = EpochIterator(loader, DataShard(rank=rank, world_size=2), seed=3)
         epoch_iterator.set_epoch(1)
         found.append([listed(r.batch) for r in epoch_iterator.global_batches()])
     assert found == [alone[0::2], alone[1::2]]
@@ -376,7 +377,7 @@ def test_a_sampler_whose_length_raises(kind):
 
     batches = BatchSampler(Unmeasured(range(3)), 2, drop_last=False)
     epoch_iterator = EpochIterator(
-        DataLoader(Numbers(3), batch_sampler=batches), rank=0, world_size=1, seed=0
+        DataLoader(Numbers(3), batch_sampler=batches), DataShard(rank=0, world_size=1), seed=0
     )
     assert epoch_iterator.num_batches is None
     assert [step.batch.tolist() for step in epoch_iterator.global_batches()] == [[0, 1], [2]]

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from tests.helpers.datasets import HuggingFaceStream, hugging_face
 from tests.helpers.requires import requires_datasets
 from trainer.checkpoint.serialization import load_tree, save_tree
-from trainer.data.dataloader import DataLoaderShard
+from trainer.data.dataloader import DataLoaderShard, LoaderSettings
 from trainer.data.epoch_iterator import EpochIterator
+from trainer.data.sampler import DataShard
 from trainer.errors import CheckpointError
 from trainer.tree import map_tree
 
@@ -184,7 +185,9 @@ def loader(dataset: Any, batch_size: int | None = 2, **kwargs: Any) -> DataLoade
 def iterator_of(
     source: Any, rank: int = 0, world: int = 1, *, limit: int | None = None
 ) -> EpochIterator:
-    epoch_iterator = EpochIterator(source, rank=rank, world_size=world, seed=5, remember=True)
+    epoch_iterator = EpochIterator(
+        source, DataShard(rank=rank, world_size=world), seed=5, remember=True
+    )
     epoch_iterator.limit = limit
     return epoch_iterator
 
@@ -340,9 +343,10 @@ def test_resume_of_a_stream_without_a_state(workers, limit):
 
 def test_resume_of_a_prepared_loader():
     def make() -> Any:
-        options = {"seed": 1, "even_batches": False, "device": None, "non_blocking": False}
+        options: Any = {"even_batches": False, "device": None, "non_blocking": False}
         source = DataLoader(Numbers(), 2, shuffle=True, collate_fn=listed)
-        return DataLoaderShard.of(source, rank=0, world_size=1, **options)
+        settings = LoaderSettings(rank=0, world_size=1, seed=1, **options)
+        return DataLoaderShard.of(source, settings)
 
     seen = assert_resumes(make)
     assert samples_of(seen) != samples_of(seen, 1)

@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from trainer import Trainer, TrainModule
 from trainer.data.epoch_iterator import EpochIterator
+from trainer.data.sampler import DataShard
 from trainer.data.seeding import LONGEST, generators_in
 
 KINDS = [
@@ -75,7 +76,7 @@ def read(epoch_iterator, *epochs, start=0):
 def iterator_of(dataset, *, rank=0, world_size=1, seed=3, **kwargs):
     options = {"batch_size": 2, "collate_fn": plain, **kwargs}
     return EpochIterator(
-        DataLoader(dataset, **options), rank=rank, world_size=world_size, seed=seed
+        DataLoader(dataset, **options), DataShard(rank=rank, world_size=world_size), seed=seed
     )
 
 
@@ -382,8 +383,8 @@ class Stateful(Stream):
 
 @pytest.mark.parametrize("make", [lambda: DataLoader(Stream(), 2, collate_fn=plain), Batches])
 def test_resume_of_a_stream_with_its_own_generator(make):
-    def epoch_iterator(**kwargs):
-        return EpochIterator(make(), seed=3, **kwargs)
+    def epoch_iterator(**shard):
+        return EpochIterator(make(), DataShard(**shard), seed=3)
 
     whole = read(epoch_iterator(), 0, 1, 2)
     assert len({str(epoch) for epoch in whole}) == 3
@@ -432,7 +433,7 @@ class Own(SequentialSampler):
 def test_resume_of_a_sampler_with_its_own_generator(make, batched):
     def epoch_iterator(world_size=1, rank=0):
         source = DataLoader(range(12), batch_size=2 if batched else None, sampler=Own(make))
-        return EpochIterator(source, seed=3, world_size=world_size, rank=rank)
+        return EpochIterator(source, DataShard(world_size=world_size, rank=rank), seed=3)
 
     def read(epoch_iterator, epoch, start=0):
         epoch_iterator.set_epoch(epoch)
@@ -455,7 +456,7 @@ def test_an_isolated_epoch_restores_the_generators(make, draw):
     sampler = SequentialSampler(range(2))
     sampler.mine = generator = make()
     epoch_iterator = EpochIterator(
-        DataLoader(range(2), sampler=sampler), rank=0, world_size=1, seed=0
+        DataLoader(range(2), sampler=sampler), DataShard(rank=0, world_size=1), seed=0
     )
     twin = copy.deepcopy(generator)
     assert draw(generator) == draw(twin)  # half a pair of numpy's older kind is left over

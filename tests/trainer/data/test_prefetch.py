@@ -18,6 +18,7 @@ from trainer.data.dataloader import DataLoaderShard
 from trainer.data.dispatcher import DataLoaderDispatcher
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.data.prefetch import Lead, send, streams_for
+from trainer.data.sampler import DataShard
 from trainer.loops import device_transfer as moving
 from trainer.tree import to_device
 
@@ -254,7 +255,9 @@ def test_a_pass_after_one_that_was_left(streams, kind):
 
 
 def test_a_rank_without_a_batch_copies_nothing(streams):
-    epoch_iterator = EpochIterator(DataLoader(TensorDataset(VALUES), 3), rank=1, world_size=2)
+    epoch_iterator = EpochIterator(
+        DataLoader(TensorDataset(VALUES), 3), DataShard(rank=1, world_size=2)
+    )
     device_transfer = moving.DeviceTransfer(
         TrainModule(), None, device=DEVICE, rank=1, world_size=2
     )

@@ -21,7 +21,7 @@ from trainer.accelerator import Accelerator
 from trainer.data.dataloader import DataLoaderShard
 from trainer.data.dispatcher import DataLoaderDispatcher
 from trainer.data.prepare import prepare_data_loader, skip_first_batches
-from trainer.data.sampler import ShardedSampler
+from trainer.data.sampler import DataShard, ShardedSampler
 from trainer.rng import set_seed
 from trainer.state import AcceleratorState
 
@@ -97,12 +97,11 @@ def test_sharded_indices_against_arithmetic():
         if world_size == 1:
             continue  # nothing is shared out
         batches = BatchSampler(SequentialSampler(range(items)), batch_size, drop_last)
-        options = {"split": split, "even": even, "drop_last": drop_last, "seed": 0}
-        expected, _ = shares(
-            items, batch_size, world_size, split=split, even=even, drop_last=drop_last
-        )
+        options = {"split": split, "even": even, "drop_last": drop_last}
+        expected, _ = shares(items, batch_size, world_size, **options)
         for rank in range(world_size):
-            own = ShardedSampler(batches, rank=rank, world_size=world_size, **options)
+            shard = DataShard(rank=rank, world_size=world_size, **options)
+            own = ShardedSampler(batches, shard, seed=0)
             where = (items, batch_size, world_size, split, even, drop_last, rank)
             assert list(own) == expected[rank], where
             assert len(own) == len(expected[rank]), where

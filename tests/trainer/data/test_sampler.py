@@ -23,6 +23,7 @@ from trainer.data.sampler import (
     INDICES,
     BatchIndices,
     BatchSharding,
+    DataShard,
     SampleKey,
     SeededSampler,
     ShardedSampler,
@@ -38,12 +39,10 @@ def shuffled(items: int, batch_size: int) -> BatchSampler:
     return BatchSampler(RandomSampler(range(items)), batch_size, drop_last=False)
 
 
-def shard(batches, world_size: int = 1, *, epoch: int = 0, limit: int | None = None, **kwargs):
+def shard(batches, world_size: int = 1, *, epoch=0, seed=0, shuffle=True, limit=None, **sharding):
     """The batches of each process in one epoch."""
-    samplers = [
-        ShardedSampler(batches, rank=rank, world_size=world_size, **{"seed": 0, **kwargs})
-        for rank in range(world_size)
-    ]
+    shards = [DataShard(rank=rank, world_size=world_size, **sharding) for rank in range(world_size)]
+    samplers = [ShardedSampler(batches, shard, seed=seed, shuffle=shuffle) for shard in shards]
     for sampler in samplers:
         sampler.set_epoch(epoch)
         sampler.limit = limit
@@ -70,7 +69,7 @@ def test_the_order_follows_seed_and_epoch():
 
 @pytest.mark.parametrize("batches", [shuffled(20, 4), RandomSampler(range(9))])
 def test_reseed(batches):
-    sampler = ShardedSampler(batches, rank=0, world_size=1, seed=3)
+    sampler = ShardedSampler(batches, DataShard(rank=0, world_size=1), seed=3)
     sampler.reseed(8)
     assert list(sampler) == shard(batches, seed=8)[0]
 
@@ -236,7 +235,9 @@ def test_split_batches():
         [[2, 3], [6, 7], [0, 1]],
     ]
     batches = Sized([[0, 1], [], [2, 3, 4], [5]])  # an empty one is none, a large one is shared too
-    sampler = [ShardedSampler(batches, rank=r, world_size=2, seed=0, split=True) for r in (0, 1)]
+    sampler = [
+        ShardedSampler(batches, DataShard(rank=r, world_size=2, split=True), seed=0) for r in (0, 1)
+    ]
     assert [list(own) for own in sampler] == [[[0], [2, 3], [5]], [[1], [4]]]
 
 
@@ -249,14 +250,14 @@ class Endless(Sampler[list[int]]):
 
 
 def test_a_limit_on_a_sampler_without_a_length():
-    sampler = ShardedSampler(Endless(), rank=1, world_size=2, seed=0)
+    sampler = ShardedSampler(Endless(), DataShard(rank=1, world_size=2), seed=0)
     with pytest.raises(TypeError, match="has no length"):
         len(sampler)
     sampler.limit = 5
     assert len(sampler) == 2
     assert list(sampler) == [[1], [3]]
     of_samples = BatchSampler(chain.from_iterable(Endless()), batch_size=2, drop_last=False)
-    sampler = ShardedSampler(of_samples, rank=1, world_size=2, seed=0)
+    sampler = ShardedSampler(of_samples, DataShard(rank=1, world_size=2), seed=0)
     sampler.limit = 3
     assert (sampler.num_samples, len(sampler)) == (None, 1)
 

@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 from trainer.data.epoch_iterator import EpochIterator
+from trainer.data.sampler import DataShard
 from trainer.data.seeding import SeededDataset
 from trainer.data.tensor_dataset import TensorRows
 from trainer.rng import mix, rng_state, seed_generators
@@ -60,7 +61,9 @@ def drawn(
     found = {}
     for rank in range(world_size):
         torch.manual_seed(1000 + rank)  # processes are not seeded alike
-        epoch_iterator = EpochIterator(loader, rank=rank, world_size=world_size, seed=seed)
+        epoch_iterator = EpochIterator(
+            loader, DataShard(rank=rank, world_size=world_size), seed=seed
+        )
         epoch_iterator.set_epoch(epoch)
         for current in epoch_iterator.global_batches():
             if current.present:
@@ -130,7 +133,7 @@ def test_samples_read_in_bulk_are_seeded(workers):
     batches = []
     for rank in (0, 1):
         torch.manual_seed(rank)
-        epoch_iterator = EpochIterator(bulk, rank=rank, world_size=2)
+        epoch_iterator = EpochIterator(bulk, DataShard(rank=rank, world_size=2))
         epoch_iterator.set_epoch(0)
         batches.append(
             [current.batch for current in epoch_iterator.global_batches() if current.present]
@@ -368,7 +371,9 @@ def test_a_dataset_gets_the_keys_of_its_sampler():
         loader = DataLoader(Lookup(), None, **options)
         parts = []
         for rank in range(world_size):
-            epoch_iterator = EpochIterator(loader, rank=rank, world_size=world_size, seed=3)
+            epoch_iterator = EpochIterator(
+                loader, DataShard(rank=rank, world_size=world_size), seed=3
+            )
             epoch_iterator.set_epoch(1)
             parts.append([each.batch for each in epoch_iterator.global_batches() if each.present])
         return parts

@@ -50,10 +50,10 @@ def sync_buffers(run: FitRun) -> None:
     """
     run.engine.broadcast_buffers()
     if run.world_size > 1 and not run.engine.is_model_parallel:
-        run.untrained.sync(run)
+        run.frozen.sync(run)
 
 
-class UntrainedParameters:
+class FrozenParameters:
     """Keeps parameters that are frozen, or in no optimizer, equal on all ranks.
 
     They are compared by hashes. Only those that differ are sent, with a warning, so a large frozen

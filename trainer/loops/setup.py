@@ -32,7 +32,7 @@ from trainer.engines.lockstep import synchronize_batch_norm
 from trainer.engines.model import check_same_model
 from trainer.hooks import HookTable
 from trainer.hparams import logged, to_manifest
-from trainer.loops.buffers import UntrainedParameters
+from trainer.loops.buffers import FrozenParameters
 from trainer.loops.config import Schedule
 from trainer.loops.dataloaders import check_step, loaders_for, make_epoch_iterators
 from trainer.loops.device_transfer import DeviceTransfer, counts_items
@@ -187,7 +187,7 @@ def make_fit_run(
             begun=frozen_and_eval_flags(module),
         ),
         warns=context.warns,
-        untrained=UntrainedParameters(),
+        frozen=FrozenParameters(),
     )
 
 

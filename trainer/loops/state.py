@@ -40,7 +40,7 @@ from trainer.optim.weighting import LossWeighting
 from trainer.precision import Precision
 
 if TYPE_CHECKING:
-    from trainer.loops.buffers import UntrainedParameters
+    from trainer.loops.buffers import FrozenParameters
     from trainer.loops.dataloaders import Origin, Sources
     from trainer.loops.manual import ManualOptimization
 
@@ -355,7 +355,7 @@ class FitRun(Run):
         thread: The identifier of the training thread.
         in_boundary: Whether the loop is at an update boundary: the update is done, and callbacks
             may save or stop.
-        untrained: Keeps untrained parameters equal on all ranks; see `trainer.loops.buffers`.
+        frozen: Keeps untrained parameters equal on all ranks; see `trainer.loops.buffers`.
     """
 
     settings: Final[Settings]
@@ -370,7 +370,7 @@ class FitRun(Run):
     thread: Final[int] = field(default_factory=threading.get_ident)
     manual: ManualOptimization | None = None
     in_boundary: bool = False
-    untrained: Final[UntrainedParameters]
+    frozen: Final[FrozenParameters]
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the run has come."""

@@ -683,12 +683,12 @@ class Accelerator:
             return
         if plugin is not self.engine.options.deepspeed_plugin and not self._models:
             self.engine = choose_engine(replace(self.engine.options, deepspeed_plugin=plugin))
-        sizes = [each.batch_size for each in objects if isinstance(each, DataLoader)]
-        known = [
+        sizes = [loader.batch_size for loader in objects if isinstance(loader, DataLoader)]
+        prepared_sizes = [
             size // (self.num_processes if self.split_batches else 1) for size in sizes if size
         ]
-        if known:
-            chosen = min(known) if plugin.is_train_batch_min else max(known)
+        if prepared_sizes:
+            chosen = min(prepared_sizes) if plugin.is_train_batch_min else max(prepared_sizes)
             plugin.run_values["train_micro_batch_size_per_gpu"] = chosen
 
     def _prepare_one(self, obj: Any, place: bool) -> Any:
@@ -720,9 +720,9 @@ class Accelerator:
             TypeError: `model` is not a module.
         """
         _check_argument("prepare_model", "model", model, isinstance(model, nn.Module))
-        for known in self._models:
-            if model is known or models.unwrap_model(known) is model:
-                return known
+        for earlier in self._models:
+            if model is earlier or models.unwrap_model(earlier) is model:
+                return earlier
         prepared = models.prepare_model(
             model,
             self.engine,
@@ -750,9 +750,9 @@ class Accelerator:
         )
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
-        for known in self._optimizers:
-            if optimizer is known.optimizer:
-                return known
+        for earlier in self._optimizers:
+            if optimizer is earlier.optimizer:
+                return earlier
         prepared = AcceleratedOptimizer(
             self.engine.prepare_optimizer(optimizer),
             self._placed(device_placement) is not None,
@@ -776,22 +776,22 @@ class Accelerator:
         _check_argument("prepare_scheduler", "scheduler", scheduler, fits)
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
-        for known in self._schedulers:
-            if scheduler is known.scheduler:
-                return known
+        for earlier in self._schedulers:
+            if scheduler is earlier.scheduler:
+                return earlier
         if isinstance(scheduler, _DUMMY_SCHEDULERS) and not (
             self.scheduler_tick == "update" or self.split_batches
         ):
             scheduler = scheduler.per_update(self.engine.parallel.dp_size)
         used = self.engine.prepare_scheduler(scheduler)
-        own = [
+        indices = [
             optimizer
             for optimizer in self._optimizers
             if scheduler.optimizer in (optimizer, optimizer.optimizer)
         ]
         prepared = AcceleratedScheduler(
             used,
-            own or list(self._optimizers),
+            indices or list(self._optimizers),
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
             tick=None if used in self.engine.schedules else self.scheduler_tick,
@@ -828,7 +828,7 @@ class Accelerator:
             presharded=self.dataloader_config.presharded,
             _from_accelerator=True,
         )
-        if not any(prepared is known for known in self._dataloaders):
+        if not any(prepared is loader for loader in self._dataloaders):
             self._dataloaders.append(prepared)
         return prepared
 
@@ -851,9 +851,9 @@ class Accelerator:
                 "optimizers: join_uneven_inputs([model])."
             )
         joinables = list(joinables)
-        for each in joinables:
-            fits = isinstance(each, (nn.Module, Joinable)) or hasattr(each, "param_groups")
-            _check_argument("join_uneven_inputs", "joinable", each, fits)
+        for joinable in joinables:
+            fits = isinstance(joinable, (nn.Module, Joinable)) or hasattr(joinable, "param_groups")
+            _check_argument("join_uneven_inputs", "joinable", joinable, fits)
         return join.join_uneven_inputs(joinables, self._dataloaders, even_batches, self)
 
     def verify_device_map(self, model: nn.Module) -> bool:
@@ -874,8 +874,8 @@ class Accelerator:
         others {}.
         """
         if self._collects:  # raises, rather than waits, if a rank is elsewhere
-            what, name = "Gathering the weights", "get_state_dict"
-            run_on_all_ranks(what, lambda: None, self.state, operation=name)
+            operation, name = "Gathering the weights", "get_state_dict"
+            run_on_all_ranks(operation, lambda: None, self.state, operation=name)
         elif not unwrap:
             return model.state_dict()
         return (self._run_engine or self.engine).exported_state_dict(model)
@@ -967,15 +967,15 @@ class Accelerator:
         is the same up to rounding. A resumed run on several processes then equals an uninterrupted
         run only up to rounding.
         """
-        state, given, nested = self.gradient_state, {*map(id, models)}, self._accumulating
+        state, ids, nested = self.gradient_state, {*map(id, models)}, self._accumulating
         if state._data_end_window:
             self.step = 0
             self._accumulated = set()
-        elif nested or (given and self._accumulated and not given & self._accumulated):
-            self._accumulated |= given
+        elif nested or (ids and self._accumulated and not ids & self._accumulated):
+            self._accumulated |= ids
         else:
             self.step += 1
-            self._accumulated = given
+            self._accumulated = ids
         state.sync_gradients = self.step % state.num_steps == 0
         self._accumulating = True
         try:
@@ -1000,9 +1000,9 @@ class Accelerator:
             model: The model; None means all prepared models.
         """
         with ExitStack() as stack:
-            for each in self._models if model is None else [model]:
-                _check_argument("no_sync", "model", each, isinstance(each, nn.Module))
-                stack.enter_context(self.engine.no_sync(each))
+            for module in self._models if model is None else [model]:
+                _check_argument("no_sync", "model", module, isinstance(module, nn.Module))
+                stack.enter_context(self.engine.no_sync(module))
             yield
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -1194,8 +1194,8 @@ class Accelerator:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, and drop the duplicates that `even_batches` added to the last batches."""
-        each = self.num_processes // self.engine.parallel.dp_size
-        return gather_for_metrics(input_data, use_gather_object, each)
+        copies = self.num_processes // self.engine.parallel.dp_size
+        return gather_for_metrics(input_data, use_gather_object, copies)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """See `trainer.distributed.collectives.reduce`."""
@@ -1240,15 +1240,15 @@ class Accelerator:
         check_bools(safe_serialization=safe_serialization)
         parse_size(max_shard_size, "max_shard_size")  # a bad size raises on every rank
         options = _bare(model), save_directory, max_shard_size, safe_serialization
-        what = f"Saving the model to {os.fspath(save_directory)}"
+        operation = f"Saving the model to {os.fspath(save_directory)}"
         if self.engine.full_state_on_rank0:
             state = self.get_state_dict(model)
             write = partial(write_model, *options, writes=self._writes, state=state)
             run_on_all_ranks(
-                what, lambda: self._writes and write(), self.state, operation="save_model"
+                operation, lambda: self._writes and write(), self.state, operation="save_model"
             )
         elif self.engine.parallel.mesh is not None:
-            run = partial(run_on_all_ranks, what, state=self.state, operation="save_model")
+            run = partial(run_on_all_ranks, operation, state=self.state, operation="save_model")
             write_model(*options, writes=self._writes, step=lambda work: run(work=work))
         elif self._writes:
             save_model(*options)
@@ -1342,8 +1342,8 @@ class Accelerator:
         # Resume inside the saved accumulation window, so that restored gradients are not zeroed.
         self.sync_gradients = self.step % self.gradient_state.num_steps == 0
         self._steps_at_backward = [
-            each.steps if any(p.grad is not None for p in parameters_of([each])) else -1
-            for each in self._optimizers
+            optimizer.steps if any(p.grad is not None for p in parameters_of([optimizer])) else -1
+            for optimizer in self._optimizers
         ]
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -1353,9 +1353,9 @@ class Accelerator:
             ValueError: An object lacks ``state_dict`` or ``load_state_dict``.
         """
         lacking = [
-            f"number {number}, a {type(each).__name__}"
-            for number, each in enumerate(objects)
-            if not all(hasattr(each, name) for name in ("state_dict", "load_state_dict"))
+            f"number {number}, a {type(owner).__name__}"
+            for number, owner in enumerate(objects)
+            if not all(hasattr(owner, name) for name in ("state_dict", "load_state_dict"))
         ]
         if lacking:
             raise ValueError(
@@ -1536,11 +1536,11 @@ class Accelerator:
         return f"Accelerator(\n{self.state})"
 
 
-def _check_argument(method: str, what: str, given: object, fits: bool) -> None:
+def _check_argument(method: str, kind: str, value: object, fits: bool) -> None:
     if not fits:
         raise TypeError(
-            f"{method} was given {reprlib.repr(given)} of type {type(given).__name__} as its "
-            f"{what}; it must be {_KINDS[what]}."
+            f"{method} was given {reprlib.repr(value)} of type {type(value).__name__} as its "
+            f"{kind}; it must be {_KINDS[kind]}."
         )
 
 
@@ -1562,13 +1562,13 @@ def _with_options(
 
 
 def _chosen_deepspeed(
-    given: Any, several: Any, other: object, is_first: bool
+    plugin: Any, several: Any, other: object, is_first: bool
 ) -> dict[str, DeepSpeedPlugin] | None:
     """Return the plugins from the arguments, the environment or the first `Accelerator`."""
-    if given is None and several is None and not is_first:  # for another model
+    if plugin is None and several is None and not is_first:  # for another model
         plugins = AcceleratorState().deepspeed_plugins
     else:
-        plugins = DeepSpeedPlugin.requested(given, several)
+        plugins = DeepSpeedPlugin.requested(plugin, several)
     if plugins is not None and other is not None:
         raise ValueError(
             "deepspeed_plugin (--use_deepspeed) cannot be combined with fsdp_plugin (--use_fsdp) "
@@ -1593,17 +1593,17 @@ def _chosen_recipe(
     """
     if mixed_precision == "fp8":
         return recipe_of(list(handlers.values()))
-    if given := [kind.__name__ for kind in _RECIPES if kind in handlers]:
+    if recipes := [kind.__name__ for kind in _RECIPES if kind in handlers]:
         raise ValueError(
-            f"kwargs_handlers holds {given[0]}, but mixed_precision is {mixed_precision!r}: pass "
+            f"kwargs_handlers holds {recipes[0]}, but mixed_precision is {mixed_precision!r}: pass "
             "mixed_precision='fp8', or leave the recipe out."
         )
     return None
 
 
-def _chosen_megatron(given: Any, other: object, is_first: bool) -> MegatronLMPlugin | None:
+def _chosen_megatron(argument: Any, other: object, is_first: bool) -> MegatronLMPlugin | None:
     """Return the plugin from the argument, the environment or the first `Accelerator`."""
-    plugin = MegatronLMPlugin.requested(given)
+    plugin = MegatronLMPlugin.requested(argument)
     if plugin is not None and other:
         raise ValueError(
             "megatron_lm_plugin (--use_megatron_lm) cannot be combined with fsdp_plugin "
@@ -1621,16 +1621,16 @@ def _chosen_window(
     plugin: GradientAccumulationPlugin | None,
     of_deepspeed: Mapping[str, DeepSpeedPlugin] | None,
 ) -> GradientAccumulationPlugin:
-    for each in (of_deepspeed or {}).values():
-        theirs = each.gradient_accumulation_steps
-        here = steps if plugin is None else plugin.num_steps
-        if isinstance(theirs, int) and here not in (None, 1, theirs):
+    for deepspeed in (of_deepspeed or {}).values():
+        of_plugin = deepspeed.gradient_accumulation_steps
+        number = steps if plugin is None else plugin.num_steps
+        if isinstance(of_plugin, int) and number not in (None, 1, of_plugin):
             raise ValueError(
-                f"gradient_accumulation_steps is {here}, but the DeepSpeed configuration has "
-                f"{theirs}: set it to 'auto' there."
+                f"gradient_accumulation_steps is {number}, but the DeepSpeed configuration has "
+                f"{of_plugin}: set it to 'auto' there."
             )
-        if isinstance(theirs, int) and plugin is None:
-            steps = theirs
+        if isinstance(of_plugin, int) and plugin is None:
+            steps = of_plugin
     check_type("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     if plugin is None:
         if steps is not None:
@@ -1672,14 +1672,14 @@ def _by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
         one = isinstance(handlers, KwargsHandler)
         shown = f"{type(handlers).__name__}(...)" if one else repr(handlers)
         raise TypeError(f"kwargs_handlers is {shown}; it must be a list: [{shown}].")
-    found: dict[type, Any] = {}
+    by_type: dict[type, Any] = {}
     for handler in handlers:
         if type(handler) not in _HANDLERS:
             raise TypeError(
                 f"kwargs_handlers holds {handler!r}; it takes "
                 f"{', '.join(kind.__name__ for kind in _HANDLERS)}."
             )
-        if type(handler) in found:
+        if type(handler) in by_type:
             raise ValueError(f"kwargs_handlers holds two {type(handler).__name__}; give one.")
-        found[type(handler)] = handler
-    return found
+        by_type[type(handler)] = handler
+    return by_type

@@ -81,8 +81,8 @@ class TypeOfParameters:
     def __get__(self, instance: nn.Module | None, owner: type) -> Any:
         if instance is None:
             return self
-        found = (tensor.dtype for tensor in chain(instance.parameters(), instance.buffers()))
-        others = (dtype for dtype in found if dtype.is_floating_point or dtype.is_complex)
+        dtypes = (tensor.dtype for tensor in chain(instance.parameters(), instance.buffers()))
+        others = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
         return next(others, torch.get_default_dtype())
 
 
@@ -110,11 +110,11 @@ class TrainModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy made during a run (for weight averaging, or pickled for a worker) has no trainer.
-        kept: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
         # Methods compiled for the run cannot be pickled, and are bound to this module.
-        compiled, before = kept.pop("_compiled_for_run", ((), {}))
-        own = {name: value for name, value in kept.items() if name not in compiled}
-        return {**own, **before, "_trainer": None}
+        compiled, before = state.pop("_compiled_for_run", ((), {}))
+        attributes = {name: value for name, value in state.items() if name not in compiled}
+        return {**attributes, **before, "_trainer": None}
 
     # -- hyper-parameters ----------------------------------------------------------------------
 
@@ -589,8 +589,8 @@ class TrainModule(nn.Module):
                 "would lose the record of which parameters required gradients. Call "
                 "untoggle_optimizer first."
             )
-        own = set(parameters_of([optimizer]))
-        others = [p for p in parameters_of(self.trainer.optimizers) if p not in own]
+        trained = set(parameters_of([optimizer]))
+        others = [p for p in parameters_of(self.trainer.optimizers) if p not in trained]
         self.__dict__["_toggled"] = [p for p in others if p.requires_grad]
         for parameter in others:
             parameter.requires_grad_(False)
@@ -873,10 +873,10 @@ def _checkpoint_at(path: str | os.PathLike[str]) -> Path:
             )
         raise CheckpointError(f"{folder} is a file; {hint}")
     for root in (folder, folder / "checkpoints"):
-        if found := committed(root):
+        if checkpoints := committed(root):
             raise CheckpointError(
                 f"{folder} is a folder of checkpoints; give one of them, such as the newest, "
-                f"{found[-1]}."
+                f"{checkpoints[-1]}."
             )
     folder = locate(folder)
     if not folder.is_dir():

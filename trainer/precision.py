@@ -96,7 +96,7 @@ class Scaler(torch.amp.GradScaler):
         if not self._enabled:  # a disabled scaler has no state
             return self
         states = self._per_optimizer_states
-        if not any(each["stage"] is OptState.STEPPED for each in states.values()):
+        if not any(state["stage"] is OptState.STEPPED for state in states.values()):
             return self
         assert self._scale is not None  # exists since the gradients were unscaled
         assert self._growth_tracker is not None
@@ -292,7 +292,7 @@ class Precision:
             if id(optimizer) in self._stepped:
                 continue
             factor = after if id(optimizer) in self._unscaled else after / before
-            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if parameter.grad is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
                     parameter.grad.mul_(factor.to(parameter.grad.device))
@@ -333,10 +333,10 @@ class Precision:
             self.unscale(optimizer)
         if self.scaler is None or not self.scaler.is_enabled() or len(optimizers) < 2:
             return
-        found = [flag for one in optimizers for flag in self._overflows(one).values()]
-        if found:
-            anywhere = torch.stack([flag.to(found[0].device) for flag in found]).amax(0)
-            for flag in found:
+        overflows = [flag for one in optimizers for flag in self._overflows(one).values()]
+        if overflows:
+            anywhere = torch.stack([flag.to(overflows[0].device) for flag in overflows]).amax(0)
+            for flag in overflows:
                 flag.copy_(anywhere)
 
     def _overflows(self, optimizer: Optimizer) -> dict[Any, Tensor]:
@@ -374,8 +374,8 @@ class Precision:
         self._stepped.add(id(optimizer))
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             # A fused optimizer's step is always called, and skips the update itself on overflow.
-            found = self._overflows(optimizer).values()
-            return torch.stack([flag.to(self._device_type) for flag in found]).sum() == 0
+            overflows = self._overflows(optimizer).values()
+            return torch.stack([flag.to(self._device_type) for flag in overflows]).sum() == 0
         return bool(made)
 
     def skip_step(self, optimizer: Optimizer) -> None:
@@ -455,8 +455,12 @@ def _refusals_explained(optimizer: Optimizer) -> Iterator[None]:
         # torch's messages are "Attempting to unscale FP16 gradients" and, for bfloat16 on CUDA,
         # "…_unscale_cuda not implemented" (pytorch#127176). Any other error comes from the
         # optimizer and is raised unchanged.
-        parameters = (each for group in optimizer.param_groups for each in group["params"])
-        narrow = {str(each.dtype) for each in parameters if each.grad is not None} & _NARROW
+        parameters = (
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        )
+        narrow = {
+            str(parameter.dtype) for parameter in parameters if parameter.grad is not None
+        } & _NARROW
         if not narrow or not any(text in str(error) for text in _REFUSALS):
             raise
         raise ValueError(

@@ -33,16 +33,22 @@ def check_signature(call: Callable[..., Any], name: str, like: Callable[..., Any
     Raises:
         TypeError: Its arguments are others.
     """
-    given = list(inspect.signature(like).parameters.values())[1:]
+    expected = list(inspect.signature(like).parameters.values())[1:]
     takes = _signature(call)
-    if takes is None or any(each.kind is each.VAR_POSITIONAL for each in given):
+    if takes is None or any(parameter.kind is parameter.VAR_POSITIONAL for parameter in expected):
         return
     try:
         every = name in PARTS_OF_UPDATE
-        takes.bind(*[each.name for each in given if every or each.default is each.empty])
+        takes.bind(
+            *[
+                parameter.name
+                for parameter in expected
+                if every or parameter.default is parameter.empty
+            ]
+        )
     except TypeError as error:
         owner = type(getattr(call, "__self__", call)).__name__
-        names = ", ".join(["self", *(each.name for each in given)])
+        names = ", ".join(["self", *(parameter.name for parameter in expected)])
         raise TypeError(
             f"{owner}.{name}{takes} is called with other arguments here ({error}): "
             f"def {name}({names})."
@@ -101,7 +107,7 @@ def without_batch_idx(module: nn.Module) -> dict[str, Callable[..., Any]]:
                     f"{type(module).__name__}.{name} takes {argument}, which no step is given "
                     f"here: {hint}."
                 )
-        kinds = [each.kind for each in takes.parameters.values()]
+        kinds = [parameter.kind for parameter in takes.parameters.values()]
         by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         several = [kind for kind in kinds if kind in by_place]
         if inspect.Parameter.VAR_POSITIONAL in kinds or "batch_idx" in takes.parameters:

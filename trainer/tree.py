@@ -250,8 +250,12 @@ def local_part(tensor: Any) -> tuple[list[int], Tensor]:
     mesh = tensor.device_mesh
     where = mesh.get_coordinate()
     offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
-    splits = [(n, each) for n, each in enumerate(tensor.placements) if hasattr(each, "dim")]
-    for number, split in sorted(splits, key=lambda each: hasattr(each[1], "split_factor")):
+    splits = [
+        (n, placement) for n, placement in enumerate(tensor.placements) if hasattr(placement, "dim")
+    ]
+    for number, split in sorted(
+        splits, key=lambda placement: hasattr(placement[1], "split_factor")
+    ):
         step = -(-sizes[split.dim] // mesh.size(number))
         start = min(step * where[number], sizes[split.dim])
         offsets[split.dim] += start
@@ -387,12 +391,12 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     if all(isinstance(tree, Tensor) for tree in data):
         return torch.cat(list(data), dim=dim)
     parts = [children(tree) for tree in data]
-    if any(each is None for each in parts):
+    if any(part is None for part in parts):
         met = ", ".join(sorted({type(tree).__name__ for tree in data}))
         raise TypeError(
             f"concatenate joins tensors in containers of the same structure; it found {met}."
         )
-    tables = [dict(each or ()) for each in parts]
+    tables = [dict(part or ()) for part in parts]
     first = tables[0]
     if any(table.keys() != first.keys() for table in tables):
         keys = " and ".join(dict.fromkeys(str(list(table)) for table in tables))
@@ -413,11 +417,11 @@ def required_batch_size(data: Any) -> int:
     size = find_batch_size(data)
     if size is not None:
         return size
-    found = list(leaves(data))
-    if not found:
+    tensors = list(leaves(data))
+    if not tensors:
         raise ValueError(f"Cannot find the batch size from an empty {type(data).__name__}.")
-    if not any(isinstance(leaf, Tensor) for leaf in found):
-        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in found}))
+    if not any(isinstance(leaf, Tensor) for leaf in tensors):
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in tensors}))
         raise TypeError(f"find_batch_size needs a tensor, but found only {kinds}.")
     raise ValueError(
         "Cannot find the batch size: no tensor has a dimension. Give tensors whose first dimension "
@@ -453,11 +457,11 @@ def count_samples(tree: Any, fetched: int | None = None) -> int | None:
     first = tree[0] if type(tree) in (list, tuple) and tree else tree
     if type(first) is Tensor and first.ndim > 0 and len(first) == fetched:
         return fetched  # fast path
-    found = list(leaves(tree))
-    for leaf in found:
+    values = list(leaves(tree))
+    for leaf in values:
         if isinstance(leaf, PackedSequence):
             return int(leaf.batch_sizes[0])  # every sequence has a first step
-    tensors = [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.ndim > 0]
+    tensors = [leaf for leaf in values if isinstance(leaf, Tensor) and leaf.ndim > 0]
     if not tensors:
         return fetched
     rows = {len(tensor) for tensor in tensors}

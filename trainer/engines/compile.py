@@ -165,10 +165,10 @@ def torch_arguments(plugin: TorchDynamoPlugin) -> dict[str, Any]:
 
 
 def _check_options(options: dict[str, Any], arguments: dict[str, Any]) -> None:
-    known = importlib.import_module("torch._inductor").list_options()
+    valid = importlib.import_module("torch._inductor").list_options()
     for name in options:
-        if str(name).replace("-", "_") not in known:  # too many to list
-            near = get_close_matches(str(name), known, n=1)
+        if str(name).replace("-", "_") not in valid:  # too many to list
+            near = get_close_matches(str(name), valid, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
                 f"TorchDynamoPlugin has options={options!r}, but inductor has no {name!r}.{hint} "

@@ -215,7 +215,9 @@ class ZeroRedundancy(DrivesOptimizer):
         if self.stage == 3:
             parts, masters = zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat
         else:
-            parts = [each[self.options.rank] for each in zero.parallel_partitioned_bit16_groups]
+            parts = [
+                of_ranks[self.options.rank] for of_ranks in zero.parallel_partitioned_bit16_groups
+            ]
             masters = zero.single_partition_of_fp32_groups
         yield from zip(parts, masters, strict=True)
 
@@ -244,13 +246,13 @@ class ZeroRedundancy(DrivesOptimizer):
 
         DeepSpeed replaces the function for good, which then cannot be compiled in other models.
         """
-        own = nn.functional.linear
+        linear = nn.functional.linear
         if self._linear is not None:
             nn.functional.linear = self._linear
         try:
             yield
         finally:
-            nn.functional.linear = own
+            nn.functional.linear = linear
 
     def forward(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by name."""
@@ -497,15 +499,17 @@ class ZeroRedundancy(DrivesOptimizer):
     def _weights_of(
         self, module: nn.Module, value_of: Callable[[nn.Parameter], Tensor]
     ) -> dict[str, Any]:
-        own = unwrapped(module)
+        model = unwrapped(module)
         whole: dict[str, Any] = {}
         tied: dict[int, Any] = {}
-        for name, value in bare_names(own, own.state_dict(keep_vars=True).items()):
+        for name, value in bare_names(model, model.state_dict(keep_vars=True).items()):
             if id(value) not in tied:
-                here = value_of(value) if isinstance(value, nn.Parameter) else value
-                if isinstance(here, Tensor):
-                    here = here.detach().to("cpu", copy=True) if self.options.rank == 0 else None
-                tied[id(value)] = here
+                weight = value_of(value) if isinstance(value, nn.Parameter) else value
+                if isinstance(weight, Tensor):
+                    weight = (
+                        weight.detach().to("cpu", copy=True) if self.options.rank == 0 else None
+                    )
+                tied[id(value)] = weight
             if self.options.rank == 0:
                 whole[name] = tied[id(value)]
         return whole
@@ -522,14 +526,18 @@ class ZeroRedundancy(DrivesOptimizer):
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
         """Return the float32 values from which the next update begins; collective."""
-        own = self._gathered(parameter)
-        if own.dtype == torch.float32 or self._client is None or id(parameter) not in self._trains:
-            return own
+        current = self._gathered(parameter)
+        if (
+            current.dtype == torch.float32
+            or self._client is None
+            or id(parameter) not in self._trains
+        ):
+            return current
         if self.stage:
             master: Tensor = self._deepspeed.utils.safe_get_full_fp32_param(parameter)
         else:
             master = self._masters[id(parameter)].detach()
-        return torch.where(own == master.to(own.dtype), master, own)
+        return torch.where(current == master.to(current.dtype), master, current)
 
     @torch.no_grad()
     def _take_weights(self) -> None:
@@ -565,12 +573,12 @@ class ZeroRedundancy(DrivesOptimizer):
 
     def load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
         """Copy whole weights, given on each process, into a module; collective."""
-        own = unwrapped(module)
-        here = own.state_dict(keep_vars=True)
-        here |= dict(bare_names(own, here.items()))
+        model = unwrapped(module)
+        tensors = model.state_dict(keep_vars=True)
+        tensors |= dict(bare_names(model, tensors.items()))
         with torch.no_grad():
             for name, value in weights.items():
-                target = here[name]
+                target = tensors[name]
                 if hasattr(target, "ds_id"):
                     with self._deepspeed.zero.GatheredParameters([target], modifier_rank=0):
                         target.data.copy_(value)
@@ -590,20 +598,20 @@ class ZeroRedundancy(DrivesOptimizer):
         wide = value.to(self.options.device, torch.float32)
         # DeepSpeed's function for whole tensors fails in stage 3 where the parts are padded.
         whole = self.stage < 3
-        own, local = ("full", wide) if whole else ("local", self._part_of(parameter, wide))
-        what = "optimizer_state" if key else "fp32_param"
-        getattr(utils, f"safe_set_{own}_{what}")(parameter, local, *key)
+        extent, local = ("full", wide) if whole else ("local", self._part_of(parameter, wide))
+        kind = "optimizer_state" if key else "fp32_param"
+        getattr(utils, f"safe_set_{extent}_{kind}")(parameter, local, *key)
 
     def _part_of(self, parameter: Any, whole: Tensor) -> Tensor:
         """Return this process's part of a whole tensor, padded, as stage 3 divides a parameter."""
         size, flat = parameter.ds_tensor.numel(), whole.detach().flatten()
-        own = flat[size * self.options.rank :][:size]
-        return nn.functional.pad(own, (0, size - own.numel()))
+        part = flat[size * self.options.rank :][:size]
+        return nn.functional.pad(part, (0, size - part.numel()))
 
     def _gather_persistent(self) -> None:
         """Gather the small parameters that stage 3 leaves whole on each process; collective."""
-        if self.stage == 3 and (kept := self._offload.persistent_parameters):
-            kept[0].all_gather(kept)
+        if self.stage == 3 and (parameters := self._offload.persistent_parameters):
+            parameters[0].all_gather(parameters)
 
     def _open_to_state_dicts(self, module: nn.Module) -> None:
         """Let ``load_state_dict`` find whole parameters, and ``state_dict`` refuse empty ones."""
@@ -630,8 +638,8 @@ class ZeroRedundancy(DrivesOptimizer):
         writes = self.options.rank == 0
         state["state"] = {}
         for number, parameter, flat in self._numbered(optimizer):
-            own = self._basic.state.get(flat, {})
-            whole = {key: self._whole(parameter, flat, key, value) for key, value in own.items()}
+            values = self._basic.state.get(flat, {})
+            whole = {key: self._whole(parameter, flat, key, value) for key, value in values.items()}
             if whole and writes:
                 state["state"][number] = map_tree(_on_host, whole)
         return state
@@ -673,15 +681,15 @@ class ZeroRedundancy(DrivesOptimizer):
         else:
             self._basic.state.clear()
         for number, parameter, flat in self._numbered(optimizer):
-            own = self._basic.state.get(flat, {})
+            values = self._basic.state.get(flat, {})
             for key, value in saved.get(number, {}).items():
-                here = own.get(key)
-                if self.stage and isinstance(here, Tensor) and here.shape == flat.shape:
+                present = values.get(key)
+                if self.stage and isinstance(present, Tensor) and present.shape == flat.shape:
                     self._set(parameter, value, key)
-                elif isinstance(here, Tensor):
-                    here.copy_(value)
+                elif isinstance(present, Tensor):
+                    present.copy_(value)
                 else:
-                    own[key] = value
+                    values[key] = value
 
     def _link_state(self) -> None:
         """Let DeepSpeed find the state of each parameter in that of its group.
@@ -736,8 +744,10 @@ class ZeroRedundancy(DrivesOptimizer):
 
                 self._offload.get_param_coordinator().reset_step()
                 assert self._root is not None
-                own, stack = set(self._root.modules()), parameter_offload.FWD_MODULE_STACK
-                stack[:] = [part for part in stack if part not in own]  # it would keep the model
+                modules, stack = set(self._root.modules()), parameter_offload.FWD_MODULE_STACK
+                stack[:] = [
+                    part for part in stack if part not in modules
+                ]  # it would keep the model
             self._engine.module_forward_pre_hook.remove()
             self._engine.module_forward_post_hook.remove()
             self._engine.destroy()
@@ -794,9 +804,9 @@ def _take(weight: Tensor, master: Tensor) -> None:
     pieces = [(weight, master)]
     if weight.dim() == 1:  # so that intermediate results stay in the cache
         pieces = list(zip(weight.split(2**22), master.split(2**22), strict=True))
-    for new, own in pieces:
-        new = new.to(own.device)
-        torch.where(own.to(new.dtype) == new, own, new, out=own)
+    for new, piece in pieces:
+        new = new.to(piece.device)
+        torch.where(piece.to(new.dtype) == new, piece, new, out=piece)
 
 
 def _same_values(part: Tensor, master: Tensor) -> bool:
@@ -831,8 +841,8 @@ def _location() -> Mapping[str, str]:
 
 def _quieten(config: Mapping[str, Any]) -> None:
     """Log DeepSpeed's warnings only, unless the configuration asks for its timers or a level."""
-    asked = ("log_level", "wall_clock_breakdown", "dump_state", "memory_breakdown")
-    if not any(config.get(name) for name in asked):
+    options = ("log_level", "wall_clock_breakdown", "dump_state", "memory_breakdown")
+    if not any(config.get(name) for name in options):
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # It calls these once or more an update, and nobody but its authors can change that.
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):

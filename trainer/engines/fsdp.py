@@ -378,7 +378,7 @@ class FullyShard(SingleDevice):
             if self.options.rank == 0:
                 if on_meta:
                     _initialise(module, self.plugin.param_init_fn)
-                whole = {name: each.detach().cpu() for name, each in _named_tensors(module)}
+                whole = {name: value.detach().cpu() for name, value in _named_tensors(module)}
             module.to("meta")
         return whole
 
@@ -429,12 +429,12 @@ class FullyShard(SingleDevice):
         whole: dict[str, Any] = {}
         tied: dict[int, Any] = {}
         for name, value in bare_names(module, module.state_dict(keep_vars=True).items()):
-            here = tied.get(id(value), value)
+            weight = tied.get(id(value), value)
             if isinstance(value, Tensor) and id(value) not in tied:
-                here = gathered(value)
-                tied[id(value)] = here = here.detach().cpu() if self.options.rank == 0 else None
+                weight = gathered(value)
+                tied[id(value)] = weight = weight.detach().cpu() if self.options.rank == 0 else None
             if self.options.rank == 0:
-                whole[name] = here
+                whole[name] = weight
         return whole
 
     def reshard(self, module: nn.Module, *, drops_gradients: bool = False) -> None:
@@ -1091,9 +1091,9 @@ def _check_dtypes(
         inside = [start for start in starts if name.startswith(start)]
         if inside and parameter.requires_grad and parameter not in ignored:
             dtypes.setdefault(max(inside, key=len), {}).setdefault(parameter.dtype, name)
-    for start, found in dtypes.items():
-        if len(found) > 1:
-            shown = " and ".join(f"{dtype} ({name})" for dtype, name in found.items())
+    for start, present in dtypes.items():
+        if len(present) > 1:
+            shown = " and ".join(f"{dtype} ({name})" for dtype, name in present.items())
             raise ValueError(
                 f"Trained parameters in the unit {start[:-1] or type(module).__name__} are "
                 f"{shown}, but FSDP reduces the gradients of a unit in one dtype. Convert the "

@@ -59,9 +59,9 @@ def isolated_batch_norm(module: nn.Module, *, counts: bool) -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled: `forward` as was
         for norm in norms:
             forward = partial(_without_gradient if counts else _without_count, norm, norm.forward)
-            own = vars(norm).get("forward")
+            replaced = vars(norm).get("forward")
             vars(norm)["forward"] = forward
-            stack.callback(_put_back, norm, own)
+            stack.callback(_put_back, norm, replaced)
         yield
 
 

@@ -290,14 +290,14 @@ class Megatron(DrivesOptimizer):
         self._broadcast_weights()
         self._describe(self._state())
         self._config = config = self._model.config
-        kept = ("finalize_model_grads_func", "variable_seq_lengths")
-        self._undo += [attribute_restorer(config, name) for name in kept]
+        changed = ("finalize_model_grads_func", "variable_seq_lengths")
+        self._undo += [attribute_restorer(config, name) for name in changed]
         config.finalize_model_grads_func = None  # windows are the loop's
         model = self._model
         self._undo += [attribute_restorer(model, name) for name in ("forward", "set_input_tensor")]
         model.forward = wraps(model.forward)(partial(self._run_model, model.forward))
-        given = partial(self._take_input, model.set_input_tensor)
-        model.set_input_tensor = wraps(model.set_input_tensor)(given)
+        take_input = partial(self._take_input, model.set_input_tensor)
+        model.set_input_tensor = wraps(model.set_input_tensor)(take_input)
 
     def _check_model(self) -> None:
         """Check that the model is as the plugin and the precision say.
@@ -336,9 +336,9 @@ class Megatron(DrivesOptimizer):
         """Make the first replica's weights everybody's, and what divided layers have in common."""
         assert self._owner is not None
         states = self._states
-        own = set(map(id, self._model.state_dict(keep_vars=True).values()))
+        of_model = set(map(id, self._model.state_dict(keep_vars=True).values()))
         for tensor in chain(self._owner.parameters(), self._owner.buffers()):
-            if id(tensor) not in own:
+            if id(tensor) not in of_model:
                 dist.broadcast(tensor.data, src=0)
                 continue
             if not _is_divided(tensor):
@@ -365,9 +365,9 @@ class Megatron(DrivesOptimizer):
 
         self._take(optimizer)
         assert self._owner is not None
-        own = set(map(id, self._model.parameters()))
+        of_model = set(map(id, self._model.parameters()))
         named = bare_names(self._owner, self._owner.named_parameters())
-        if others := [n for n, p in named if p.requires_grad and id(p) not in own]:
+        if others := [n for n, p in named if p.requires_grad and id(p) not in of_model]:
             raise ValueError(
                 f"{', '.join(others)} are trained, but are outside the "
                 f"{type(self._model).__name__} of megatron-core, whose parameters alone are "
@@ -577,11 +577,11 @@ class Megatron(DrivesOptimizer):
                 return
             if kwargs.get("batch_size") is None:
                 kwargs["batch_size"] = items
-            own = vars(module).pop("log")  # it may call itself
+            recording = vars(module).pop("log")  # it may call itself
             try:
                 log(module, name, value, *args, **kwargs)
             finally:
-                vars(module)["log"] = own
+                vars(module)["log"] = recording
             if self._stages > 1:
                 self._logged.append((name, _path_in(module, name, value), value, args, kwargs))
 
@@ -589,8 +589,8 @@ class Megatron(DrivesOptimizer):
 
     def _share_loss(self, mean: Tensor) -> Tensor:
         """Give all stages the loss of the last one, and log what it has logged."""
-        own = [(*place, _sendable(value), args, kw) for *place, value, args, kw in self._logged]
-        loss, logged = self._of_last_stage((mean.item(), own), self._error)
+        logs = [(*place, _sendable(value), args, kw) for *place, value, args, kw in self._logged]
+        loss, logged = self._of_last_stage((mean.item(), logs), self._error)
         if self._is_last:
             return mean
         module: Any = self.module
@@ -599,7 +599,7 @@ class Megatron(DrivesOptimizer):
             module.log(name, shown, *args, **kwargs)
         return torch.full_like(mean, loss)
 
-    def _of_last_stage(self, own: Any, error: Exception | None) -> Any:
+    def _of_last_stage(self, value: Any, error: Exception | None) -> Any:
         """Return what the last stage gives here, if no stage has failed.
 
         Raises:
@@ -608,17 +608,19 @@ class Megatron(DrivesOptimizer):
         """
         group = self._states.get_pipeline_model_parallel_group()
         report = None if error is None else f"{type(error).__name__}: {error}"
-        told: list[Any] = [None] * self._stages
-        dist.all_gather_object(told, (report, own), group=group)
-        failed = next((stage for stage, (report, _) in enumerate(told) if report is not None), None)
+        of_stages: list[Any] = [None] * self._stages
+        dist.all_gather_object(of_stages, (report, value), group=group)
+        failed = next(
+            (stage for stage, (report, _) in enumerate(of_stages) if report is not None), None
+        )
         if failed is None:
-            return told[-1][1]
+            return of_stages[-1][1]
         if failed == self._stage:  # the stages after it have got nothing that they could use
             assert error is not None
             raise error
         raise RuntimeError(
             f"Rank {dist.get_global_rank(group, failed)} failed while the others waited for it: "
-            f"{told[failed][0]}"
+            f"{of_stages[failed][0]}"
         )
 
     def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -727,9 +729,9 @@ class Megatron(DrivesOptimizer):
             ValueError: It is not.
         """
         super().begin_epoch()
-        if not self._scheduled and (asked := self.plugin.of_schedule()):
+        if not self._scheduled and (schedule := self.plugin.of_schedule()):
             raise ValueError(
-                f"megatron_lm_plugin has {', '.join(asked)}, which nothing follows: return "
+                f"megatron_lm_plugin has {', '.join(schedule)}, which nothing follows: return "
                 "MegatronLMDummyScheduler(optimizer) from configure_optimizers, or leave them out."
             )
 
@@ -759,8 +761,10 @@ class Megatron(DrivesOptimizer):
 
     def found_non_finite(self, parameters: Iterable[Tensor]) -> bool | Tensor | None:
         """Return whether a gradient is NaN or infinite on any process."""
-        here = find_non_finite(map(_GRADIENT, self._reduced(parameters)))
-        anywhere = torch.zeros(1, device=self.options.device) + (0.0 if here is None else here)
+        non_finite = find_non_finite(map(_GRADIENT, self._reduced(parameters)))
+        anywhere = torch.zeros(1, device=self.options.device) + (
+            0.0 if non_finite is None else non_finite
+        )
         sum_numbers(anywhere)
         flag = anywhere[0].clamp(max=1.0)
         return bool(flag) if flag.is_cpu else flag
@@ -776,14 +780,14 @@ class Megatron(DrivesOptimizer):
         from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
         chosen = self._reduced(parameters)
-        own = [
+        gradients = [
             p.main_grad
             for p in chosen
             if param_is_not_tensor_parallel_duplicate(p) and not _is_copy(p)
         ]
         total = torch.zeros(1, dtype=torch.float64, device=self.options.device)
-        if own:
-            total += torch.nn.utils.get_total_norm(own, norm_type)
+        if gradients:
+            total += torch.nn.utils.get_total_norm(gradients, norm_type)
         group = self._states.get_model_parallel_group()
         if norm_type == inf:
             dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
@@ -868,15 +872,19 @@ class Megatron(DrivesOptimizer):
         """Return the first name of each tensor by its id."""
         return {id(tensor): name for name, tensor in reversed(self._state().items())}
 
-    def _describe(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    def _describe(self, state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
         """Learn the shapes of whole weights; return the dtypes in a checkpoint; collective."""
-        here = {
+        described = {
             name: (self._whole_shape(tensor), self._masters.get(id(tensor), tensor).dtype)
-            for name, tensor in own.items()
+            for name, tensor in state.items()
         }
-        known = {name: each for every in all_gather_object(here) for name, each in every.items()}
-        self._shapes = {name: shape for name, (shape, _) in known.items()}
-        return {name: dtype for name, (_, dtype) in known.items()}
+        of_all_stages = {
+            name: described_tensor
+            for of_rank in all_gather_object(described)
+            for name, described_tensor in of_rank.items()
+        }
+        self._shapes = {name: shape for name, (shape, _) in of_all_stages.items()}
+        return {name: dtype for name, (_, dtype) in of_all_stages.items()}
 
     def _whole_shape(self, tensor: Any) -> tuple[int, ...]:
         shape = list(tensor.shape)
@@ -897,8 +905,8 @@ class Megatron(DrivesOptimizer):
             return
         processes = self._states.get_tensor_model_parallel_world_size()
         pieces, dim = like.partition_stride, like.partition_dim
-        there = whole.chunk(processes * pieces, dim)[self._tp_rank :: processes]
-        yield from zip(part.chunk(pieces, dim), there, strict=True)
+        of_whole = whole.chunk(processes * pieces, dim)[self._tp_rank :: processes]
+        yield from zip(part.chunk(pieces, dim), of_whole, strict=True)
 
     @torch.no_grad()
     def _gathered(self, name: str, like: Any, part: Tensor | None, dtype: torch.dtype) -> Any:
@@ -914,16 +922,16 @@ class Megatron(DrivesOptimizer):
         writes = part is not None and self.parallel.dp_rank == 0 and not _is_copy(like)
         if writes and (_is_divided(like) or self._tp_rank == 0):
             assert part is not None
-            for here, there in self._chunks(like, part, whole):
-                there.copy_(here)
+            for values, target in self._chunks(like, part, whole):
+                target.copy_(values)
         dist.reduce(as_bytes(whole), dst=0)  # the bits: exact for any dtype
         return whole.cpu() if self.options.rank == 0 else None
 
     def _shard_of(self, like: Tensor, whole: Tensor) -> Tensor:
         """Return this process's part of a whole tensor, on the device."""
         part = torch.empty(like.shape, dtype=whole.dtype, device=self.options.device)
-        for here, there in self._chunks(like, part, whole):
-            here.copy_(there)
+        for target, values in self._chunks(like, part, whole):
+            target.copy_(values)
         return part
 
     def described_weights(self, module: nn.Module) -> Mapping[str, Any]:  # noqa: ARG002 - there is one
@@ -935,16 +943,16 @@ class Megatron(DrivesOptimizer):
 
         They are the float32 ones that the optimizer updates.
         """
-        own = self._state()
-        dtypes = self._describe(own)
+        state = self._state()
+        dtypes = self._describe(state)
         inside = set(map(id, self._model.state_dict(keep_vars=True).values()))
-        kept = {
+        saved = {
             name: self._masters.get(id(tensor), tensor)
-            for name, tensor in own.items()
+            for name, tensor in state.items()
             if id(tensor) in inside or self._is_last  # all stages have it, the last one uses it
         }
         whole = {
-            name: self._gathered(name, own.get(name), kept.get(name), dtype)
+            name: self._gathered(name, state.get(name), saved.get(name), dtype)
             for name, dtype in dtypes.items()
         }
         return whole if self.options.rank == 0 else {}
@@ -974,22 +982,22 @@ class Megatron(DrivesOptimizer):
         numbers = self._numbers()
         for group, order in zip(state["param_groups"], self._orders, strict=True):
             group["params"] = [numbers[name] for name in order]
-        own = {
+        of_process = {
             name: (p, self._twin.state.get(master, {})) for name, p, master in self._named_masters()
         }
         notes = {
             name: {key: _note(value, p) for key, value in values.items()}
-            for name, (p, values) in own.items()
+            for name, (p, values) in of_process.items()
         }
-        known: dict[str, dict[str, Any]] = {}
-        for each in all_gather_object(notes):
-            known = {**each, **known}
+        of_all: dict[str, dict[str, Any]] = {}
+        for of_rank in all_gather_object(notes):
+            of_all = {**of_rank, **of_all}
         for name, number in numbers.items():
             whole = {}
-            for key, note in known.get(name, {}).items():
+            for key, note in of_all.get(name, {}).items():
                 whole[key] = note
                 if isinstance(note, torch.dtype):  # of a tensor that is divided as the weight is
-                    like, values = own.get(name, (None, {}))
+                    like, values = of_process.get(name, (None, {}))
                     whole[key] = self._gathered(name, like, values.get(key), note)
             if whole and self.options.rank == 0:
                 state["state"][number] = whole
@@ -1007,8 +1015,8 @@ class Megatron(DrivesOptimizer):
                 **state,
                 "state": {},
                 "param_groups": [
-                    {**saved, "params": own["params"]}
-                    for saved, own in zip(
+                    {**saved, "params": present["params"]}
+                    for saved, present in zip(
                         state["param_groups"],
                         Optimizer.state_dict(optimizer)["param_groups"],
                         strict=True,
@@ -1123,7 +1131,7 @@ def _model_in(module: nn.Module) -> Any:
         for part in module.modules()
         if isinstance(part, MegatronModule) and hasattr(part, "set_input_tensor")
     ]
-    inside = {id(each) for part in found for each in part.modules() if each is not part}
+    inside = {id(inner) for part in found for inner in part.modules() if inner is not part}
     models = [part for part in found if id(part) not in inside]
     if len(models) != 1:
         names = ", ".join(type(part).__name__ for part in models) or "none"

@@ -102,7 +102,7 @@ def check_same_model(model: nn.Module, engine: Engine) -> None:
         return
     everybody = all_gather_object(description)
     usual = digests.index(Counter(digests).most_common(1)[0][0])
-    other = next(rank for rank, each in enumerate(digests) if each != digests[usual])
+    other = next(rank for rank, of_rank in enumerate(digests) if of_rank != digests[usual])
     usual_model, other_model = everybody[usual], everybody[other]
     names = [
         name for name in usual_model | other_model if usual_model.get(name) != other_model.get(name)

@@ -100,8 +100,8 @@ def _carry_out(part: nn.Module, plan: dict[str, Any], mesh: DeviceMesh) -> None:
             _split(name, layer, _style(style), mesh)
         if not layers and not _of_transformers(part):
             names = {re.sub(r"\b\d+\b", "*", name) for name, _ in part.named_modules() if name}
-            what = f"A key of the tp_plan of {type(part).__name__}"
-            raise ValueError(choice_error(what, pattern, names))
+            key = f"A key of the tp_plan of {type(part).__name__}"
+            raise ValueError(choice_error(key, pattern, names))
 
 
 def _plans(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any]]]:

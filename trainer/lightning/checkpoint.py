@@ -159,8 +159,8 @@ def _refusal(file: Path, error: CheckpointError) -> CheckpointError:
         objects = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # noqa: BLE001 - damaged, as the error says
         return error
-    modules = ", ".join(sorted({each.rpartition(".")[0] for each in objects} - {"builtins"}))
-    names = ", ".join(each.removeprefix("builtins.") for each in objects)
+    modules = ", ".join(sorted({name.rpartition(".")[0] for name in objects} - {"builtins"}))
+    names = ", ".join(name.removeprefix("builtins.") for name in objects)
     return CheckpointError(
         f"{file} holds objects besides tensors and plain values, mostly hyper-parameters: "
         f"{names}. Creating them runs code that the file names. If you trust it, say so:\n\n"
@@ -232,8 +232,8 @@ def _state(
         },
         "optimizers": None,
         "groups": [
-            [[None] * len(group["params"]) for group in each["param_groups"]]
-            for each in saved["optimizer_states"]
+            [[None] * len(group["params"]) for group in state["param_groups"]]
+            for state in saved["optimizer_states"]
         ],
         "schedulers": saved.get("lr_schedulers", []),
         "scaler": next((saved[name] for name in _SCALERS if name in saved), {}),
@@ -269,22 +269,22 @@ def _state_of_averages(saved: Mapping[str, Any]) -> dict[str, Any]:
     updates = _averages(saved)
     if not updates:
         return {}
-    weights = {name: each for name, each in saved["state_dict"].items() if torch.is_tensor(each)}
-    names = [name for name, each in weights.items() if each.is_floating_point()]
+    weights = {name: value for name, value in saved["state_dict"].items() if torch.is_tensor(value)}
+    names = [name for name, value in weights.items() if value.is_floating_point()]
     state = {"num_updates": updates, "names": names, "exact": {}}
     return {WeightAveraging().state_key: state}
 
 
 def _metrics(states: Mapping[str, Any]) -> dict[str, float]:
     """Return the monitored metrics of this checkpoint, which ModelCheckpoint knows."""
-    found = {
+    values = {
         state["monitor"]: float(state["current_score"])
         for state in states.values()
         if isinstance(state, Mapping)
         and isinstance(state.get("monitor"), str)
         and isinstance(state.get("current_score"), (torch.Tensor, float))
     }
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def _hyper_parameters(saved: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:

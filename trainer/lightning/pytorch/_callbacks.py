@@ -417,11 +417,15 @@ class BaseFinetuning(callbacks.BaseFinetuning):
     def flatten_modules(modules: Any) -> list[nn.Module]:
         """Return the modules that have parameters of their own, or no submodules."""
         if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleDict):
-            found = list(modules.modules())
+            flat = list(modules.modules())
         else:
             parts = modules.values() if isinstance(modules, Mapping | nn.ModuleDict) else modules
-            found = [each for part in parts for each in BaseFinetuning.flatten_modules(part)]
-        return [each for each in found if not list(each.children()) or list(each.parameters(False))]
+            flat = [module for part in parts for module in BaseFinetuning.flatten_modules(part)]
+        return [
+            module
+            for module in flat
+            if not list(module.children()) or list(module.parameters(False))
+        ]
 
     @staticmethod
     def filter_params(
@@ -568,10 +572,12 @@ class BasePredictionWriter(Callback):
         """Write all outputs of this process."""
 
 
-def _arguments(given: dict[str, Any], **renamed: str) -> dict[str, Any]:
+def _arguments(arguments: dict[str, Any], **renamed: str) -> dict[str, Any]:
     """Return the arguments of a finder, from its locals, as `Tuner` takes them."""
-    given = {renamed.get(name, name): value for name, value in given.items() if name != "self"}
-    return given | {"mode": given["mode"].lower()}
+    arguments = {
+        renamed.get(name, name): value for name, value in arguments.items() if name != "self"
+    }
+    return arguments | {"mode": arguments["mode"].lower()}
 
 
 class LearningRateFinder(Callback):
@@ -672,20 +678,20 @@ class BatchSizeFinder(Callback):
         overridden = type(self).on_fit_start is not BatchSizeFinder.on_fit_start
         if stage == "fit" and overridden:
             return
-        given = {"fit": "train_dataloader", "validate": "val_dataloaders"}
-        if getattr(trainer, given.get(stage, f"{stage}_dataloaders"), None) is not None:
+        hooks = {"fit": "train_dataloader", "validate": "val_dataloaders"}
+        if getattr(trainer, hooks.get(stage, f"{stage}_dataloaders"), None) is not None:
             raise ValueError(
                 "BatchSizeFinder cannot change the batch size of loaders that are passed: create "
                 "them in the module or a LightningDataModule, from an attribute."
             )
-        found = Tuner(trainer).scale_batch_size(
+        size = Tuner(trainer).scale_batch_size(
             module,
             datamodule=trainer.datamodule,
             method=stage,
             update_attr=True,
             **self._options,
         )
-        self.optimal_batch_size, self._stage = found.batch_size, stage
+        self.optimal_batch_size, self._stage = size.batch_size, stage
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Do nothing; an override keeps `setup` from searching."""

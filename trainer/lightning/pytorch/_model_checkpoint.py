@@ -97,14 +97,14 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             "every_n_epochs": every_n_epochs,
             "train_time_interval": train_time_interval,
         }
-        given = {name: value for name, value in intervals.items() if value}
-        if len(given) > 1:
-            several = " and ".join(f"{name}={value}" for name, value in given.items())
+        chosen = {name: value for name, value in intervals.items() if value}
+        if len(chosen) > 1:
+            several = " and ".join(f"{name}={value}" for name, value in chosen.items())
             raise ValueError(f"{several}: give one of them, or a ModelCheckpoint for each.")
         every: Any = every_n_train_steps or f"{every_n_epochs or 1} epochs"
         if train_time_interval is not None:
             every = f"{train_time_interval.total_seconds():g} seconds"
-        at_end = not given and any(value is not None for value in intervals.values())
+        at_end = not chosen and any(value is not None for value in intervals.values())
         never = not save_last and (save_top_k == 0 or at_end)
         super().__init__(
             monitor=monitor,
@@ -339,29 +339,33 @@ def choose_folders(trainer: Any, ckpt_path: Any) -> None:
     Raises:
         CheckpointError: A folder cannot be read; on all processes.
     """
-    savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-    tops = [each.top(trainer) for each in savers]
-    if len({len(each) for each in all_gather_object(tops)}) > 1:
+    savers = [
+        callback
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+    ]
+    tops = [callback.top(trainer) for callback in savers]
+    if len({len(callback) for callback in all_gather_object(tops)}) > 1:
         return  # an error of fit
-    others = [each for each in trainer.checkpoint_callbacks if each not in savers]
-    used = [*tops, *(each.root or trainer.checkpoint_dir for each in others)]
+    others = [callback for callback in trainer.checkpoint_callbacks if callback not in savers]
+    used = [*tops, *(callback.root or trainer.checkpoint_dir for callback in others)]
 
     def choose() -> list[Path]:
         start = None if ckpt_path is None else Path(ckpt_path)
         if ckpt_path in WORDS:
-            found = [path for top in tops for base in _versions(top) for path in _saved(base)]
-            known = [path for path in found if run_id_of(path) is not None]
-            start = max(known, key=_time, default=None)
+            paths = [path for top in tops for base in _versions(top) for path in _saved(base)]
+            identified = [path for path in paths if run_id_of(path) is not None]
+            start = max(identified, key=_time, default=None)
         elif start is not None and holds_weights_only(start):
             start = None
         run_id = None if start is None else run_id_of(start)
         folders = []
         for saver, top in zip(savers, tops, strict=True):
-            base, own = _base(top, run_id), saver.own_name()
+            base, name = _base(top, run_id), saver.own_name()
             if saver._dirpath is None and holder_of(top):  # another run of the same folder
                 base = trainer.project_dir / "checkpoints"
-            shared = used.count(top) > 1 or committed(base / own)
-            folders.append(base / own if shared else base)
+            shared = used.count(top) > 1 or committed(base / name)
+            folders.append(base / name if shared else base)
         return folders
 
     state = trainer.accelerator.state

@@ -96,7 +96,7 @@ class Logger:
     @property
     def kind(self) -> str:
         """The tracker's own name, under which a checkpoint keeps the id of the run."""
-        names = (vars(each).get("name") for each in type(self).__mro__)
+        names = (vars(cls).get("name") for cls in type(self).__mro__)
         return next(name for name in names if isinstance(name, str))
 
     @property
@@ -165,7 +165,7 @@ class Logger:
     def _running(self) -> Any:
         """The run's tracker on its own thread; None on processes without one."""
         trackers = [] if self.trainer is None else self.trainer.trackers
-        return next((each for each in trackers if each.wrapped is self), None)
+        return next((tracker for tracker in trackers if tracker.wrapped is self), None)
 
     @property
     def root_dir(self) -> Path | None:
@@ -308,8 +308,8 @@ class LoggerTracker(GeneralTracker):
         trainer = self.logger.trainer
         owners = [each for each in (trainer.model, trainer.datamodule) if each is not None]
         names = {name for owner in owners for name in logged(owner)}
-        if kept := {name: value for name, value in values.items() if name in names}:
-            self.logger.log_hyperparams(kept)
+        if hparams := {name: value for name, value in values.items() if name in names}:
+            self.logger.log_hyperparams(hparams)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values."""
@@ -323,7 +323,7 @@ class LoggerTracker(GeneralTracker):
 
 def next_version(folder: Path) -> int:
     """Return the number after the highest ``version_N`` in a folder."""
-    numbers = [each.name.removeprefix("version_") for each in folder.glob("version_*")]
+    numbers = [path.name.removeprefix("version_") for path in folder.glob("version_*")]
     return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
 
 

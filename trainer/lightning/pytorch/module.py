@@ -258,20 +258,20 @@ class LightningModule(HyperparametersMixin, TrainModule):
 
         Several in manual optimisation give a warning, once: Lightning counts each one's steps.
         """
-        found = super().optimizers(use_pl_optimizer)
-        if isinstance(found, list) and not self.automatic_optimization:
+        optimizers = super().optimizers(use_pl_optimizer)
+        if isinstance(optimizers, list) and not self.automatic_optimization:
             _warn_of_global_step()
-        return found
+        return optimizers
 
     def _outputs_of_step(self, outputs: Any, micro_batches: int) -> dict[str, Any]:
         """Return Lightning's dict; its loss is divided by the batches of an update."""
         outputs = detach(outputs)
         if outputs is None:
             return {}
-        found = dict(outputs) if isinstance(outputs, Mapping) else {"loss": outputs}
+        result = dict(outputs) if isinstance(outputs, Mapping) else {"loss": outputs}
         if micro_batches > 1:
-            found["loss"] = found["loss"] / micro_batches
-        return found
+            result["loss"] = result["loss"] / micro_batches
+        return result
 
     @property
     def logger(self) -> Any:
@@ -340,8 +340,8 @@ class LightningModule(HyperparametersMixin, TrainModule):
             traced.save(str(file_path))
         return traced
 
-    def _example(self, given: Any, method: str) -> tuple[Any, ...]:
-        sample = self.example_input_array if given is None else given
+    def _example(self, example: Any, method: str) -> tuple[Any, ...]:
+        sample = self.example_input_array if example is None else example
         if sample is None:
             raise ValueError(
                 f"{method} needs an example of what forward takes: pass it, or set "
@@ -404,7 +404,7 @@ class LightningDataModule(HyperparametersMixin, DataModule):
 
         def loader(dataset: Any, *, shuffle: bool = False) -> Any:
             if isinstance(dataset, (list, tuple)):
-                return [loader(each, shuffle=shuffle) for each in dataset]
+                return [loader(part, shuffle=shuffle) for part in dataset]
             shuffles = shuffle and not isinstance(dataset, torch.utils.data.IterableDataset)
             return DataLoader(dataset, batch_size, shuffle=shuffles, num_workers=num_workers)
 

@@ -248,8 +248,8 @@ def _refuse(
     for name, value in list(others.items()):
         if name in reasons:
             if not (value is None or value is False or value == "auto"):
-                what = f"{type(strategy).__name__}({name}={value!r})"
-                raise ValueError(f"{what} does not carry over: {reasons[name]}.")
+                shown = f"{type(strategy).__name__}({name}={value!r})"
+                raise ValueError(f"{shown} does not carry over: {reasons[name]}.")
             del others[name]
         elif all_:
             raise TypeError(f"{type(strategy).__name__} has no argument {name!r}.")
@@ -270,14 +270,14 @@ def _with_group(
 
 def _hook(function: Any) -> str:
     """Return our name of a communication hook, or of a wrapper of one, of torch."""
-    known = {"allreduce_hook": "no", "powerSGD_hook": "power_sgd"}
-    known |= {"batched_powerSGD_hook": "batched_power_sgd"}
-    for what in ("fp16", "bf16"):
-        known |= dict.fromkeys((f"{what}_compress_hook", f"{what}_compress_wrapper"), what)
+    hooks = {"allreduce_hook": "no", "powerSGD_hook": "power_sgd"}
+    hooks |= {"batched_powerSGD_hook": "batched_power_sgd"}
+    for dtype in ("fp16", "bf16"):
+        hooks |= dict.fromkeys((f"{dtype}_compress_hook", f"{dtype}_compress_wrapper"), dtype)
     name = getattr(function, "__name__", str(function))
-    if name not in known:
-        raise ValueError(f"The communication hook is {name}; it must be one of {', '.join(known)}.")
-    return known[name]
+    if name not in hooks:
+        raise ValueError(f"The communication hook is {name}; it must be one of {', '.join(hooks)}.")
+    return hooks[name]
 
 
 def _wrapped(policy: Any) -> dict[str, Any]:
@@ -319,19 +319,19 @@ def _of_module(policy: Callable[..., bool]) -> Callable[[nn.Module], bool]:
     return wraps
 
 
-def strategy_of(given: Any) -> Strategy:
+def strategy_of(strategy: Any) -> Strategy:
     """Return the strategy of Lightning's name for it.
 
     Raises:
         ValueError: There is no such strategy.
     """
-    if isinstance(given, Strategy):
-        return given
-    if (wrong := wrong_strategy({"strategy": str(given)})) is not None:
+    if isinstance(strategy, Strategy):
+        return strategy
+    if (wrong := wrong_strategy({"strategy": str(strategy)})) is not None:
         raise ValueError(wrong)
     kinds = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "deepspeed": DeepSpeedStrategy}
-    kind: type[Strategy] = kinds.get(given.partition("_")[0], Strategy)
-    return kind(**STRATEGIES[given])
+    kind: type[Strategy] = kinds.get(strategy.partition("_")[0], Strategy)
+    return kind(**STRATEGIES[strategy])
 
 
 __getattr__ = getter(__name__)

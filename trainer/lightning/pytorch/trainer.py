@@ -359,7 +359,7 @@ class Trainer(NativeTrainer):
 
     def _refuse(
         self,
-        given: dict[str, Any],
+        arguments: dict[str, Any],
         settings: dict[str, Any],
         others: dict[str, Any],
         callbacks: Sequence[Any],
@@ -368,7 +368,7 @@ class Trainer(NativeTrainer):
         """Raise one error for all that does not carry over, and for values that are wrong.
 
         Args:
-            given: Arguments with values of Lightning's own.
+            arguments: Arguments with values of Lightning's own.
             settings: Arguments of `trainer.Trainer`, translated.
             others: Arguments that Lightning's Trainer has not, or that are not translated.
             callbacks: The callbacks.
@@ -379,11 +379,11 @@ class Trainer(NativeTrainer):
                 value of a wrong type.
             ValueError: There are values that it cannot take, and none of those.
         """
-        known = inspect.signature(NativeTrainer).parameters
-        unknown = {name: value for name, value in others.items() if name not in known}
+        parameters = inspect.signature(NativeTrainer).parameters
+        unknown = {name: value for name, value in others.items() if name not in parameters}
         wrong = [
-            *argument_refusals(unknown, known).values(),
-            *_of_lightning([*callbacks, given["strategy"], given["profiler"]]),
+            *argument_refusals(unknown, parameters).values(),
+            *_of_lightning([*callbacks, arguments["strategy"], arguments["profiler"]]),
             *(text for each in callbacks for text in uncalled(each, "callback")),
             *(
                 text
@@ -391,13 +391,18 @@ class Trainer(NativeTrainer):
                 if isinstance(each, Logger)
                 for text in uncalled(each, "logger")
             ),
-            *_wrong_objects(given["profiler"], loggers),
+            *_wrong_objects(arguments["profiler"], loggers),
         ]
-        if given["devices"] in ("auto", -1, "-1", None):
-            given["devices"] = _all_devices(given["accelerator"])
-        values = wrong_values(given)
-        if str(given["accelerator"]).lower() in ("gpu", "cuda") and not torch.cuda.is_available():
-            values.append(f"accelerator is {given['accelerator']!r}, but there is no CUDA device.")
+        if arguments["devices"] in ("auto", -1, "-1", None):
+            arguments["devices"] = _all_devices(arguments["accelerator"])
+        values = wrong_values(arguments)
+        if (
+            str(arguments["accelerator"]).lower() in ("gpu", "cuda")
+            and not torch.cuda.is_available()
+        ):
+            values.append(
+                f"accelerator is {arguments['accelerator']!r}, but there is no CUDA device."
+            )
         for error in _wrong_settings(settings):
             (wrong if isinstance(error, TypeError) else values).append(str(error))
         if wrong:
@@ -425,10 +430,10 @@ class Trainer(NativeTrainer):
     @contextmanager
     def _stage(self, name: str, module: Any, datamodule: Any) -> Iterator[Any]:
         self._status, self._fn = TrainerStatus.RUNNING, TrainerFn(name)
-        for each in self._loggers:
-            if not isinstance(each, GeneralTracker):
+        for logger in self._loggers:
+            if not isinstance(logger, GeneralTracker):
                 # Made before another thread asks for it, as under Lightning.
-                getattr(each, "experiment", None)
+                getattr(logger, "experiment", None)
         try:
             with super()._stage(name, module, datamodule) as stage:
                 yield stage
@@ -445,9 +450,9 @@ class Trainer(NativeTrainer):
 
     def keep_indices(self) -> None:
         """Let the samplers of an evaluation keep the indices that they draw, for `indices_of`."""
-        for each in self._eval_iterators:
-            if each.sampler is not None:
-                each.sampler.drawn = []
+        for epoch_iterator in self._eval_iterators:
+            if epoch_iterator.sampler is not None:
+                epoch_iterator.sampler.drawn = []
 
     def indices_of(self, batch_idx: int, dataloader_idx: int) -> list[Any]:
         """Return the indices of a batch's samples in the dataset; none if it is a stream."""
@@ -524,9 +529,9 @@ class Trainer(NativeTrainer):
                         name,
                     )
                 return False
-        for each in self._loggers:
-            if isinstance(each, InFolder):
-                each.next_version()
+        for logger in self._loggers:
+            if isinstance(logger, InFolder):
+                logger.next_version()
         folder = self._run_dir(self._root, dry=False) or self.project_dir
         self._context = replace(self._context, project=self._context.project.moved(folder))
         return True
@@ -548,8 +553,8 @@ class Trainer(NativeTrainer):
         """Validate a model, by default that of the latest fit; see `trainer.Trainer.test`."""
         taken = self._evaluated(model, dataloaders, datamodule, ckpt_path, "val")
         with _translate_errors():
-            found = super().validate(*taken)
-        return self._printed(found, verbose=verbose)
+            metrics = super().validate(*taken)
+        return self._printed(metrics, verbose=verbose)
 
     def test(  # type: ignore[override]  # Lightning's order of arguments
         self,
@@ -563,8 +568,8 @@ class Trainer(NativeTrainer):
         """Test a model, by default that of the latest fit; see `trainer.Trainer.test`."""
         taken = self._evaluated(model, dataloaders, datamodule, ckpt_path, "test")
         with _translate_errors():
-            found = super().test(*taken)
-        return self._printed(found, verbose=verbose)
+            metrics = super().test(*taken)
+        return self._printed(metrics, verbose=verbose)
 
     def predict(  # type: ignore[override]  # Lightning's order of arguments
         self,
@@ -578,11 +583,11 @@ class Trainer(NativeTrainer):
         """Return a model's predictions, all of them on rank 0; see `trainer.Trainer.predict`."""
         taken = self._evaluated(model, dataloaders, datamodule, ckpt_path, "predict")
         with _translate_errors():
-            found = super().predict(
+            outputs = super().predict(
                 taken[0], taken[1], taken[2], taken[3], return_predictions=return_predictions
             )
-        kept = return_predictions is not False
-        return [] if found is None and kept and not self.is_global_zero else found
+        keeps = return_predictions is not False
+        return [] if outputs is None and keeps and not self.is_global_zero else outputs
 
     def _attach(self, model: Any, datamodule: Any) -> None:
         """Keep the model, and take its callbacks.
@@ -596,19 +601,21 @@ class Trainer(NativeTrainer):
         if model is not self._configured_model:
             self._configured_model = model
             configured: Any = getattr(model, "configure_callbacks", list)() or []
-            own = [configured] if isinstance(configured, Callback) else list(configured)
-            kinds = tuple({type(each) for each in self.callbacks} - {Callback})
-            replaced = tuple(kind for kind in kinds if any(isinstance(each, kind) for each in own))
-            kept = [each for each in self.callbacks if type(each) not in replaced]
-            self.callbacks = kept + own  # each stage puts those that save behind the others
-        for each in self.callbacks:
-            each.log, each.log_dict = model.log, model.log_dict  # type: ignore[attr-defined]  # as under Lightning
+            of_module = [configured] if isinstance(configured, Callback) else list(configured)
+            kinds = tuple({type(callback) for callback in self.callbacks} - {Callback})
+            replaced = tuple(
+                kind for kind in kinds if any(isinstance(callback, kind) for callback in of_module)
+            )
+            others = [callback for callback in self.callbacks if type(callback) not in replaced]
+            self.callbacks = others + of_module  # each stage puts those that save behind the others
+        for callback in self.callbacks:
+            callback.log, callback.log_dict = model.log, model.log_dict  # type: ignore[attr-defined]  # as under Lightning
 
     def _evaluated(
         self, model: Any, dataloaders: Any, datamodule: Any, ckpt_path: Any, stage: str
     ) -> tuple[Any, ...]:
         """Return the arguments of an evaluation, by default of the best of the latest fit."""
-        given = model
+        module = model
         if model is None:
             model = self._model
             if model is None:
@@ -619,7 +626,7 @@ class Trainer(NativeTrainer):
             if datamodule is None and stage == "val":
                 dataloaders = self._loaders.get("val")
         self._loaders[stage] = dataloaders
-        if given is None and ckpt_path is None and not self.fast_dev_run:
+        if module is None and ckpt_path is None and not self.fast_dev_run:
             ckpt_path = "best" if self.checkpoint_callback is not None else None
         saver = self.checkpoint_callback
         if ckpt_path in WORDS and saver is not None and not self.fast_dev_run:
@@ -643,19 +650,19 @@ class Trainer(NativeTrainer):
             return given
         if self._checkpoints is not None:
             return given  # `choose_folders` finds the newest one
-        own = self._context.project.folders.all_roots(self._context.roots())
+        folders = self._context.project.folders.all_roots(self._context.roots())
         folder = self.project_dir.parent
         versions = folder.glob("version_*/checkpoints")
         earlier = sorted(versions, key=lambda each: (len(each.parts[-2]), each.parts[-2]))
-        found = [
+        newest = [
             path for root in earlier for path in committed(root) if not holds_weights_only(path)
         ]
-        return broadcast_object(given if any(map(committed, own)) or not found else found[-1])
+        return broadcast_object(given if any(map(committed, folders)) or not newest else newest[-1])
 
-    def _printed(self, found: list[dict[str, float]], *, verbose: bool) -> list[dict[str, float]]:
-        if verbose and found:
-            self.print(json.dumps(found, indent=2, default=float))
-        return found
+    def _printed(self, metrics: list[dict[str, float]], *, verbose: bool) -> list[dict[str, float]]:
+        if verbose and metrics:
+            self.print(json.dumps(metrics, indent=2, default=float))
+        return metrics
 
     def save_checkpoint(  # type: ignore[override]  # Lightning's name of the path
         self,
@@ -835,7 +842,9 @@ class Trainer(NativeTrainer):
     @property
     def checkpoint_callbacks(self) -> list[Any]:
         """The callbacks that save checkpoints."""
-        return [each for each in self.callbacks if isinstance(each, ours.ModelCheckpoint)]
+        return [
+            callback for callback in self.callbacks if isinstance(callback, ours.ModelCheckpoint)
+        ]
 
     @property
     def checkpoint_callback(self) -> Any:
@@ -845,7 +854,7 @@ class Trainer(NativeTrainer):
     @property
     def early_stopping_callbacks(self) -> list[Any]:
         """The callbacks that stop early."""
-        return [each for each in self.callbacks if isinstance(each, ours.EarlyStopping)]
+        return [callback for callback in self.callbacks if isinstance(callback, ours.EarlyStopping)]
 
     @property
     def early_stopping_callback(self) -> Any:
@@ -856,7 +865,7 @@ class Trainer(NativeTrainer):
     def progress_bar_callback(self) -> Any:
         """The progress bar."""
         bars = (ours.ProgressBar, ours.RichProgressBar)
-        return next((each for each in self.callbacks if isinstance(each, bars)), None)
+        return next((callback for callback in self.callbacks if isinstance(callback, bars)), None)
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -871,8 +880,8 @@ class Trainer(NativeTrainer):
     def precision(self) -> str:
         """The precision, by Lightning's name."""
         mixed, dtype = self.accelerator.mixed_precision, self.accelerator.precision.dtype
-        own = {"mixed_precision": mixed} if dtype is None else {"dtype": str(dtype)[6:]}
-        return next((name for name, each in PRECISIONS.items() if each == own), mixed)
+        options = {"mixed_precision": mixed} if dtype is None else {"dtype": str(dtype)[6:]}
+        return next((name for name, arguments in PRECISIONS.items() if arguments == options), mixed)
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
@@ -976,11 +985,11 @@ class _Strategy:
 
 def _of_lightning(objects: Sequence[Any]) -> Iterator[str]:
     """Yield a sentence for each object of Lightning's own classes."""
-    for each in objects:
-        for base in type(each).__mro__:
+    for owner in objects:
+        for base in type(owner).__mro__:
             if base.__module__.startswith(("lightning.", "pytorch_lightning.")):
                 yield (
-                    f"{type(each).__name__} is of {base.__module__}.{base.__name__}: import that "
+                    f"{type(owner).__name__} is of {base.__module__}.{base.__name__}: import that "
                     "from trainer.lightning, as `trainer migrate FILE --write` does. Where the "
                     "class is a library's, start the program with `trainer launch --as_lightning`, "
                     'or call trainer.lightning.enter_as("lightning") before the library is '
@@ -991,17 +1000,17 @@ def _of_lightning(objects: Sequence[Any]) -> Iterator[str]:
 
 def _given_of(plugins: Any, model_registry: Any, autolog: bool) -> dict[str, Any]:
     """Return those of the arguments without a translation that ask for something."""
-    asked = {"plugins": plugins, "model_registry": model_registry}
-    asked = {name: value for name, value in asked.items() if value}
-    return asked if autolog else {**asked, "enable_autolog_hparams": autolog}
+    arguments = {"plugins": plugins, "model_registry": model_registry}
+    arguments = {name: value for name, value in arguments.items() if value}
+    return arguments if autolog else {**arguments, "enable_autolog_hparams": autolog}
 
 
-def _listed(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else [given]
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _has(callbacks: Sequence[Callback], kind: type) -> bool:
-    return any(isinstance(each, kind) for each in callbacks)
+    return any(isinstance(callback, kind) for callback in callbacks)
 
 
 def _epochs_of(epochs: int | None, *, limited: bool) -> int | None:
@@ -1018,11 +1027,11 @@ def _wrong_objects(profiler: Any, loggers: Any) -> Iterator[str]:
             f"profiler is {profiler!r}; it must be 'simple', 'pytorch' or an object of "
             "trainer.lightning.pytorch.profilers."
         )
-    for each in _listed(loggers):
-        known = isinstance(each, (Logger, bool, type(None)))
-        if not known and not callable(getattr(each, "log_metrics", None)):
+    for logger in _listed(loggers):
+        valid = isinstance(logger, (Logger, bool, type(None)))
+        if not valid and not callable(getattr(logger, "log_metrics", None)):
             yield (
-                f"logger is {each!r}; it must be a bool, a logger of "
+                f"logger is {logger!r}; it must be a bool, a logger of "
                 "trainer.lightning.pytorch.loggers, one of your own that inherits from Logger "
                 "there, or a list of these."
             )
@@ -1097,7 +1106,7 @@ def _visible(chosen: Sequence[int] | None, visible: str | None) -> list[str] | N
     if chosen is None:
         return None
     names = visible.split(",") if visible else None
-    return [str(each) if names is None else names[each].strip() for each in chosen]
+    return [str(index) if names is None else names[index].strip() for index in chosen]
 
 
 def _device_of(
@@ -1111,8 +1120,8 @@ def _device_of(
         visible: ``CUDA_VISIBLE_DEVICES``, to which a launcher may have given these devices.
         launched: Whether a launcher has started the process.
     """
-    given = visible is not None and len(visible.split(",")) == len(chosen)
-    if (launched and given) or local_rank >= len(chosen):
+    selected = visible is not None and len(visible.split(",")) == len(chosen)
+    if (launched and selected) or local_rank >= len(chosen):
         return None
     return f"cuda:{chosen[local_rank]}"
 
@@ -1148,27 +1157,27 @@ def interval_of(interval: Any, epochs: int | None, windows: Any) -> str | int | 
     return None if epochs == 1 else f"{epochs} epochs"
 
 
-def _profiler_of(given: Any) -> PassThroughProfiler:
+def _profiler_of(profiler: Any) -> PassThroughProfiler:
     kinds = {None: PassThroughProfiler, "simple": SimpleProfiler, "pytorch": PyTorchProfiler}
-    return kinds[given]() if given in kinds else given
+    return kinds[profiler]() if profiler in kinds else profiler
 
 
 def _tracker_of(logger: Logger) -> GeneralTracker:
     return logger if isinstance(logger, GeneralTracker) else LoggerTracker(logger)
 
 
-def _loggers_of(given: Any, root: Any, *, dry: bool) -> list[Any]:
+def _loggers_of(argument: Any, root: Any, *, dry: bool) -> list[Any]:
     """Return the loggers that an argument asks for, or in a trial run one that does nothing."""
-    if given is False or given == []:
+    if argument is False or argument == []:
         return []
     if dry:
         return [DummyLogger()]
-    if given is None or given is True:
+    if argument is None or argument is True:
         folder = Path(root or ".").expanduser().absolute()
         version = broadcast_object(next_version(folder / "lightning_logs"))
         kind: Any = TensorBoardLogger if is_installed(TensorBoardLogger) else CSVLogger
         return [kind(folder, version=version)]
-    for each in (loggers := _listed(given)):
-        if isinstance(each, Logger):
-            each.share_version()
+    for logger in (loggers := _listed(argument)):
+        if isinstance(logger, Logger):
+            logger.share_version()
     return loggers

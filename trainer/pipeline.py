@@ -218,7 +218,7 @@ class PipelineParallel:
             The norm before, a tensor of shape (), the same on all processes.
         """
         parameters = list(self.parameters())
-        gradients = [each.grad for each in parameters if each.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
         norm = norm.to(PartialState().device, torch.float32)  # powers of float16 soon overflow
         if PartialState().num_processes > 1 and norm_type == torch.inf:
@@ -373,16 +373,16 @@ class _Stages:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this process, under their names in the whole model."""
         for name, parameter in self._model.named_parameters():
-            own = parameter if self._last == 0 else self._own.get(id(parameter))
-            if isinstance(own, nn.Parameter):
-                yield name, own
+            stage_parameter = parameter if self._last == 0 else self._own.get(id(parameter))
+            if isinstance(stage_parameter, nn.Parameter):
+                yield name, stage_parameter
 
     def weights(self) -> dict[str, Tensor]:
         """Return the entries of the model's state dict that this process saves."""
-        found = self._model.state_dict(keep_vars=True)
+        weights = self._model.state_dict(keep_vars=True)
         return {
             name: self._own.get(id(tensor), tensor)
-            for name, tensor in found.items()
+            for name, tensor in weights.items()
             if min(self._stages_of.get(id(tensor), {0})) == self._rank
         }
 
@@ -500,24 +500,24 @@ class _Stages:
 
     # -- tracing ---------------------------------------------------------------------------------
 
-    def _prepare(self, plan: _Plan, size: int, what: str) -> Any:
+    def _prepare(self, plan: _Plan, size: int, operation: str) -> Any:
         """Return the schedule for micro-batches of `size` rows, made when it is first needed.
 
         Args:
             plan: The batch.
             size: The rows.
-            what: ``"output"``, ``"loss"`` or ``"gradient"``.
+            operation: ``"output"``, ``"loss"`` or ``"gradient"``.
 
         Returns:
             The schedule, and a function from what the last stage returns to the model's output.
         """
         modes = [part.training for part in self._model.modules()]  # the graph keeps them
-        key = repr((plan.args, plan.kwargs, plan.training, modes, size, what))
+        key = repr((plan.args, plan.kwargs, plan.training, modes, size, operation))
         if key not in self._schedules:
-            self._schedules[key] = self._trace(plan, size, what)
+            self._schedules[key] = self._trace(plan, size, operation)
         return self._schedules[key]
 
-    def _trace(self, plan: _Plan, size: int, what: str) -> Any:
+    def _trace(self, plan: _Plan, size: int, operation: str) -> Any:
         from torch.distributed import pipelining
 
         def split(*_: Any) -> None:
@@ -552,13 +552,17 @@ class _Stages:
             for name in {*dict(part.named_parameters()), *dict(part.named_buffers())}:
                 if name in self._tensors:
                     self._stages_of.setdefault(id(self._tensors[name]), set()).add(index)
-        own = pipe.get_stage_module(self._rank)
-        self._put_own_tensors(own)
-        _send_contiguous(own)
-        vars(own)["forward"] = self._or_zeros(own.forward, partial(_zero_outputs, own))
+        stage_module = pipe.get_stage_module(self._rank)
+        self._put_own_tensors(stage_module)
+        _send_contiguous(stage_module)
+        vars(stage_module)["forward"] = self._or_zeros(
+            stage_module.forward, partial(_zero_outputs, stage_module)
+        )
         stage = pipe.build_stage(self._rank, self._device)
-        kind = getattr(pipelining, _SCHEDULES[self._schedule if what == "gradient" else "GPipe"])
-        loss = None if what == "output" else self._or_zeros(self._loss, _zeros)
+        kind = getattr(
+            pipelining, _SCHEDULES[self._schedule if operation == "gradient" else "GPipe"]
+        )
+        loss = None if operation == "output" else self._or_zeros(self._loss, _zeros)
         rebuild = partial(_rebuilt, skeleton, places)
         return kind(stage, self._number, loss_fn=loss, scale_grads=False), rebuild
 
@@ -598,12 +602,12 @@ class _Stages:
                 continue  # a constant of the graph
             tensor = self._tensors[place]
             if id(tensor) not in self._own:
-                own = tensor
+                placed = tensor
                 if tensor.device != self._device:
-                    own = tensor.detach().to(self._device)
+                    placed = tensor.detach().to(self._device)
                     if isinstance(tensor, nn.Parameter):
-                        own = nn.Parameter(own, requires_grad=tensor.requires_grad)
-                self._own[id(tensor)] = own
+                        placed = nn.Parameter(placed, requires_grad=tensor.requires_grad)
+                self._own[id(tensor)] = placed
             parent, _, name = place.rpartition(".")
             setattr(part.get_submodule(parent), name, self._own[id(tensor)])
 
@@ -647,9 +651,11 @@ def _relay(pipe: Any) -> None:
         for value in stage.args:
             body.prepend(taken[value])
         (inner,) = part.find_nodes(op="output")
-        own = inner.args[0]
-        returned[stage] = list(own) if isinstance(own, (list, tuple)) else [own]
-        if relayed and not isinstance(own, (list, tuple)):  # it is a tuple from now on
+        stage_input = inner.args[0]
+        returned[stage] = (
+            list(stage_input) if isinstance(stage_input, (list, tuple)) else [stage_input]
+        )
+        if relayed and not isinstance(stage_input, (list, tuple)):  # it is a tuple from now on
             users = list(stage.users)
             with graph.inserting_after(stage):
                 item = graph.call_function(operator.getitem, (stage, 0))
@@ -690,8 +696,8 @@ def _zeros(like: Tensor | None = None) -> Tensor:
 
 
 def _rebuilt(skeleton: Any, places: list[int], output: Sequence[Tensor]) -> Any:
-    found = iter([output[place] for place in places])
-    return map_tree(lambda leaf: next(found) if leaf is _TENSOR else leaf, skeleton)
+    values = iter([output[place] for place in places])
+    return map_tree(lambda leaf: next(values) if leaf is _TENSOR else leaf, skeleton)
 
 
 def _plan(rows: int, args: Any, kwargs: Any, target: Any, training: bool) -> _Plan:
@@ -795,4 +801,4 @@ def choose_split_points(
 
 
 def _bytes(module: nn.Module) -> int:
-    return sum(each.nbytes for each in [*module.parameters(), *module.buffers()])
+    return sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])

@@ -52,13 +52,13 @@ def parser(prog: str) -> argparse.ArgumentParser:
         codes={0: "all are sound", 1: "one is damaged or could not be removed"},
     )
     add = made.add_argument
-    what = "the folder of a project, its 'checkpoints' folder, or one checkpoint"
-    add("directory", type=Path, metavar="DIR", help=what)
+    text = "the folder of a project, its 'checkpoints' folder, or one checkpoint"
+    add("directory", type=Path, metavar="DIR", help=text)
     add("--verify", action="store_true", help="read files and compare hashes")
     add("--json", action="store_true", help="print JSON")
     add = made.add_argument_group("removing").add_argument
-    what = "remove all but the last, and leftovers of killed saves older than an hour"
-    add("--prune", action="store_true", help=what)
+    text = "remove all but the last, and leftovers of killed saves older than an hour"
+    add("--prune", action="store_true", help=text)
     add("--keep-last", type=count, metavar="N", help="keep the N newest sound ones")
     add("--keep-best", metavar="METRIC", help="also keep the best by this metric")
     add("--mode", choices=("min", "max"), help="which value of METRIC is best")
@@ -147,16 +147,21 @@ def _listing(
     now = time.time()
     parts = ["No checkpoints."]
     if entries:
-        what = "manifests, sizes and hashes" if hashes else "manifests and sizes"
+        checked = "manifests, sizes and hashes" if hashes else "manifests and sizes"
         more = "" if hashes else "; --verify reads the files too"
         table = aligned([_COLUMNS, *(_row(entry, first, now) for entry in entries)])
-        parts = [table, f"Checked: {what}{more}."]
+        parts = [table, f"Checked: {checked}{more}."]
     if notes := [f"{entry.name}: {entry.note}" for entry in entries if entry.note]:
         parts.append("\n".join(notes))
     if leftovers:
         rows = [
-            (each.name, size_text(each.size), _age(now - each.touched), each.meaning)
-            for each in leftovers
+            (
+                leftover.name,
+                size_text(leftover.size),
+                _age(now - leftover.touched),
+                leftover.meaning,
+            )
+            for leftover in leftovers
         ]
         parts.append("Leftovers:\n" + aligned(rows))
     return "\n\n".join(parts)
@@ -206,12 +211,12 @@ def _report(entries: Sequence[Entry], leftovers: Sequence[Leftover]) -> dict[str
         ],
         "leftovers": [
             {
-                "path": str(each.path),
-                "meaning": each.meaning,
-                "size": each.size,
-                "touched": _time(each.touched),
+                "path": str(leftover.path),
+                "meaning": leftover.meaning,
+                "size": leftover.size,
+                "touched": _time(leftover.touched),
             }
-            for each in leftovers
+            for leftover in leftovers
         ],
     }
 
@@ -246,17 +251,17 @@ class _Plan:
     def amount(self) -> str:
         """Return how much would be removed."""
         size = sum(entry.size for entry in self.removed) + sum(each.size for each in self.swept)
-        what = f"{len(self.removed)} checkpoint{'' if len(self.removed) == 1 else 's'}"
+        text = f"{len(self.removed)} checkpoint{'' if len(self.removed) == 1 else 's'}"
         if self.swept:
-            what += f" and {len(self.swept)} leftover{'' if len(self.swept) == 1 else 's'}"
-        return f"{what}, {size_text(size)}"
+            text += f" and {len(self.swept)} leftover{'' if len(self.swept) == 1 else 's'}"
+        return f"{text}, {size_text(size)}"
 
     def text(self) -> str:
         """Return what a prune would do, one line per checkpoint."""
         lines = [("keep", name, reason) for name, reason in self.kept.items()]
         lines += [("leave", name, reason) for name, reason in self.untouched.items()]
         lines += [("remove", entry.name, entry.state) for entry in self.removed]
-        lines += [("sweep", each.name, each.meaning) for each in self.swept]
+        lines += [("sweep", leftover.name, leftover.meaning) for leftover in self.swept]
         table = aligned(sorted(lines, key=lambda line: line[1])) if lines else ""
         return f"\n{table}\n\nTo remove: {self.amount()}."
 
@@ -299,27 +304,27 @@ def _plan(entries: list[Entry], leftovers: list[Leftover], arguments: argparse.N
 
 def _first_sound(candidates: Iterable[Entry], entries: list[Entry], count: int) -> list[str]:
     """Return the names of the first `count` candidates of which every byte is sound."""
-    found: list[str] = []
+    damaged: list[str] = []
     for entry in candidates:
-        if len(found) == count:
+        if len(damaged) == count:
             break
-        current = next(each for each in entries if each.name == entry.name)
+        current = next(other for other in entries if other.name == entry.name)
         if current.state == "sound" and not current.hashed:
             current = read_entry(current.path, hashes=True) or current
-            entries[:] = [current if each.name == entry.name else each for each in entries]
+            entries[:] = [current if other.name == entry.name else other for other in entries]
         if current.state == "sound" and current.hashed:
-            found.append(entry.name)
-    return found
+            damaged.append(entry.name)
+    return damaged
 
 
 def _ranked(entries: Sequence[Entry], metric: str, mode: str) -> list[Entry]:
     """Return those with a finite value of a metric, the best first; of equal ones the oldest."""
     scored = [entry for entry in entries if math.isfinite(entry.metrics.get(metric, math.nan))]
     if not scored:
-        known = sorted({name for entry in entries for name in entry.metrics})
+        metrics = sorted({name for entry in entries for name in entry.metrics})
         raise argparse.ArgumentTypeError(
             f"--keep-best {metric}: no checkpoint has a finite value of it. "
-            f"There are: {', '.join(known) or 'none'}."
+            f"There are: {', '.join(metrics) or 'none'}."
         )
     sign = 1 if mode == "min" else -1
     return sorted(scored, key=lambda entry: sign * entry.metrics[metric])

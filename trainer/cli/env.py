@@ -56,8 +56,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
         ],
         codes={0: "done", 1: "a file in this folder is imported instead of our packages"},
     )
-    what = "the file of `trainer config`, if not the default one"
-    made.add_argument("--config_file", "--config-file", type=Path, metavar="FILE", help=what)
+    text = "the file of `trainer config`, if not the default one"
+    made.add_argument("--config_file", "--config-file", type=Path, metavar="FILE", help=text)
     return made
 
 
@@ -89,13 +89,19 @@ def _packages() -> list[str]:
     wanted: list[str] = []
     with suppress(metadata.PackageNotFoundError):
         wanted = metadata.requires(DISTRIBUTION) or []
-    used = [each for each in wanted if not re.search(r"extra == .(test|dev|examples)\b", each)]
-    names = dict.fromkeys([*_WITHOUT_EXTRA, *(re.split(r"[^\w.-]", each)[0] for each in used)])
-    found = []
+    used = [
+        requirement
+        for requirement in wanted
+        if not re.search(r"extra == .(test|dev|examples)\b", requirement)
+    ]
+    names = dict.fromkeys(
+        [*_WITHOUT_EXTRA, *(re.split(r"[^\w.-]", requirement)[0] for requirement in used)]
+    )
+    versions = []
     for name in names.keys() - {DISTRIBUTION, "torch"}:
         with suppress(metadata.PackageNotFoundError):
-            found.append(f"{name} {metadata.version(name)}")
-    return sorted(found)
+            versions.append(f"{name} {metadata.version(name)}")
+    return sorted(versions)
 
 
 def _launch() -> str:
@@ -109,19 +115,19 @@ def _launch() -> str:
     return f"{launch.launcher}: rank {launch.rank} of {launch.world_size}"
 
 
-def _configuration(given: Path | None) -> str:
+def _configuration(path: Path | None) -> str:
     """Return the path of the configuration file of `trainer launch`, and its settings."""
     from trainer.launch.configuration import LaunchConfiguration, default_path, read_file
 
-    place = (given or default_path()).expanduser()
+    place = (path or default_path()).expanduser()
     try:
-        known, notes = read_file(place)
-        LaunchConfiguration(**known)
+        settings, notes = read_file(place)
+        LaunchConfiguration(**settings)
     except FileNotFoundError:
         return f"{place} (does not exist)"
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         return f"{place}: {error}"
-    said = [f"{name}={value}" for name, value in known.items()]
+    said = [f"{name}={value}" for name, value in settings.items()]
     return f"{place}: {', '.join(said) or 'empty'}" + "".join(f"; {note}" for note in notes)
 
 

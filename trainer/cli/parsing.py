@@ -81,9 +81,9 @@ def command_parser(
     """
     meanings = {**codes, 2: "wrong usage", 130: "Ctrl-C"}
     lines = ["examples:"]
-    lines += [f"  # {what}\n  {prog} {line}".rstrip() for what, line in examples]
+    lines += [f"  # {meaning}\n  {prog} {line}".rstrip() for meaning, line in examples]
     lines += ["", "exit codes:"]
-    lines += [f"  {code:<4} {what}" for code, what in sorted(meanings.items())]
+    lines += [f"  {code:<4} {meaning}" for code, meaning in sorted(meanings.items())]
     return Parser(
         prog=prog,
         description=description,
@@ -95,10 +95,10 @@ def command_parser(
 
 def named(paths: Iterable[Path]) -> list[tuple[Path, str]]:
     """Return each distinct path with as many of its last parts as make its name unique."""
-    given = [path.expanduser() for path in paths]
+    expanded = [path.expanduser() for path in paths]
     # Only the file system knows where a `..` after a symbolic link leads.
-    known = [path.resolve() if ".." in path.parts else path.absolute() for path in given]
-    whole = list(dict.fromkeys(known))
+    absolute = [path.resolve() if ".." in path.parts else path.absolute() for path in expanded]
+    whole = list(dict.fromkeys(absolute))
     for length in range(1, max(len(path.parts) for path in whole) + 1):
         names = ["/".join(path.parts[-length:]).replace("//", "/") for path in whole]
         if len(set(names)) == len(names):
@@ -111,9 +111,9 @@ def import_from_here() -> None:
 
     For an installed command, ``sys.path`` starts with the folder of its script instead.
     """
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def import_named(path: str) -> Any:
@@ -125,7 +125,7 @@ def import_named(path: str) -> Any:
     """
     module, _, name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except (ModuleNotFoundError, TypeError, ValueError) as error:  # the others: of ".x" and ""
         missing = getattr(error, "name", None) or module
         if not f"{module}.".startswith(f"{missing}."):
@@ -138,9 +138,9 @@ def import_named(path: str) -> Any:
             f"{os.getcwd()}.{hint}"
         ) from None
     for part in name.split("."):
-        if not hasattr(found, part):
-            where = getattr(found, "__name__", path)
-            known = (each for each in vars(found) if each[0] != "_")
-            raise CommandError(choice_error(f"A name in {where}", part, known))
-        found = getattr(found, part)
-    return found
+        if not hasattr(value, part):
+            where = getattr(value, "__name__", path)
+            names = (attribute for attribute in vars(value) if attribute[0] != "_")
+            raise CommandError(choice_error(f"A name in {where}", part, names))
+        value = getattr(value, part)
+    return value

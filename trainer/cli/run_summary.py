@@ -81,7 +81,7 @@ def not_finite(series: Series) -> str:
         return ""
     kinds = ", ".join(dict.fromkeys(map(exact, series.values[bad].tolist())))
     stretches = np.split(series.steps[bad], np.flatnonzero(np.diff(bad) > 1) + 1)
-    ends = [(f"{each[0]:.0f}", f"{each[-1]:.0f}") for each in stretches]
+    ends = [(f"{stretch[0]:.0f}", f"{stretch[-1]:.0f}") for stretch in stretches]
     if len(ends) > _RUNS_OF_BAD:
         span = f"from update {ends[0][0]} to {ends[-1][1]}"
         return f"{kinds} {len(bad)} times, in {len(ends)} places {span}"
@@ -126,7 +126,7 @@ def overview(run: Run) -> dict[str, Any]:
 
     def newest(key: str) -> Any:
         """Return a field of `run.json`, else of the newest checkpoint that has it."""
-        return next((each[key] for each in (run.about, *manifests) if each.get(key)), None)
+        return next((source[key] for source in (run.about, *manifests) if source.get(key)), None)
 
     return {
         "run": run.name,
@@ -169,11 +169,11 @@ def parameters(runs: Sequence[Run]) -> tuple[list[Parameter], list[Parameter]]:
     same: list[Parameter] = []
     for kind, owner in (("hyper_parameters", "hyper-parameter"), ("configuration", "Trainer")):
         of_runs = [run.parameters(kind) for run in runs]
-        for name in dict.fromkeys(name for each in of_runs for name in each):
-            texts = [_plain(each[name]) if name in each else None for each in of_runs]
+        for name in dict.fromkeys(name for values in of_runs for name in values):
+            texts = [_plain(values[name]) if name in values else None for values in of_runs]
             differs = len(set(texts)) > 1
-            found = Parameter(name, owner, texts if differs else texts[:1])
-            (different if differs else same).append(found)
+            parameter = Parameter(name, owner, texts if differs else texts[:1])
+            (different if differs else same).append(parameter)
     return different, same
 
 
@@ -230,9 +230,9 @@ def events_of(run: Run) -> Iterator[Event]:
             yield Event(status, text, moment(start.get("end")))
         elif status == "running" and (index < len(run.starts) - 1 or run.status == "killed"):
             yield Event("killed", "ended without a message: killed, or the machine failed")
-    for each in run.about.get("warnings", ()):
-        text = f"{each.get('text')} ({each.get('logger')})"
-        yield Event("warning", text, moment(each.get("time")))
+    for warning in run.about.get("warnings", ()):
+        text = f"{warning.get('text')} ({warning.get('logger')})"
+        yield Event("warning", text, moment(warning.get("time")))
     if more := run.about.get("more_warnings"):
         yield Event("warning", f"{more} more warnings, which were not kept")
     if text := _skipped(run.metrics.get("skipped_updates")):

@@ -191,8 +191,8 @@ class Record:
     def speed(self, last: int = 0) -> float | None:
         """Return the updates per second: the median over the (last) intervals between records."""
         steps, times, _ = self.columns()
-        known = np.isfinite(steps) & np.isfinite(times)
-        steps, times = steps[known], times[known]
+        finite = np.isfinite(steps) & np.isfinite(times)
+        steps, times = steps[finite], times[finite]
         order = np.lexsort((times, steps))
         steps, first = np.unique(steps[order], return_index=True)
         steps, seconds = np.diff(steps)[-last:], np.diff(times[order][first])[-last:]
@@ -229,7 +229,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     try:
         begins = [start["begin"] for start in about["starts"]]
         others = [start.get("end") for start in about["starts"]]
-        others += [each.get("time") for each in about.get("warnings", ())]
+        others += [warning.get("time") for warning in about.get("warnings", ())]
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"it is damaged, or not ours: {error!r}") from error
     if not all(map(is_date, begins + [time for time in others if time is not None])):
@@ -317,7 +317,11 @@ class Run:
         if (self._folder / CHECKPOINTS).is_dir():
             self.checkpoints, _ = read_folder(self._folder / CHECKPOINTS, hashes=False)
             self.ranking = ranked_by([entry for entry in self.checkpoints if entry.is_step])
-            self._unread += [f"{each.name}: {each.note}" for each in self.checkpoints if each.note]
+            self._unread += [
+                f"{checkpoint.name}: {checkpoint.note}"
+                for checkpoint in self.checkpoints
+                if checkpoint.note
+            ]
         self.images = _read_images(self._folder, self._unread)
 
     @property
@@ -362,8 +366,8 @@ class Run:
     @property
     def began(self) -> float | None:
         """When it began, in seconds since 1970."""
-        known = [float(start["begin"]) for start in self.starts] + self.times[:1].tolist()
-        return min(known, default=None)
+        times = [float(start["begin"]) for start in self.starts] + self.times[:1].tolist()
+        return min(times, default=None)
 
     @property
     def seconds(self) -> float | None:
@@ -401,9 +405,9 @@ class Run:
         losses = [name for name in self.metrics if "loss" in name.lower()]
         losses.sort(key=lambda name: not name.lower().startswith("val"))
         for name, mode in [*self.ranking, *((name, "min") for name in losses)]:
-            found = self.metrics[name].extreme(mode) if name in self.metrics else None
-            if found is not None:
-                return name, mode, *found
+            best = self.metrics[name].extreme(mode) if name in self.metrics else None
+            if best is not None:
+                return name, mode, *best
         return None
 
     def parameters(self, kind: str) -> dict[str, Any]:
@@ -441,14 +445,14 @@ def _check(folder: Path) -> None:
     if folder.is_file() and folder.suffix == ".jsonl":
         return
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
+        problem = "is a file" if folder.exists() else "does not exist"
         raise CommandError(
-            f"{folder} {what}; give the folder of a run, its project_dir, or a record (.jsonl)."
+            f"{folder} {problem}; give the folder of a run, its project_dir, or a record (.jsonl)."
         )
     parts = (RECORD, EVALUATIONS, ABOUT, CHECKPOINTS)
     if any((folder / part).exists() for part in parts):
         return
-    inside = dict.fromkeys(each.parent.name for part in parts for each in folder.glob(f"*/{part}"))
+    inside = dict.fromkeys(path.parent.name for part in parts for path in folder.glob(f"*/{part}"))
     hint = f" There are runs in it: {', '.join(sorted(inside)[:_SHOWN])}." if inside else ""
     raise CommandError(
         f"{folder} is not the folder of a run: it has neither {RECORD} nor {ABOUT} nor "
@@ -484,7 +488,7 @@ def _read_images(folder: Path, problems: list[str]) -> dict[str, dict[int, bytes
             "(pip install 'cadence-trainer[tensorboard]')."
         )
         return {}
-    found: dict[str, dict[int, bytes]] = {}
+    images: dict[str, dict[int, bytes]] = {}
     left_out: set[str] = set()
     for file in files:
         for raw in RawEventFileLoader(str(file)).Load():
@@ -495,10 +499,10 @@ def _read_images(folder: Path, problems: list[str]) -> dict[str, dict[int, bytes
                 image = value.image.encoded_image_string  # empty where it is something else
                 if not image.startswith(_PNG) or len(image) < _PNG_HEAD:
                     continue
-                if len(image) > _LARGEST or (value.tag not in found and len(found) == _TAGS):
+                if len(image) > _LARGEST or (value.tag not in images and len(images) == _TAGS):
                     left_out.add(value.tag)
                     continue
-                steps = found.setdefault(value.tag, {})
+                steps = images.setdefault(value.tag, {})
                 steps[event.step] = image
                 if len(steps) > _STEPS:
                     del steps[sorted(steps)[1]]
@@ -507,4 +511,4 @@ def _read_images(folder: Path, problems: list[str]) -> dict[str, dict[int, bytes
             f"Images of more than 1 MB, or of more than {_TAGS} names, are left out: "
             f"{', '.join(sorted(left_out)[:_SHOWN])}."
         )
-    return found
+    return images

@@ -43,8 +43,8 @@ def main() -> int:
     warnings.filterwarnings("ignore", module="torch")
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)
     # Names of layers in the configuration are those of the user's model.
-    own = environment.patch_environment(FSDP_TRANSFORMER_CLS_TO_WRAP="Linear")
-    with own, environment.without("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"):
+    patched = environment.patch_environment(FSDP_TRANSFORMER_CLS_TO_WRAP="Linear")
+    with patched, environment.without("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"):
         return _run()
 
 
@@ -55,8 +55,8 @@ def _run() -> int:
     if accelerator.state.megatron_lm_plugin is not None:
         accelerator.print("without training: Megatron-LM divides only models of megatron-core")
         checks = {"collectives": collectives}
-    own = tempfile.mkdtemp(prefix="cadence-test-") if accelerator.is_main_process else ""
-    folder = Path(accelerator.gather_for_metrics([own], use_gather_object=True)[0])
+    path = tempfile.mkdtemp(prefix="cadence-test-") if accelerator.is_main_process else ""
+    folder = Path(accelerator.gather_for_metrics([path], use_gather_object=True)[0])
     folder.mkdir(exist_ok=True)  # for machines that do not share rank 0's disk
     failed = 0
     for name, check in checks.items():
@@ -65,9 +65,9 @@ def _run() -> int:
         except CheckError as error:
             said, wrong = "", f"rank {accelerator.process_index}: {error}"
         verdicts = accelerator.gather_for_metrics([wrong], use_gather_object=True)
-        found = "\n".join(verdict for verdict in verdicts if verdict)
-        accelerator.print(f"{name:<14} " + (f"FAILED  {found}" if found else f"ok  {said}"))
-        failed += bool(found)
+        failures = "\n".join(verdict for verdict in verdicts if verdict)
+        accelerator.print(f"{name:<14} " + (f"FAILED  {failures}" if failures else f"ok  {said}"))
+        failed += bool(failures)
     if accelerator.is_local_main_process:
         shutil.rmtree(folder, ignore_errors=True)  # maybe by several machines at once
     accelerator.print(f"{failed} of {len(checks)} checks failed." if failed else "All is well.")
@@ -81,10 +81,10 @@ def _run() -> int:
 def collectives(accelerator: Accelerator, _: Path) -> str:
     """Collectives return the right values."""
     rank, size = accelerator.process_index, accelerator.num_processes
-    own = torch.arange(3.0, device=accelerator.device) + rank
+    local = torch.arange(3.0, device=accelerator.device) + rank
     whole = torch.cat([torch.arange(3.0) + other for other in range(size)])
-    gathered = accelerator.gather(own)
-    summed, mean = accelerator.reduce(own, "sum"), accelerator.reduce(own, "mean")
+    gathered = accelerator.gather(local)
+    summed, mean = accelerator.reduce(local, "sum"), accelerator.reduce(local, "mean")
     padded = accelerator.pad_across_processes(torch.ones(rank + 1, device=accelerator.device))
     _same("gather", gathered, whole)
     _same("the sum", summed, whole.reshape(size, 3).sum(0))
@@ -98,11 +98,11 @@ def data_order(accelerator: Accelerator, folder: Path) -> str:
     module = _Regression()
     trainer = _trainer(accelerator, folder / "order", limit_val_batches=0)
     trainer.fit(module, _loader(shuffle=True))
-    seen = accelerator.gather_for_metrics(module.seen, use_gather_object=True)
-    if wrong := [each for each in range(SAMPLES) if seen.count(each) != 1]:
-        times = {each: seen.count(each) for each in wrong}
+    samples = accelerator.gather_for_metrics(module.seen, use_gather_object=True)
+    if wrong := [sample for sample in range(SAMPLES) if samples.count(sample) != 1]:
+        times = {sample: samples.count(sample) for sample in wrong}
         raise CheckError(f"of {SAMPLES} samples, these were not seen once but so often: {times}")
-    if accelerator.num_processes == 1 and seen == sorted(seen):
+    if accelerator.num_processes == 1 and samples == sorted(samples):
         raise CheckError("the samples were not shuffled")
     return f"each of {SAMPLES} shuffled samples once"
 
@@ -121,15 +121,15 @@ def accumulation(accelerator: Accelerator, folder: Path) -> str:
     optimizer = reference.configure_optimizers()
     big = BATCH * steps * accelerator.engine.parallel.dp_size
     for start in range(0, SAMPLES, big):
-        batch = [each[start : start + big] for each in _data().tensors]
+        batch = [tensor[start : start + big] for tensor in _data().tensors]
         optimizer.zero_grad()
         reference.loss(batch).backward()
         optimizer.step()
     if accelerator.is_main_process:  # whose disk has the file
         merge_weights(folder / "weights", folder / "whole.safetensors")
-        found = load_weights(folder / "whole.safetensors")
+        weights = load_weights(folder / "whole.safetensors")
         for name, expected in reference.state_dict().items():
-            _same(name, found[name], expected)
+            _same(name, weights[name], expected)
     return f"{steps} micro-batches of {BATCH} as one of {big} on all processes"
 
 
@@ -152,18 +152,18 @@ def checkpoint(accelerator: Accelerator, folder: Path) -> str:
     accelerator.save_state(folder / "state")
     expected = [step(), step()]
     accelerator.load_state(folder / "state")
-    found = [step(), step()]
+    losses = [step(), step()]
     for number in (0, 1):
-        _same(f"update {number + 1} after loading", found[number], expected[number], exact=True)
+        _same(f"update {number + 1} after loading", losses[number], expected[number], exact=True)
     return "model, optimizer and random numbers are restored"
 
 
 def metrics(accelerator: Accelerator, folder: Path) -> str:
     """A metric equals that of one process, without the samples that pad the last batches."""
-    (found,) = _trainer(accelerator, folder / "metrics").validate(_Regression(), _loader())
+    (values,) = _trainer(accelerator, folder / "metrics").validate(_Regression(), _loader())
     with torch.no_grad():
         expected = _Regression().loss(_data().tensors)
-    _same("the validation loss", torch.tensor(found["loss"]), expected)
+    _same("the validation loss", torch.tensor(values["loss"]), expected)
     return f"exact over {SAMPLES} samples"
 
 
@@ -240,31 +240,31 @@ def _data() -> TensorDataset:
 def _where(accelerator: Accelerator) -> str:
     """Return the device, the backend, and how the configuration divides models."""
     state = accelerator.state
-    found = [state.device.type, *filter(None, [state.backend])]
+    words = [state.device.type, *filter(None, [state.backend])]
     mesh = accelerator.parallelism_config
     sizes = mesh.to_json() if mesh is not None else {}
-    found += [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    words += [f"{name} {size}" for name, size in sizes.items() if size > 1]
     if accelerator.deepspeed_plugin is not None:
-        found.append(f"DeepSpeed, stage {accelerator.deepspeed_plugin.zero_stage}")
+        words.append(f"DeepSpeed, stage {accelerator.deepspeed_plugin.zero_stage}")
     elif state.fsdp_plugin is not None:
-        found.append("FSDP")
-    return ", ".join(found)
+        words.append("FSDP")
+    return ", ".join(words)
 
 
 def _trainer(accelerator: Accelerator | None, folder: Path, **options: Any) -> Trainer:
-    given = {"project_dir": folder, "checkpointing": False, "progress_bar": False, **options}
-    return Trainer(accelerator=accelerator, **{"max_epochs": 1, **given})
+    arguments = {"project_dir": folder, "checkpointing": False, "progress_bar": False, **options}
+    return Trainer(accelerator=accelerator, **{"max_epochs": 1, **arguments})
 
 
 def _loader(*, shuffle: bool = False) -> DataLoader[Any]:
     return DataLoader(_data(), batch_size=BATCH, shuffle=shuffle)
 
 
-def _same(what: str, found: Tensor, expected: Tensor, *, exact: bool = False) -> None:
-    found, expected = found.detach().cpu(), expected.detach().cpu()
-    close = torch.equal(found, expected) if exact else torch.allclose(found, expected, atol=1e-5)
+def _same(name: str, value: Tensor, expected: Tensor, *, exact: bool = False) -> None:
+    value, expected = value.detach().cpu(), expected.detach().cpu()
+    close = torch.equal(value, expected) if exact else torch.allclose(value, expected, atol=1e-5)
     if not close:
-        raise CheckError(f"{what} is {found.tolist()} and should be {expected.tolist()}")
+        raise CheckError(f"{name} is {value.tolist()} and should be {expected.tolist()}")
 
 
 if __name__ == "__main__":

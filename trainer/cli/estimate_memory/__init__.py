@@ -79,37 +79,37 @@ def parser(prog: str) -> argparse.ArgumentParser:
         codes={0: "done", 1: "the model cannot be created or measured without data"},
     )
     several = partial(made.add_argument, nargs="+", action="extend")
-    what = (
+    text = (
         "a torch.nn.Module, or a function that returns one; else the name or the folder of a model "
         "of transformers, or timm/NAME"
     )
-    made.add_argument("model", metavar="MODULE:CLASS", help=what)
-    what = "arguments of the class, values as in YAML"
-    several("--init", type=_pair, default=[], metavar="NAME=VALUE", help=what)
+    made.add_argument("model", metavar="MODULE:CLASS", help=text)
+    text = "arguments of the class, values as in YAML"
+    several("--init", type=_pair, default=[], metavar="NAME=VALUE", help=text)
     several("--precision", choices=_PRECISIONS, help="default: no bf16")
-    what = f"of torch.optim, or {_OWN}; default: adamw"
-    made.add_argument("--optimizer", metavar="NAME", help=what)
-    what = "its arguments"
-    several("--optimizer-init", type=_pair, default=[], metavar="NAME=VALUE", help=what)
-    what = "what forward takes, the shape of one sample: 3x224x224 or input_ids=1024:int64"
-    several("--input", type=_input, default=[], metavar="[NAME=]SHAPE[:DTYPE]", help=what)
+    text = f"of torch.optim, or {_OWN}; default: adamw"
+    made.add_argument("--optimizer", metavar="NAME", help=text)
+    text = "its arguments"
+    several("--optimizer-init", type=_pair, default=[], metavar="NAME=VALUE", help=text)
+    text = "what forward takes, the shape of one sample: 3x224x224 or input_ids=1024:int64"
+    several("--input", type=_input, default=[], metavar="[NAME=]SHAPE[:DTYPE]", help=text)
     several("--batch", type=count, metavar="N", help="batch sizes; default: 1")
     several("--shards", type=count, metavar="N", help="numbers of processes; default: 1")
-    what = "numbers of processes that share each replica of the model by FSDP; default: 1"
-    several("--fsdp", type=count, metavar="N", help=what)
-    what = "numbers of processes that share each layer, by the model's tp_plan; default: 1"
-    several("--tp", type=count, metavar="N", help=what)
-    what = "submodules that gather their parameters by themselves; default: _no_split_modules"
-    several("--wrap", metavar="CLASS", help=what)
-    what = "recompute the activations of these submodules in backward"
-    made.add_argument("--activation-checkpointing", action="store_true", help=what)
-    what = "only the weights, in these dtypes: " + ", ".join(_DTYPES)
-    several("--dtypes", choices=_DTYPES, metavar="DTYPE", help=what)
+    text = "numbers of processes that share each replica of the model by FSDP; default: 1"
+    several("--fsdp", type=count, metavar="N", help=text)
+    text = "numbers of processes that share each layer, by the model's tp_plan; default: 1"
+    several("--tp", type=count, metavar="N", help=text)
+    text = "submodules that gather their parameters by themselves; default: _no_split_modules"
+    several("--wrap", metavar="CLASS", help=text)
+    text = "recompute the activations of these submodules in backward"
+    made.add_argument("--activation-checkpointing", action="store_true", help=text)
+    text = "only the weights, in these dtypes: " + ", ".join(_DTYPES)
+    several("--dtypes", choices=_DTYPES, metavar="DTYPE", help=text)
     add = made.add_argument
-    what = "whose the model is: timm, or transformers (the default)"
-    add("--library_name", "--library-name", choices=("timm", "transformers"), help=what)
-    what = "run code of the hub that defines a model of transformers"
-    add("--trust_remote_code", "--trust-remote-code", action="store_true", help=what)
+    text = "whose the model is: timm, or transformers (the default)"
+    add("--library_name", "--library-name", choices=("timm", "transformers"), help=text)
+    text = "run code of the hub that defines a model of transformers"
+    add("--trust_remote_code", "--trust-remote-code", action="store_true", help=text)
     made.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return made
 
@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
     optimizer, make_optimizer = _optimizer(
         arguments.optimizer or "adamw", dict(arguments.optimizer_init)
     )
-    inputs = [_typed(*each) for each in arguments.input]
+    inputs = [_typed(*typed) for typed in arguments.input]
     layouts = _layouts(arguments)
     numbers = _attempt(arguments.model, partial(footprint.count, make))
     rows: list[dict[str, Any]] = []
@@ -143,10 +143,10 @@ def run(arguments: argparse.Namespace) -> int:
         for batch in dict.fromkeys((inputs and arguments.batch) or (1,)):
             settings = {"precision": precision, "inputs": inputs, "batch": batch}
             settings |= {"make": make, "make_optimizer": make_optimizer}
-            known = {"precision": precision, "batch": batch if inputs else None}
+            facts = {"precision": precision, "batch": batch if inputs else None}
             for where, part in _parts(arguments, layouts, settings):
                 sizes = {name: getattr(part, name) for name in _COLUMNS}
-                rows.append({**known, **where, **sizes, "total": part.total})
+                rows.append({**facts, **where, **sizes, "total": part.total})
     if arguments.json:
         names = ("parameters", "trained", "buffers")
         report = {"model": arguments.model, "elements": dict(zip(names, numbers, strict=True))}
@@ -274,11 +274,15 @@ def _typed(name: str | None, shape: tuple[int, ...], dtype: str) -> Input:
 
     from trainer.cli.estimate_memory.footprint import Input
 
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
-        known = [each for each in vars(torch) if isinstance(getattr(torch, each), torch.dtype)]
-        raise CommandError(choice_error("The type of an input", dtype, known), code=2)
-    return Input(name=name, shape=shape, dtype=found)
+    of_torch = getattr(torch, dtype, None)
+    if not isinstance(of_torch, torch.dtype):
+        dtypes = [
+            attribute
+            for attribute in vars(torch)
+            if isinstance(getattr(torch, attribute), torch.dtype)
+        ]
+        raise CommandError(choice_error("The type of an input", dtype, dtypes), code=2)
+    return Input(name=name, shape=shape, dtype=of_torch)
 
 
 def _maker(model: str, init: dict[str, Any], *, trust: bool) -> Callable[[], nn.Module]:
@@ -360,24 +364,24 @@ def _optimizer(name: str, init: dict[str, Any]) -> tuple[str, Callable[[Any], An
     import torch
 
     if ":" in name:
-        found = import_named(name)
-        if not callable(found):
-            raise CommandError(f"{name} is {found!r}; --optimizer takes {_OWN}.", code=2)
+        cls = import_named(name)
+        if not callable(cls):
+            raise CommandError(f"{name} is {cls!r}; --optimizer takes {_OWN}.", code=2)
     else:
-        known = {
-            each.lower(): value
-            for each, value in vars(torch.optim).items()
+        classes = {
+            attribute.lower(): value
+            for attribute, value in vars(torch.optim).items()
             if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
         }
         # LBFGS and SparseAdam take no step on dense gradients alone.
-        choices = sorted(known.keys() - {"lbfgs", "sparseadam", "optimizer"})
+        choices = sorted(classes.keys() - {"lbfgs", "sparseadam", "optimizer"})
         if name.lower() not in choices:
             hint = f"Pass one of your own as {_OWN}."
             raise CommandError(f"{choice_error('The optimizer', name, choices)} {hint}", code=2)
-        found = known[name.lower()]
-        name = f"torch.optim.{found.__name__}"
-    given = ", ".join(f"{key}={value!r}" for key, value in init.items())
-    return f"{name}({given})" if given else name, partial(found, **init)
+        cls = classes[name.lower()]
+        name = f"torch.optim.{cls.__name__}"
+    arguments = ", ".join(f"{key}={value!r}" for key, value in init.items())
+    return f"{name}({arguments})" if arguments else name, partial(cls, **init)
 
 
 def _attempt(model: str, work: Callable[[], Any]) -> Any:

@@ -158,7 +158,7 @@ def weights_in(make: Callable[[], nn.Module], dtype: str) -> tuple[int, int]:
     with torch.device("meta"):
         module = make()
     tensors = named_module_tensors(module, recurse=True)
-    special = {name: DTYPES[dtype] for name, each in tensors if each.is_floating_point()}
+    special = {name: DTYPES[dtype] for name, tensor in tensors if tensor.is_floating_point()}
     sizes = compute_module_sizes(module, special_dtypes=special)
     total, (layer, _) = maximum_sizes(module, sizes)
     return total, layer
@@ -281,8 +281,8 @@ def optimizer_state(
     """
     if not parameters:
         return 0
-    for each in parameters:
-        each.grad = torch.empty_like(each)
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
     try:
         optimizer = make_optimizer(parameters)
         if not isinstance(optimizer, torch.optim.Optimizer):

@@ -90,8 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
             raise CommandError(_on_the_command_line(str(error)), code) from None
         # Not raised as it is, since the caller takes a missing file for wrong usage. Python prints
         # the message of an exit; `trainer launch` prints it once for all processes.
-        own = _without_our_way(error.__traceback__)
-        raise SystemExit("".join(traceback.format_exception(type(error), error, own))) from None
+        shortened = _without_our_way(error.__traceback__)
+        raise SystemExit(
+            "".join(traceback.format_exception(type(error), error, shortened))
+        ) from None
     return 0
 
 
@@ -107,9 +109,9 @@ def _work(stage: str, made: Made) -> None:
             echo(f"loader {number}")
         if metrics:
             echo(aligned([(name, f"{value:.6g}") for name, value in metrics.items()]))
-    for each in made.trainer.callbacks if stage == "predict" else ():
-        if isinstance(each, PredictionWriter):
-            echo(f"The predictions are in {', '.join(map(str, each.directories))}.")
+    for callback in made.trainer.callbacks if stage == "predict" else ():
+        if isinstance(callback, PredictionWriter):
+            echo(f"The predictions are in {', '.join(map(str, callback.directories))}.")
 
 
 def _on_the_command_line(text: str) -> str:
@@ -125,15 +127,15 @@ def _is_ours(error: Exception) -> bool:
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     libraries = (str(sys.modules[name].__file__).removesuffix("__init__.py") for name in _LIBRARIES)
-    known = (*_OURS, *libraries, "<string>")  # the last: of generated methods
-    others = [file for file in files if not file.startswith(known)]
+    prefixes = (*_OURS, *libraries, "<string>")  # the last: of generated methods
+    others = [file for file in files if not file.startswith(prefixes)]
     return isinstance(error, _REPORTED) and not others and files[-1].startswith(_OURS)
 
 
-def _without_our_way(found: TracebackType | None) -> TracebackType | None:
+def _without_our_way(frames: TracebackType | None) -> TracebackType | None:
     """Return the traceback from where the command line called the Trainer or the user's class."""
-    at: Any = found
+    at: Any = frames
     skipped = (str(Path(__file__).parents[1]), "jsonargparse")
     while at is not None and any(part in at.tb_frame.f_code.co_filename for part in skipped):
         at = at.tb_next
-    return at or found
+    return at or frames

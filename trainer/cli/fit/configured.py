@@ -134,8 +134,8 @@ class ConfiguredLine:
         add("--config", action="config", help="a configuration file; may be repeated")
         add("--seed", type=int | None, help="the Trainer's argument; seeds all generators")
         add("--ckpt_path", type=str | None, help="a checkpoint's folder; or last, best or auto")
-        what = "in files: a key, and what it is taken from"
-        add("--links", type=dict[str, str] | None, help=what)
+        text = "in files: a key, and what it is taken from"
+        add("--links", type=dict[str, str] | None, help=text)
         _add_trainer(parser)
         parser.add_subclass_arguments(TrainModule, "model", required=True)
         parser.add_subclass_arguments(DataModule, "data", required=False)
@@ -219,12 +219,12 @@ class ConfiguredLine:
             return self._parsed()
         saved = saved_arguments(read_manifest(chosen).get("hyper_parameters", {}), chosen)
         takes = vars(config.model.get("init_args", Namespace()))
-        kept = {
+        links = {
             name: value for name, value in saved.items() if name in takes and takes[name] != value
         }
-        module = Namespace(class_path=config.model.class_path, init_args=Namespace(**kept))
+        module = Namespace(class_path=config.model.class_path, init_args=Namespace(**links))
         complete = self._parsed(namespace=Namespace(model=module))
-        for name in kept:
+        for name in links:
             if not _is_data(complete.model.init_args[name]):
                 raise CommandError(
                     f"model.init_args.{name}: the value in {chosen} names a class or a function. "
@@ -233,15 +233,17 @@ class ConfiguredLine:
         return complete
 
     def _callbacks(self, settings: dict[str, Any], config: Namespace) -> list[Callback]:
-        given = settings["callbacks"] or []
-        given = [given] if isinstance(given, Callback) else list(given)
+        callbacks = settings["callbacks"] or []
+        callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
         if settings["fast_dev_run"] or settings["barebones"]:  # which write no files
-            return given
+            return callbacks
         if self._stage == "fit":
-            given.append(SavedConfiguration(self._parser.dump(config).rstrip() + "\n"))
-        if self._stage == "predict" and not any(isinstance(one, PredictionWriter) for one in given):
-            given.append(PredictionWriter())
-        return given
+            callbacks.append(SavedConfiguration(self._parser.dump(config).rstrip() + "\n"))
+        if self._stage == "predict" and not any(
+            isinstance(one, PredictionWriter) for one in callbacks
+        ):
+            callbacks.append(PredictionWriter())
+        return callbacks
 
 
 def _add_trainer(parser: ArgumentParser) -> ArgumentParser:
@@ -266,7 +268,7 @@ def _links_in(files: Sequence[str]) -> dict[str, str]:
         except (UnicodeDecodeError, yaml.YAMLError) as error:
             raise CommandError(f"{file} cannot be read as YAML: {error}", code=2) from None
         found = content.get("links") if isinstance(content, dict) else None
-        if isinstance(found, dict) and all(isinstance(each, str) for each in found.values()):
+        if isinstance(found, dict) and all(isinstance(target, str) for target in found.values()):
             links = found  # as of any dict, the last file's
     return links
 

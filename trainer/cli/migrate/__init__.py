@@ -47,20 +47,20 @@ def parser(prog: str) -> argparse.ArgumentParser:
         ],
         codes={0: "nothing is left to do", 1: "something is listed, or a file cannot be read"},
     )
-    what = (
+    text = (
         "a Python program; a YAML file of LightningCLI, for its class paths; a folder of these; or "
         "a .ckpt file of Lightning, which is converted to a checkpoint"
     )
-    made.add_argument("files", type=Path, nargs="+", metavar="FILE", help=what)
-    what = "change imports and class paths, to those of trainer.lightning and trainer.accelerate"
-    made.add_argument("--write", action="store_true", help=what)
-    what = "show each finding of a folder with its line, not the causes with their numbers"
-    made.add_argument("--all", action="store_true", help=what)
+    made.add_argument("files", type=Path, nargs="+", metavar="FILE", help=text)
+    text = "change imports and class paths, to those of trainer.lightning and trainer.accelerate"
+    made.add_argument("--write", action="store_true", help=text)
+    text = "show each finding of a folder with its line, not the causes with their numbers"
+    made.add_argument("--all", action="store_true", help=text)
     add = made.add_argument_group("checkpoints").add_argument
-    what = "the new folder; by default that of the .ckpt file, without the suffix"
-    add("--output", type=Path, metavar="DIR", help=what)
-    what = "how many processes the run had, for a position inside an epoch (default: 1)"
-    add("--num_processes", type=count, metavar="N", default=1, help=what)
+    text = "the new folder; by default that of the .ckpt file, without the suffix"
+    add("--output", type=Path, metavar="DIR", help=text)
+    text = "how many processes the run had, for a position inside an epoch (default: 1)"
+    add("--num_processes", type=count, metavar="N", default=1, help=text)
     return made
 
 
@@ -79,35 +79,35 @@ def run(arguments: argparse.Namespace) -> int:
         raise argparse.ArgumentTypeError("--output belongs to one .ckpt file.")
     for path in checkpoints:
         _convert(path, arguments.output, arguments.num_processes)
-    files = [each for path in arguments.files if path not in checkpoints for each in _files(path)]
-    found: list[tuple[Path, Finding]] = []
+    files = [file for path in arguments.files if path not in checkpoints for file in _files(path)]
+    findings: list[tuple[Path, Finding]] = []
     unread: dict[str, None] = {}
     for path in files:
         try:
-            found += [(path, each) for each in _migrate(path, arguments)]
+            findings += [(path, finding) for finding in _migrate(path, arguments)]
         except CommandError as error:  # the others are examined all the same
             unread[str(error)] = None
     if arguments.all or not any(path.is_dir() for path in arguments.files):
-        for path, each in found:
-            echo(f"{path}:{each.line}: {each.text}")
+        for path, finding in findings:
+            echo(f"{path}:{finding.line}: {finding.text}")
     else:
-        _echo_causes(found)
+        _echo_causes(findings)
     if unread:
         raise CommandError("\n".join(unread))
-    return 1 if found else 0
+    return 1 if findings else 0
 
 
-def _echo_causes(found: Sequence[tuple[Path, Finding]]) -> None:
+def _echo_causes(findings: Sequence[tuple[Path, Finding]]) -> None:
     """Show each cause with its number of findings and its first places, the most frequent first."""
     places: dict[str, list[str]] = defaultdict(list)
-    for path, each in found:
-        places[each.cause].append(f"{path}:{each.line}")
-    for cause, lines in sorted(places.items(), key=lambda each: -len(each[1])):
+    for path, finding in findings:
+        places[finding.cause].append(f"{path}:{finding.line}")
+    for cause, lines in sorted(places.items(), key=lambda item: -len(item[1])):
         more = [f"{len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         echo(f"{len(lines)} x {cause}\n    {', '.join(lines[:_SHOWN] + more)}")
-    if found:
-        files = len({path for path, _ in found})
-        echo(f"{len(found)} findings in {files} files; --all shows each with its line.")
+    if findings:
+        files = len({path for path, _ in findings})
+        echo(f"{len(findings)} findings in {files} files; --all shows each with its line.")
 
 
 def _files(path: Path) -> list[Path]:
@@ -118,18 +118,19 @@ def _files(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    found = [
-        each
-        for each in sorted(path.rglob("*"))
-        if each.suffix in (".py", *_YAML)
-        and each.is_file()
+    scripts = [
+        script
+        for script in sorted(path.rglob("*"))
+        if script.suffix in (".py", *_YAML)
+        and script.is_file()
         and not any(
-            part.startswith(".") or part == "site-packages" for part in each.relative_to(path).parts
+            part.startswith(".") or part == "site-packages"
+            for part in script.relative_to(path).parts
         )
     ]
-    if not found:
+    if not scripts:
         raise CommandError(f"{path} has neither Python programs nor YAML files.")
-    return found
+    return scripts
 
 
 def _migrate_classes(path: Path, arguments: argparse.Namespace) -> list[Finding]:
@@ -137,7 +138,7 @@ def _migrate_classes(path: Path, arguments: argparse.Namespace) -> list[Finding]
     from trainer.cli.migrate.names import value_of
     from trainer.lightning.modules import CLASS_PATH, with_class_paths
 
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
@@ -149,16 +150,16 @@ def _migrate_classes(path: Path, arguments: argparse.Namespace) -> list[Finding]
         try:
             value_of(new)
         except (ImportError, AttributeError) as error:
-            found.append(Finding(line, str(error), str(error)))
+            findings.append(Finding(line, str(error), str(error)))
             return match[0]
         if new != match[0] and not arguments.write:
-            found.append(Finding(line, f"write {new!r}, or pass --write", IMPORTS))
+            findings.append(Finding(line, f"write {new!r}, or pass --write", IMPORTS))
         return new
 
     changed = CLASS_PATH.sub(change, text)
     if arguments.write:
         _rewrite(path, text.encode(), changed.encode())
-    return found
+    return findings
 
 
 def _rewrite(path: Path, text: bytes, changed: bytes) -> None:

@@ -89,7 +89,9 @@ def find(module: cst.Module, path: Path, *, imports: bool) -> list[Finding]:
     places = program.resolve(PositionProvider)
     fits = _SecondFits()
     program.visit(fits)
-    finder.findings += [Finding(places[node].start.line, each, each) for node, each in fits.found]
+    finder.findings += [
+        Finding(places[node].start.line, message, message) for node, message in fits.found
+    ]
     return sorted(set(finder.findings)) if finder.is_known else []
 
 
@@ -205,8 +207,8 @@ class _Finder(cst.CSTVisitor):
         if owner == "self" and name in ("logger", "loggers") and self._scopes[-1].native:
             self._add(node, f"A module's {name} cannot be used: {NO_LOGGER}.")
         if self._is_trainer(owner):
-            theirs = Trainer if owner in self._native else LightningTrainer
-            if name in ATTRIBUTES and not hasattr(theirs, name):
+            owner_class = Trainer if owner in self._native else LightningTrainer
+            if name in ATTRIBUTES and not hasattr(owner_class, name):
                 self._add(node, f"Trainer has no attribute {name!r}: {ATTRIBUTES[name]}.")
 
     def visit_Subscript(self, node: cst.Subscript) -> None:
@@ -216,8 +218,8 @@ class _Finder(cst.CSTVisitor):
             return
         if scope.checkpoint is not None and dotted(node.value) == scope.checkpoint:
             if key in CHECKPOINT_ENTRIES and (scope.native or key != "state_dict"):
-                what = f"{scope.checkpoint}[{key!r}] is not there: {CHECKPOINT_ENTRIES[key]}."
-                self._add(node, what)
+                message = f"{scope.checkpoint}[{key!r}] is not there: {CHECKPOINT_ENTRIES[key]}."
+                self._add(node, message)
         elif key in LOADED_ENTRIES and self._is_loaded(node.value):
             self._add(
                 node,
@@ -243,25 +245,25 @@ class _Finder(cst.CSTVisitor):
     # -- classes -----------------------------------------------------------------------------------
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        bases = [*filter(None, (self._base(each.value) for each in node.bases))]
-        native = any(TrainModule in each.classes and not _of_lightning(each) for each in bases)
+        bases = [*filter(None, (self._base(part.value) for part in node.bases))]
+        native = any(TrainModule in part.classes and not _of_lightning(part) for part in bases)
         self._scopes.append(_Scope(bases[0].kind if bases else None, frozenset(), native))
         for base in bases:
-            for own in self.get_metadata(QualifiedNameProvider, node, set()):
-                self._classes.setdefault(own.name, base)
+            for qualified in self.get_metadata(QualifiedNameProvider, node, set()):
+                self._classes.setdefault(qualified.name, base)
             if native:
                 self._native.add("self.trainer")
             refused = refused_hooks(base.kind, base.classes)
-            for each in node.body.body:
-                if not isinstance(each, cst.FunctionDef):
+            for part in node.body.body:
+                if not isinstance(part, cst.FunctionDef):
                     continue
-                name = each.name.value
+                name = part.name.value
                 if name in refused:
-                    what = f"{name} is never called: {refused[name]}"
-                    self._add(each.name, f"{node.name.value}.{what}", what)
+                    message = f"{name} is never called: {refused[name]}"
+                    self._add(part.name, f"{node.name.value}.{message}", message)
                 elif base.kind == "module":
-                    self._see_parameters(node, each)
-        methods = {each.name.value for each in node.body.body if isinstance(each, cst.FunctionDef)}
+                    self._see_parameters(node, part)
+        methods = {part.name.value for part in node.body.body if isinstance(part, cst.FunctionDef)}
         if not bases and methods & _OF_MODULES:
             for base_class in node.bases:
                 self._see_library(base_class.value, "module or data module")
@@ -269,25 +271,27 @@ class _Finder(cst.CSTVisitor):
     def _see_parameters(self, owner: cst.ClassDef, method: cst.FunctionDef) -> None:
         """List parameters of steps and hooks of Lightning 1."""
         name = method.name.value
-        for each in method.params.params:
-            argument = each.name.value
+        for parameter in method.params.params:
+            argument = parameter.name.value
             if argument not in STEP_ARGUMENTS or not hasattr(TrainModule, name):
                 continue
             if name.endswith("_step") and name.partition("_")[0] in _STEPS:
-                what = f"{argument}, which no step is given here: {STEP_ARGUMENTS[argument]}."
+                message = f"{argument}, which no step is given here: {STEP_ARGUMENTS[argument]}."
             else:
                 takes = ", ".join(signature(getattr(TrainModule, name)).parameters)
-                what = f"{argument}, which no hook is given here: def {name}({takes})."
-            self._add(each, f"{owner.name.value}.{name} takes {what}", f"{name} takes {what}")
+                message = f"{argument}, which no hook is given here: def {name}({takes})."
+            self._add(
+                parameter, f"{owner.name.value}.{name} takes {message}", f"{name} takes {message}"
+            )
 
-    def _see_library(self, node: cst.BaseExpression, what: str) -> None:
+    def _see_library(self, node: cst.BaseExpression, use: str) -> None:
         """List a class of a library, which inherits Lightning's own."""
         called = node.func if isinstance(node, cst.Call) else node
         path = path_of(self, called) or self._objects.get(dotted(node), "")
         is_class = any(part[:1].isupper() for part in path.split(".")[-2:])
         if is_class and is_of_a_library(path, self._path):
             said = f"of a library: {AS_LIGHTNING}."
-            self._add(node, f"{path} is a {what} {said}", f"a {what} {said}")
+            self._add(node, f"{path} is a {use} {said}", f"a {use} {said}")
 
     def _base(self, node: cst.BaseExpression) -> _Base | None:
         for name in self.get_metadata(QualifiedNameProvider, node, set()):
@@ -297,21 +301,21 @@ class _Finder(cst.CSTVisitor):
         if path.startswith("transformers."):
             kind = _OF_TRANSFORMERS.get(path.rpartition(".")[2].removeprefix("Seq2Seq"))
             return _Base(kind, ()) if kind else None
-        found = class_of(path)
+        cls = class_of(path)
         for kind, owner in _KINDS:
-            if found is not None and issubclass(found, owner):
-                return _Base(kind, found.__mro__)
+            if cls is not None and issubclass(cls, owner):
+                return _Base(kind, cls.__mro__)
         return None
 
     # -- calls -------------------------------------------------------------------------------------
 
     def visit_Assign(self, node: cst.Assign) -> None:
         value = node.value
-        for target in (each.target for each in node.targets):
+        for target in (assigned.target for assigned in node.targets):
             if isinstance(value, cst.Call):
                 self._see_variable(target, value.func)
-            for seen, is_so in ((self._loaded, self._is_loaded), (self._paths, self._is_path)):
-                (seen.add if is_so(value) else seen.discard)(dotted(target))
+            for names, is_so in ((self._loaded, self._is_loaded), (self._paths, self._is_path)):
+                (names.add if is_so(value) else names.discard)(dotted(target))
 
     def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
         self._see_variable(node.target, node.annotation.annotation)
@@ -327,77 +331,85 @@ class _Finder(cst.CSTVisitor):
                 self._native.add(dotted(target))
 
     def visit_Call(self, node: cst.Call) -> None:
-        given = {each.keyword.value: each for each in node.args if each.keyword is not None}
+        keywords = {
+            argument.keyword.value: argument
+            for argument in node.args
+            if argument.keyword is not None
+        }
         path = path_of(self, node.func) or ""
         made = class_of(path)
         if path.startswith("transformers.") and path.rpartition(".")[2] in HUGGING_FACE_NAMES:
-            self._see_trainer(given, set())
+            self._see_trainer(keywords, set())
         elif made is not None and issubclass(made, Trainer):
-            own = {*signature(made).parameters} - {"others"}
-            self._see_trainer(given, own | {*signature(Trainer).parameters})
+            parameters = {*signature(made).parameters} - {"others"}
+            self._see_trainer(keywords, parameters | {*signature(Trainer).parameters})
             if issubclass(made, LightningTrainer):
-                self._see_values(given)
-            if "callbacks" in given:
-                value = given["callbacks"].value
+                self._see_values(keywords)
+            if "callbacks" in keywords:
+                value = keywords["callbacks"].value
                 listed = (
                     [e.value for e in value.elements] if isinstance(value, cst.List) else [value]
                 )
-                for each in listed:
-                    self._see_library(each, "callback")
+                for argument in listed:
+                    self._see_library(argument, "callback")
         elif made is not None:
-            self._see_arguments(made, path, given)
+            self._see_arguments(made, path, keywords)
         elif path in TORCH_NAMES:
             self._add(node, f"{path.rpartition('.')[2]}: {TORCH_NAMES[path]}.")
         elif (call := self._reads_file(path, node)) is not None:
             said = f"is given a checkpoint, which is a folder: {CHECKPOINT_CALLS[call]}."
             self._add(node, f"{call} {said}")
         elif isinstance(node.func, cst.Attribute):
-            self._see_method(node, node.func, given)
+            self._see_method(node, node.func, keywords)
 
     def _reads_file(self, path: str, node: cst.Call) -> str | None:
         """Return the name in the table of a call that takes the path of a checkpoint for a file."""
         names = (path, dotted(node.func), dotted(node.func).rpartition(".")[2])
-        name = next((each for each in names if each in CHECKPOINT_CALLS), None)
+        name = next((call for call in names if call in CHECKPOINT_CALLS), None)
         return name if node.args and self._is_path(node.args[0].value) else None
 
     def _is_path(self, node: cst.BaseExpression) -> bool:
         """Return whether a value is the path of a checkpoint."""
         return dotted(node) in self._paths or dotted(node).rpartition(".")[2] in _CHECKPOINTS
 
-    def _see_trainer(self, given: dict[str, cst.Arg], known: set[str]) -> None:
-        unknown = {n: literal(each.value) for n, each in given.items() if n not in known}
+    def _see_trainer(self, keywords: dict[str, cst.Arg], parameters: set[str]) -> None:
+        unknown = {
+            n: literal(argument.value) for n, argument in keywords.items() if n not in parameters
+        }
         names = {*signature(Trainer).parameters}
         for name, said in argument_refusals(unknown, names).items():
-            if said != f"Trainer has no argument {name!r}." or known:
-                self._add(given[name], said)
+            if said != f"Trainer has no argument {name!r}." or parameters:
+                self._add(keywords[name], said)
 
-    def _see_values(self, given: dict[str, cst.Arg]) -> None:
+    def _see_values(self, keywords: dict[str, cst.Arg]) -> None:
         """List values that `trainer.lightning`'s Trainer does not take."""
-        values = {name: literal(each.value) for name, each in given.items()}
+        values = {name: literal(argument.value) for name, argument in keywords.items()}
         for name, check in WRONG_VALUES.items():
             if values.get(name, ...) is not ... and (wrong := check(values)) is not None:
-                self._add(given[name], wrong)
-        if "plugins" in given and (value := values["plugins"]):
-            told = argument_refusals({"plugins": value}, signature(Trainer).parameters)
-            self._add(given["plugins"], told["plugins"])
+                self._add(keywords[name], wrong)
+        if "plugins" in keywords and (value := values["plugins"]):
+            refusals = argument_refusals({"plugins": value}, signature(Trainer).parameters)
+            self._add(keywords["plugins"], refusals["plugins"])
 
-    def _see_arguments(self, made: type, path: str, given: dict[str, cst.Arg]) -> None:
+    def _see_arguments(self, made: type, path: str, keywords: dict[str, cst.Arg]) -> None:
         """List arguments that a class of ours does not take."""
         try:
             takes = signature(made).parameters
         except ValueError:  # an exception or another class that is built in
             return
-        if any(each.kind is Parameter.VAR_KEYWORD for each in takes.values()):
+        if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes.values()):
             return
-        for name in given.keys() - takes.keys():
+        for name in keywords.keys() - takes.keys():
             names = ", ".join(takes)
-            what = f"{original(path)} has no argument {name!r}; it has {names}."
-            self._add(given[name], what)
+            message = f"{original(path)} has no argument {name!r}; it has {names}."
+            self._add(keywords[name], message)
 
-    def _see_method(self, node: cst.Call, func: cst.Attribute, given: dict[str, cst.Arg]) -> None:
+    def _see_method(
+        self, node: cst.Call, func: cst.Attribute, keywords: dict[str, cst.Arg]
+    ) -> None:
         owner, name = dotted(func.value), func.attr.value
         if owner == "self" and name in ("log", "log_dict"):
-            for argument, each in given.items():
+            for argument, each in keywords.items():
                 value = literal(each.value)
                 if argument in LOG_ARGUMENTS and value is not ...:
                     try:
@@ -407,23 +419,23 @@ class _Finder(cst.CSTVisitor):
         for _, holder, methods in self._one[-1:]:
             of_run = owner in ("self", "pl_module") or self._is_trainer(owner)
             if name in methods and (owner == holder or (methods is LIGHTNING_CALLS and of_run)):
-                what = f"{name} in a block of one process: {methods[name]}."
-                self._add(node, f"{owner}.{what}", what)
+                message = f"{name} in a block of one process: {methods[name]}."
+                self._add(node, f"{owner}.{message}", message)
         if self._is_trainer(owner) and name in ("fit", *_EVALUATIONS):
             for number, each in enumerate(node.args):
                 argument = each.keyword.value if each.keyword is not None else ""
                 if argument in ("model", "datamodule") or (not argument and number < 2):
                     self._see_library(each.value, "module or data module")
         if owner in self._native and name in _EVALUATIONS:
-            self._see_evaluation(node, owner, name, given)
+            self._see_evaluation(node, owner, name, keywords)
 
     def _see_evaluation(
-        self, node: cst.Call, owner: str, name: str, given: dict[str, cst.Arg]
+        self, node: cst.Call, owner: str, name: str, keywords: dict[str, cst.Arg]
     ) -> None:
-        if "model" not in given and "module" not in given and len(node.args) == len(given):
+        if "model" not in keywords and "module" not in keywords and len(node.args) == len(keywords):
             self._add(node, f"{owner}.{name} needs the module: {owner}.{name}(module, ...).")
-        for argument in given.keys() & EVALUATION_ARGUMENTS.keys():
-            self._add(given[argument], f"Trainer.{name} has no argument {argument!r}.")
+        for argument in keywords.keys() & EVALUATION_ARGUMENTS.keys():
+            self._add(keywords[argument], f"Trainer.{name} has no argument {argument!r}.")
 
     # -- blocks of one process ---------------------------------------------------------------------
 
@@ -432,19 +444,23 @@ class _Finder(cst.CSTVisitor):
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         kind, outer, native, checkpoint = self._scopes[-1]
-        own = set(outer)
-        for each in (*node.params.posonly_params, *node.params.params, *node.params.kwonly_params):
-            annotation = each.annotation and each.annotation.annotation
+        inner = set(outer)
+        for parameter in (
+            *node.params.posonly_params,
+            *node.params.params,
+            *node.params.kwonly_params,
+        ):
+            annotation = parameter.annotation and parameter.annotation.annotation
             made = class_of(path_of(self, annotation)) if annotation is not None else None
             if made is not None and issubclass(made, Trainer):
-                own.add(each.name.value)
-            elif annotation is None and each.name.value == "trainer" and kind is not None:
-                own.add("trainer")  # of a callback's hook
+                inner.add(parameter.name.value)
+            elif annotation is None and parameter.name.value == "trainer" and kind is not None:
+                inner.add("trainer")  # of a callback's hook
             else:
-                own.discard(each.name.value)
+                inner.discard(parameter.name.value)
         if kind in ("module", "callback") and node.name.value in _OF_CHECKPOINTS:
             checkpoint = node.params.params[-1].name.value if node.params.params else None
-        self._scopes.append(_Scope(kind, frozenset(own), native, checkpoint))
+        self._scopes.append(_Scope(kind, frozenset(inner), native, checkpoint))
         for decorator in node.decorators:
             if (path_of(self, decorator.decorator) or "").endswith(".rank_zero_only"):
                 self._one.append((node.body, "", LIGHTNING_CALLS))
@@ -471,7 +487,7 @@ class _Finder(cst.CSTVisitor):
 
 
 def _of_lightning(base: _Base) -> bool:
-    return any(each.__module__.startswith("trainer.lightning.") for each in base.classes)
+    return any(cls.__module__.startswith("trainer.lightning.") for cls in base.classes)
 
 
 class _SecondFits(cst.CSTVisitor):
@@ -489,9 +505,9 @@ class _SecondFits(cst.CSTVisitor):
         if not isinstance(node.value, cst.Call):
             return
         if class_of(path_of(self, node.value.func)) is Trainer:
-            for name in (dotted(each.target) for each in node.targets):
+            for name in (dotted(fitted.target) for fitted in node.targets):
                 self._made[name] = self._around(node)[1]
-                self._fitted = {each for each in self._fitted if each[0] != name}
+                self._fitted = {fitted for fitted in self._fitted if fitted[0] != name}
 
     def visit_Call(self, node: cst.Call) -> None:
         owner, _, method = dotted(node.func).rpartition(".")

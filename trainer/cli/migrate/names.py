@@ -72,17 +72,17 @@ def value_of(path: str) -> Any:
         AttributeError: There is no such name.
     """
     parts = path.split(".")
-    found: Any = import_module(parts[0])
+    value: Any = import_module(parts[0])
     for at, name in enumerate(parts[1:], start=2):
         try:
-            found = getattr(found, name)
+            value = getattr(value, name)
         except AttributeError:
-            if isclass(found) or not hasattr(found, "__path__"):
+            if isclass(value) or not hasattr(value, "__path__"):
                 raise
-            found = import_module(".".join(parts[:at]))
-        if isclass(found) or not hasattr(found, "__spec__"):
-            return found  # attributes of classes and instances are not looked at
-    return found
+            value = import_module(".".join(parts[:at]))
+        if isclass(value) or not hasattr(value, "__spec__"):
+            return value  # attributes of classes and instances are not looked at
+    return value
 
 
 def class_of(path: str | None) -> type | None:
@@ -90,8 +90,8 @@ def class_of(path: str | None) -> type | None:
     if path is None or not (package_of(path) or path.startswith(("trainer.", "callbacks."))):
         return None
     with suppress(ImportError, AttributeError):
-        found = value_of(moved(path))
-        return found if isclass(found) else None
+        value = value_of(moved(path))
+        return value if isclass(value) else None
     return None
 
 
@@ -123,7 +123,9 @@ def path_of(visitor: Any, node: cst.CSTNode) -> str | None:
         node: An expression.
     """
     names = visitor.get_metadata(cst.metadata.QualifiedNameProvider, node, set())
-    paths = sorted(each.name for each in names if each.source is QualifiedNameSource.IMPORT)
+    paths = sorted(
+        qualified.name for qualified in names if qualified.source is QualifiedNameSource.IMPORT
+    )
     return next((path for path in paths if package_of(path)), paths[0] if paths else None)
 
 

@@ -20,10 +20,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
         ],
         codes={0: "the page is written", 1: "a folder is no run's"},
     )
-    what = "the folder of a run (project_dir), or a record (.jsonl)"
-    made.add_argument("folders", type=Path, nargs="+", metavar="RUN_DIR", help=what)
-    what, default = "the page, replaced if it exists (default: %(default)s)", Path("report.html")
-    made.add_argument("--output", type=Path, metavar="FILE", default=default, help=what)
+    text = "the folder of a run (project_dir), or a record (.jsonl)"
+    made.add_argument("folders", type=Path, nargs="+", metavar="RUN_DIR", help=text)
+    text, default = "the page, replaced if it exists (default: %(default)s)", Path("report.html")
+    made.add_argument("--output", type=Path, metavar="FILE", default=default, help=text)
     made.add_argument("--title", help="the page's title; by default the runs' names")
     return made
 

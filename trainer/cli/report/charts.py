@@ -98,7 +98,9 @@ def charts_of(names: Sequence[str]) -> list[Chart]:
                 title = title.removesuffix(suffix)
         charts.setdefault((section, title), Chart(title, section)).members.append(name)
     order = list(dict.fromkeys(chart.section for chart in charts.values()))
-    order.sort(key=lambda each: (each != "train", _LAST.index(each) + 1 if each in _LAST else 0))
+    order.sort(
+        key=lambda phase: (phase != "train", _LAST.index(phase) + 1 if phase in _LAST else 0)
+    )
     for chart in charts.values():
         chart.members.sort(key=lambda name: not name.startswith("train"))
     return sorted(charts.values(), key=lambda chart: order.index(chart.section))
@@ -165,20 +167,20 @@ def smoothed(values: Floats, strength: float) -> Floats:
         strength: w, from 0 to below 1.
     """
     finite = np.isfinite(values)
-    kept = values[finite].tolist()
-    sums = accumulate(kept, lambda s, x: s * strength + (1 - strength) * x, initial=0.0)
+    present = values[finite].tolist()
+    sums = accumulate(present, lambda s, x: s * strength + (1 - strength) * x, initial=0.0)
     result: Floats = values.copy()
-    result[finite] = np.array(list(sums)[1:]) / (1 - strength ** np.arange(1, len(kept) + 1))
+    result[finite] = np.array(list(sums)[1:]) / (1 - strength ** np.arange(1, len(present) + 1))
     return result
 
 
 def is_noisy(values: Floats) -> bool:
     """Return whether smoothing helps: there are enough values, and they often change direction."""
-    kept = values[np.isfinite(values)]
-    ways = np.sign(np.diff(kept / 2))  # in halves: a difference may overflow
+    present = values[np.isfinite(values)]
+    ways = np.sign(np.diff(present / 2))  # in halves: a difference may overflow
     ways = ways[ways != 0]
     turns = int((ways[1:] != ways[:-1]).sum())
-    return len(kept) >= ENOUGH and turns * ENOUGH >= len(kept)
+    return len(present) >= ENOUGH and turns * ENOUGH >= len(present)
 
 
 @dataclass(frozen=True)
@@ -201,8 +203,8 @@ class _Scale:
 
     def __call__(self, values: Floats) -> Floats:
         """Return the positions of values."""
-        known: Floats = np.log10(values) if self.log else values
-        share: Floats = (known - self.low) / (self.high - self.low)
+        scaled: Floats = np.log10(values) if self.log else values
+        share: Floats = (scaled - self.low) / (self.high - self.low)
         return self.begin + share * (self.end - self.begin)
 
 
@@ -217,8 +219,10 @@ def ticks_of(low: float, high: float, most: int, *, whole: bool = False) -> list
     """
     least = max((high - low) / most, 1.0 if whole else 0.0)
     power = 10.0 ** math.floor(math.log10(least))
-    steps = [each * power for each in _STEPS if not whole or (each * power).is_integer()]
-    step = next((each for each in steps if each >= least * (1 - 1e-9)), 10 * power)
+    steps = [
+        multiple * power for multiple in _STEPS if not whole or (multiple * power).is_integer()
+    ]
+    step = next((multiple for multiple in steps if multiple >= least * (1 - 1e-9)), 10 * power)
     numbers = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
     return [(number * step, _label(number * step, step)) for number in numbers]
 
@@ -252,11 +256,11 @@ def draw(chart: Chart, runs: Sequence[Run], axis: Axis) -> Markup:
         for name, dash in chart.dashes.items():
             if (series := run.metrics.get(name)) is not None:
                 x = axis.place(run, series)
-                known = np.isfinite(x)
-                drawn.append((index, dash, x[known], series, known))
+                finite = np.isfinite(x)
+                drawn.append((index, dash, x[finite], series, finite))
     log = is_logarithmic([series for *_, series, _ in drawn])
     least = 1 / _DRAWN if log else -_DRAWN
-    shown = [series.values[known & series.finite] for *_, series, known in drawn]
+    shown = [series.values[finite & series.finite] for *_, series, finite in drawn]
     heights = np.concatenate([*shown, np.empty(0)]).clip(least, _DRAWN)
     low, high = _range(np.log10(heights) if log else heights, _UP)
     rows = _decades(low, high) if log else ticks_of(low, high, 6)
@@ -266,10 +270,10 @@ def draw(chart: Chart, runs: Sequence[Run], axis: Axis) -> Markup:
     low, high = _range(widths, _ACROSS)
     across = _Scale(low, high, left, _WIDTH - _RIGHT)
     parts = _grid(rows, ticks_of(low, high, 6, whole=axis.name == "step"), across, up)
-    for index, dash, x, series, known in drawn:
-        values = series.values[known]
+    for index, dash, x, series, finite in drawn:
+        values = series.values[finite]
         clipped = np.where(np.isfinite(values), values.clip(least, _DRAWN), values)
-        curves = {s: c[known].clip(least, _DRAWN) for s, c in curves_of(series).items()}
+        curves = {s: c[finite].clip(least, _DRAWN) for s, c in curves_of(series).items()}
         parts += _lines(across(x), clipped, curves, up, f"var(--run-{index})", dash)
     label = escape(f"{', '.join(chart.members)} over {axis.label}")
     size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}"'
@@ -352,9 +356,9 @@ def _path(kind: str, d: str, color: str) -> str:
 
 def _polyline(x: Floats, y: Floats) -> str:
     """Return lines through points, with a gap at each that is NaN."""
-    known: NDArray[np.bool_] = np.isfinite(y)
-    begins = known & ~np.append(False, known[:-1])
-    points = zip(x[known].tolist(), y[known].tolist(), begins[known].tolist(), strict=True)
+    finite: NDArray[np.bool_] = np.isfinite(y)
+    begins = finite & ~np.append(False, finite[:-1])
+    points = zip(x[finite].tolist(), y[finite].tolist(), begins[finite].tolist(), strict=True)
     return "".join(f"{'M' if begin else 'L'}{a:.1f} {b:.1f}" for a, b, begin in points)
 
 

@@ -73,7 +73,10 @@ def page(runs: Sequence[Run], *, title: str | None = None) -> str:
         parts=list(_parts(runs, axes)),
         axes=axes,
         style=Markup(texts["page.css"] + _colors(len(runs)) + _switches()),
-        strengths={"ema-0": "none", **{class_of(each): f"{each:g}" for each in STRENGTHS}},
+        strengths={
+            "ema-0": "none",
+            **{class_of(strength): f"{strength:g}" for strength in STRENGTHS},
+        },
         kinds=defaultdict(str, run_summary.KINDS),
         now=run_summary.moment(time.time()),
         columns=COLUMNS,
@@ -111,7 +114,7 @@ def _parts(runs: Sequence[Run], axes: Sequence[Axis]) -> Iterator[dict[str, Any]
 def _facts(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Return what is known of any run, by name with a value for each run."""
     of_runs = [run_summary.overview(run) for run in runs]
-    columns = {name: [each[name] for each in of_runs] for name in of_runs[0]}
+    columns = {name: [facts[name] for facts in of_runs] for name in of_runs[0]}
     return {
         name: values
         for name, values in columns.items()
@@ -121,8 +124,8 @@ def _facts(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 def _events(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     for index, run in enumerate(runs):
-        if found := list(run_summary.events_of(run)):
-            yield {"index": index, "shown": found[:_ROWS], "more": len(found[_ROWS:])}
+        if events := list(run_summary.events_of(run)):
+            yield {"index": index, "shown": events[:_ROWS], "more": len(events[_ROWS:])}
 
 
 def _figure(chart: Chart, runs: Sequence[Run], axes: Sequence[Axis]) -> dict[str, Any]:
@@ -172,12 +175,12 @@ def _checkpoints(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
 
 def _values(of_runs: Sequence[dict[str, Series]]) -> dict[str, dict[int, run_summary.Summary]]:
     """Return the values in short, by metric and number of the run."""
-    names = dict.fromkeys(name for each in of_runs for name in each)
+    names = dict.fromkeys(name for values in of_runs for name in values)
     return {
         name: {
-            index: run_summary.summary_of(each[name])
-            for index, each in enumerate(of_runs)
-            if name in each
+            index: run_summary.summary_of(values[name])
+            for index, values in enumerate(of_runs)
+            if name in values
         }
         for name in names
     }

@@ -37,8 +37,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add = made.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN_DIR", help=f"a run's folder, or its {RECORD}")
     add("--metrics", type=_names, metavar="NAME,…", help="only these; * matches anything")
-    what = "how often to check for new values (default: 1)"
-    add("--interval", type=_seconds, default=1.0, metavar="SECONDS", help=what)
+    text = "how often to check for new values (default: 1)"
+    add("--interval", type=_seconds, default=1.0, metavar="SECONDS", help=text)
     add("--once", action="store_true", help="show the current state and exit")
     return made
 
@@ -81,15 +81,15 @@ def run(arguments: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # for terminals without such characters
         sys.stdout.reconfigure(errors="replace")
     console = Console()
-    for each in runs:
-        each.read()
+    for followed in runs:
+        followed.read()
     if not arguments.once and sys.stdout.isatty() and not console.is_dumb_terminal:
         try:
             _follow(runs, arguments.metrics, arguments.interval, console)
         finally:  # the alternate screen is closed: leave the last frame on the normal one
             console.print(frame(runs, arguments.metrics, console))
     console.print(frame(runs, arguments.metrics, console))
-    return int(not all(each.record.exists for each in runs))
+    return int(not all(followed.record.exists for followed in runs))
 
 
 def _follow(
@@ -105,7 +105,7 @@ def _follow(
         size = console.size
         while True:
             time.sleep(interval)
-            came = [each.read() for each in runs]
+            came = [followed.read() for followed in runs]
             if any(came) or console.size != size:
                 size = console.size
                 live.update(frame(runs, patterns, console, height=console.height), refresh=True)

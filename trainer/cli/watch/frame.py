@@ -59,13 +59,13 @@ def frame(
     """
     plain = console.options.ascii_only
     series = [run.metrics for run in runs]
-    known = list(dict.fromkeys(name for each in series for name in each))
-    names, parts = known, [_about(run, _COLOURS[i % len(_COLOURS)]) for i, run in enumerate(runs)]
+    metrics = list(dict.fromkeys(name for one_series in series for name in one_series))
+    names, parts = metrics, [_about(run, _COLOURS[i % len(_COLOURS)]) for i, run in enumerate(runs)]
     if patterns is not None:
-        hits = {pattern: [n for n in known if fnmatchcase(n, pattern)] for pattern in patterns}
-        names = list(dict.fromkeys(name for found in hits.values() for name in found))
-        if known and (without := [pattern for pattern, found in hits.items() if not found]):
-            text = f"Not recorded so far: {', '.join(without)}. There are: {', '.join(known)}."
+        hits = {pattern: [n for n in metrics if fnmatchcase(n, pattern)] for pattern in patterns}
+        names = list(dict.fromkeys(name for matches in hits.values() for name in matches))
+        if metrics and (without := [pattern for pattern, matches in hits.items() if not matches]):
+            text = f"Not recorded so far: {', '.join(without)}. There are: {', '.join(metrics)}."
             parts.append(_Text(text, style="yellow"))
     head = Group(*parts)
     across = max(1, min(len(names), console.width // _WIDTH))
@@ -82,7 +82,8 @@ def frame(
     for _ in range(across):
         grid.add_column(width=width)
     of_runs = [
-        (run.name if len(runs) > 1 else "", each) for run, each in zip(runs, series, strict=True)
+        (run.name if len(runs) > 1 else "", one_series)
+        for run, one_series in zip(runs, series, strict=True)
     ]
     charts = [_chart(name, of_runs, width, curve, plain=plain) for name in names[:shown]]
     for first in range(0, len(charts), across):
@@ -156,9 +157,9 @@ def _values(label: str, series: Series | None, colour: int, *, plain: bool) -> T
     if summary.bad:
         text.append(f"  {summary.bad} not finite", "red")
     marks = ("min", "max") if plain else ("↓", "↑")
-    for mark, found in zip(marks, (summary.low, summary.high), strict=True):
-        if found:
-            text.append(f"  {mark} {found[0]:.4g} @{found[1]}")
+    for mark, value in zip(marks, (summary.low, summary.high), strict=True):
+        if value:
+            text.append(f"  {mark} {value[0]:.4g} @{value[1]}")
     return text
 
 

@@ -100,17 +100,17 @@ def choose_start(
         CheckpointError: The requested checkpoint is missing or damaged, or does not match the
             module.
     """
-    engine, project = context.accelerator.engine, context.project
+    engine, folders = context.accelerator.engine, context.project.folders
     check_rank_consistency(context.settings, context.callbacks, ckpt_path)
     if engine.parallel.mesh is not None or engine.full_state_on_rank0:
-        check_shared_disk(project.on_each_node)
+        check_shared_disk(context.project.on_each_node)
     check_callbacks_of(engine, context.callbacks)
     on_all(lambda: to_manifest(stage.module), "fit")  # else it fails at the first save
     if ckpt_path is None:
-        project.check_fresh(context.roots())
+        folders.check_fresh(context.roots())
     chosen = context.choose(ckpt_path, sweeps=True)
     if chosen is not None and ckpt_path not in WORDS and holds_weights_only(chosen):
-        project.check_fresh(context.roots())
+        folders.check_fresh(context.roots())
         context.accelerator.print(f"Starting a new run with the weights of {chosen}.")
         if engine.is_model_parallel:
             return None, chosen
@@ -118,7 +118,7 @@ def choose_start(
         return None, None
     if chosen is not None:
         if may_rewind(ckpt_path):
-            project.check_branch(chosen, context.roots())
+            folders.check_branch(chosen, context.roots())
         load_datamodule(stage.datamodule, chosen)
     return chosen, None
 
@@ -357,9 +357,7 @@ def _begin(run: FitRun, weights: Path | None) -> None:
     """Begin a new run: load its initial weights, if there are any, and seed the generators."""
     run.recorder.begin_anew()
     if run.counters.global_step:  # what an earlier run was due for is not due again
-        for schedule in run.intervals.schedules.values():
-            schedule.before = run.progress
-        run.intervals.last_logged = run.counters.global_step
+        run.intervals.begin(run.progress)
     if weights is not None:
         on_all(partial(load_weights, run.module, weights, run.engine), "fit")
     if run.dp_size < run.world_size:  # parts of one model may have drawn other numbers

@@ -267,6 +267,11 @@ class Intervals:
     log_due: bool = False
     last_logged: int = 0
 
+    def begin(self, now: Progress) -> None:
+        """Count from this progress: what was due before it is not due again."""
+        self.val_schedule.before = self.log_schedule.before = now
+        self.last_logged = now.steps
+
     def state_dict(self) -> dict[str, Any]:
         """Return when the run last logged and validated."""
         schedules = {"val": self.val_schedule.state_dict(), "log": self.log_schedule.state_dict()}

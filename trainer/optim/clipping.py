@@ -64,7 +64,7 @@ def clip_(
         The total norm before clipping by norm, a tensor of shape (); None without `max_norm`.
 
     Raises:
-        ValueError: A gradient is sparse.
+        ValueError: A gradient is sparse, and is limited by value, or by norm before torch 2.14.
     """
     parameters = as_list(parameters)
     try:

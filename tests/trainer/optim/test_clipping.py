@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -71,9 +73,28 @@ def test_limits_that_are_not_positive_are_refused(name, limit):
         validate_limits(**given)
 
 
-@pytest.mark.parametrize("limit", ["max_norm", "max_value"])
-def test_sparse_gradients_are_refused_with_what_to_do(limit):
-    table = torch.nn.Embedding(3, 2, sparse=True)
-    table(torch.tensor([1])).sum().backward()
+def sparse_and_dense():
+    """The parameter of a sparse embedding, and of a dense one, with equal gradients."""
+    tables = [torch.nn.Embedding(3, 2, sparse=sparse) for sparse in (True, False)]
+    for table in tables:
+        table(torch.tensor([1, 1, 2])).sum().backward()
+    return [table.weight for table in tables]
+
+
+def test_sparse_gradients_are_clipped_by_norm_or_refused_with_what_to_do():
+    sparse, dense = sparse_and_dense()
+    norm, refusal = None, ""
+    try:
+        norm = clip_([sparse], max_norm=1.0)
+    except ValueError as error:  # torch before 2.14 has no norm of them
+        refusal = str(error)
+    if norm is None:
+        assert re.match(r"Sparse gradients.*its own 'max_grad_norm'", refusal)
+    else:
+        assert norm == clip_([dense], max_norm=1.0)
+        torch.testing.assert_close(sparse.grad.to_dense(), dense.grad)
+
+
+def test_sparse_gradients_are_not_clipped_by_value():
     with pytest.raises(ValueError, match=r"Sparse gradients.*its own 'max_grad_norm'"):
-        clip_(table.parameters(), **{limit: 1.0})
+        clip_(sparse_and_dense()[:1], max_value=1.0)

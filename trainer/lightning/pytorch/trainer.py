@@ -316,7 +316,6 @@ class Trainer(NativeTrainer):
         self._loaders: dict[str, Any] = {}
         self._status = TrainerStatus.INITIALIZING
         self._fn: TrainerFn | None = None
-        self._eval_iterators: list[Any] = []  # of the latest evaluation
         self._root = os.path.normpath(os.path.expanduser(default_root_dir or Path.cwd()))
         self._checkpoints = None if self._loggers else Path(self._root, "checkpoints").absolute()
         self._arguments = {
@@ -442,21 +441,17 @@ class Trainer(NativeTrainer):
             raise
         self._status = TrainerStatus.FINISHED
 
-    @contextmanager
-    def _evaluation(self, stage: str, *args: Any) -> Iterator[Any]:
-        with super()._evaluation(stage, *args) as run:
-            self._eval_iterators = run.eval_iterators
-            yield run
-
     def keep_indices(self) -> None:
         """Let the samplers of an evaluation keep the indices that they draw, for `indices_of`."""
-        for epoch_iterator in self._eval_iterators:
+        assert self._run is not None
+        for epoch_iterator in self._run.eval_iterators:
             if epoch_iterator.sampler is not None:
                 epoch_iterator.sampler.drawn = []
 
     def indices_of(self, batch_idx: int, dataloader_idx: int) -> list[Any]:
         """Return the indices of a batch's samples in the dataset; none if it is a stream."""
-        sampler = self._eval_iterators[dataloader_idx].sampler
+        assert self._run is not None
+        sampler = self._run.eval_iterators[dataloader_idx].sampler
         return sampler.drawn[batch_idx] if sampler is not None and sampler.drawn else []
 
     def _run_dir(self, root: Any, *, dry: bool) -> Path | None:

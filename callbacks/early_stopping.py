@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 from callbacks.monitor import Mode, Monitor, MonitorCallback
-from trainer.checks import check_counts, check_numbers, explained, given
+from trainer.checks import check_counts, check_numbers, given, suggest_arguments
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -49,7 +49,7 @@ class EarlyStopping(MonitorCallback):
         *("stopping_threshold", "divergence_threshold"),
     )
 
-    @explained(
+    @suggest_arguments(
         strict="nothing: a metric that is never logged is an error",
         check_on_train_epoch_end="nothing: each fresh value is judged",
         log_rank_zero_only="nothing: rank 0 logs",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from callbacks.base import Callback
-from trainer.checks import explained
+from trainer.checks import suggest_arguments
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -41,7 +41,7 @@ class LearningRateMonitor(Callback):
         log_weight_decay: Also log ``<name>-weight_decay``.
     """
 
-    @explained(logging_interval="nothing: it records as often as the Trainer's log_every")
+    @suggest_arguments(logging_interval="nothing: it records as often as the Trainer's log_every")
     def __init__(self, *, log_momentum: bool = False, log_weight_decay: bool = False) -> None:
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay

@@ -14,7 +14,7 @@ import torch
 from callbacks.base import Callback
 from callbacks.monitor import Mode, Monitor
 from callbacks.on_exception_checkpoint import save_weights_at
-from trainer.checks import check_bools, check_counts, explained
+from trainer.checks import check_bools, check_counts, suggest_arguments
 from trainer.errors import module_logger
 from trainer.files import absolute_folder
 from trainer.interval import Interval, Progress
@@ -90,7 +90,7 @@ class ModelCheckpoint(Callback):
         "on_save_error",
     )
 
-    @explained(
+    @suggest_arguments(
         every_n_epochs='every="2 epochs"',
         every_n_train_steps="every=500",
         train_time_interval='every="30 minutes"',

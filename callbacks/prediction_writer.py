@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.base import Callback
-from trainer.checks import choice_error, explained
+from trainer.checks import choice_error, suggest_arguments
 from trainer.files import absolute_folder
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class PredictionWriter(Callback):
         TypeError: In ``predict``, if a prediction contains a value of another type.
     """
 
-    @explained(output_dir="dirpath", write_on="write_interval")
+    @suggest_arguments(output_dir="dirpath", write_on="write_interval")
     def __init__(
         self,
         dirpath: str | Path | None = None,

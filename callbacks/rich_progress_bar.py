@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from callbacks.progress_bar import CellOutput, OpenView, ProgressBar, in_notebook
 from callbacks.progress_board import Board, Lines, Row
-from trainer.checks import explained
+from trainer.checks import suggest_arguments
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -156,7 +156,7 @@ class RichProgressBar(ProgressBar):
         ImportError: If rich is not installed.
     """
 
-    @explained(
+    @suggest_arguments(
         leave="nothing: the last state of each bar stays",
         theme="nothing: rich takes the terminal's colours",
         console_kwargs="nothing: it writes to stderr",

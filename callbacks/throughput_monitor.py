@@ -12,7 +12,7 @@ import torch
 from callbacks.base import Callback
 from callbacks.device_peaks import peak_flops
 from callbacks.flops import counting_flops
-from trainer.checks import check_counts, check_numbers, check_positive, explained, given
+from trainer.checks import check_counts, check_numbers, check_positive, given, suggest_arguments
 from trainer.errors import module_logger
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class ThroughputMonitor(Callback):
         ValueError: If an argument is invalid.
     """
 
-    @explained(
+    @suggest_arguments(
         batch_size_fn="nothing: samples are counted, and count_items of the module counts items",
         length_fn="nothing: count_items of the module counts items",
         separator="nothing: names are joined by a slash",

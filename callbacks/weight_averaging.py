@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.averages import Averages
 from callbacks.base import Callback
-from trainer.checks import check_counts, check_numbers, choice_error, explained, given
+from trainer.checks import check_counts, check_numbers, choice_error, given, suggest_arguments
 from trainer.errors import module_logger
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class WeightAveraging(Callback):
         ValueError: An argument is invalid.
     """
 
-    @explained(
+    @suggest_arguments(
         avg_fn="nothing: the average is decay * average + (1 - decay) * weights",
         multi_avg_fn="nothing: the average is decay * average + (1 - decay) * weights",
         device="nothing: the average lies beside the weights",

@@ -32,7 +32,7 @@ from trainer.checkpoint.accelerator_state import PreparedObjects
 from trainer.checkpoint.objects import save
 from trainer.checkpoint.save import run_on_all_ranks
 from trainer.checkpoint.weights import parse_size, save_model, write_model
-from trainer.checks import check_bools, check_numbers, check_type, explained, given
+from trainer.checks import check_bools, check_numbers, check_type, given, suggest_arguments
 from trainer.configuration import (
     AORecipeKwargs,
     AutocastKwargs,
@@ -171,7 +171,7 @@ class Accelerator:
 
     _run_engine: Engine | None = None  # that of a running fit or evaluation of a Trainer
 
-    @explained(
+    @suggest_arguments(
         fp16='mixed_precision="fp16"',
         bf16='mixed_precision="bf16"',
         logging_dir="project_config=ProjectConfiguration(logging_dir=...)",

@@ -105,7 +105,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def explained(**instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def suggest_arguments(**instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that improves a method's error for unknown arguments.
 
     Args:

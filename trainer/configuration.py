@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer import environment
-from trainer.checks import choice_error, explained
+from trainer.checks import choice_error, suggest_arguments
 from trainer.enums import DDPCommunicationHookType, FP8BackendType
 from trainer.errors import module_logger
 
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 def explains_itself(cls: type[_T]) -> type[_T]:
     """Decorate a dataclass so that an unknown argument's error lists the valid arguments."""
     made: Any = cls
-    made.__init__ = explained()(made.__init__)
+    made.__init__ = suggest_arguments()(made.__init__)
     return cls
 
 

@@ -27,6 +27,8 @@ from trainer.state import PartialState
 
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
+# Without it cuBLAS is not deterministic: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+_CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def mix(*values: int) -> int:
@@ -265,10 +267,6 @@ def seeded_iteration(iterable: Iterable[T], seed: int) -> Iterator[T]:
                 return
             inside = _local_state()
         yield value
-
-
-# Without it cuBLAS is not deterministic: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
-_CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from trackers.registry import TrackerChoice
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.resolve import WORDS
 from trainer.checkpoint.save import is_writer_rank, remove_or_warn
-from trainer.checks import check_bools, explained
+from trainer.checks import check_bools, suggest_arguments
 from trainer.configuration import DataLoaderConfiguration, KwargsHandler, ProjectConfiguration
 from trainer.data.epoch_iterator import EpochIterator
 from trainer.deepspeed_plugin import DeepSpeedPlugin
@@ -230,7 +230,7 @@ class Trainer:
 
     _attribute_hints: ClassVar[Mapping[str, str]] = TRAINER_ATTRIBUTES
 
-    @explained(**TRAINER_ARGUMENTS)
+    @suggest_arguments(**TRAINER_ARGUMENTS)
     def __init__(
         self,
         *,
@@ -395,7 +395,7 @@ class Trainer:
 
     # -- entry points --------------------------------------------------------------------------
 
-    # Without `explained`, whose wrapper would be one more frame around each step.
+    # Without `suggest_arguments`, whose wrapper would be one more frame around each step.
     def fit(
         self,
         module: TrainModule | None = None,
@@ -499,7 +499,7 @@ class Trainer:
                 self.accelerator._run_engine = None
                 run.engine.close()
 
-    @explained(**EVALUATION_ARGUMENTS)
+    @suggest_arguments(**EVALUATION_ARGUMENTS)
     def validate(
         self,
         module: TrainModule | None = None,
@@ -514,7 +514,7 @@ class Trainer:
         with self._evaluation("validate", module, dataloaders, datamodule, ckpt_path) as run:
             return [] if are_empty(run.eval_iterators) else evaluate(run, VALIDATION)
 
-    @explained(**EVALUATION_ARGUMENTS)
+    @suggest_arguments(**EVALUATION_ARGUMENTS)
     def test(
         self,
         module: TrainModule | None = None,
@@ -540,7 +540,7 @@ class Trainer:
         with self._evaluation("test", module, dataloaders, datamodule, ckpt_path) as run:
             return [] if are_empty(run.eval_iterators) else evaluate(run, TEST)
 
-    @explained(**EVALUATION_ARGUMENTS)
+    @suggest_arguments(**EVALUATION_ARGUMENTS)
     def predict(
         self,
         module: TrainModule | None = None,

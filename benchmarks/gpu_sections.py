@@ -48,9 +48,9 @@ from trainer import (
     Trainer,
     TrainModule,
 )
+from trainer.configuration import TorchDynamoPlugin
 from trainer.engines.ddp import DataParallel, Replicas
 from trainer.engines.fsdp import FullyShard
-from trainer.plugins import TorchDynamoPlugin
 from trainer.state import AcceleratorState
 
 NO_TIME = "not measured: the time was over"

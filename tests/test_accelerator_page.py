@@ -23,7 +23,7 @@ from trainer import Accelerator, AcceleratorState, GradientState, PartialState
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "accelerator.md"
 
-# Engines that are refused: their fields are those of the documentation, in trainer/plugins.py.
+# Engines that are refused: their fields are those of the documentation, in trainer/configuration/.
 REFUSED = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin", "MegatronLMPlugin"}
 # Of the trainer, not of a loop of one's own; and the classes that have tables of their own.
 ELSEWHERE = {

@@ -28,21 +28,26 @@ if TYPE_CHECKING:
         AORecipeKwargs,
         AutocastKwargs,
         DataLoaderConfiguration,
+        DeepSpeedPlugin,
         DistributedDataParallelKwargs,
         FP8RecipeKwargs,
+        FullyShardedDataParallelPlugin,
         GradientAccumulationPlugin,
         GradScalerKwargs,
         InitProcessGroupKwargs,
         KwargsHandler,
+        MegatronLMPlugin,
         MSAMPRecipeKwargs,
+        ParallelismConfig,
         ProfileKwargs,
         ProjectConfiguration,
         TERecipeKwargs,
+        TorchDynamoPlugin,
+        TorchTensorParallelPlugin,
     )
     from trainer.data.combined import CombinedLoader
     from trainer.data.prepare import skip_first_batches
     from trainer.datamodule import DataModule
-    from trainer.deepspeed_plugin import DeepSpeedPlugin
     from trainer.distributed.objects import gather_object
     from trainer.enums import (
         DDPCommunicationHookType,
@@ -62,16 +67,9 @@ if TYPE_CHECKING:
     from trainer.launch.notebook import debug_launcher, notebook_launcher
     from trainer.local_sgd import LocalSGD
     from trainer.logging import get_logger
-    from trainer.megatron_plugin import MegatronLMPlugin
     from trainer.memory import find_executable_batch_size, release_memory
     from trainer.module import TrainModule
-    from trainer.parallelism import (
-        FullyShardedDataParallelPlugin,
-        ParallelismConfig,
-        TorchTensorParallelPlugin,
-    )
     from trainer.pipeline import PipelineParallel, prepare_pippy
-    from trainer.plugins import TorchDynamoPlugin
     from trainer.rng import set_seed, synchronize_rng_states
     from trainer.state import AcceleratorState, GradientState, PartialState
     from trainer.trainer import Trainer
@@ -86,7 +84,7 @@ _HOME = {
     "DDPCommunicationHookType": "enums",
     "DataLoaderConfiguration": "configuration",
     "DataModule": "datamodule",
-    "DeepSpeedPlugin": "deepspeed_plugin",
+    "DeepSpeedPlugin": "configuration",
     "DistributedDataParallelKwargs": "configuration",
     "DistributedOperationException": "errors",
     "DistributedType": "enums",
@@ -96,16 +94,16 @@ _HOME = {
     "MSAMPRecipeKwargs": "configuration",
     "TERecipeKwargs": "configuration",
     "FP8BackendType": "enums",
-    "FullyShardedDataParallelPlugin": "parallelism",
-    "ParallelismConfig": "parallelism",
-    "TorchTensorParallelPlugin": "parallelism",
+    "FullyShardedDataParallelPlugin": "configuration",
+    "ParallelismConfig": "configuration",
+    "TorchTensorParallelPlugin": "configuration",
     "GradScalerKwargs": "configuration",
     "GradientAccumulationPlugin": "configuration",
     "GradientState": "state",
     "InitProcessGroupKwargs": "configuration",
     "KwargsHandler": "configuration",
     "LoggerType": "enums",
-    "MegatronLMPlugin": "megatron_plugin",
+    "MegatronLMPlugin": "configuration",
     "MetricError": "errors",
     "PartialState": "state",
     "PipelineParallel": "pipeline",
@@ -115,7 +113,7 @@ _HOME = {
     "ProfileKwargs": "configuration",
     "ProjectConfiguration": "configuration",
     "RNGType": "enums",
-    "TorchDynamoPlugin": "plugins",
+    "TorchDynamoPlugin": "configuration",
     "TrainModule": "module",
     "Trainer": "trainer",
     "Tuner": "tuning",

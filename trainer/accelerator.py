@@ -37,22 +37,32 @@ from trainer.configuration import (
     AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FP8RecipeKwargs,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    MegatronLMPlugin,
     MSAMPRecipeKwargs,
+    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
     TERecipeKwargs,
-    at_least,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
     recipe_of,
 )
+from trainer.configuration.dummy_optimizers import (
+    DummyScheduler,
+    MegatronLMDummyScheduler,
+    is_deepspeed_schedule,
+)
+from trainer.configuration.fields import at_least
 from trainer.data.dataloader import PreparedLoader
 from trainer.data.prepare import prepare_data_loader, skip_first_batches
-from trainer.deepspeed_plugin import DeepSpeedPlugin, DummyScheduler, is_deepspeed_schedule
 from trainer.distributed import collectives
 from trainer.distributed.collectives import Trigger
 from trainer.distributed.guards import call_counts
@@ -63,18 +73,11 @@ from trainer.engines.base import Engine, EngineOptions
 from trainer.engines.choose import choose_engine
 from trainer.engines.ddp import communication_of
 from trainer.enums import DistributedType, FP8BackendType, RNGType, SchedulerTick
-from trainer.megatron_plugin import MegatronLMDummyScheduler, MegatronLMPlugin
 from trainer.memory import release_memory
 from trainer.optim.clipping import as_list
 from trainer.optim.lomo import is_lomo, lomo_backward
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.optim.scheduler import AcceleratedScheduler
-from trainer.parallelism import (
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
-    TorchTensorParallelPlugin,
-)
-from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision
 from trainer.rng import as_types
 from trainer.state import AcceleratorState, GradientState, PartialState, is_initialized

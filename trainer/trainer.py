@@ -29,9 +29,18 @@ from trainer.accelerator import Accelerator
 from trainer.checkpoint.resolve import WORDS
 from trainer.checkpoint.save import is_writer_rank, remove_or_warn
 from trainer.checks import check_bools, suggest_arguments
-from trainer.configuration import DataLoaderConfiguration, KwargsHandler, ProjectConfiguration
+from trainer.configuration import (
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    KwargsHandler,
+    MegatronLMPlugin,
+    ParallelismConfig,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
+)
 from trainer.data.epoch_iterator import EpochIterator
-from trainer.deepspeed_plugin import DeepSpeedPlugin
 from trainer.distributed.guards import check_collective, decided_by_all
 from trainer.distributed.watchdog import watched
 from trainer.engines.base import Engine, EngineOptions
@@ -70,7 +79,6 @@ from trainer.loops.profiler import SAVING, Begin, profiling
 from trainer.loops.recorder import Recorder
 from trainer.loops.run_directory import Project
 from trainer.loops.state import Counters, FitData, FitRun, Run, Stopping
-from trainer.megatron_plugin import MegatronLMPlugin
 from trainer.metrics import MetricStore, to_floats
 from trainer.module import TrainModule
 from trainer.optim.clipping import validate_limits
@@ -78,12 +86,6 @@ from trainer.optim.configure import SchedulerEntry
 from trainer.optim.finite import Policy
 from trainer.optim.groups import add_group, scale_group
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
-from trainer.parallelism import (
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
-    TorchTensorParallelPlugin,
-)
-from trainer.plugins import TorchDynamoPlugin
 from trainer.rng import deterministic, set_seed
 
 logger = module_logger(__name__)

@@ -34,8 +34,8 @@ from trainer.configuration import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
-from trainer.plugins import TorchDynamoPlugin
 
 NAN, INFINITY = float("nan"), float("inf")
 

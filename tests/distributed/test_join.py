@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 from tests.helpers.engines import no_sync, prepare
 from tests.helpers.ranks import RankError
 from trainer import Accelerator, GradientAccumulationPlugin
+from trainer.configuration import TorchDynamoPlugin
 from trainer.data.prepare import prepare_data_loader
 from trainer.engines.join import join_uneven_inputs
 from trainer.engines.model import unwrap_model
 from trainer.optim.optimizer import AcceleratedOptimizer
-from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision
 from trainer.state import AcceleratorState, GradientState
 

@@ -13,11 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.engines import no_sync, options, prepare, trigger_sync
 from tests.helpers.ranks import RankError
-from trainer.configuration import DistributedDataParallelKwargs
+from trainer.configuration import DistributedDataParallelKwargs, TorchDynamoPlugin
 from trainer.engines.choose import choose_engine
 from trainer.engines.model import prepare_model, unwrap_model
 from trainer.names import bare_state_dict
-from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision
 from trainer.state import PartialState
 

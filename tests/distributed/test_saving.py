@@ -17,9 +17,8 @@ from trainer.checkpoint.accelerator_state import PreparedObjects, load_state, sa
 from trainer.checkpoint.accelerator_state import load_state as load_project
 from trainer.checkpoint.accelerator_state import save_state as save_project
 from trainer.checkpoint.storage import verify
-from trainer.configuration import ProjectConfiguration
+from trainer.configuration import FullyShardedDataParallelPlugin, ProjectConfiguration
 from trainer.errors import CheckpointError, DistributedOperationException
-from trainer.parallelism import FullyShardedDataParallelPlugin
 from trainer.state import PartialState
 
 

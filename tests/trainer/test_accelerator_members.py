@@ -24,17 +24,17 @@ from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    MegatronLMPlugin,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from trainer.data.dispatcher import DataLoaderDispatcher
 from trainer.engines.single import SingleDevice
 from trainer.errors import CheckpointError
-from trainer.megatron_plugin import MegatronLMPlugin
-from trainer.parallelism import FullyShardedDataParallelPlugin
-from trainer.plugins import TorchDynamoPlugin
 from trainer.state import AcceleratorState, GradientState, PartialState
 
 

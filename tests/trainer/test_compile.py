@@ -24,8 +24,8 @@ from callbacks import Callback, ModelCheckpoint
 from tests.helpers import isolation
 from tests.numerics.running import assert_same, copy_of, on_processes, quiet_trainer
 from trainer import Accelerator, Trainer, TrainModule
+from trainer.configuration import TorchDynamoPlugin
 from trainer.engines.compile import compiled_steps, is_compiled
-from trainer.plugins import TorchDynamoPlugin
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),

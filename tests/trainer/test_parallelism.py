@@ -12,7 +12,7 @@ from trainer import (
     ParallelismConfig,
     TorchTensorParallelPlugin,
 )
-from trainer.parallelism import (
+from trainer.configuration import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,

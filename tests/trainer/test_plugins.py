@@ -13,16 +13,10 @@ import torch
 from torch import nn
 
 from trainer.accelerator import Accelerator
-from trainer.deepspeed_plugin import (
-    DeepSpeedPlugin,
-    DummyOptim,
-    DummyScheduler,
-    HfDeepSpeedConfig,
-    get_active_deepspeed_plugin,
-)
+from trainer.configuration import DeepSpeedPlugin, MegatronLMPlugin, TorchDynamoPlugin
+from trainer.configuration.deepspeed import HfDeepSpeedConfig, get_active_deepspeed_plugin
+from trainer.configuration.dummy_optimizers import DummyOptim, DummyScheduler
 from trainer.enums import DynamoBackend
-from trainer.megatron_plugin import MegatronLMPlugin
-from trainer.plugins import TorchDynamoPlugin
 from trainer.state import AcceleratorState
 
 

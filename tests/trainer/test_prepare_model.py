@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from tests.helpers.engines import no_sync, options, prepare, trigger_sync
+from trainer.configuration import TorchDynamoPlugin
 from trainer.engines.choose import choose_engine
 from trainer.engines.compile import compile_model, is_compiled, torch_arguments, uncompiled
 from trainer.engines.ddp import find_ddp
 from trainer.engines.model import prepare_model, unwrap_model, verify_device_map
 from trainer.names import bare_state_dict
-from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision
 
 CPU = torch.device("cpu")

@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 from trainer import Accelerator, Trainer
-from trainer.configuration import GradientAccumulationPlugin
+from trainer.configuration import GradientAccumulationPlugin, TorchDynamoPlugin
 from trainer.enums import DistributedType
 from trainer.environment import Launch
-from trainer.plugins import TorchDynamoPlugin
 from trainer.state import AcceleratorState, GradientState, PartialState, network
 from trainer.state import group as joining
 

@@ -10,12 +10,12 @@ from trainer.big_models import init_empty_weights as init_empty_weights
 from trainer.big_models import init_on_device as init_on_device
 from trainer.big_models import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from trainer.big_models import load_checkpoint_in_model as load_checkpoint_in_model
+from trainer.configuration import ParallelismConfig as ParallelismConfig
 from trainer.data.prepare import skip_first_batches as skip_first_batches
 from trainer.enums import DistributedType as DistributedType
 from trainer.launch.notebook import debug_launcher as debug_launcher
 from trainer.launch.notebook import notebook_launcher as notebook_launcher
 from trainer.memory import find_executable_batch_size as find_executable_batch_size
-from trainer.parallelism import ParallelismConfig as ParallelismConfig
 from trainer.rng import synchronize_rng_states as synchronize_rng_states
 from trainer.state import PartialState as PartialState
 

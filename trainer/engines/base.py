@@ -20,16 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.configuration import DistributedDataParallelKwargs
-from trainer.deepspeed_plugin import DeepSpeedPlugin
+from trainer.configuration import (
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
+    ParallelismConfig,
+    TorchDynamoPlugin,
+)
 from trainer.distributed.parallel import Parallel
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.enums import DistributedType
 from trainer.fp8 import TorchAOLayers, TransformerEngineLayers
-from trainer.megatron_plugin import MegatronLMPlugin
 from trainer.optim.optimizer import OptimizerDriver
-from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
-from trainer.plugins import TorchDynamoPlugin
 
 
 @dataclass(frozen=True, kw_only=True)

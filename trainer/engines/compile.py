@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checks import choice_error
+from trainer.configuration import TorchDynamoPlugin
 from trainer.distributed.process_control import on_all
 from trainer.enums import DynamoBackend
 from trainer.errors import module_logger
 from trainer.names import COMPILED, is_compile_wrapper
-from trainer.plugins import TorchDynamoPlugin
 from trainer.tree import leaves
 
 

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer import environment
-from trainer.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from trainer.configuration import DeepSpeedPlugin
+from trainer.configuration.dummy_optimizers import DummyOptim, DummyScheduler
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.step_sync import StepStats, StepSync
 from trainer.engines.base import EngineOptions

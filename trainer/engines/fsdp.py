@@ -37,6 +37,8 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from trainer.checks import choice_error
+from trainer.configuration import FullyShardedDataParallelPlugin, ParallelismConfig
+from trainer.configuration.parallelism import device_mesh
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.guards import read_back
 from trainer.distributed.objects import all_gather_object
@@ -54,11 +56,6 @@ from trainer.names import bare_names
 from trainer.optim.finite import find_non_finite
 from trainer.optim.lomo import is_lomo
 from trainer.optim.weighting import scale_
-from trainer.parallelism import (
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
-    device_mesh,
-)
 from trainer.rng import load_rng_state, rng_state
 from trainer.state import PartialState
 from trainer.torch_compat import fsdp_groups, reduce_unused_parameters

@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.configuration import MegatronLMPlugin
+from trainer.configuration.dummy_optimizers import MegatronLMDummyScheduler
 from trainer.data.batch import samples_in, take
 from trainer.distributed.guards import forbid_collectives
 from trainer.distributed.objects import all_gather_object, broadcast_object
@@ -39,7 +41,6 @@ from trainer.engines.base import EngineOptions
 from trainer.engines.driving import DrivesOptimizer, Prepared
 from trainer.engines.single import attribute_restorer
 from trainer.enums import DistributedType, DynamoBackend
-from trainer.megatron_plugin import MegatronLMDummyScheduler, MegatronLMPlugin
 from trainer.names import bare_names
 from trainer.optim.finite import find_non_finite
 from trainer.optim.optimizer import parameters_of, twin_of

@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer import environment
+from trainer.configuration import TorchDynamoPlugin
 from trainer.distributed.guards import check_collective
 from trainer.distributed.objects import all_gather_object
 from trainer.engines.base import Engine
 from trainer.engines.compile import compile_model, uncompiled
 from trainer.names import hooks_of, unwrapped
-from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision, unwrap_forward
 from trainer.state import PartialState
 

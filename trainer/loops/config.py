@@ -14,13 +14,13 @@ from callbacks import Callback, Interval, ModelCheckpoint, Progress, ProgressBar
 from trainer.accelerator import Accelerator
 from trainer.checks import check_bools, check_type, choice_error
 from trainer.configuration import (
+    DeepSpeedPlugin,
     GradientAccumulationPlugin,
     ProfileKwargs,
     ProjectConfiguration,
-    at_least,
 )
+from trainer.configuration.fields import at_least
 from trainer.data.epoch_iterator import EpochIterator
-from trainer.deepspeed_plugin import DeepSpeedPlugin
 from trainer.enums import RNGType
 from trainer.hooks import is_overridden
 from trainer.interval import seconds_of

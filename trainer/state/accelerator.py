@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 
 from trainer import environment
 from trainer.checks import choice_error
-from trainer.deepspeed_plugin import DeepSpeedPlugin
+from trainer.configuration import DeepSpeedPlugin, TorchDynamoPlugin
 from trainer.enums import DistributedType, PrecisionType
-from trainer.plugins import TorchDynamoPlugin
 from trainer.state.partial import PartialState
 
 _PLUGINS = (

@@ -19,11 +19,15 @@ _NAMES = {
         save_offload_index set_module_tensor_to_device""",
     "trainer.checkpoint.objects": "load save",
     "trainer.configuration": """
-        AORecipeKwargs AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs
-        FP8RecipeKwargs GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs
-        KwargsHandler MSAMPRecipeKwargs ProfileKwargs ProjectConfiguration TERecipeKwargs""",
-    "trainer.deepspeed_plugin": """
-        DeepSpeedPlugin DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin""",
+        AORecipeKwargs AutocastKwargs DataLoaderConfiguration DeepSpeedPlugin
+        DeepSpeedSequenceParallelConfig DistributedDataParallelKwargs FP8RecipeKwargs
+        FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin
+        InitProcessGroupKwargs KwargsHandler MSAMPRecipeKwargs MegatronLMPlugin ParallelismConfig
+        ProfileKwargs ProjectConfiguration TERecipeKwargs TorchContextParallelConfig
+        TorchDynamoPlugin TorchTensorParallelConfig TorchTensorParallelPlugin""",
+    "trainer.configuration.deepspeed": "HfDeepSpeedConfig get_active_deepspeed_plugin",
+    "trainer.configuration.dummy_optimizers": """
+        DummyOptim DummyScheduler MegatronLMDummyScheduler""",
     "trainer.distributed.collectives": """
         CannotPadNestedTensorWarning broadcast gather pad_across_processes""",
     "trainer.distributed.objects": "broadcast_object_list gather_object",
@@ -39,12 +43,7 @@ _NAMES = {
         convert_model_to_fp8_ao filter_linear_layers find_first_last_linear_layers has_ao_layers""",
     "trainer.launch.configuration": "write_basic_config",
     "trainer.launchers": "debug_launcher notebook_launcher",
-    "trainer.megatron_plugin": "MegatronLMDummyScheduler MegatronLMPlugin",
     "trainer.memory": "find_executable_batch_size release_memory",
-    "trainer.parallelism": """
-        DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin ParallelismConfig
-        TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin""",
-    "trainer.plugins": "TorchDynamoPlugin",
     "trainer.rng": "set_seed synchronize_rng_states",
     "trainer.tree": "concatenate convert_to_fp32 send_to_device slice_tensors",
     "trainer.utils.availability": """

@@ -32,21 +32,34 @@ from trainer.checkpoint.objects import save as save
 from trainer.configuration import AORecipeKwargs as AORecipeKwargs
 from trainer.configuration import AutocastKwargs as AutocastKwargs
 from trainer.configuration import DataLoaderConfiguration as DataLoaderConfiguration
+from trainer.configuration import DeepSpeedPlugin as DeepSpeedPlugin
+from trainer.configuration import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
 from trainer.configuration import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from trainer.configuration import FP8RecipeKwargs as FP8RecipeKwargs
+from trainer.configuration import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainer.configuration import GradientAccumulationPlugin as GradientAccumulationPlugin
 from trainer.configuration import GradScalerKwargs as GradScalerKwargs
 from trainer.configuration import InitProcessGroupKwargs as InitProcessGroupKwargs
 from trainer.configuration import KwargsHandler as KwargsHandler
+from trainer.configuration import MegatronLMPlugin as MegatronLMPlugin
 from trainer.configuration import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+from trainer.configuration import ParallelismConfig as ParallelismConfig
 from trainer.configuration import ProfileKwargs as ProfileKwargs
 from trainer.configuration import ProjectConfiguration as ProjectConfiguration
 from trainer.configuration import TERecipeKwargs as TERecipeKwargs
-from trainer.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
-from trainer.deepspeed_plugin import DummyOptim as DummyOptim
-from trainer.deepspeed_plugin import DummyScheduler as DummyScheduler
-from trainer.deepspeed_plugin import HfDeepSpeedConfig as HfDeepSpeedConfig
-from trainer.deepspeed_plugin import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from trainer.configuration import TorchContextParallelConfig as TorchContextParallelConfig
+from trainer.configuration import TorchDynamoPlugin as TorchDynamoPlugin
+from trainer.configuration import TorchTensorParallelConfig as TorchTensorParallelConfig
+from trainer.configuration import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from trainer.configuration.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
+from trainer.configuration.deepspeed import (
+    get_active_deepspeed_plugin as get_active_deepspeed_plugin,
+)
+from trainer.configuration.dummy_optimizers import DummyOptim as DummyOptim
+from trainer.configuration.dummy_optimizers import DummyScheduler as DummyScheduler
+from trainer.configuration.dummy_optimizers import (
+    MegatronLMDummyScheduler as MegatronLMDummyScheduler,
+)
 from trainer.distributed.collectives import (
     CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
 )
@@ -78,17 +91,8 @@ from trainer.fp8 import has_ao_layers as has_ao_layers
 from trainer.launch.configuration import write_basic_config as write_basic_config
 from trainer.launchers import debug_launcher as debug_launcher
 from trainer.launchers import notebook_launcher as notebook_launcher
-from trainer.megatron_plugin import MegatronLMDummyScheduler as MegatronLMDummyScheduler
-from trainer.megatron_plugin import MegatronLMPlugin as MegatronLMPlugin
 from trainer.memory import find_executable_batch_size as find_executable_batch_size
 from trainer.memory import release_memory as release_memory
-from trainer.parallelism import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
-from trainer.parallelism import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from trainer.parallelism import ParallelismConfig as ParallelismConfig
-from trainer.parallelism import TorchContextParallelConfig as TorchContextParallelConfig
-from trainer.parallelism import TorchTensorParallelConfig as TorchTensorParallelConfig
-from trainer.parallelism import TorchTensorParallelPlugin as TorchTensorParallelPlugin
-from trainer.plugins import TorchDynamoPlugin as TorchDynamoPlugin
 from trainer.rng import set_seed as set_seed
 from trainer.rng import synchronize_rng_states as synchronize_rng_states
 from trainer.tree import concatenate as concatenate

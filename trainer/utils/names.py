@@ -10,7 +10,7 @@ from torch import Generator
 from trainer.checkpoint.weights import BIN_NAME as WEIGHTS_NAME
 from trainer.checkpoint.weights import INDEX_SUFFIX
 from trainer.checkpoint.weights import WEIGHTS_NAME as SAFE_WEIGHTS_NAME
-from trainer.configuration import TRACE_NAME as PROFILE_PATTERN_NAME
+from trainer.configuration.handlers import TRACE_NAME as PROFILE_PATTERN_NAME
 from trainer.distributed.collectives import reduce as _reduce
 from trainer.enums import RNGType
 from trainer.rng import synchronize_rng_states

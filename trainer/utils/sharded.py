@@ -23,10 +23,10 @@ from trainer.checkpoint.objects import load, save
 from trainer.checkpoint.sharded_state import state_like
 from trainer.checkpoint.shards import merge_weights
 from trainer.checkpoint.weights import BIN_NAME, WEIGHTS_NAME, load_weights
+from trainer.configuration import FullyShardedDataParallelPlugin
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.process_control import on_main
 from trainer.names import bare_names
-from trainer.parallelism import FullyShardedDataParallelPlugin
 from trainer.tree import fill_, gathered, map_tree
 from trainer.utils.modules import is_peft_model
 

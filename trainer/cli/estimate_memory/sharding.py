@@ -28,12 +28,12 @@ from trainer.cli.estimate_memory.footprint import (
     kept_for_backward,
     optimizer_state,
 )
+from trainer.configuration import FullyShardedDataParallelPlugin, ParallelismConfig
 from trainer.engines.base import Engine, EngineOptions
 from trainer.engines.choose import choose_engine
 from trainer.engines.fsdp import own_parameters
 from trainer.environment import patch_environment
 from trainer.module import TrainModule
-from trainer.parallelism import FullyShardedDataParallelPlugin, ParallelismConfig
 from trainer.state import PartialState
 from trainer.torch_compat import clear_sharding_cache, register_fake_collectives
 

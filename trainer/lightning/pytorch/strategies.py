@@ -12,11 +12,14 @@ from typing import Any
 from torch import nn
 
 from trainer.checks import given
-from trainer.configuration import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from trainer.deepspeed_plugin import DeepSpeedPlugin
+from trainer.configuration import (
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+)
 from trainer.lightning.missing import getter
 from trainer.migration.values import STRATEGIES, wrong_strategy
-from trainer.parallelism import FullyShardedDataParallelPlugin
 
 _ELSEWHERE = {
     "accelerator": "pass accelerator= to the Trainer",

@@ -1,4 +1,4 @@
-"""Settings of Megatron-LM, and what stands for the schedule that they describe."""
+"""Settings of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.optim import Optimizer
-
 from trainer import environment
 from trainer.checks import check_counts, check_numbers, check_type, choice_error
-from trainer.configuration import check_bool_fields, explains_itself, fill
+from trainer.configuration.fields import check_bool_fields, explains_itself, fill
 
 PREFIX = "MEGATRON_LM_"
 # Fields that stay None unless their variable is set, with the types of their texts.
@@ -307,6 +304,8 @@ class MegatronLMPlugin:
             mixed_precision: The run's: with ``"bf16"`` the model has bfloat16 weights, whose
                 float32 copies are updated.
         """
+        import torch
+
         half = mixed_precision == "bf16"
         dtype = torch.bfloat16 if half else torch.float32
         granularity = "selective" if self.recompute_activations else self.recompute_granularity
@@ -326,114 +325,3 @@ class MegatronLMPlugin:
             "attention_softmax_in_fp32": self.attention_softmax_in_fp32,
         }
         return {name: value for name, value in arguments.items() if value is not None}
-
-
-class MegatronLMDummyScheduler:
-    """Stands for the schedule that a `MegatronLMPlugin` describes.
-
-    Args:
-        optimizer: The optimizer.
-        total_num_steps: The length of the schedule, where the plugin has no `train_iters`: in
-            updates, or for an `Accelerator` with ``scheduler_tick="process"``, in batches of all
-            replicas, as scripts for Accelerate count.
-        warmup_num_steps: The same of its warm-up, for `lr_warmup_iters`.
-        **kwargs: Not used.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_num_steps: int | None = None,
-        warmup_num_steps: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        self.optimizer = optimizer
-        self.total_num_steps = total_num_steps
-        self.warmup_num_steps = warmup_num_steps
-        self.kwargs = kwargs
-
-    def step(self) -> None:
-        """Raise: the plugin's schedule takes its place when it is prepared.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise RuntimeError(
-            "MegatronLMDummyScheduler stands for the schedule of a MegatronLMPlugin: pass "
-            "megatron_lm_plugin, and prepare it together with its optimizer."
-        )
-
-    def per_update(self, processes: int) -> MegatronLMDummyScheduler:
-        """Return one that counts updates, where this one counts batches of processes."""
-        total = self.total_num_steps and self.total_num_steps // processes
-        warmup = self.warmup_num_steps // processes
-        return MegatronLMDummyScheduler(self.optimizer, total, warmup, **self.kwargs)
-
-    def make(self, plugin: MegatronLMPlugin, optimizer: Optimizer) -> Any:
-        """Return the schedule.
-
-        Args:
-            plugin: Describes it.
-            optimizer: The optimizer, whose groups keep their own peak learning rates, and their
-                weight decay unless the plugin has one.
-
-        Raises:
-            ValueError: Its length is not known.
-        """
-        updates = plugin.train_iters or self.total_num_steps
-        decay = plugin.lr_decay_iters or updates
-        if decay is None:
-            raise ValueError(
-                "MegatronLMDummyScheduler has no length: pass total_num_steps, or "
-                "MegatronLMPlugin(train_iters=...)."
-            )
-        if plugin.lr_warmup_fraction is not None:
-            warmup = plugin.lr_warmup_fraction * decay
-        else:
-            warmup = float(plugin.lr_warmup_iters or self.warmup_num_steps)
-        decays = (plugin.start_weight_decay, plugin.end_weight_decay) != (None, None)
-        for group in optimizer.param_groups:
-            group.setdefault("max_lr", group["lr"])
-            own = group.get("weight_decay", 0.0)
-            group.setdefault("wd_mult", float(own != 0) if decays else own)
-        start, end = plugin.start_weight_decay, plugin.end_weight_decay
-        return _Schedule(
-            optimizer,
-            init_lr=0.0,
-            max_lr=optimizer.param_groups[0]["max_lr"],
-            min_lr=plugin.min_lr,
-            lr_warmup_steps=warmup,
-            lr_decay_steps=decay,
-            lr_decay_style=plugin.lr_decay_style,
-            start_wd=(end if start is None else start) if decays else 1.0,
-            end_wd=(start if end is None else end) if decays else 1.0,
-            wd_incr_steps=updates or decay,
-            wd_incr_style=plugin.weight_decay_incr_style if decays else "constant",
-        )
-
-
-class _Schedule:
-    """The schedule of megatron-core, which counts updates."""
-
-    def __init__(self, optimizer: Optimizer, **arguments: Any) -> None:
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-        self.optimizer = optimizer
-        self._schedule: Any = OptimizerParamScheduler(optimizer, **arguments)
-
-    def step(self) -> None:
-        """Advance by one update."""
-        self._schedule.step(increment=1)
-
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rate of each group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates, and what the schedule was made with."""
-        return dict(self._schedule.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the saved update."""
-        self._schedule.num_steps = 0  # loading adds
-        self._schedule.load_state_dict(state)

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer import environment
 from trainer.checks import choice_error
-from trainer.configuration import check_bool_fields, explains_itself, fill
+from trainer.configuration.fields import check_bool_fields, explains_itself, fill
 from trainer.enums import DynamoBackend
 
 _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")

@@ -1,28 +1,26 @@
-"""Settings of DeepSpeed, and what stands for the optimizer and scheduler of its configuration."""
+"""Settings of DeepSpeed, and the configuration that it gets."""
 
 from __future__ import annotations
 
 import base64
 import copy
 import json
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any
 
 from trainer import environment
 from trainer.checks import check_positive, check_type, choice_error
-from trainer.configuration import at_least, check_bool_fields, explains_itself, fill
+from trainer.configuration.fields import at_least, check_bool_fields, explains_itself, fill
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 # Where a field of the plugin is in a configuration.
@@ -487,6 +485,8 @@ class DeepSpeedPlugin:
             ValueError: A value cannot be filled in, or the optimizer is given twice or not at all.
             NotImplementedError: It asks for something that is not supported.
         """
+        from trainer.configuration.dummy_optimizers import DummyOptim
+
         self._check_supported(bf16)
         self.set_moe_leaf_modules(module)
         config = copy.deepcopy(self.deepspeed_config)
@@ -507,7 +507,7 @@ class DeepSpeedPlugin:
             "zero_optimization.stage3_gather_16bit_weights_on_model_save": False
         }
         values |= _hidden_size_values(module)
-        _check_optimizer(config, optimizer)
+        _check_optimizer(config, optimizer, dummy=isinstance(optimizer, DummyOptim))
         if "optimizer" in config and optimizer is None:
             del config["optimizer"]
         elif isinstance(optimizer, DummyOptim):
@@ -519,7 +519,7 @@ class DeepSpeedPlugin:
             if config["optimizer"].get("type", "").lower() in ("adam", "adamw"):
                 # DeepSpeed's own kernel would be compiled at the first start.
                 config["optimizer"].setdefault("params", {}).setdefault("torch_adam", True)
-        _fill(config, values)
+        fill_auto(config, values)
         return config
 
     def _check_supported(self, bf16: bool) -> None:
@@ -560,6 +560,8 @@ class DeepSpeedPlugin:
 
     def set_deepspeed_weakref(self) -> None:
         """Let ``from_pretrained`` of transformers partition a model over several processes."""
+        import torch.distributed as dist
+
         partitions = self.zero3_init_flag and dist.is_initialized() and dist.get_world_size() > 1
         if find_spec("transformers") is None or not (partitions or "transformers" in sys.modules):
             return
@@ -634,11 +636,11 @@ def _cannot_fill(key: str) -> str:
     )
 
 
-def _fill(config: dict[str, Any], values: Mapping[str, Any], prefix: str = "") -> None:
+def fill_auto(config: dict[str, Any], values: Mapping[str, Any], prefix: str = "") -> None:
     """Replace each ``"auto"`` by the value of its dotted key."""
     for key, value in config.items():
         if isinstance(value, dict):
-            _fill(value, values, f"{prefix}{key}.")
+            fill_auto(value, values, f"{prefix}{key}.")
         elif value == "auto":
             if prefix + key not in values:
                 raise ValueError(_cannot_fill(prefix + key))
@@ -660,8 +662,9 @@ def _hidden_size_values(module: nn.Module) -> dict[str, int]:
     }
 
 
-def _check_optimizer(config: Mapping[str, Any], optimizer: Optimizer | None) -> None:
-    dummy = isinstance(optimizer, DummyOptim)
+def _check_optimizer(
+    config: Mapping[str, Any], optimizer: Optimizer | None, *, dummy: bool
+) -> None:
     if "optimizer" in config and optimizer is not None and not dummy:
         raise ValueError(
             f"The DeepSpeed configuration has an optimizer, and the script has a "
@@ -673,126 +676,3 @@ def _check_optimizer(config: Mapping[str, Any], optimizer: Optimizer | None) -> 
             "DummyOptim stands for the optimizer of a DeepSpeed configuration, which has none: "
             "add 'optimizer' to hf_ds_config, or use an optimizer of torch."
         )
-
-
-class DummyOptim(Optimizer):
-    """Stands for the optimizer of a DeepSpeed configuration.
-
-    Args:
-        params: The parameters, or groups of them with options.
-        lr: The learning rate, where the configuration says ``"auto"``.
-        weight_decay: The same of the weight decay.
-        **kwargs: The same of other parameters of the optimizer.
-    """
-
-    def __init__(
-        self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any
-    ) -> None:
-        self.params = list(params)
-        self.lr, self.weight_decay, self.kwargs = lr, weight_decay, kwargs
-        given = [dict(p) for p in self.params if isinstance(p, Mapping)]
-        self.given = given or [{"params": self.params}]
-        super().__init__(self.params, {"lr": lr, "weight_decay": weight_decay})
-
-    def step(self, closure: Any = None) -> Any:  # noqa: ARG002 - of torch
-        """Raise: DeepSpeed makes the update.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise RuntimeError(
-            "DummyOptim stands for the optimizer of a DeepSpeed configuration: pass "
-            "deepspeed_plugin (--use_deepspeed), and prepare it together with its model."
-        )
-
-
-class DummyScheduler:
-    """Stands for the scheduler of a DeepSpeed configuration.
-
-    Args:
-        optimizer: The optimizer.
-        total_num_steps: The length of the schedule, where the configuration says ``"auto"``: in
-            updates, or for an `Accelerator` with ``scheduler_tick="process"``, in batches of all
-            processes, as scripts for Accelerate count.
-        warmup_num_steps: The same of its warm-up, in updates.
-        lr_scheduler_callable: Returns a scheduler for an optimizer, instead of the configuration's.
-        **kwargs: Not used.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_num_steps: int | None = None,
-        warmup_num_steps: int = 0,
-        lr_scheduler_callable: Callable[[Any], Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.optimizer = optimizer
-        self.total_num_steps = total_num_steps
-        self.warmup_num_steps = warmup_num_steps
-        self.lr_scheduler_callable = lr_scheduler_callable
-        self.kwargs = kwargs
-
-    def step(self) -> None:
-        """Raise: the configuration's scheduler takes its place when it is prepared.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise RuntimeError(
-            "DummyScheduler stands for the scheduler of a DeepSpeed configuration: pass "
-            "deepspeed_plugin (--use_deepspeed), and prepare it together with its optimizer."
-        )
-
-    def per_update(self, processes: int) -> DummyScheduler:
-        """Return one whose length counts updates, where this one's counts batches of processes.
-
-        As in Accelerate, the warm-up counts updates in both.
-        """
-        own = copy.copy(self)
-        if own.total_num_steps is not None:
-            own.total_num_steps = math.ceil(own.total_num_steps / processes)
-        return own
-
-    def make(self, plugin: DeepSpeedPlugin, optimizer: Optimizer) -> Any:
-        """Return the scheduler.
-
-        Args:
-            plugin: Has the configuration.
-            optimizer: The optimizer, with its options.
-
-        Raises:
-            ValueError: The configuration has none, or one whose values cannot be filled in.
-        """
-        if self.lr_scheduler_callable is not None:
-            return self.lr_scheduler_callable(optimizer)
-        named = plugin.deepspeed_config.get("scheduler")
-        if named is None:
-            raise ValueError(
-                "DummyScheduler stands for the scheduler of a DeepSpeed configuration, which has "
-                "none: add 'scheduler' to hf_ds_config, or pass lr_scheduler_callable."
-            )
-        from deepspeed.runtime import lr_schedules
-
-        kind = getattr(lr_schedules, named["type"], None) or getattr(
-            torch.optim.lr_scheduler, named["type"], None
-        )
-        if kind is None:
-            names = lr_schedules.VALID_LR_SCHEDULES
-            raise ValueError(choice_error("The scheduler's type", named["type"], names))
-        params = {"scheduler": {"params": dict(named.get("params", {}))}}
-        values = {
-            "scheduler.params.warmup_min_lr": 0,
-            "scheduler.params.warmup_max_lr": optimizer.param_groups[0]["lr"],
-            # DeepSpeed refuses 0.
-            "scheduler.params.warmup_num_steps": max(1, self.warmup_num_steps),
-        }
-        if self.total_num_steps is not None:
-            values["scheduler.params.total_num_steps"] = self.total_num_steps
-        _fill(params, values)
-        return kind(optimizer, **params["scheduler"]["params"])
-
-
-def is_deepspeed_schedule(scheduler: Any) -> bool:
-    """Return whether a scheduler is of a class of DeepSpeed's, which are not torch's."""
-    return type(scheduler).__module__ == "deepspeed.runtime.lr_schedules"

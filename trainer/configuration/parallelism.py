@@ -1,0 +1,361 @@
+"""How a model and its data are split over processes: the dimensions of the device mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer import environment
+from trainer.checks import check_counts, check_type, choice_error
+from trainer.configuration.fields import check_bool_fields, explains_itself, fill
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# From the outermost dimension to the innermost, whose processes are closest to each other.
+_DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+
+
+@explains_itself
+@dataclass(kw_only=True)
+class TorchContextParallelConfig:
+    """Settings of ``cp_size`` above 1.
+
+    Attributes:
+        cp_comm_strategy: ``"allgather"``: each process gets the keys and values of all. None takes
+            ``PARALLELISM_CONFIG_CP_COMM_STRATEGY``, else ``"allgather"``.
+
+    Raises:
+        ValueError: The strategy is unknown.
+        NotImplementedError: It is ``"alltoall"``.
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        """Fill in the strategy and check it."""
+        fill(self, "PARALLELISM_CONFIG_CP_COMM_STRATEGY", cp_comm_strategy="allgather")
+        if self.cp_comm_strategy == "alltoall":
+            raise NotImplementedError(
+                "cp_comm_strategy is 'alltoall', which sends keys and values from process to "
+                "process; here attention gathers them all: use 'allgather'."
+            )
+        if self.cp_comm_strategy != "allgather":
+            raise ValueError(
+                choice_error("cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall"))
+            )
+
+
+@explains_itself
+@dataclass(kw_only=True)
+class DeepSpeedSequenceParallelConfig:
+    """Settings of ``sp_size`` above 1, which is not supported yet.
+
+    Attributes:
+        sp_seq_length: The number of positions, if it is that of all batches; None takes
+            ``PARALLELISM_CONFIG_SP_SEQ_LENGTH``.
+        sp_seq_length_is_variable: Whether it differs between batches; None takes
+            ``PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE``, else True.
+        sp_attn_implementation: The attention of transformers; None takes
+            ``PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION``.
+
+    Raises:
+        ValueError: The length is not positive, or missing where it is that of all batches.
+        TypeError: A value has another type.
+    """
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        """Fill in missing values from the environment and check them."""
+        if self.sp_seq_length is None:
+            self.sp_seq_length = environment.read_int("PARALLELISM_CONFIG_SP_SEQ_LENGTH")
+        fill(self, "PARALLELISM_CONFIG_", sp_seq_length_is_variable=True)
+        fill(self, "PARALLELISM_CONFIG_", sp_attn_implementation=None)
+        check_bool_fields(self)
+        if self.sp_seq_length is not None:
+            check_counts(1, sp_seq_length=self.sp_seq_length)
+        elif not self.sp_seq_length_is_variable:
+            raise ValueError(
+                "sp_seq_length_is_variable is False, but sp_seq_length is not given: pass the "
+                "number of positions of all batches."
+            )
+
+
+@explains_itself
+@dataclass(kw_only=True)
+class TorchTensorParallelConfig:
+    """Settings of ``tp_size`` above 1.
+
+    Attributes:
+        enable_async_tp: Must be False: layers wait for their communication.
+
+    Raises:
+        NotImplementedError: It is True.
+        TypeError: It is not a bool.
+    """
+
+    enable_async_tp: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the value."""
+        check_bool_fields(self)
+        if self.enable_async_tp:
+            raise NotImplementedError(
+                "enable_async_tp=True asks for asynchronous tensor parallelism, which is not "
+                "supported: leave it out."
+            )
+
+
+@explains_itself
+@dataclass(kw_only=True)
+class ParallelismConfig:
+    """The dimensions of the device mesh: their sizes multiply to the number of processes.
+
+    Attributes:
+        dp_replicate_size: Replicas of the model, which read different data; None takes
+            ``PARALLELISM_CONFIG_DP_REPLICATE_SIZE``, else 1.
+        dp_shard_size: Processes that share one replica and read different data (FSDP); None takes
+            ``PARALLELISM_CONFIG_DP_SHARD_SIZE``, else 1.
+        tp_size: Processes that share each layer and read the same data (tensor parallel); None
+            takes ``PARALLELISM_CONFIG_TP_SIZE``, else 1.
+        cp_size: Processes that share each sequence (context parallel): run forward inside
+            `Accelerator.maybe_context_parallel`. None takes ``PARALLELISM_CONFIG_CP_SIZE``, else 1.
+        cp_backend: ``"torch"``; None takes ``PARALLELISM_CONFIG_CP_BACKEND``, else ``"torch"``.
+        sp_size: The same by DeepSpeed's Ulysses; not supported yet. None takes
+            ``PARALLELISM_CONFIG_SP_SIZE``, else 1.
+        sp_backend: ``"deepspeed"``; None takes ``PARALLELISM_CONFIG_SP_BACKEND``, else that.
+        tp_handler: Settings of tensor parallelism; None is the default ones.
+        cp_handler: Settings of context parallelism; None is the default ones, if `cp_size` is above
+            1.
+        sp_handler: Settings of `sp_size`, which have no effect while it is 1.
+
+    Raises:
+        ValueError: A size is below 1, or a backend is unknown.
+        TypeError: A handler has another type.
+        NotImplementedError: `sp_size` is above 1.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: str | None = None
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+
+    def __post_init__(self) -> None:
+        """Fill in missing sizes from the environment."""
+        self.device_mesh: DeviceMesh | None = None
+        for name in _DIMENSIONS:
+            if getattr(self, f"{name}_size") is None:
+                variable = f"PARALLELISM_CONFIG_{name.upper()}_SIZE"
+                size = environment.read_int(variable)
+                setattr(self, f"{name}_size", 1 if size is None else size)
+        check_counts(1, **self._sizes("{}_size"))
+        fill(self, "PARALLELISM_CONFIG_", cp_backend="torch", sp_backend="deepspeed")
+        for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+            if getattr(self, name) != known:
+                raise ValueError(choice_error(name, getattr(self, name), (known,)))
+        check_type("tp_handler", self.tp_handler, TorchTensorParallelConfig)
+        check_type("cp_handler", self.cp_handler, TorchContextParallelConfig)
+        check_type("sp_handler", self.sp_handler, DeepSpeedSequenceParallelConfig)
+        if self.cp_enabled and self.cp_handler is None:
+            self.cp_handler = TorchContextParallelConfig()
+        if self.tp_enabled and self.tp_handler is None:
+            self.tp_handler = TorchTensorParallelConfig()
+        if self.sp_enabled:
+            raise NotImplementedError(
+                f"DeepSpeed's sequence parallelism (sp_size={self.sp_size}) is not supported yet: "
+                "leave sp_size out, or use cp_size."
+            )
+
+    @classmethod
+    def requested(
+        cls, given: ParallelismConfig | None, plugin: TorchTensorParallelPlugin | None = None
+    ) -> ParallelismConfig | None:
+        """Return the given one or the plugin's, or if a variable asks for it, a new one.
+
+        The variable is ``ACCELERATE_USE_PARALLELISM_CONFIG``.
+
+        Raises:
+            ValueError: Both are given.
+        """
+        check_type("parallelism_config", given, cls)
+        check_type("torch_tp_plugin", plugin, TorchTensorParallelPlugin)
+        if plugin is not None and given is not None:
+            raise ValueError("Pass parallelism_config or torch_tp_plugin, not both.")
+        if plugin is not None:
+            return cls(tp_size=plugin.tp_size)
+        asked = given is None and environment.read_flag("ACCELERATE_USE_PARALLELISM_CONFIG")
+        return cls() if asked else given
+
+    def _sizes(self, form: str = "{}") -> dict[str, int]:
+        return {form.format(name): getattr(self, f"{name}_size") for name in _DIMENSIONS}
+
+    @property
+    def total_size(self) -> int:
+        """The number of processes."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many shares of the data there are."""
+        assert self.dp_replicate_size is not None
+        assert self.dp_shard_size is not None
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """How many processes read the same data."""
+        assert self.tp_size is not None
+        assert self.cp_size is not None
+        assert self.sp_size is not None
+        return self.tp_size * self.cp_size * self.sp_size
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are several replicas."""
+        return self._enabled("dp_replicate")
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether a replica is sharded."""
+        return self._enabled("dp_shard")
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are split."""
+        return self._enabled("tp")
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are split."""
+        return self._enabled("cp")
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether sequences are split by DeepSpeed's Ulysses."""
+        return self._enabled("sp")
+
+    def _enabled(self, name: str) -> bool:
+        return bool(getattr(self, f"{name}_size") > 1)
+
+    def _active(self, *names: str) -> list[str]:
+        return [name for name in names if self._enabled(name)]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """The names of the dimensions with several processes."""
+        return self._active(*_DIMENSIONS)
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """The names of the data-parallel dimensions with several processes."""
+        return self._active("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """The names of the other dimensions with several processes."""
+        return self._active("cp", "sp", "tp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """The names of the dimensions over which parameters are sharded."""
+        return self._active("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """The names of the dimensions over which the loss is averaged."""
+        return self._active("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The names of the dimensions of the mesh that `fully_shard` gets."""
+        return self._active("dp_replicate", "dp_shard", "cp")
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the mesh of all dimensions with several processes; collective.
+
+        Args:
+            device_type: ``"cpu"``, ``"cuda"``, …
+        """
+        names = tuple(self.active_mesh_dims) or ("dp_shard",)
+        sizes = {name: getattr(self, f"{name}_size") for name in names}
+        self.device_mesh = device_mesh(device_type, sizes)
+        return self.device_mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh:
+        """Return the mesh; it is built in the first call.
+
+        Raises:
+            ValueError: It has not been built, and `device_type` is not given.
+        """
+        if self.device_mesh is None:
+            if device_type is None:
+                raise ValueError("The device mesh is not built yet: pass device_type.")
+            return self.build_device_mesh(device_type)
+        return self.device_mesh
+
+    def to_json(self) -> dict[str, int]:
+        """Return the sizes by name."""
+        return self._sizes("{}_size")
+
+
+@explains_itself
+@dataclass(kw_only=True)
+class TorchTensorParallelPlugin:
+    """Splits each layer over processes; the same as ``ParallelismConfig(tp_size=...)``.
+
+    Attributes:
+        tp_size: Processes that share each layer; at least 2.
+        torch_device_mesh: A mesh of these processes with one dimension, ``"tp"``. The model is
+            split over an equal mesh, `Accelerator.torch_device_mesh`.
+
+    Raises:
+        ValueError: `tp_size` is below 2, or the mesh has other dimensions or another size.
+    """
+
+    tp_size: int = 1
+    torch_device_mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        """Check both values."""
+        mesh = self.torch_device_mesh
+        if mesh is not None and (mesh.mesh_dim_names != ("tp",) or mesh.size() != self.tp_size):
+            raise ValueError(
+                f"torch_device_mesh has the dimensions {mesh.mesh_dim_names} and {mesh.size()} "
+                f"processes; it must have one, 'tp', of tp_size={self.tp_size} processes."
+            )
+        check_counts(2, tp_size=self.tp_size)
+
+
+_made: tuple[Any, dict[Any, DeviceMesh]] = (None, {})  # the default group, and its meshes
+
+
+def device_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
+    """Return a mesh of all processes; collective when it is the first of its kind.
+
+    Nothing frees the process groups of a mesh, each of which has a communicator or polling threads,
+    so a second run of the same layout gets the mesh of the first.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"``, …
+        sizes: Names of the dimensions -> their sizes.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    global _made
+    if _made[0] is not dist.group.WORLD:
+        _made = (None, {})
+    layout = (device_type, *sizes.items())
+    if layout not in _made[1]:
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        _made = (dist.group.WORLD, _made[1] | {layout: mesh})
+    return _made[1][layout]

@@ -23,7 +23,9 @@ from typing import NamedTuple
 
 import pytest
 
+import trainer.configuration
 from trainer.cli import COMMANDS
+from trainer.configuration.fields import settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -227,7 +229,25 @@ def make_reference() -> str:
         package = import_module(name)
         rows = [f"| `{each}` | {summary_of(getattr(package, each))} |" for each in package.__all__]
         parts.append("\n".join([f"## {name}\n", "| name | what it is |", "|---|---|", *rows]))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, settings_table()]) + "\n"
+
+
+def settings_table() -> str:
+    """The fields of configurations that are options of `trainer launch` and variables."""
+    rows = [
+        f"| `--{each.option}` | {' '.join(f'`{name}`' for name in each.env)} "
+        f"| `{kind}.{field}` | {each.help} |"
+        for kind in trainer.configuration.__all__
+        if inspect.isclass(getattr(trainer.configuration, kind))
+        for field, each in settings_of(getattr(trainer.configuration, kind)).items()
+        if each.help
+    ]
+    head = [
+        "## Options of `trainer launch` that are fields of configurations\n",
+        "A field that is None takes the environment variable.\n",
+        "| option and key of the file | environment variable | field | what it is |",
+    ]
+    return "\n".join([*head, "|---|---|---|---|", *rows])
 
 
 def test_the_reference_is_up_to_date():

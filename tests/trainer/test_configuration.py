@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from math import inf
 
 import pytest
 import torch
 
+import trainer.configuration
 from trainer.checks import choice_error
+from trainer.cli import env
 from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     FP8RecipeKwargs,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -23,6 +27,7 @@ from trainer.configuration import (
     TERecipeKwargs,
     recipe_of,
 )
+from trainer.configuration.fields import settings_of
 from trainer.enums import (
     ComputeEnvironment,
     DDPCommunicationHookType,
@@ -302,3 +307,41 @@ def test_an_earlier_fp8_recipe_is_that_of_transformer_engine():
     found = recipe_of([FP8RecipeKwargs(backend="TE", margin=2, use_autocast_during_eval=True)])
     assert found == TERecipeKwargs(margin=2, fp8_format="E4M3", use_autocast_during_eval=True)
     assert FP8RecipeKwargs(opt_level="O1").optimization_level == "O1"
+
+
+# -- fields with an environment variable -----------------------------------------------------------
+
+
+def with_variables() -> dict[str, list[str]]:
+    """The environment variables of each configuration that has any."""
+    kinds = (getattr(trainer.configuration, name) for name in trainer.configuration.__all__)
+    found = {
+        kind.__name__: [variable for each in settings_of(kind).values() for variable in each.env]
+        for kind in kinds
+        if is_dataclass(kind)
+    }
+    return {name: variables for name, variables in found.items() if variables}
+
+
+def test_trainer_env_shows_the_variable_of_every_field():
+    found = with_variables()
+    assert len(found) == 11
+    assert {name for names in found.values() for name in names} <= set(env.VARIABLES)
+    assert len(set(env.VARIABLES)) == len(env.VARIABLES)
+
+
+@pytest.mark.parametrize("name", with_variables())
+def test_an_empty_variable_counts_as_not_set(monkeypatch, name):
+    kind = getattr(trainer.configuration, name)
+    usual = {each.name: getattr(kind(), each.name) for each in fields(kind)}
+    for variable in with_variables()[name]:
+        monkeypatch.setenv(variable, "")
+    assert {each.name: getattr(kind(), each.name) for each in fields(kind)} == usual
+
+
+def test_an_argument_comes_before_its_variable(monkeypatch):
+    monkeypatch.setenv("FSDP_MIN_NUM_PARAMS", "7")
+    monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "A, B")
+    made = FullyShardedDataParallelPlugin(min_num_params=3)
+    assert (made.min_num_params, made.transformer_cls_names_to_wrap) == (3, ["A", "B"])
+    assert FullyShardedDataParallelPlugin().min_num_params == 7

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainer.cli.parsing import CommandError, command_parser, count, echo, truth
+from trainer.configuration.fields import Setting
 from trainer.enums import DynamoBackend, PrecisionType
 from trainer.environment import DEFAULT_PORT
 from trainer.launch.configuration import (
@@ -22,7 +23,7 @@ from trainer.launch.configuration import (
     machine_configuration,
     write_file,
 )
-from trainer.launch.settings import SECTIONS
+from trainer.launch.settings import DEEPSPEED, DYNAMO, FP8, FSDP, MEGATRON, MESH, SECTIONS
 
 _SPLIT, _SHARDS, _REPLICAS = (
     f"parallelism_config_{name}_size" for name in ("tp", "dp_shard", "dp_replicate")
@@ -123,14 +124,11 @@ def _ask(known: LaunchConfiguration) -> LaunchConfiguration:
     if answers["mixed_precision"] == PrecisionType.FP8:
         fp8 = dict(known.fp8_config or {})
         choose = _one_of("AO", "TE")
-        fp8["fp8_backend"] = _question(
-            "library of fp8 (AO, torchao; TE, TransformerEngine)",
-            fp8.get("fp8_backend", "AO"),
-            choose,
-        )
+        backend = fp8.get("fp8_backend", "AO")
+        fp8["fp8_backend"] = _question(FP8["fp8_backend"].question, backend, choose)
         answers["fp8_config"] = fp8
     answers |= _ask_sharding(known, answers["num_processes"], cpu=answers["use_cpu"])
-    what, backend = "backend of torch.compile (no, inductor, …)", known.dynamo_backend or "no"
+    what, backend = DYNAMO["dynamo_backend"].question, known.dynamo_backend or "no"
     answers["dynamo_backend"] = _question(what, backend, _backend)
     what = "compare shapes before collectives, for debugging (yes, no)"
     answers["debug"] = _question(what, bool(known.debug), truth)
@@ -172,9 +170,7 @@ def _ask_sharding(known: LaunchConfiguration, processes: int, *, cpu: bool) -> d
         return {**answers, "deepspeed_config": chosen}
     elif not cpu and (megatron := _ask_megatron(known.megatron_lm_config)) is not None:
         return {**answers, "megatron_lm_config": megatron}
-    split = _question(
-        "processes that share each layer, tensor parallel", mesh.get(_SPLIT) or 1, count
-    )
+    split = _question(MESH[_SPLIT].question, mesh.get(_SPLIT) or 1, count)
     sizes = [size or 1 for name, size in mesh.items() if name.endswith("_size")]
     if split == mesh.get(_SPLIT) and math.prod(sizes) == processes:
         answers["parallelism_config"] = dict(mesh)  # it may have both replicas and shards
@@ -189,17 +185,20 @@ def _ask_fsdp(known: dict[str, Any] | None) -> dict[str, Any] | None:
     if not _question("shard models over the processes, FSDP (yes, no)", known is not None, truth):
         return None
     chosen = dict(known or {"fsdp_version": 2})
-    for key, asked, usual in (
-        ("fsdp_reshard_after_forward", "release gathered parameters after forward", True),
-        ("fsdp_offload_params", "keep shards in host memory", False),
-        ("fsdp_activation_checkpointing", "recompute activations in backward", False),
-    ):
-        chosen[key] = _question(f"{asked} (yes, no)", truth(str(chosen.get(key, usual))), truth)
-    what = "classes to shard by themselves, as Block (none: those that the model names)"
+    chosen.setdefault("fsdp_reshard_after_forward", True)
+    _ask_bools(FSDP, chosen)
     key = "fsdp_transformer_layer_cls_to_wrap"
-    if (classes := _question(what, chosen.pop(key, None) or "none", str)) != "none":
+    if (classes := _question(FSDP[key].question, chosen.pop(key, None) or "none", str)) != "none":
         chosen[key] = classes
     return chosen
+
+
+def _ask_bools(settings: Mapping[str, Setting], chosen: dict[str, Any]) -> None:
+    """Ask for the settings that are on or off, and put the answers into `chosen`."""
+    for key, each in settings.items():
+        if each.question and each.kind in ("bool", "bool_or_name"):
+            known = truth(str(chosen.get(key, each.fallback)))
+            chosen[key] = _question(f"{each.question} (yes, no)", known, truth)
 
 
 def _ask_megatron(known: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -207,13 +206,9 @@ def _ask_megatron(known: dict[str, Any] | None) -> dict[str, Any] | None:
     if not _question("divide a model of megatron-core (yes, no)", known is not None, truth):
         return None
     chosen = dict(known or {})
-    for name, asked in (
-        ("tp_degree", "processes that share each layer, tensor parallel"),
-        ("pp_degree", "stages of layers, pipeline parallel"),
-        ("num_micro_batches", "micro-batches of each batch, for the stages"),
-    ):
-        key = f"megatron_lm_{name}"
-        chosen[key] = _question(asked, chosen.get(key) or 1, count)
+    for key, each in MEGATRON.items():
+        if each.question:
+            chosen[key] = _question(each.question, chosen.get(key) or each.fallback, count)
     return chosen
 
 
@@ -227,32 +222,25 @@ def _ask_deepspeed(known: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     chosen = dict(known or {})
     key = "deepspeed_config_file"
-    what = "a JSON file with its configuration (none: by these questions)"
-    file = _question(what, chosen.get(key) or "none", str)
+    file = _question(DEEPSPEED[key].question, chosen.get(key) or "none", str)
     if file != "none":
         kept = ("deepspeed_moe_layer_cls_names", "zero3_init_flag")
         return {**{name: chosen[name] for name in kept if name in chosen}, key: file}
     chosen.pop(key, None)
-    what = "ZeRO stage (1 partitions the optimizer's state, 2 also gradients, 3 also parameters)"
-    stage = _question(what, int(chosen.get("zero_stage", 2)), _one_of("0", "1", "2", "3"))
-    chosen["zero_stage"] = stage = int(stage)
-    for key, what, least in (
-        ("offload_optimizer_device", "keep the optimizer's state in host memory", 1),
-        ("offload_param_device", "keep parameters in host memory", 3),
-    ):
+    asked, known_stage = DEEPSPEED["zero_stage"].question, int(chosen.get("zero_stage", 2))
+    chosen["zero_stage"] = stage = int(_question(asked, known_stage, _one_of("0", "1", "2", "3")))
+    for key, least in (("offload_optimizer_device", 1), ("offload_param_device", 3)):
         if stage < least:
             chosen.pop(key, None)
         else:
-            there = _question(f"{what} (yes, no)", chosen.get(key, "none") == "cpu", truth)
-            chosen[key] = "cpu" if there else "none"
-    for key, what, usual in (
-        ("zero3_init_flag", "partition models of transformers while they are loaded", True),
-        ("zero3_save_16bit_model", "save weights in 16 bits", False),
-    ):
-        if stage < 3:
+            there = chosen.get(key, "none") == "cpu"
+            asked = f"{DEEPSPEED[key].question} (yes, no)"
+            chosen[key] = "cpu" if _question(asked, there, truth) else "none"
+    if stage == 3:
+        _ask_bools(DEEPSPEED, chosen)
+    else:
+        for key in ("zero3_init_flag", "zero3_save_16bit_model"):
             chosen.pop(key, None)
-        else:
-            chosen[key] = _question(f"{what} (yes, no)", truth(str(chosen.get(key, usual))), truth)
     return chosen
 
 

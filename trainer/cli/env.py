@@ -12,15 +12,20 @@ from pathlib import Path
 from trainer import environment
 from trainer._siblings import DISTRIBUTION, PACKAGES, locate, shadows, version
 from trainer.cli.parsing import aligned, command_parser, echo, sigint_default
-from trainer.launch import settings
+from trainer.launch.settings import DYNAMO, FP8, SECTIONS
 
 # Only the variables that Cadence reads: others may contain secrets.
 VARIABLES = (
     *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_MIXED_PRECISION"),
     *("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_DEBUG_MODE"),
-    *("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE", "ACCELERATE_DYNAMO_USE_FULLGRAPH"),
-    *settings.VARIABLES,
-    *("ACCELERATE_DYNAMO_USE_DYNAMIC", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
+    *(f"ACCELERATE_{asks.upper()}" for asks, _ in SECTIONS.values()),
+    *(
+        variable
+        for settings in (DYNAMO, *(settings for _, settings in SECTIONS.values()), FP8)
+        for each in settings.values()
+        for variable in each.env
+    ),
+    "MEGATRON_LM_SEQ_LENGTH",
     *("ACCELERATE_BYPASS_DEVICE_MAP", "FORK_LAUNCHED", "ACCELERATE_CPU_AFFINITY"),
     *("ACCELERATE_ENABLE_RICH", "ACCELERATE_USE_SAGEMAKER"),
     "ACCELERATE_INIT_INCLUDE_BUFFERS",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import environment
 from trainer.checks import check_positive, check_type, choice_error
-from trainer.configuration.fields import at_least, check_bool_fields, explains_itself, fill
+from trainer.configuration.fields import at_least, check_bool_fields, explains_itself, fill, setting
 
 if TYPE_CHECKING:
     from torch import nn
@@ -217,44 +217,94 @@ class DeepSpeedPlugin:
         NotImplementedError: Something is not supported.
     """
 
-    hf_ds_config: Any = None
-    gradient_accumulation_steps: int | str | None = None
-    gradient_clipping: float | str | None = None
-    zero_stage: int | None = None
+    hf_ds_config: Any = setting(
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        "text",
+        "a JSON file with a configuration, in place of the rest",
+        question="a JSON file with its configuration (none: by these questions)",
+    )
+    gradient_accumulation_steps: int | str | None = setting(
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", fallback="auto"
+    )
+    zero_stage: int | None = setting(
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+        "stage",
+        "1 partitions the optimizer's state, 2 gradients, 3 parameters (2)",
+        fallback=2,
+        option="zero_stage",
+        question="ZeRO stage (1 partitions the optimizer's state, 2 also gradients, "
+        "3 also parameters)",
+    )
+    offload_optimizer_device: str | None = setting(
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        "device",
+        "where the optimizer's state is: none or cpu (none)",
+        fallback="none",
+        option="offload_optimizer_device",
+        question="keep the optimizer's state in host memory",
+    )
+    offload_param_device: str | None = setting(
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+        "device",
+        "where parameters of stage 3 are: none or cpu (none)",
+        fallback="none",
+        option="offload_param_device",
+        question="keep parameters in host memory",
+    )
+    offload_optimizer_nvme_path: str | None = setting(
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+        "text",
+        "not used: nvme is not supported",
+        fallback="none",
+        option="offload_optimizer_nvme_path",
+    )
+    offload_param_nvme_path: str | None = setting(
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+        "text",
+        "not used: nvme is not supported",
+        fallback="none",
+        option="offload_param_nvme_path",
+    )
+    gradient_clipping: float | str | None = setting(
+        "ACCELERATE_GRADIENT_CLIPPING",
+        "limit",
+        "the maximum norm of gradients, or auto: as the script says",
+        fallback="auto",
+    )
+    zero3_init_flag: bool | None = setting(
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+        "bool",
+        "stage 3 partitions models of transformers on loading (true)",
+        fallback=True,
+        option="zero3_init_flag",
+        question="partition models of transformers while they are loaded",
+    )
+    zero3_save_16bit_model: bool | None = setting(
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+        "bool",
+        "save_model writes the weights in 16 bits (false)",
+        fallback=False,
+        option="zero3_save_16bit_model",
+        question="save weights in 16 bits",
+    )
+    transformer_moe_cls_names: str | None = setting(
+        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "text", "experts that stage 3 gathers together"
+    )
     is_train_batch_min: bool = True
-    offload_optimizer_device: str | None = None
-    offload_param_device: str | None = None
-    offload_optimizer_nvme_path: str | None = None
-    offload_param_nvme_path: str | None = None
-    zero3_init_flag: bool | None = None
-    zero3_save_16bit_model: bool | None = None
-    transformer_moe_cls_names: str | None = None
     enable_msamp: bool | None = None
     msamp_opt_level: str | None = None
 
     def __post_init__(self) -> None:
         """Fill in missing values from the environment and validate all."""
-        fill(self, "ACCELERATE_DEEPSPEED_CONFIG_FILE", hf_ds_config=None)
+        wants_init = self.zero3_init_flag
+        fill(self, "hf_ds_config")
         given = self._configured()
-        fill(
-            self,
-            "ACCELERATE_DEEPSPEED_",
-            zero_stage=2,
-            offload_optimizer_device="none",
-            offload_param_device="none",
-            offload_optimizer_nvme_path="none",
-            offload_param_nvme_path="none",
-            zero3_save_16bit_model=False,
-        )
-        fill(self, "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", transformer_moe_cls_names=None)
-        fill(self, "ACCELERATE_", gradient_accumulation_steps="auto", gradient_clipping="auto")
+        fill(self)
         self._validate()
         self.hf_ds_config = given or HfDeepSpeedConfig(self._made())
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
         is_zero3 = self.hf_ds_config.is_zero3()
-        if is_zero3:
-            fill(self, "ACCELERATE_DEEPSPEED_ZERO3_INIT", zero3_init_flag=True)
-        elif self.zero3_init_flag is None:  # launch files of other stages have the variable too
+        if wants_init is None and not is_zero3:  # launch files of other stages have the variable
             self.zero3_init_flag = False
         if self.zero3_init_flag and not is_zero3:
             raise ValueError(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainer import environment
 from trainer.checks import choice_error
-from trainer.configuration.fields import check_bool_fields, explains_itself, fill
+from trainer.configuration.fields import check_bool_fields, explains_itself, fill, setting
 from trainer.enums import DynamoBackend
 
 _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
@@ -38,34 +37,43 @@ class TorchDynamoPlugin:
         TypeError: A value has the wrong type.
     """
 
-    backend: str | None = None
-    mode: str | None = None
-    fullgraph: bool | None = None
-    dynamic: bool | None = None
+    backend: str | None = setting(
+        "ACCELERATE_DYNAMO_BACKEND",
+        "backend",
+        "compile the steps with this backend, such as inductor",
+        fallback="no",
+        question="backend of torch.compile (no, inductor, …)",
+    )
+    mode: str | None = setting(
+        "ACCELERATE_DYNAMO_MODE", "mode", "mode of torch.compile", fallback="default"
+    )
+    fullgraph: bool | None = setting(
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH", "flag", "allow no graph breaks", fallback=False
+    )
+    dynamic: bool | None = setting(
+        "ACCELERATE_DYNAMO_USE_DYNAMIC", "flag", "compile for dynamic shapes"
+    )
     options: dict[str, Any] | None = None
     disable: bool = False
-    use_regional_compilation: bool | None = None
+    use_regional_compilation: bool | None = setting(
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+        "flag",
+        "compile repeated blocks by themselves",
+        fallback=False,
+    )
 
     def __post_init__(self) -> None:
         """Fill in missing values from the environment and validate all."""
-        fill(self, "ACCELERATE_DYNAMO_", use_regional_compilation=False)
-        if self.backend is None:
-            what, named = "ACCELERATE_DYNAMO_BACKEND", environment.read("ACCELERATE_DYNAMO_BACKEND")
-        else:
-            what, named = "The dynamo backend", str(self.backend)
+        what = "ACCELERATE_DYNAMO_BACKEND" if self.backend is None else "The dynamo backend"
+        fill(self)
+        named = str(self.backend)
         backends = [name.lower() for name in DynamoBackend.list()]
-        if (named or "no").lower() not in backends:
+        if named.lower() not in backends:
             raise ValueError(choice_error(what, named, backends))
         # An enumeration member, which is also a string.
-        self.backend = DynamoBackend((named or "no").upper())
-        if self.mode is None:
-            self.mode = environment.read("ACCELERATE_DYNAMO_MODE") or "default"
+        self.backend = DynamoBackend(named.upper())
         if self.mode not in _MODES:
             raise ValueError(choice_error("The mode of torch.compile", self.mode, _MODES))
-        if self.fullgraph is None:
-            self.fullgraph = environment.read_flag("ACCELERATE_DYNAMO_USE_FULLGRAPH")
-        if self.dynamic is None and environment.read("ACCELERATE_DYNAMO_USE_DYNAMIC"):
-            self.dynamic = environment.read_flag("ACCELERATE_DYNAMO_USE_DYNAMIC")
         check_bool_fields(self)
         if self.options is not None and self.mode != "default":
             raise ValueError(

@@ -1,8 +1,10 @@
-"""What the configurations have in common: checks of their fields, and values of the environment."""
+"""Fields of configurations that have an environment variable, an option and a help as well."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from trainer import environment
@@ -39,27 +41,115 @@ def check_bool_fields(configuration: Any) -> None:
             raise TypeError(f"{owner}: {field.name} is {value!r}; it must be True or False.")
 
 
-def fill(plugin: object, prefix: str, **defaults: Any) -> None:
-    """Set each of these attributes that is None to its environment variable, else to its default.
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a field of a configuration is called outside Python.
+
+    Attributes:
+        env: Its environment variable; one for each value of a tuple.
+        kind: The kind of value, which says how texts are read: see `_READERS` here and, for
+            options, `trainer.launch.options`.
+        fallback: The value of a field that is None and whose variable is not set.
+        help: Its line in ``trainer launch --help``; a setting without one has a variable alone.
+        option: Its name as an option of `trainer launch` and as a key of the configuration file.
+        question: What `trainer config` asks.
+    """
+
+    env: tuple[str, ...]
+    kind: str
+    fallback: Any = None
+    help: str = ""
+    option: str = ""
+    question: str = ""
+
+    def read(self) -> Any:
+        """Return the value in the environment, else the fallback; an empty text is none."""
+        if not any(environment.read(name) for name in self.env):
+            return self.fallback
+        values = [_READERS.get(self.kind, environment.read)(name) for name in self.env]
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def variables(self, value: Any) -> dict[str, Any]:
+        """Return the variables that pass a value to another process."""
+        if len(self.env) > 1:
+            return dict(zip(self.env, value, strict=True))
+        joined = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+        return {self.env[0]: joined}
+
+
+def _read_names(variable: str) -> list[str]:
+    return [name.strip() for name in str(environment.read(variable)).split(",")]
+
+
+def _read_float(variable: str) -> float:
+    return float(str(environment.read(variable)))
+
+
+# By kind; the others are read as they are.
+_READERS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("bool", "bools", "flag"), environment.read_flag),
+    **dict.fromkeys(("count", "int", "stage", "version"), environment.read_int),
+    "float": _read_float,
+    "names": _read_names,
+}
+
+
+def setting(
+    env: str | tuple[str, ...],
+    kind: str = "text",
+    help: str = "",  # noqa: A002 - as argparse calls it
+    *,
+    fallback: Any = None,
+    option: str = "",
+    question: str = "",
+) -> Any:
+    """Return a field that is None unless it is given; `fill` reads it from the environment.
+
+    The arguments are those of `Setting`. The option is the variable in small letters, without
+    ``ACCELERATE_``, unless there is another name.
+    """
+    names = (env,) if isinstance(env, str) else env
+    option = option or names[0].lower().removeprefix("accelerate_")
+    made = Setting(
+        env=names, kind=kind, fallback=fallback, help=help, option=option, question=question
+    )
+    return dataclasses.field(default=None, metadata={"setting": made})
+
+
+def nested(kind: type) -> Any:
+    """Return a field for a configuration inside another one, whose options are options of it."""
+    return dataclasses.field(default=None, metadata={"options": options_of(kind)})
+
+
+def settings_of(kind: type) -> dict[str, Setting]:
+    """Return the settings of a configuration by field."""
+    return {
+        field.name: field.metadata["setting"]
+        for field in dataclasses.fields(kind)
+        if "setting" in field.metadata
+    }
+
+
+def options_of(*kinds: type) -> dict[str, Setting]:
+    """Return the settings of configurations that are options too, by option."""
+    found: dict[str, Setting] = {}
+    for kind in kinds:
+        for field in dataclasses.fields(kind):
+            made = field.metadata.get("setting")
+            if made is not None and made.help:
+                found[made.option] = made
+            found |= field.metadata.get("options", {})
+    return found
+
+
+def fill(configuration: Any, *names: str) -> None:
+    """Set fields that are None to their environment variables, else to their fallbacks.
 
     Args:
-        plugin: The plugin.
-        prefix: The variables' names before the attributes' names, or the whole name of the only
-            one. Texts are converted to the type of the default.
-        **defaults: The defaults by attribute.
+        configuration: The configuration.
+        *names: The fields; none stands for all.
     """
-    for name, default in defaults.items():
-        if getattr(plugin, name) is None:
-            variable = prefix + name.upper() if prefix.endswith("_") else prefix
-            setattr(plugin, name, _read(variable, default))
-
-
-def _read(variable: str, default: Any) -> Any:
-    text = environment.read(variable)
-    if text is None:
-        return default
-    if isinstance(default, bool):
-        return environment.read_flag(variable)
-    if isinstance(default, int):
-        return environment.read_int(variable)
-    return float(text) if isinstance(default, float) else text
+    settings = settings_of(type(configuration))
+    for name in names or settings:
+        if getattr(configuration, name) is None:
+            setattr(configuration, name, settings[name].read())

@@ -7,11 +7,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer import environment
 from trainer.checks import choice_error
-from trainer.configuration.fields import at_least, check_bool_fields, explains_itself, fill
+from trainer.configuration.fields import (
+    Setting,
+    at_least,
+    check_bool_fields,
+    explains_itself,
+    fill,
+    setting,
+)
 from trainer.configuration.handlers import KwargsHandler
 from trainer.enums import FP8BackendType
+
+BACKEND = Setting(
+    env=("ACCELERATE_FP8_BACKEND",),
+    kind="text",
+    help="the library of fp8: AO (torchao, the default) or TE",
+    option="fp8_backend",
+    question="library of fp8 (AO, torchao; TE, TransformerEngine)",
+)
+"""Which recipe is the default."""
 
 
 def recipe_of(handlers: Sequence[object]) -> AORecipeKwargs | TERecipeKwargs:
@@ -40,8 +55,8 @@ def recipe_of(handlers: Sequence[object]) -> AORecipeKwargs | TERecipeKwargs:
             return recipe
         what = type(recipe).__name__
     else:
-        variable = "ACCELERATE_FP8_BACKEND"
-        named = FP8BackendType.parse((environment.read(variable) or "NO").upper(), variable)
+        (variable,) = BACKEND.env
+        named = FP8BackendType.parse((BACKEND.read() or "NO").upper(), variable)
         if named == FP8BackendType.TE:
             return TERecipeKwargs()
         if named != FP8BackendType.MSAMP:
@@ -76,13 +91,23 @@ class AORecipeKwargs(KwargsHandler):
 
     config: Any = None
     module_filter_func: Callable[..., bool] | None = None
-    pad_inner_dim: bool | None = None
-    enable_fsdp_float8_all_gather: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = setting(
+        "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",
+        "bool",
+        "AO: FSDP gathers weights in 8 bits (true)",
+        fallback=True,
+    )
+    pad_inner_dim: bool | None = setting(
+        "ACCELERATE_FP8_PAD_INNER_DIM",
+        "bool",
+        "AO: pad inner dimensions to multiples of 16 (true)",
+        fallback=True,
+    )
 
     def __post_init__(self) -> None:
         """Fill in missing values from the environment and check the types."""
         if self.config is None:
-            fill(self, "ACCELERATE_FP8_", pad_inner_dim=True, enable_fsdp_float8_all_gather=True)
+            fill(self)
         elif not hasattr(self.config, "cast_config_weight"):
             raise TypeError(f"config is {self.config!r}; it must be torchao's Float8LinearConfig.")
         if self.module_filter_func is not None and not callable(self.module_filter_func):
@@ -119,37 +144,51 @@ class TERecipeKwargs(KwargsHandler):
         TypeError: A value has the wrong type.
     """
 
-    use_autocast_during_eval: bool | None = None
-    margin: int | None = None
-    interval: int | None = None
-    fp8_format: str | None = None
-    amax_history_len: int | None = None
-    amax_compute_algo: str | None = None
-    override_linear_precision: tuple[bool, bool, bool] | None = None
-    use_mxfp8_block_scaling: bool | None = None
+    use_autocast_during_eval: bool | None = setting(
+        "ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL",
+        "bool",
+        "TE: 8 bits in evaluations too (false)",
+        fallback=False,
+    )
+    margin: int | None = setting(
+        "ACCELERATE_FP8_MARGIN", "int", "TE: margin of the scale in powers of two (0)", fallback=0
+    )
+    interval: int | None = setting(
+        "ACCELERATE_FP8_INTERVAL", "count", "TE: steps between updates of the scale (1)", fallback=1
+    )
+    fp8_format: str | None = setting(
+        "ACCELERATE_FP8_FORMAT", "text", "TE: HYBRID (the default), E4M3 or E5M2", fallback="HYBRID"
+    )
+    amax_history_len: int | None = setting(
+        "ACCELERATE_FP8_AMAX_HISTORY_LEN",
+        "count",
+        "TE: length of the history of largest values (1024)",
+        fallback=1024,
+    )
+    amax_compute_algo: str | None = setting(
+        "ACCELERATE_FP8_AMAX_COMPUTE_ALGO",
+        "text",
+        "TE: most_recent (the default) or max",
+        fallback="most_recent",
+    )
+    override_linear_precision: tuple[bool, bool, bool] | None = setting(
+        tuple(f"ACCELERATE_FP8_OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD")),
+        "bools",
+        "TE: a higher precision in forward, dgrad, wgrad",
+        fallback=(False, False, False),
+        option="fp8_override_linear_precision",
+    )
+    use_mxfp8_block_scaling: bool | None = setting(
+        "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING",
+        "bool",
+        "TE: scale blocks of values (false)",
+        fallback=False,
+    )
 
     def __post_init__(self) -> None:
         """Fill in missing values from the environment and check all."""
-        prefix = "ACCELERATE_FP8_"
-        fill(
-            self,
-            prefix,
-            use_autocast_during_eval=False,
-            margin=0,
-            interval=1,
-            amax_history_len=1024,
-            amax_compute_algo="most_recent",
-            use_mxfp8_block_scaling=False,
-        )
-        if self.fp8_format is None:
-            self.fp8_format = environment.read(prefix + "FORMAT") or "HYBRID"
+        fill(self)
         self.fp8_format = str(self.fp8_format).upper()
-        if self.override_linear_precision is None:
-            fprop, dgrad, wgrad = (
-                environment.read_flag(f"{prefix}OVERRIDE_{name}")
-                for name in ("FPROP", "DGRAD", "WGRAD")
-            )
-            self.override_linear_precision = fprop, dgrad, wgrad
         check_bool_fields(self)
         at_least(0, "margin", self.margin)
         at_least(1, "interval", self.interval)
@@ -160,7 +199,7 @@ class TERecipeKwargs(KwargsHandler):
         ):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(choice_error(name, value, choices))
-        flags = self.override_linear_precision
+        flags = self.override_linear_precision or ()
         if len(flags) != 3 or not all(isinstance(flag, bool) for flag in flags):
             raise TypeError(
                 f"override_linear_precision is {flags!r}; it must be three bools, of forward, "
@@ -180,11 +219,16 @@ class MSAMPRecipeKwargs(KwargsHandler):
         ValueError: The level is unknown.
     """
 
-    opt_level: str | None = None
+    opt_level: str | None = setting(
+        "ACCELERATE_FP8_OPT_LEVEL",
+        "text",
+        "MS-AMP's, which cannot be installed any more",
+        fallback="O2",
+    )
 
     def __post_init__(self) -> None:
         """Fill in the level and check it."""
-        fill(self, "ACCELERATE_FP8_", opt_level="O2")
+        fill(self)
         if self.opt_level not in ("O1", "O2"):
             raise ValueError(choice_error("opt_level", self.opt_level, ("O1", "O2")))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import environment
 from trainer.checks import check_type, choice_error
-from trainer.configuration.fields import check_bool_fields, explains_itself, fill
+from trainer.configuration.fields import check_bool_fields, explains_itself, fill, setting
 
 if TYPE_CHECKING:
     import torch
@@ -85,56 +85,108 @@ class FullyShardedDataParallelPlugin:
         TypeError: A value has another type.
     """
 
-    fsdp_version: int | None = None
-    sharding_strategy: Any = None
-    reshard_after_forward: Any = None
-    backward_prefetch: Any = None
+    fsdp_version: int | None = setting(
+        "FSDP_VERSION", "version", "whose names the settings have: 1 or 2 (default 2)", fallback=2
+    )
+    sharding_strategy: Any = setting(
+        "FSDP_SHARDING_STRATEGY",
+        "text",
+        "FSDP 1's name for --fsdp_reshard_after_forward",
+        fallback="FULL_SHARD",
+    )
+    reshard_after_forward: Any = setting(
+        "FSDP_RESHARD_AFTER_FORWARD",
+        "bool_or_name",
+        "release gathered parameters after forward (true)",
+        question="release gathered parameters after forward",
+    )
+    auto_wrap_policy: Any = setting(
+        "FSDP_AUTO_WRAP_POLICY",
+        "text",
+        "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP",
+        fallback="TRANSFORMER_BASED_WRAP",
+    )
+    transformer_cls_names_to_wrap: list[str] | None = setting(
+        "FSDP_TRANSFORMER_CLS_TO_WRAP",
+        "names",
+        "classes of submodules to shard by themselves",
+        option="fsdp_transformer_layer_cls_to_wrap",
+        question="classes to shard by themselves, as Block (none: those that the model names)",
+    )
+    min_num_params: int | None = setting(
+        "FSDP_MIN_NUM_PARAMS",
+        "count",
+        "the least parameters of such a submodule, by size",
+        fallback=100_000_000,
+    )
+    cpu_offload: Any = setting(
+        "FSDP_OFFLOAD_PARAMS",
+        "bool",
+        "keep shards in host memory (false)",
+        fallback=False,
+        question="keep shards in host memory",
+    )
+    activation_checkpointing: bool | None = setting(
+        "FSDP_ACTIVATION_CHECKPOINTING",
+        "bool",
+        "recompute activations in backward (false)",
+        fallback=False,
+        question="recompute activations in backward",
+    )
+    activation_checkpointing_offload: bool | None = setting(
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        "bool",
+        "keep their inputs in host memory (false)",
+        fallback=False,
+    )
+    state_dict_type: Any = setting(
+        "FSDP_STATE_DICT_TYPE",
+        "text",
+        "SHARDED_STATE_DICT or FULL_STATE_DICT",
+        fallback="SHARDED_STATE_DICT",
+    )
+    forward_prefetch: bool | None = setting(
+        "FSDP_FORWARD_PREFETCH",
+        "bool",
+        "gather the next submodule during forward (false)",
+        fallback=False,
+    )
+    backward_prefetch: Any = setting(
+        "FSDP_BACKWARD_PREFETCH",
+        "text",
+        "FSDP 1's: BACKWARD_PRE or NO_PREFETCH",
+        fallback="BACKWARD_PRE",
+    )
+    use_orig_params: bool | None = setting(
+        "FSDP_USE_ORIG_PARAMS", "bool", "FSDP 1's: true", fallback=True
+    )
+    cpu_ram_efficient_loading: bool | None = setting(
+        "FSDP_CPU_RAM_EFFICIENT_LOADING",
+        "bool",
+        "only rank 0 reads pretrained weights (false)",
+        fallback=False,
+    )
+    sync_module_states: bool | None = setting(
+        "FSDP_SYNC_MODULE_STATES", "bool", "FSDP 1's: true", fallback=True
+    )
+    ignored_modules: Iterable[Any] | str | None = setting(
+        "FSDP_IGNORED_MODULES", "text", "a regular expression for names of modules not to shard"
+    )
     mixed_precision_policy: Any = None
-    auto_wrap_policy: Any = None
-    cpu_offload: Any = None
-    ignored_modules: Iterable[Any] | str | None = None
-    state_dict_type: Any = None
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True
-    use_orig_params: bool | None = None
     param_init_fn: Callable[..., Any] | None = None
-    sync_module_states: bool | None = None
-    forward_prefetch: bool | None = None
-    activation_checkpointing: bool | None = None
-    activation_checkpointing_offload: bool | None = None
-    cpu_ram_efficient_loading: bool | None = None
-    transformer_cls_names_to_wrap: list[str] | None = None
-    min_num_params: int | None = None
 
     def __post_init__(self) -> None:
         """Fill in missing values from the environment and validate all."""
-        self.sharding_strategy = self._choice("sharding_strategy", tuple(_STRATEGIES), "FULL_SHARD")
+        fill(self)
+        self.sharding_strategy = self._choice("sharding_strategy", tuple(_STRATEGIES))
         self.reshard_after_forward = self._reshard()
-        self.backward_prefetch = self._choice("backward_prefetch", _PREFETCH, "BACKWARD_PRE")
-        self.state_dict_type = self._choice("state_dict_type", _STATE_DICTS, "SHARDED_STATE_DICT")
+        self.backward_prefetch = self._choice("backward_prefetch", _PREFETCH)
+        self.state_dict_type = self._choice("state_dict_type", _STATE_DICTS)
         if not callable(self.auto_wrap_policy):
-            self.auto_wrap_policy = self._choice(
-                "auto_wrap_policy", _WRAP_POLICIES, "TRANSFORMER_BASED_WRAP"
-            )
-        if self.transformer_cls_names_to_wrap is None:
-            named = environment.read("FSDP_TRANSFORMER_CLS_TO_WRAP")
-            if named:
-                self.transformer_cls_names_to_wrap = [each.strip() for each in named.split(",")]
-        fill(self, "FSDP_OFFLOAD_PARAMS", cpu_offload=False)
-        fill(self, "FSDP_VERSION", fsdp_version=2)
-        fill(
-            self,
-            "FSDP_",
-            use_orig_params=True,
-            sync_module_states=True,
-            forward_prefetch=False,
-            activation_checkpointing=False,
-            activation_checkpointing_offload=False,
-            cpu_ram_efficient_loading=False,
-            min_num_params=100_000_000,
-            ignored_modules=None,
-        )
+            self.auto_wrap_policy = self._choice("auto_wrap_policy", _WRAP_POLICIES)
         check_bool_fields(self)
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ValueError(
@@ -173,10 +225,8 @@ class FullyShardedDataParallelPlugin:
         check_type("fsdp_plugin", given, cls)
         return cls() if given is None and environment.read_flag("ACCELERATE_USE_FSDP") else given
 
-    def _choice(self, name: str, choices: Sequence[str], default: str) -> str:
+    def _choice(self, name: str, choices: Sequence[str]) -> str:
         given = getattr(self, name)
-        if given is None:
-            given = environment.read(f"FSDP_{name.upper()}") or default
         # The numbers of torch's enumeration, as accelerate's configuration files have them.
         numbered = str(given).isdigit() and 1 <= int(given) <= len(choices)
         chosen = choices[int(given) - 1] if numbered else getattr(given, "name", str(given)).upper()
@@ -186,8 +236,6 @@ class FullyShardedDataParallelPlugin:
 
     def _reshard(self) -> bool | int:
         given = self.reshard_after_forward
-        if given is None:
-            given = environment.read("FSDP_RESHARD_AFTER_FORWARD")
         if given is None:
             return bool(_STRATEGIES[self.sharding_strategy])
         if isinstance(given, str) and given.isdigit():
@@ -223,7 +271,7 @@ class FullyShardedDataParallelPlugin:
         """
         if state_dict_type is not None:
             self.state_dict_type = state_dict_type
-        self.state_dict_type = self._choice("state_dict_type", _STATE_DICTS, "SHARDED_STATE_DICT")
+        self.state_dict_type = self._choice("state_dict_type", _STATE_DICTS)
         self._check_version_2()
 
     def set_cpu_offload(self) -> None:

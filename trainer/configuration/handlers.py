@@ -15,11 +15,13 @@ from typing import Any
 
 from trainer import environment
 from trainer.checks import choice_error
-from trainer.configuration.fields import at_least, check_bool_fields, explains_itself
+from trainer.configuration.fields import at_least, check_bool_fields, explains_itself, fill, setting
 from trainer.enums import DDPCommunicationHookType
 from trainer.errors import module_logger
 
 logger = module_logger(__name__)
+
+_STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
 @explains_itself
@@ -60,28 +62,24 @@ class GradientAccumulationPlugin(KwargsHandler):
         ValueError: `num_steps` is below 1.
     """
 
-    num_steps: int | None = None
+    num_steps: int | None = setting(_STEPS, "count", fallback=1)
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
         """Resolve `num_steps`, and check types and ranges."""
-        what = "num_steps"
-        if self.num_steps is None:
-            what = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-            named = environment.read_int(what)
-            self.num_steps = 1 if named is None else named
+        what = _STEPS if self.num_steps is None else "num_steps"
+        fill(self)
         at_least(1, what, self.num_steps)
         check_bool_fields(self)
 
     def warn_of_variable(self) -> None:
         """Log a warning if the launcher asks for another number of steps than is used."""
-        variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-        if (named := environment.read_int(variable)) not in (None, self.num_steps):
+        if (named := environment.read_int(_STEPS)) not in (None, self.num_steps):
             logger.warning(
                 f"gradient_accumulation_steps={self.num_steps} of the script is used, not "
-                f"{variable}={named} of the launcher. To use that, leave the argument out."
+                f"{_STEPS}={named} of the launcher. To use that, leave the argument out."
             )
 
 

@@ -8,33 +8,10 @@ from typing import Any
 
 from trainer import environment
 from trainer.checks import check_counts, check_numbers, check_type, choice_error
-from trainer.configuration.fields import check_bool_fields, explains_itself, fill
+from trainer.configuration.fields import check_bool_fields, explains_itself, fill, setting
 
-PREFIX = "MEGATRON_LM_"
-# Fields that stay None unless their variable is set, with the types of their texts.
-_OPTIONAL: dict[str, type[Any]] = {
-    "decoder_last_pipeline_num_layers": int,
-    "recompute_granularity": str,
-    "recompute_method": str,
-    "recompute_num_layers": int,
-    "expert_model_parallel_size": int,
-    "context_parallel_size": int,
-    "expert_tensor_parallel_size": int,
-    "attention_dropout": float,
-    "hidden_dropout": float,
-    "seq_length": int,
-    "use_custom_fsdp": bool,
-    "overlap_cpu_optimizer_d2h_h2d": bool,
-    "no_load_optim": bool,
-    "eod_mask_loss": bool,
-    "no_save_optim": bool,
-    "optimizer_cpu_offload": bool,
-    "use_precision_aware_optimizer": bool,
-    "attention_backend": bool,
-    "attention_softmax_in_fp32": bool,
-    "calculate_per_token_loss": bool,
-    "use_rotary_position_embeddings": bool,
-}
+_REFUSED = ("bool", "not supported: the error says what to use")
+_ONLY_ONE = ("count", "only 1 is supported")
 _CHOICES = {
     "weight_decay_incr_style": ("constant", "linear", "cosine"),
     "lr_decay_style": ("constant", "linear", "cosine"),
@@ -151,33 +128,98 @@ class MegatronLMPlugin:
         TypeError: A value has the wrong type.
     """
 
-    tp_degree: int | None = None
-    pp_degree: int | None = None
-    use_custom_fsdp: bool | None = None
-    overlap_cpu_optimizer_d2h_h2d: bool | None = None
-    no_load_optim: bool | None = None
-    eod_mask_loss: bool | None = None
-    no_save_optim: bool | None = None
-    optimizer_cpu_offload: bool | None = None
-    use_precision_aware_optimizer: bool | None = None
-    decoder_last_pipeline_num_layers: int | None = None
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    attention_backend: bool | None = None
-    expert_model_parallel_size: int | None = None
-    context_parallel_size: int | None = None
-    attention_dropout: float | None = None
-    hidden_dropout: float | None = None
-    attention_softmax_in_fp32: bool | None = None
-    expert_tensor_parallel_size: int | None = None
-    calculate_per_token_loss: bool | None = None
-    use_rotary_position_embeddings: bool | None = None
-    num_micro_batches: int | None = None
-    gradient_clipping: float | None = None
-    sequence_parallelism: bool | None = None
-    recompute_activations: bool | None = None
-    use_distributed_optimizer: bool | None = None
+    tp_degree: int | None = setting(
+        "MEGATRON_LM_TP_DEGREE",
+        "count",
+        "processes that share each layer (1)",
+        fallback=1,
+        question="processes that share each layer, tensor parallel",
+    )
+    pp_degree: int | None = setting(
+        "MEGATRON_LM_PP_DEGREE",
+        "count",
+        "stages of layers, one after the other (1)",
+        fallback=1,
+        question="stages of layers, pipeline parallel",
+    )
+    num_micro_batches: int | None = setting(
+        "MEGATRON_LM_NUM_MICRO_BATCHES",
+        "count",
+        "parts of each batch, for the stages (1)",
+        fallback=1,
+        question="micro-batches of each batch, for the stages",
+    )
+    gradient_clipping: float | None = setting(
+        "MEGATRON_LM_GRADIENT_CLIPPING",
+        "float",
+        "maximum norm, if the script has none (1.0)",
+        fallback=1.0,
+    )
+    sequence_parallelism: bool | None = setting(
+        "MEGATRON_LM_SEQUENCE_PARALLELISM",
+        "bool",
+        "divide sequences where layers are (false)",
+        fallback=False,
+    )
+    recompute_activations: bool | None = setting(
+        "MEGATRON_LM_RECOMPUTE_ACTIVATIONS",
+        "bool",
+        "recompute those of the attention (false)",
+        fallback=False,
+    )
+    recompute_granularity: str | None = setting(
+        "MEGATRON_LM_RECOMPUTE_GRANULARITY", "text", "full or selective"
+    )
+    recompute_method: str | None = setting(
+        "MEGATRON_LM_RECOMPUTE_METHOD", "text", "uniform or block"
+    )
+    recompute_num_layers: int | None = setting(
+        "MEGATRON_LM_RECOMPUTE_NUM_LAYERS", "count", "layers to recompute"
+    )
+    decoder_last_pipeline_num_layers: int | None = setting(
+        "MEGATRON_LM_DECODER_LAST_PIPELINE_NUM_LAYERS", "count", "layers of the last stage"
+    )
+    attention_dropout: float | None = setting(
+        "MEGATRON_LM_ATTENTION_DROPOUT", "float", "dropout of the attention"
+    )
+    hidden_dropout: float | None = setting(
+        "MEGATRON_LM_HIDDEN_DROPOUT", "float", "dropout of hidden states"
+    )
+    attention_softmax_in_fp32: bool | None = setting(
+        "MEGATRON_LM_ATTENTION_SOFTMAX_IN_FP32", "bool", "the softmax in float32"
+    )
+    use_rotary_position_embeddings: bool | None = setting(
+        "MEGATRON_LM_USE_ROTARY_POSITION_EMBEDDINGS", "bool", "whether the model has them"
+    )
+    use_distributed_optimizer: bool | None = setting(
+        "MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER",
+        *_REFUSED,
+        fallback=False,
+    )
+    use_custom_fsdp: bool | None = setting("MEGATRON_LM_USE_CUSTOM_FSDP", *_REFUSED)
+    no_load_optim: bool | None = setting("MEGATRON_LM_NO_LOAD_OPTIM", *_REFUSED)
+    no_save_optim: bool | None = setting("MEGATRON_LM_NO_SAVE_OPTIM", *_REFUSED)
+    eod_mask_loss: bool | None = setting("MEGATRON_LM_EOD_MASK_LOSS", *_REFUSED)
+    optimizer_cpu_offload: bool | None = setting("MEGATRON_LM_OPTIMIZER_CPU_OFFLOAD", *_REFUSED)
+    overlap_cpu_optimizer_d2h_h2d: bool | None = setting(
+        "MEGATRON_LM_OVERLAP_CPU_OPTIMIZER_D2H_H2D",
+        *_REFUSED,
+    )
+    use_precision_aware_optimizer: bool | None = setting(
+        "MEGATRON_LM_USE_PRECISION_AWARE_OPTIMIZER",
+        *_REFUSED,
+    )
+    attention_backend: bool | None = setting("MEGATRON_LM_ATTENTION_BACKEND", *_REFUSED)
+    calculate_per_token_loss: bool | None = setting(
+        "MEGATRON_LM_CALCULATE_PER_TOKEN_LOSS", *_REFUSED
+    )
+    expert_model_parallel_size: int | None = setting(
+        "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE", *_ONLY_ONE
+    )
+    expert_tensor_parallel_size: int | None = setting(
+        "MEGATRON_LM_EXPERT_TENSOR_PARALLEL_SIZE", *_ONLY_ONE
+    )
+    context_parallel_size: int | None = setting("MEGATRON_LM_CONTEXT_PARALLEL_SIZE", *_ONLY_ONE)
     pipeline_model_parallel_split_rank: int | None = None
     num_layers_per_virtual_pipeline_stage: int | None = None
     is_train_batch_min: bool = True
@@ -198,7 +240,7 @@ class MegatronLMPlugin:
     scale_lr_cond: Callable[..., Any] | None = None
     lr_mult: float = 1.0
     megatron_dataset_flag: bool = False
-    seq_length: int | None = None
+    seq_length: int | None = setting("MEGATRON_LM_SEQ_LENGTH", "count")
     encoder_seq_length: int | None = None
     decoder_seq_length: int | None = None
     tensorboard_dir: str | None = None
@@ -217,22 +259,7 @@ class MegatronLMPlugin:
 
     def __post_init__(self) -> None:
         """Fill in missing values from the environment and validate all."""
-        fill(
-            self,
-            PREFIX,
-            tp_degree=1,
-            pp_degree=1,
-            num_micro_batches=1,
-            gradient_clipping=1.0,
-            sequence_parallelism=False,
-            recompute_activations=False,
-            use_distributed_optimizer=False,
-        )
-        for name, kind in _OPTIONAL.items():
-            variable = PREFIX + name.upper()
-            if getattr(self, name) is None and (text := environment.read(variable)):
-                value = environment.read_flag(variable) if kind is bool else kind(text)
-                setattr(self, name, value)
+        fill(self)
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in (None, *choices):
                 raise ValueError(choice_error(name, value, choices))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import environment
 from trainer.checks import check_counts, check_type, choice_error
-from trainer.configuration.fields import check_bool_fields, explains_itself, fill
+from trainer.configuration.fields import check_bool_fields, explains_itself, fill, nested, setting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,11 +30,13 @@ class TorchContextParallelConfig:
         NotImplementedError: It is ``"alltoall"``.
     """
 
-    cp_comm_strategy: str | None = None
+    cp_comm_strategy: str | None = setting(
+        "PARALLELISM_CONFIG_CP_COMM_STRATEGY", "text", "and sent: allgather", fallback="allgather"
+    )
 
     def __post_init__(self) -> None:
         """Fill in the strategy and check it."""
-        fill(self, "PARALLELISM_CONFIG_CP_COMM_STRATEGY", cp_comm_strategy="allgather")
+        fill(self)
         if self.cp_comm_strategy == "alltoall":
             raise NotImplementedError(
                 "cp_comm_strategy is 'alltoall', which sends keys and values from process to "
@@ -64,16 +66,22 @@ class DeepSpeedSequenceParallelConfig:
         TypeError: A value has another type.
     """
 
-    sp_seq_length: int | None = None
-    sp_seq_length_is_variable: bool | None = None
-    sp_attn_implementation: str | None = None
+    sp_seq_length: int | None = setting(
+        "PARALLELISM_CONFIG_SP_SEQ_LENGTH", "count", "not used while sp_size is 1"
+    )
+    sp_seq_length_is_variable: bool | None = setting(
+        "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
+        "bool",
+        "not used while sp_size is 1",
+        fallback=True,
+    )
+    sp_attn_implementation: str | None = setting(
+        "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "text", "not used while sp_size is 1"
+    )
 
     def __post_init__(self) -> None:
         """Fill in missing values from the environment and check them."""
-        if self.sp_seq_length is None:
-            self.sp_seq_length = environment.read_int("PARALLELISM_CONFIG_SP_SEQ_LENGTH")
-        fill(self, "PARALLELISM_CONFIG_", sp_seq_length_is_variable=True)
-        fill(self, "PARALLELISM_CONFIG_", sp_attn_implementation=None)
+        fill(self)
         check_bool_fields(self)
         if self.sp_seq_length is not None:
             check_counts(1, sp_seq_length=self.sp_seq_length)
@@ -138,27 +146,46 @@ class ParallelismConfig:
         NotImplementedError: `sp_size` is above 1.
     """
 
-    dp_replicate_size: int | None = None
-    dp_shard_size: int | None = None
-    tp_size: int | None = None
-    cp_size: int | None = None
-    cp_backend: str | None = None
-    sp_size: int | None = None
-    sp_backend: str | None = None
+    dp_replicate_size: int | None = setting(
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "count", "replicas of the model (1)", fallback=1
+    )
+    dp_shard_size: int | None = setting(
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE",
+        "count",
+        "processes that shard a replica (1)",
+        fallback=1,
+    )
+    tp_size: int | None = setting(
+        "PARALLELISM_CONFIG_TP_SIZE",
+        "count",
+        "processes that share each layer (1)",
+        fallback=1,
+        question="processes that share each layer, tensor parallel",
+    )
+    cp_size: int | None = setting(
+        "PARALLELISM_CONFIG_CP_SIZE", "count", "processes that share each sequence (1)", fallback=1
+    )
+    sp_size: int | None = setting(
+        "PARALLELISM_CONFIG_SP_SIZE", "count", "the same by DeepSpeed (1)", fallback=1
+    )
+    cp_backend: str | None = setting(
+        "PARALLELISM_CONFIG_CP_BACKEND", "text", "how sequences are shared: torch", fallback="torch"
+    )
+    cp_handler: TorchContextParallelConfig | None = nested(TorchContextParallelConfig)
+    sp_backend: str | None = setting(
+        "PARALLELISM_CONFIG_SP_BACKEND",
+        "text",
+        "not used while sp_size is 1: deepspeed",
+        fallback="deepspeed",
+    )
+    sp_handler: DeepSpeedSequenceParallelConfig | None = nested(DeepSpeedSequenceParallelConfig)
     tp_handler: TorchTensorParallelConfig | None = None
-    cp_handler: TorchContextParallelConfig | None = None
-    sp_handler: DeepSpeedSequenceParallelConfig | None = None
 
     def __post_init__(self) -> None:
         """Fill in missing sizes from the environment."""
         self.device_mesh: DeviceMesh | None = None
-        for name in _DIMENSIONS:
-            if getattr(self, f"{name}_size") is None:
-                variable = f"PARALLELISM_CONFIG_{name.upper()}_SIZE"
-                size = environment.read_int(variable)
-                setattr(self, f"{name}_size", 1 if size is None else size)
+        fill(self)
         check_counts(1, **self._sizes("{}_size"))
-        fill(self, "PARALLELISM_CONFIG_", cp_backend="torch", sp_backend="deepspeed")
         for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != known:
                 raise ValueError(choice_error(name, getattr(self, name), (known,)))

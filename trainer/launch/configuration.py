@@ -23,6 +23,7 @@ from trainer.enums import DynamoBackend, PrecisionType
 from trainer.errors import echo
 from trainer.launch import LaunchError, sigint_default
 from trainer.launch.settings import (
+    DYNAMO,
     SECTIONS,
     check_settings,
     fp8_settings,
@@ -52,11 +53,10 @@ _UNUSED = {
 }
 _SILENT = ("main_training_function", "same_network")  # no effect either, but in every file
 _OFF: tuple[Any, ...] = (None, False, "no", "NO", "", [], {})
-_DYNAMO_FLAGS = tuple(
-    f"dynamo_use_{name}" for name in ("fullgraph", "dynamic", "regional_compilation")
+_FLAGS = (
+    *("use_cpu", "debug", "enable_cpu_affinity"),
+    *(name for name, each in DYNAMO.items() if each.kind == "flag"),
 )
-_DYNAMO = ("dynamo_backend", "dynamo_mode", *_DYNAMO_FLAGS)
-_FLAGS = ("use_cpu", "debug", "enable_cpu_affinity", *_DYNAMO_FLAGS)
 SUFFIXES = (".yaml", ".yml", ".json")
 _COUNTS = {  # with their minimum
     "num_processes": 1,
@@ -194,11 +194,7 @@ class LaunchConfiguration:
             "ACCELERATE_USE_CPU": self.use_cpu,
             "ACCELERATE_MIXED_PRECISION": self.mixed_precision,
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": self.gradient_accumulation_steps,
-            "ACCELERATE_DYNAMO_BACKEND": self.dynamo_backend,
-            "ACCELERATE_DYNAMO_MODE": self.dynamo_mode,
-            "ACCELERATE_DYNAMO_USE_FULLGRAPH": self.dynamo_use_fullgraph,
-            "ACCELERATE_DYNAMO_USE_DYNAMIC": self.dynamo_use_dynamic,
-            "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": self.dynamo_use_regional_compilation,
+            **{each.env[0]: getattr(self, name) for name, each in DYNAMO.items()},
             "ACCELERATE_CPU_AFFINITY": self.enable_cpu_affinity,
             "ACCELERATE_DEBUG_MODE": self.debug,
             "OMP_NUM_THREADS": self.num_cpu_threads_per_process,
@@ -275,9 +271,9 @@ def parse_settings(found: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
         f"{key} is not used: {why}." for key, why in _UNUSED.items() if found.get(key) not in _OFF
     ]
     dynamo = found.get("dynamo_config") or {}
-    for key in dict(dynamo).keys() - set(_DYNAMO):
-        raise ValueError(choice_error("a key of dynamo_config", key, _DYNAMO))
-    values = {**found} | {key: dynamo[key] for key in _DYNAMO if key in dynamo}
+    for key in dict(dynamo).keys() - set(DYNAMO):
+        raise ValueError(choice_error("a key of dynamo_config", key, DYNAMO))
+    values = {**found} | {key: dynamo[key] for key in DYNAMO if key in dynamo}
     given = {key: value for key, value in values.items() if key in own and value is not None}
     if found.get("fp16"):  # the former name of mixed_precision
         given.setdefault("mixed_precision", "fp16")
@@ -358,12 +354,12 @@ def write_file(path: Path, configuration: LaunchConfiguration) -> None:
         "rdzv_backend": own.rdzv_backend or "static",
         "use_cpu": bool(own.use_cpu),
     }
-    dynamo = {name: value for name in _DYNAMO if (value := getattr(own, name)) is not None}
+    dynamo = {name: value for name in DYNAMO if (value := getattr(own, name)) is not None}
     values["dynamo_config"] = dynamo or None
     kept = {key: value for key, value in values.items() if value is not None}
     for field in fields(own):  # our own, only if needed: accelerate refuses such files
         value = getattr(own, field.name)
-        if field.name not in (*values, *_DYNAMO) and value != field.default:
+        if field.name not in (*values, *DYNAMO) and value != field.default:
             kept[field.name] = value
     if own.deepspeed_config is not None and "gradient_accumulation_steps" in kept:
         steps = kept.pop("gradient_accumulation_steps")  # accelerate has it there

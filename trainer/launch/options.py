@@ -5,11 +5,22 @@ from __future__ import annotations
 import argparse
 import copy
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.configuration.fields import Setting
 from trainer.enums import DynamoBackend, PrecisionType
-from trainer.launch.settings import FP8, LAUNCHER, SECTIONS, count, limit, three_bools, truth
+from trainer.launch.settings import (
+    DYNAMO,
+    FP8,
+    LAUNCHER,
+    SECTIONS,
+    count,
+    limit,
+    three_bools,
+    truth,
+)
 
 _TPU = "it is about TPUs, and there are no XLA devices"
 _SAGEMAKER = "Amazon SageMaker has a launcher of its own, which starts processes as torchrun does"
@@ -83,39 +94,41 @@ def _training(made: argparse.ArgumentParser) -> None:
     _add(group, "--mixed_precision", choices=PrecisionType.list(), help="the Accelerator's default")
     what = "micro-batches per update"
     _add(group, "--gradient_accumulation_steps", type=count, metavar="N", help=what)
-    _add(
-        group,
-        "--dynamo_backend",
-        type=str.lower,
-        choices=[name.lower() for name in DynamoBackend.list()],
-        metavar="NAME",
-        help="compile the steps with this backend, such as inductor",
-    )
-    _add(group, "--dynamo_mode", metavar="MODE", help="mode of torch.compile")
-    _add(group, "--dynamo_use_fullgraph", help="allow no graph breaks")
-    _add(group, "--dynamo_use_dynamic", help="compile for dynamic shapes")
-    _add(group, "--dynamo_use_regional_compilation", help="compile repeated blocks by themselves")
+    _add_settings(group, DYNAMO)
     _add(group, "--debug", help="compare shapes before collectives")
 
 
 _KINDS: dict[str, dict[str, Any]] = {
+    "backend": {
+        "type": str.lower,
+        "choices": [name.lower() for name in DynamoBackend.list()],
+        "metavar": "NAME",
+    },
     "bool": {"type": truth, "metavar": "BOOL"},
+    "bool_or_name": {"type": truth, "metavar": "BOOL"},
     "bools": {"type": three_bools, "metavar": "BOOL,BOOL,BOOL"},
     "count": {"type": count, "metavar": "N"},
     "device": {"choices": ("none", "cpu", "nvme"), "metavar": "NAME"},
+    "flag": {},
     "float": {"type": float, "metavar": "X"},
     "int": {"type": int, "metavar": "N"},
     "limit": {"type": limit, "metavar": "NORM"},
+    "mode": {"metavar": "MODE"},
+    "names": {"metavar": "NAME"},
     "stage": {"type": int, "choices": range(4)},
     "text": {"metavar": "NAME"},
     "version": {"type": int, "choices": (1, 2)},
 }
 
 
+def _add_settings(group: argparse._ActionsContainer, settings: Mapping[str, Setting]) -> None:
+    for name, each in settings.items():
+        _add(group, f"--{name}", **_KINDS[each.kind], help=each.help)
+
+
 def _fp8(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("8 bits, with --mixed_precision fp8")
-    for name, (kind, what) in FP8.items():
-        _add(group, f"--{name}", **_KINDS[kind], help=what)
+    _add_settings(group, FP8)
 
 
 def _sharding(made: argparse.ArgumentParser) -> None:
@@ -125,8 +138,7 @@ def _sharding(made: argparse.ArgumentParser) -> None:
     _add(group, "--use_parallelism_config", help="a mesh of replicas, shards and split layers")
     _add(group, "--use_megatron_lm", help="divide a model of megatron-core over the processes")
     for _, settings in SECTIONS.values():
-        for name, (kind, what) in settings.items():
-            _add(group, f"--{name}", **_KINDS[kind], help=what)
+        _add_settings(group, settings)
 
 
 def _machines(made: argparse.ArgumentParser) -> None:

@@ -1,8 +1,7 @@
-"""Settings of FSDP, DeepSpeed, Megatron-LM, the mesh and fp8: options, keys and variables.
+"""Settings of torch.compile, FSDP, DeepSpeed, Megatron-LM, the mesh and fp8.
 
-A name is the same as an option and as a key: ``--fsdp_offload_params`` and ``fsdp_offload_params``.
-The processes read them from the environment; see `trainer.parallelism`,
-`trainer.deepspeed_plugin`, `trainer.megatron_plugin` and `trainer.configuration.recipe_of`.
+They are fields of `trainer.configuration`, which the processes fill in from the environment. A name
+is the same as an option and as a key: ``--fsdp_offload_params`` and ``fsdp_offload_params``.
 """
 
 from __future__ import annotations
@@ -13,103 +12,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.checks import check_counts, choice_error
+from trainer.configuration import (
+    AORecipeKwargs,
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
+    MSAMPRecipeKwargs,
+    ParallelismConfig,
+    TERecipeKwargs,
+    TorchDynamoPlugin,
+)
+from trainer.configuration.fields import options_of
+from trainer.configuration.fp8 import BACKEND
 from trainer.enums import FP8BackendType
 from trainer.environment import FALSE, TRUE
 
-# By name: the kind of value, and what it says.
-FSDP: dict[str, tuple[str, str]] = {
-    "fsdp_version": ("version", "whose names the settings have: 1 or 2 (default 2)"),
-    "fsdp_sharding_strategy": ("text", "FSDP 1's name for --fsdp_reshard_after_forward"),
-    "fsdp_reshard_after_forward": ("bool", "release gathered parameters after forward (true)"),
-    "fsdp_auto_wrap_policy": ("text", "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"),
-    "fsdp_transformer_layer_cls_to_wrap": ("text", "classes of submodules to shard by themselves"),
-    "fsdp_min_num_params": ("count", "the least parameters of such a submodule, by size"),
-    "fsdp_offload_params": ("bool", "keep shards in host memory (false)"),
-    "fsdp_activation_checkpointing": ("bool", "recompute activations in backward (false)"),
-    "fsdp_activation_checkpointing_offload": ("bool", "keep their inputs in host memory (false)"),
-    "fsdp_state_dict_type": ("text", "SHARDED_STATE_DICT or FULL_STATE_DICT"),
-    "fsdp_forward_prefetch": ("bool", "gather the next submodule during forward (false)"),
-    "fsdp_backward_prefetch": ("text", "FSDP 1's: BACKWARD_PRE or NO_PREFETCH"),
-    "fsdp_use_orig_params": ("bool", "FSDP 1's: true"),
-    "fsdp_cpu_ram_efficient_loading": ("bool", "only rank 0 reads pretrained weights (false)"),
-    "fsdp_sync_module_states": ("bool", "FSDP 1's: true"),
-    "fsdp_ignored_modules": ("text", "a regular expression for names of modules not to shard"),
-}
-DEEPSPEED: dict[str, tuple[str, str]] = {
-    "deepspeed_config_file": ("text", "a JSON file with a configuration, in place of the rest"),
-    "zero_stage": ("stage", "1 partitions the optimizer's state, 2 gradients, 3 parameters (2)"),
-    "offload_optimizer_device": ("device", "where the optimizer's state is: none or cpu (none)"),
-    "offload_param_device": ("device", "where parameters of stage 3 are: none or cpu (none)"),
-    "offload_optimizer_nvme_path": ("text", "not used: nvme is not supported"),
-    "offload_param_nvme_path": ("text", "not used: nvme is not supported"),
-    "gradient_clipping": ("limit", "the maximum norm of gradients, or auto: as the script says"),
-    "zero3_init_flag": ("bool", "stage 3 partitions models of transformers on loading (true)"),
-    "zero3_save_16bit_model": ("bool", "save_model writes the weights in 16 bits (false)"),
-    "deepspeed_moe_layer_cls_names": ("text", "experts that stage 3 gathers together"),
-}
-MESH: dict[str, tuple[str, str]] = {
-    "parallelism_config_dp_replicate_size": ("count", "replicas of the model (1)"),
-    "parallelism_config_dp_shard_size": ("count", "processes that shard a replica (1)"),
-    "parallelism_config_tp_size": ("count", "processes that share each layer (1)"),
-    "parallelism_config_cp_size": ("count", "processes that share each sequence (1)"),
-    "parallelism_config_sp_size": ("count", "the same by DeepSpeed (1)"),
-    "parallelism_config_cp_backend": ("text", "how sequences are shared: torch"),
-    "parallelism_config_cp_comm_strategy": ("text", "and sent: allgather"),
-    "parallelism_config_sp_backend": ("text", "not used while sp_size is 1: deepspeed"),
-    "parallelism_config_sp_seq_length": ("count", "not used while sp_size is 1"),
-    "parallelism_config_sp_seq_length_is_variable": ("bool", "not used while sp_size is 1"),
-    "parallelism_config_sp_attn_implementation": ("text", "not used while sp_size is 1"),
-}
-MEGATRON: dict[str, tuple[str, str]] = {
-    "megatron_lm_tp_degree": ("count", "processes that share each layer (1)"),
-    "megatron_lm_pp_degree": ("count", "stages of layers, one after the other (1)"),
-    "megatron_lm_num_micro_batches": ("count", "parts of each batch, for the stages (1)"),
-    "megatron_lm_gradient_clipping": ("float", "maximum norm, if the script has none (1.0)"),
-    "megatron_lm_sequence_parallelism": ("bool", "divide sequences where layers are (false)"),
-    "megatron_lm_recompute_activations": ("bool", "recompute those of the attention (false)"),
-    "megatron_lm_recompute_granularity": ("text", "full or selective"),
-    "megatron_lm_recompute_method": ("text", "uniform or block"),
-    "megatron_lm_recompute_num_layers": ("count", "layers to recompute"),
-    "megatron_lm_decoder_last_pipeline_num_layers": ("count", "layers of the last stage"),
-    "megatron_lm_attention_dropout": ("float", "dropout of the attention"),
-    "megatron_lm_hidden_dropout": ("float", "dropout of hidden states"),
-    "megatron_lm_attention_softmax_in_fp32": ("bool", "the softmax in float32"),
-    "megatron_lm_use_rotary_position_embeddings": ("bool", "whether the model has them"),
-    **dict.fromkeys(
-        [
-            *("megatron_lm_use_distributed_optimizer", "megatron_lm_use_custom_fsdp"),
-            *("megatron_lm_no_load_optim", "megatron_lm_no_save_optim"),
-            *("megatron_lm_eod_mask_loss", "megatron_lm_optimizer_cpu_offload"),
-            "megatron_lm_overlap_cpu_optimizer_d2h_h2d",
-            "megatron_lm_use_precision_aware_optimizer",
-            *("megatron_lm_attention_backend", "megatron_lm_calculate_per_token_loss"),
-        ],
-        ("bool", "not supported: the error says what to use"),
-    ),
-    **dict.fromkeys(
-        [
-            "megatron_lm_expert_model_parallel_size",
-            "megatron_lm_expert_tensor_parallel_size",
-            "megatron_lm_context_parallel_size",
-        ],
-        ("count", "only 1 is supported"),
-    ),
-}
-# A key of ``fp8_config`` may also be written without ``fp8_``.
-FP8: dict[str, tuple[str, str]] = {
-    "fp8_backend": ("text", "the library of fp8: AO (torchao, the default) or TE"),
-    "fp8_enable_fsdp_float8_all_gather": ("bool", "AO: FSDP gathers weights in 8 bits (true)"),
-    "fp8_pad_inner_dim": ("bool", "AO: pad inner dimensions to multiples of 16 (true)"),
-    "fp8_use_autocast_during_eval": ("bool", "TE: 8 bits in evaluations too (false)"),
-    "fp8_margin": ("int", "TE: margin of the scale in powers of two (0)"),
-    "fp8_interval": ("count", "TE: steps between updates of the scale (1)"),
-    "fp8_format": ("text", "TE: HYBRID (the default), E4M3 or E5M2"),
-    "fp8_amax_history_len": ("count", "TE: length of the history of largest values (1024)"),
-    "fp8_amax_compute_algo": ("text", "TE: most_recent (the default) or max"),
-    "fp8_override_linear_precision": ("bools", "TE: a higher precision in forward, dgrad, wgrad"),
-    "fp8_use_mxfp8_block_scaling": ("bool", "TE: scale blocks of values (false)"),
-    "fp8_opt_level": ("text", "MS-AMP's, which cannot be installed any more"),
-}
+# By option, which is the key of the file as well.
+DYNAMO = options_of(TorchDynamoPlugin)
+FP8 = {BACKEND.option: BACKEND, **options_of(AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs)}
+FSDP = options_of(FullyShardedDataParallelPlugin)
+DEEPSPEED = options_of(DeepSpeedPlugin)
+MESH = options_of(ParallelismConfig)
+MEGATRON = options_of(MegatronLMPlugin)
 # By section of the file: the option that asks for it, and its settings.
 SECTIONS = {
     "fsdp_config": ("use_fsdp", FSDP),
@@ -126,34 +50,7 @@ LAUNCHER = {
 }
 # What a configuration of DeepSpeed says itself.
 _IN_FILE = [name for name in DEEPSPEED if not name.startswith(("deepspeed_", "zero3_init"))]
-# The variables that do not have the names of the settings.
-_OTHER_NAMES = {
-    "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
-    **{name: f"ACCELERATE_DEEPSPEED_{name.upper()}" for name in DEEPSPEED},
-    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
-    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
-    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-}
-
-
-_FP8_OVERRIDES = ("FPROP", "DGRAD", "WGRAD")
 _OTHER_FP8_NAMES = {"fp8_amax_compute_algorithm": "fp8_amax_compute_algo"}
-
-
-def _variable(name: str) -> str:
-    return _OTHER_NAMES.get(name, name.upper())
-
-
-VARIABLES = (
-    *(
-        variable
-        for asks, names in SECTIONS.values()
-        for variable in (f"ACCELERATE_{asks.upper()}", *map(_variable, names))
-    ),
-    *(f"ACCELERATE_{name.upper()}" for name in FP8 if name != "fp8_override_linear_precision"),
-    *(f"ACCELERATE_FP8_OVERRIDE_{what}" for what in _FP8_OVERRIDES),
-)
 
 
 def count(text: str) -> int:
@@ -194,7 +91,7 @@ def three_bools(text: str) -> tuple[bool, ...]:
         ValueError: There are not three, or one is no bool.
     """
     found = tuple(truth(each.strip()) for each in text.strip("()[]").split(","))
-    if len(found) != len(_FP8_OVERRIDES):
+    if len(found) != 3:
         raise ValueError(f"{text!r} must be three bools, such as false,false,true")
     return found
 
@@ -273,13 +170,11 @@ def variables_of(sections: Mapping[str, Mapping[str, Any] | None]) -> dict[str, 
     found: dict[str, Any] = {}
     for section, settings in sections.items():
         if settings is not None:
-            found[f"ACCELERATE_{SECTIONS[section][0].upper()}"] = True
-            found |= {_variable(name): _text(value) for name, value in settings.items()}
+            asks, known = SECTIONS[section]
+            found[f"ACCELERATE_{asks.upper()}"] = True
+            for name, value in settings.items():
+                found |= known[name].variables(value)
     return found
-
-
-def _text(value: Any) -> Any:
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value  # of classes
 
 
 def fp8_settings(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -307,10 +202,6 @@ def fp8_variables(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the environment variables that pass the settings to a process."""
     found: dict[str, Any] = {}
     for name, value in (settings or {}).items():
-        if name == "fp8_override_linear_precision":
-            flags = three_bools(value) if isinstance(value, str) else value
-            for what, flag in zip(_FP8_OVERRIDES, flags, strict=True):
-                found[f"ACCELERATE_FP8_OVERRIDE_{what}"] = flag
-        else:
-            found[f"ACCELERATE_{name.upper()}"] = value
+        several = FP8[name].kind == "bools" and isinstance(value, str)
+        found |= FP8[name].variables(three_bools(value) if several else value)
     return found
